@@ -23,7 +23,7 @@ CORE = [
     "aiohttp>=3.9",  # the coordinator's requests to engines
     "msgspec>=0.18",  # typed parsing of engine responses
     "megatron-core==0.16.1",  # the trainers' parallelism; on Ascend a checkout hides it, 0.12.1 too (docs/ascend.md)
-    "psutil>=5.9",  # megatron-core 0.12 imports it without declaring it; the self-test
+    "psutil>=5.9",  # processes and network interfaces; megatron-core 0.12 imports it without declaring it
     "math-verify>=0.7",  # math rewards by symbolic comparison
     "pyarrow>=14",  # parquet datasets
     "tensorboard>=2.14",  # the default of telemetry.trackers

@@ -18,7 +18,7 @@ from typing import Any
 
 from pa_npu.errors import BAD_INPUT, UserError
 from pa_npu.telemetry import plots
-from pa_npu.telemetry.report import Column, each_run, load_report, notes, table_rows
+from pa_npu.telemetry.report import RunReport, each_run, load_report, notes, table_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools import html_page
@@ -72,14 +72,14 @@ def iteration_parts(record: Mapping[str, Any]) -> dict[str, float]:
     return dict(zip(PARTS, (*parts, max(0.0, total - sum(parts))), strict=True))
 
 
-def draw_tpspd(columns: Sequence[Column]) -> Any:
+def draw_tpspd(columns: Sequence[RunReport]) -> Any:
     """TPSPD of every iteration over wall time."""
     figure, (panel,) = plots.new_figure(width_in=6.5, height_in=3.0)
     for number, column in enumerate(columns):
-        records = column.report.records
+        records = column.records
         seconds = list(accumulate(float(record.get("iteration_s") or 0.0) for record in records))
         rates = [float(record.get("tpspd") or 0.0) for record in records]
-        panel.plot(seconds, rates, label=column.label, **plots.line_style(number))
+        panel.plot(seconds, rates, label=column.name, **plots.line_style(number))
     panel.set_xlabel("wall time in s")
     panel.set_ylabel("tokens / s / device")
     panel.set_title("TPSPD", loc="left")
@@ -88,7 +88,7 @@ def draw_tpspd(columns: Sequence[Column]) -> Any:
     return figure
 
 
-def draw_parts(columns: Sequence[Column]) -> Any:
+def draw_parts(columns: Sequence[RunReport]) -> Any:
     """Draws the parts of an iteration's seconds: a stacked bar per column."""
     figure, (panel,) = plots.new_figure(width_in=6.5, height_in=1.2 + 0.45 * len(columns))
     parts = [mean_parts(column) for column in columns]
@@ -98,7 +98,7 @@ def draw_parts(columns: Sequence[Column]) -> Any:
         if max(widths) > 0:
             panel.barh(range(len(columns)), widths, 0.7, left=base, label=name, **plots.bar_style(number))
             base = [low + width for low, width in zip(base, widths, strict=True)]
-    panel.set_yticks(range(len(columns)), [column.label for column in columns])
+    panel.set_yticks(range(len(columns)), [column.name for column in columns])
     panel.invert_yaxis()
     panel.set_xlabel("s of an iteration")
     panel.set_title("Seconds of an iteration", loc="left")
@@ -106,21 +106,20 @@ def draw_parts(columns: Sequence[Column]) -> Any:
     return figure
 
 
-def mean_parts(column: Column) -> dict[str, float]:
+def mean_parts(report: RunReport) -> dict[str, float]:
     """Seconds by name of PARTS, means over the iterations after the warm-up."""
-    report = column.report
     found = [iteration_parts(record) for record in report.records[report.result.dropped_iterations :]]
     return {name: fmean(parts[name] for parts in found) for name in PARTS}
 
 
-def write_plots(columns: Sequence[Column], directory: Path) -> list[Path]:
+def write_plots(columns: Sequence[RunReport], directory: Path) -> list[Path]:
     """Writes DIRECTORY/tpspd and DIRECTORY/parts, as PNG and SVG."""
     return plots.save(draw_tpspd(columns), directory / "tpspd") + plots.save(draw_parts(columns), directory / "parts")
 
 
-def render_html(columns: Sequence[Column]) -> str:
+def render_html(columns: Sequence[RunReport]) -> str:
     """One page that needs nothing beside itself."""
-    header = ["", *(column.label for column in columns)]
+    header = ["", *(column.name for column in columns)]
     table = html_page.html_table(header, [[title, *cells] for title, cells in table_rows(columns)])
     said = "".join(f"<p>{html.escape(line)}</p>" for line in notes(columns))
     sections = [

@@ -68,9 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted before anything started", file=sys.stderr)
         return _INTERRUPTED
-    except (
-        BrokenPipeError
-    ):  # whoever read the output has seen enough; nor may Python's exit fail on what is still to be written
+    except BrokenPipeError:
+        # whoever read the output has seen enough; nor may Python's exit fail on what is still to be written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:

@@ -30,25 +30,25 @@ class Dependency:
     """A module this package imports. needed: without it nothing runs; otherwise `use` says what does not."""
 
     module: str
-    distributions: tuple[str, ...]
+    distribution: str
     use: str
     needed: bool = True
 
 
 _DEPENDENCIES = (
-    Dependency("torch", ("torch",), "tensors and collectives"),
-    Dependency("megatron.core", ("megatron-core",), "the trainers' parallelism"),
-    Dependency("transformers", ("transformers",), "tokenizers and HF export"),
-    Dependency("safetensors", ("safetensors",), "weights and the rollout buffer"),
-    Dependency("pydantic", ("pydantic",), "configuration"),
-    Dependency("yaml", ("PyYAML",), "configuration"),
-    Dependency("aiohttp", ("aiohttp",), "requests to engines"),
-    Dependency("msgspec", ("msgspec",), "engine responses"),
-    Dependency("math_verify", ("math-verify",), "math rewards by symbolic comparison (else numeric)", needed=False),
-    Dependency("pyarrow", ("pyarrow",), "parquet datasets", needed=False),
-    Dependency("tensorboard", ("tensorboard",), "telemetry.trackers", needed=False),
-    Dependency("peft", ("peft",), "adapters (lora.rank, model.adapter)", needed=False),
-    Dependency("ray", ("ray",), "several nodes (placement.cluster=ray)", needed=False),
+    Dependency("torch", "torch", "tensors and collectives"),
+    Dependency("megatron.core", "megatron-core", "the trainers' parallelism"),
+    Dependency("transformers", "transformers", "tokenizers and HF export"),
+    Dependency("safetensors", "safetensors", "weights and the rollout buffer"),
+    Dependency("pydantic", "pydantic", "configuration"),
+    Dependency("yaml", "PyYAML", "configuration"),
+    Dependency("aiohttp", "aiohttp", "requests to engines"),
+    Dependency("msgspec", "msgspec", "engine responses"),
+    Dependency("math_verify", "math-verify", "math rewards by symbolic comparison (else numeric)", needed=False),
+    Dependency("pyarrow", "pyarrow", "parquet datasets", needed=False),
+    Dependency("tensorboard", "tensorboard", "telemetry.trackers", needed=False),
+    Dependency("peft", "peft", "adapters (lora.rank, model.adapter)", needed=False),
+    Dependency("ray", "ray", "several nodes (placement.cluster=ray)", needed=False),
 )
 
 
@@ -121,7 +121,7 @@ def _machine() -> list[tuple[str, str]]:
 
 def _report(dependency: Dependency) -> str | None:
     """Print one line; the remedy when something needed is missing."""
-    name = dependency.distributions[0]
+    name = dependency.distribution
     version = _version(dependency)
     if version is not None:
         print(f"  {name:<14} {version}")
@@ -134,12 +134,10 @@ def _version(dependency: Dependency) -> str | None:
     root = dependency.module.partition(".")[0]
     if importlib.util.find_spec(root) is None:
         return None
-    for distribution in dependency.distributions:
-        try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "installed (version unknown)"
+    try:
+        return importlib.metadata.version(dependency.distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "installed (version unknown)"
 
 
 def _ascendc() -> str:

@@ -7,6 +7,7 @@ is raised, for all that it starts.
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -41,23 +42,25 @@ def limit_problems(config: Config, num_processes: int) -> Iterator[str]:
 
 def _open_files(config: Config) -> Iterator[str]:
     """The coordinator has a connection per sequence in flight; a rank has several to each of its peers."""
-    try:
-        import resource
-    except ImportError:  # no such limits
-        return
     rollout = config.rollout
     sequences = (rollout.max_engines or rollout.engines) * rollout.max_num_seqs
     needed = _FILES_OF_A_PROCESS + max(sequences, 4 * config.trainer.devices)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard := _too_low(resource.RLIMIT_NOFILE, needed):
+        yield (
+            f"open files: a process may open {hard} here, and the run needs {needed} (rollout.max_num_seqs x engines, and peers); "
+            f"raise the limit (ulimit -n {needed}, LimitNOFILE of systemd, --ulimit nofile of a container)"
+        )
+
+
+def _too_low(kind: int, needed: int) -> str | None:
+    """The limit, where it is too low and this process may not raise it."""
+    soft, hard = resource.getrlimit(kind)
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard == resource.RLIM_INFINITY or hard >= needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-        return
-    yield (
-        f"open files: a process may open {hard} here, and the run needs {needed} (rollout.max_num_seqs x engines, and peers); "
-        f"raise the limit (ulimit -n {needed}, LimitNOFILE of systemd, --ulimit nofile of a container)"
-    )
+        return None
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        return str(hard)
+    resource.setrlimit(kind, (needed, hard))
+    return None
 
 
 def _processes(num_processes: int) -> Iterator[str]:
@@ -70,17 +73,11 @@ def _processes(num_processes: int) -> Iterator[str]:
             f"processes: {most - now} more may start in this control group (pids.max {most}), and the run needs up to {needed}, "
             f"threads included; raise it (--pids-limit of a container, TasksMax of systemd)"
         )
-    try:
-        import resource
-    except ImportError:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    if os.geteuid() == 0 or soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard == resource.RLIM_INFINITY or hard >= needed:
-        resource.setrlimit(resource.RLIMIT_NPROC, (needed, hard))
-        return
-    yield f"processes: this user may have {hard}, and the run needs up to {needed}, threads included; raise it (ulimit -u {needed})"
+    if os.geteuid() != 0 and (hard := _too_low(resource.RLIMIT_NPROC, needed)):
+        yield (
+            f"processes: this user may have {hard}, and the run needs up to {needed}, threads included; raise it "
+            f"(ulimit -u {needed})"
+        )
 
 
 def _temporary_directory() -> Iterator[str]:

@@ -32,8 +32,7 @@ from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.store_server import host_store
 from pa_npu.errors import ConfigError, DataError
-from pa_npu.launcher.cluster.local import LocalCluster
-from pa_npu.launcher.cluster.protocol import Cluster
+from pa_npu.launcher.cluster.local import Cluster, LocalCluster
 from pa_npu.launcher.cluster.ray_cluster import ray_cluster
 from pa_npu.launcher.cluster.ray_connection import RayConnection, connected
 from pa_npu.launcher.engine_key import engine_key, key_file, run_key_file
@@ -63,8 +62,8 @@ def run(config: Config) -> int:
     if config.placement.cluster == "local":
         return _run(config, platform, None)
     with connected(config.placement.ray_address) as connection:
-        host = config.placement.host or connection.address
-        return _run(_listening_on(config, host), platform, connection)
+        placement = config.placement.model_copy(update={"host": config.placement.host or connection.address})
+        return _run(config.model_copy(update={"placement": placement}), platform, connection)
 
 
 def _run(config: Config, platform: Platform, connection: RayConnection | None) -> int:
@@ -123,10 +122,6 @@ def _open_cluster(
         return
     with ray_cluster(config, platform, connection, local, store, console, signals) as cluster:
         yield cluster
-
-
-def _listening_on(config: Config, host: str) -> Config:
-    return config.model_copy(update={"placement": config.placement.model_copy(update={"host": host})})
 
 
 def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:

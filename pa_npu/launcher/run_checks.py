@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from packaging.requirements import Requirement
 
 from pa_npu import platform as platforms
 from pa_npu.algorithm.trial import check_algorithm
@@ -18,6 +21,7 @@ from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.coordinator.environment_trial import check_environment
+from pa_npu.engines.interpreter import distributions
 from pa_npu.engines.registry import check_engine_keys, engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.families.model_directory import (
@@ -43,7 +47,6 @@ from pa_npu.launcher.placement import (
 )
 from pa_npu.launcher.resume import check_checkpoint, resolve_resume
 from pa_npu.launcher.run_directory import check_run_directory
-from pa_npu.launcher.tracker_checks import check_trackers
 from pa_npu.launcher.trainer_versions import trainer_problems
 from pa_npu.planning.adapters import without_adapters
 from pa_npu.planning.known_models import known_spec
@@ -52,6 +55,7 @@ from pa_npu.planning.places import with_places, with_share
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.base import Platform
 from pa_npu.platform.busy import busy_devices
+from pa_npu.telemetry.trackers.protocol import REQUIREMENTS
 
 if TYPE_CHECKING:
     from pa_npu.data.prompts import Prompt, PromptSet
@@ -362,6 +366,25 @@ def check_attached(config: Config) -> None:
 def check_engine_interpreter(config: Config) -> None:
     """The engines' interpreter has an engine of a supported version that can do what is configured."""
     engine_kind(config.rollout.backend).check(config)
+
+
+def check_trackers(config: Config) -> None:
+    """The libraries of trackers are there, in versions that they are used by.
+
+    Nothing is sent anywhere: a tracker that cannot be reached never ends a run."""
+    telemetry = config.telemetry
+    wanted = {name: Requirement(REQUIREMENTS[name]) for name in telemetry.trackers}
+    names = tuple(requirement.name for requirement in wanted.values())
+    found = distributions(telemetry.tracker_python, names, "telemetry.tracker_python")
+    python = telemetry.tracker_python or sys.executable
+    for tracker, requirement in wanted.items():
+        version = found.get(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            has = "is not installed" if version is None else f"is there as {version}, not as {REQUIREMENTS[tracker]}"
+            raise ConfigError(
+                f"telemetry.trackers: {tracker} {has} in {python}; pip install 'pa_npu[{tracker}]', name an interpreter "
+                f"that has it in telemetry.tracker_python, or take it off the list"
+            )
 
 
 def device_notes(platform: Platform, placement: Placement) -> list[str]:

@@ -15,9 +15,7 @@ _QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "eos_t
 _QWEN3 = {**_QWEN2, "model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 40960, "vocab_size": 151936}
 
 
-def _sizes(
-    layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, positions: int, tied: bool = False
-) -> dict[str, Any]:
+def _sizes(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, positions: int) -> dict[str, Any]:
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -26,7 +24,7 @@ def _sizes(
         "num_key_value_heads": kv_heads,
         "vocab_size": vocab,
         "max_position_embeddings": positions,
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": False,
     }
 
 

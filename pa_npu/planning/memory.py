@@ -249,6 +249,12 @@ def kv_bytes_per_token(config: Config, spec: ModelSpec) -> int:
     return 2 * spec.num_layers * heads * spec.head_dim * _BYTES[config.model.dtype]
 
 
+def cache_tokens(config: Config, spec: ModelSpec, device_bytes: int | None, *, shared: bool = False) -> int:
+    """Tokens that an engine's KV cache holds; arguments as for engine_memory."""
+    cache = dict(engine_memory(config, spec, device_bytes, shared=shared).parts)["KV cache"]
+    return cache // kv_bytes_per_token(config, spec)
+
+
 def wanted_sequences(config: Config) -> int:
     """Sequences that an engine may have in flight at once: its window or vLLM's limit, if an iteration has so many."""
     rollout = config.rollout

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import work
-from pa_npu.planning.memory import engine_memory, kv_bytes_per_token, left_share
+from pa_npu.planning.memory import cache_tokens, left_share
 
 # Beyond it a decode step is arithmetic alone, and more sequences in it decode no faster.
 _MOST = 1024
@@ -50,7 +50,6 @@ def with_share(config: Config, spec: ModelSpec, device_bytes: int | None, own_me
 
 def _holds(config: Config, spec: ModelSpec, device_bytes: int | None) -> bool:
     rollout = config.rollout
-    cache = dict(engine_memory(config, spec, device_bytes).parts)["KV cache"] // kv_bytes_per_token(config, spec)
     prompts = -(-rollout.max_num_seqs // rollout.responses_per_prompt)
     wanted = rollout.max_num_seqs * rollout.max_response_tokens + prompts * config.data.max_prompt_tokens
-    return wanted <= cache and rollout.max_num_seqs <= rollout.max_num_batched_tokens
+    return wanted <= cache_tokens(config, spec, device_bytes) and rollout.max_num_seqs <= rollout.max_num_batched_tokens

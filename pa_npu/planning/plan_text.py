@@ -12,9 +12,9 @@ from pa_npu.planning.amounts import Work, work
 from pa_npu.planning.memory import (
     Memory,
     beside_engine,
+    cache_tokens,
     engine_memory,
     format_bytes,
-    kv_bytes_per_token,
     trainer_memory,
     wanted_sequences,
     wanted_tokens,
@@ -32,6 +32,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
     """
     rollout, amount = config.rollout, work(config)
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    mode = "periodic" if config.schedule.stream else "synchronous"
     lines = [
         f"devices               {_devices(config)}{_nodes(config)}",
         f"trainer ranks         {_ranks(config)}",
@@ -40,7 +41,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
         f"microbatches          {_microbatches(config, amount)}",
         f"tokens per iteration  at most {amount.prompt_tokens + amount.response_tokens} = {amount.prompt_tokens} prompt + "
         f"{amount.response_tokens} response; computed at most {amount.computed_tokens}",
-        f"iterations            {config.schedule.iterations}, {_schedule(config)}, order {config.schedule.order}",
+        f"iterations            {config.schedule.iterations}, {mode}, order {config.schedule.order}",
     ]
     lines += [f"engines that differ   {_settings(entry)}" for entry in rollout.engine_settings]
     if spec is None:
@@ -64,7 +65,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
         )
     else:
         engines = engine_memory(config, spec, engine_bytes, shared=colocated)
-        capacity = dict(engines.parts)["KV cache"] // kv_bytes_per_token(config, spec)
+        capacity = cache_tokens(config, spec, engine_bytes, shared=colocated)
         lines.append(f"engine memory         {engines.line()}")
         lines.append(
             f"KV cache              {capacity} tokens, {counted(capacity // longest, 'longest sequence')}; wanted "
@@ -152,10 +153,6 @@ def predicted_lines(config: Config, spec: ModelSpec) -> list[str]:
 def _nodes(config: Config) -> str:
     nodes = config.placement.nnodes
     return "" if nodes == 1 else f", on {counted(nodes, 'node')} of {config.devices_per_node}"
-
-
-def _schedule(config: Config) -> str:
-    return "periodic" if config.schedule.stream else "synchronous"
 
 
 def _microbatches(config: Config, amount: Work) -> str:

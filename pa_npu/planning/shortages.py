@@ -27,11 +27,10 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.memory import (
     GIB,
     USABLE,
-    Memory,
     beside_engine,
+    cache_tokens,
     engine_memory,
     format_bytes,
-    kv_bytes_per_token,
     trainer_memory,
     wanted_sequences,
     wanted_tokens,
@@ -103,17 +102,16 @@ def _trainer_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> It
         if changes is not None and _allowed(_changed(larger, changes), spec):
             proposal = further | changes
             break
-    after = "" if proposal is None else _trainer_after(trainer_memory(_changed(config, proposal), spec), device_bytes)
+    after = ""
+    if proposal is not None:
+        needed = trainer_memory(_changed(config, proposal), spec).total
+        after = f"needs {needed / GIB:.1f} of {device_bytes / GIB:.1f} GiB"
     yield Shortage("trainer", what, fatal, proposal, after)
-
-
-def _trainer_after(memory: Memory, device_bytes: int) -> str:
-    return f"needs {memory.total / GIB:.1f} of {device_bytes / GIB:.1f} GiB"
 
 
 def _engine_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Iterator[Shortage]:
     def capacity(changed: Config) -> int:
-        return dict(engine_memory(changed, spec, device_bytes).parts)["KV cache"] // kv_bytes_per_token(changed, spec)
+        return cache_tokens(changed, spec, device_bytes)
 
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     tokens, wanted = capacity(config), wanted_tokens(config)
@@ -153,8 +151,7 @@ def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
     def capacity(changed: Config) -> int:
-        cache = dict(engine_memory(changed, spec, device_bytes, shared=True).parts)["KV cache"]
-        return cache // kv_bytes_per_token(changed, spec)
+        return cache_tokens(changed, spec, device_bytes, shared=True)
 
     def together(changed: Config) -> float:
         engine = max(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -93,49 +93,41 @@ def memory_peaks(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: fmean(values) for name, values in found.items() if values}
 
 
-@dataclass(frozen=True)
-class Column:
-    """A run under the name that it has in the table."""
-
-    label: str
-    report: RunReport
-
-
-def each_run(reports: Sequence[RunReport]) -> list[Column]:
-    """A column per run; directory names, numbered where two runs share one."""
+def each_run(reports: Sequence[RunReport]) -> list[RunReport]:
+    """The reports under the names that they have in a table: directory names, numbered where two runs share one."""
     names = [report.name for report in reports]
-    labels = [f"{name} #{number}" if names.count(name) > 1 else name for number, name in enumerate(names, start=1)]
-    return [Column(label, report) for label, report in zip(labels, reports, strict=True)]
+    return [
+        replace(report, name=f"{report.name} #{number}") if names.count(report.name) > 1 else report
+        for number, report in enumerate(reports, start=1)
+    ]
 
 
-def render_text(columns: Sequence[Column]) -> str:
+def render_text(reports: Sequence[RunReport]) -> str:
     """A table, followed by what the numbers mean."""
-    return text_table("Throughput", _labels(columns), table_rows(columns), notes(columns), column_width=24)
+    return text_table("Throughput", _names(reports), table_rows(reports), notes(reports), column_width=24)
 
 
-def render_markdown(columns: Sequence[Column]) -> str:
+def render_markdown(reports: Sequence[RunReport]) -> str:
     """The same as a markdown table."""
-    return markdown_table(_labels(columns), table_rows(columns), notes(columns))
+    return markdown_table(_names(reports), table_rows(reports), notes(reports))
 
 
-def as_json(columns: Sequence[Column]) -> dict[str, Any]:
+def as_json(reports: Sequence[RunReport]) -> dict[str, Any]:
     """One object per run with plain numbers, `ratio` to the first run."""
     runs = []
-    for column in columns:
-        report = column.report
+    for report in reports:
         values = asdict(report.result)
         rates = values.pop("throughput")
-        about = {"run": column.label, "device": report.device, **rates, **values, **report.learned, **report.memory}
-        runs.append({**about, "ratio": _ratio(report, columns)})
-    return {"runs": runs, "notes": notes(columns)}
+        about = {"run": report.name, "device": report.device, **rates, **values, **report.learned, **report.memory}
+        runs.append({**about, "ratio": _ratio(report, reports)})
+    return {"runs": runs, "notes": notes(reports)}
 
 
-def notes(columns: Sequence[Column]) -> list[str]:
+def notes(reports: Sequence[RunReport]) -> list[str]:
     """Explains the numbers to a reader: definition, device unit, dropped iterations."""
-    labelled = [(column.label, column.report) for column in columns]
-    units = sorted({_DEVICE_UNITS.get(report.device or "", "one device of the run") for _, report in labelled})
-    dropped = [f"{label} {report.result.dropped_iterations}" for label, report in labelled]
-    named = [f"Engines of {label} by device: {report.engines}." for label, report in labelled if report.engines]
+    units = sorted({_DEVICE_UNITS.get(report.device or "", "one device of the run") for report in reports})
+    dropped = [f"{report.name} {report.result.dropped_iterations}" for report in reports]
+    named = [f"Engines of {report.name} by device: {report.engines}." for report in reports if report.engines]
     return [
         f"TPSPD: trained prompt + response tokens (prompt once per sample) / seconds between publishes / all devices, "
         f"trainers and engines; a device is {' or '.join(units)}.",
@@ -151,16 +143,16 @@ def notes(columns: Sequence[Column]) -> list[str]:
     ]
 
 
-def table_rows(columns: Sequence[Column]) -> list[tuple[str, list[str]]]:
-    """(title, a cell per column) of every figure."""
-    found = [figures(column.report, _ratio(column.report, columns)) for column in columns]
+def table_rows(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
+    """(title, a cell per run) of every figure."""
+    found = [figures(report, _ratio(report, reports)) for report in reports]
     rows = [(figure.title, [one[name].cell for one in found]) for name, figure in found[0].items()]
     return [row for row in rows if row[0] not in _OPTIONAL or any(cell != "-" for cell in row[1])]
 
 
-def _ratio(report: RunReport, columns: Sequence[Column]) -> float:
+def _ratio(report: RunReport, reports: Sequence[RunReport]) -> float:
     """The run's TPSPD over that of the first."""
-    first = columns[0].report.result.throughput.tpspd
+    first = reports[0].result.throughput.tpspd
     return report.result.throughput.tpspd / first if first else 0.0
 
 
@@ -218,8 +210,8 @@ def _mib(value: float | None) -> float | None:
     return None if value is None else value / _MIB
 
 
-def _labels(columns: Sequence[Column]) -> list[str]:
-    return [column.label for column in columns]
+def _names(reports: Sequence[RunReport]) -> list[str]:
+    return [report.name for report in reports]
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:

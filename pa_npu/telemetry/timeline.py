@@ -149,17 +149,13 @@ def _rows(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     events = sorted(events, key=lambda event: (event["start"], -event["end"]))
     if _nested(events):
         return [events]
-    rows: list[list[dict[str, Any]]] = []
+    rows: dict[int, list[dict[str, Any]]] = {}
     ends: list[float] = []
     for event in events:
-        free = next((number for number, row_end_s in enumerate(ends) if row_end_s <= event["start"]), None)
-        if free is None:
-            rows.append([event])
-            ends.append(event["end"])
-        else:
-            rows[free].append(event)
-            ends[free] = event["end"]
-    return rows
+        row = next((number for number, row_end_s in enumerate(ends) if row_end_s <= event["start"]), len(ends))
+        rows.setdefault(row, []).append(event)
+        ends[row : row + 1] = [event["end"]]
+    return list(rows.values())
 
 
 def _nested(events: list[dict[str, Any]]) -> bool:

@@ -5,6 +5,7 @@ Each rule looks at the last iterations after the warm-up and yields nothing wher
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,10 +57,6 @@ def recent(records: Sequence[Record], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _percent(share: float) -> str:
-    return f"{share:.0%}"
-
-
 def _idle(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
     trainer, engine = recent(records, "trainer_idle"), recent(records, "engine_idle")
     if (device := recent(records, "device_idle")) is not None:  # no side has devices that the other could have
@@ -69,7 +66,7 @@ def _idle(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advi
                 "act" if in_turns else "look",
                 "trainer_idle",
                 "Devices wait for the longest responses" if in_turns else "Devices wait, though roles follow the work",
-                f"In the last iterations devices neither decoded nor trained for {_percent(device)} of the time. "
+                f"In the last iterations devices neither decoded nor trained for {device:.0%} of the time. "
                 + (
                     "schedule.stream=true lets them train as soon as the rest fits on fewer; the update stays the same."
                     if in_turns
@@ -79,7 +76,7 @@ def _idle(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advi
         return
     if trainer is None or engine is None:
         return
-    seen = f"In the last iterations trainers were idle for {_percent(trainer)} of the time and engines for {_percent(engine)}."
+    seen = f"In the last iterations trainers were idle for {trainer:.0%} of the time and engines for {engine:.0%}."
     if config.get("schedule.stream") is False and trainer > MUCH_IDLE:
         yield Advice(
             "act",
@@ -116,7 +113,8 @@ def _idle(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advi
 def _window(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
     window, waste = config.get("rollout.window"), recent(records, "tail_waste")
     if isinstance(window, int):
-        sequences = _product(config, "schedule.prompts_per_iteration", "rollout.responses_per_prompt")
+        sizes = [config.get(key) for key in ("schedule.prompts_per_iteration", "rollout.responses_per_prompt")]
+        sequences = math.prod(size if isinstance(size, int) else 0 for size in sizes)
         if sequences and window * (config.get("rollout.engines") or 1) >= sequences and config.get("schedule.stream"):
             yield Advice(
                 "look",
@@ -130,7 +128,7 @@ def _window(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Ad
             "look",
             "tail_waste",
             "Engines run empty at the end of generation",
-            f"{_percent(waste)} of their places were idle because nothing was left to dispatch, while the longest responses "
+            f"{waste:.0%} of their places were idle because nothing was left to dispatch, while the longest responses "
             f"went on. schedule.dispatch=auto begins with the long ones; a lower rollout.max_response_tokens cuts the tail.",
         )
 
@@ -142,7 +140,7 @@ def _truncated(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator
             "act" if share > 3 * MANY_TRUNCATED else "look",
             "truncated_ratio",
             "Responses are cut at the limit",
-            f"{_percent(share)} of responses reached rollout.max_response_tokens={config.get('rollout.max_response_tokens')} and "
+            f"{share:.0%} of responses reached rollout.max_response_tokens={config.get('rollout.max_response_tokens')} and "
             f"were judged unfinished. Raise it, or add the overlong reward, which teaches to be shorter.",
         )
 
@@ -156,7 +154,7 @@ def _equal_groups(records: Sequence[Record], config: Mapping[str, Any]) -> Itera
         "look",
         "equal_reward_ratio",
         "Most groups teach nothing",
-        f"In {_percent(share)} of groups all responses had the same reward, mostly all {how}: their advantages are zero. "
+        f"In {share:.0%} of groups all responses had the same reward, mostly all {how}: their advantages are zero. "
         f"{'Harder' if how == 'right' else 'Easier'} prompts help, more responses per prompt, "
         f"data.skip={'solved' if how == 'right' else 'unsolved'} in later epochs, or schedule.dynamic_sampling=true.",
     )
@@ -171,7 +169,7 @@ def _drift(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
                 "act",
                 "logprob_diff_mean",
                 "Engine and trainer log-probs drift apart",
-                f"Their {name} is {value:.2g}, {_percent(value / limit)} of the limit ({limit:.2g}) at which the run stops. "
+                f"Their {name} is {value:.2g}, {value / limit:.0%} of the limit ({limit:.2g}) at which the run stops. "
                 f"Different kernels or types are the usual cause: see model.dtype, rollout.batch_invariant, the engine's version.",
             )
             return
@@ -278,14 +276,6 @@ def _evaluation(evaluations: Sequence[Record]) -> list[Advice]:
             f"than chance explains. checkpoint.keep_best=1 keeps the best one; look at KL, entropy and response length there.",
         )
     ]
-
-
-def _product(config: Mapping[str, Any], *keys: str) -> int:
-    product = 1
-    for key in keys:
-        value = config.get(key)
-        product *= value if isinstance(value, int) else 0
-    return product
 
 
 RULES: tuple[Callable[[Sequence[Record], Mapping[str, Any]], Iterator[Advice]], ...] = (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,14 +53,7 @@ class RunDirectory:
         watched = [self.directory / name for name in ("config.yaml", METRICS, EVALUATIONS, "runs_on.json")]
         for folder in ("logs", "timeline", "samples"):
             watched += sorted((self.directory / folder).glob("*"))
-        parts = []
-        for path in watched:
-            try:
-                status = path.stat()
-            except OSError:
-                continue
-            parts.append(f"{status.st_size}.{status.st_mtime_ns}")
-        return str(hash(tuple(parts)))
+        return str(hash(tuple(f"{status.st_size}.{status.st_mtime_ns}" for status in _states(watched))))
 
     def config(self) -> dict[str, Any]:
         """The resolved configuration by dotted key, without secrets."""
@@ -117,17 +112,8 @@ class RunDirectory:
         }
 
     def _newest(self) -> float:
-        times = []
-        for path in [
-            self.directory / METRICS,
-            *(self.directory / "logs").glob("*"),
-            *self.directory.glob("timeline/*"),
-        ]:
-            try:
-                times.append(path.stat().st_mtime)
-            except OSError:
-                continue
-        return max(times, default=0.0)
+        written = [path for folder in ("logs", "timeline") for path in (self.directory / folder).glob("*")]
+        return max((status.st_mtime for status in _states([self.directory / METRICS, *written])), default=0.0)
 
     def processes(self) -> list[dict[str, Any]]:
         """One entry per log or timeline: what it did last, when, how often it was started, what its log warns of."""
@@ -174,18 +160,24 @@ class RunDirectory:
 
     def samples(self, iteration: int) -> dict[str, Any]:
         """The groups of an iteration with their responses, best form first: kept with tokens, or the lines of samples.jsonl."""
+        groups: list[dict[str, Any]] = []
+        problem: str | None = None
         if iteration in sample_iterations(self.directory):
             try:
-                return {
-                    "iteration": iteration,
-                    "groups": _groups(read_samples(self.directory, iteration)),
-                    "error": None,
-                }
+                groups = _groups(read_samples(self.directory, iteration))
             except DataError as error:
-                return {"iteration": iteration, "groups": [], "error": str(error)}
-        lines = _by_index(self._samples.read(), "iteration", merge=False)
-        groups = [_line_group(line) for line in lines if line["iteration"] == iteration]
-        return {"iteration": iteration, "groups": groups, "error": None}
+                problem = str(error)
+        else:
+            lines = _by_index(self._samples.read(), "iteration", merge=False)
+            groups = [_line_group(line) for line in lines if line["iteration"] == iteration]
+        return {"iteration": iteration, "groups": groups, "error": problem}
+
+
+def _states(paths: Iterable[Path]) -> Iterator[os.stat_result]:
+    """Of the files that are there still."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            yield path.stat()
 
 
 def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:

@@ -14,9 +14,8 @@ from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.cluster.host_actor import NodeCommands
 from pa_npu.launcher.cluster.ray_cluster import wanted_nodes
 from pa_npu.launcher.engine_key import run_key
-from pa_npu.launcher.network_interface import interface_of, is_loopback
 from pa_npu.launcher.placement import Placement, engine_ports, place_nodes, placement_lines, settle_on_node
-from pa_npu.launcher.process.commands import Role, Store, trainer_command
+from pa_npu.launcher.process.commands import Role, Store, interface_of, is_loopback, trainer_command
 
 
 def make_config(**sections: dict[str, Any]) -> Config:

@@ -17,7 +17,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections import TelemetryConfig
 from pa_npu.coordinator.record import tracked_config
 from pa_npu.errors import ConfigError
-from pa_npu.launcher.tracker_checks import check_trackers
+from pa_npu.launcher.run_checks import check_trackers
 from pa_npu.telemetry import record_file
 from pa_npu.telemetry.metrics import MetricsWriter
 from pa_npu.telemetry.record_file import lost_records

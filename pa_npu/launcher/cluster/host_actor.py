@@ -54,9 +54,8 @@ class HostActor:
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self._grace_s = grace_s
-        self._lock = (
-            threading.Lock()
-        )  # of the tree's list; `look` goes without it, so that a stop does not look like a death
+        # of the tree's list; `look` goes without it, so that a stop does not look like a death
+        self._lock = threading.Lock()
         self._hurry = False
         self._tree: ProcessTree | None = None
         self._build: Callable[[Role], Command] | None = None

@@ -105,6 +105,7 @@ class RayProcesses:
 
     def ended(self) -> list[Process]:
         """Returns ended processes, likely causes first: ended with their node, killed by a signal, then those that lost contact."""
+        self.nodes.poll()
 
         def rank(process: Process) -> int:
             if isinstance(process, RemoteProcess) and process.lost:
@@ -135,10 +136,6 @@ class RayProcesses:
         while any(node.present and node.heard_s < began for node in self.nodes.nodes):
             self.nodes.poll()
             time.sleep(0.02)
-
-    def problem(self) -> str | None:
-        self.nodes.poll()
-        return None
 
     def on_ended(self, node: Node, number: int, code: int, lines: list[str]) -> None:
         if process := self._running.pop((node.number, number), None):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import psutil
 
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import attempt_prefix
@@ -14,7 +18,6 @@ from pa_npu.control.store_server import ADDRESS_VARIABLE
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.registry import engine_kind
 from pa_npu.families.spec import ModelSpec
-from pa_npu.launcher.network_interface import interface_of, is_loopback
 from pa_npu.launcher.placement import Placement, visible_devices
 from pa_npu.platform.base import Platform
 from pa_npu.weight_transfer import collectives
@@ -133,3 +136,24 @@ def _common_env(config: Config, platform: Platform) -> dict[str, str]:
     # without it gloo resolves the machine's name, which fails on machines that do not know their own
     env.setdefault("GLOO_SOCKET_IFNAME", interface)
     return env if is_loopback(address) else env | platform.network_environment(address, interface)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has `address`; None where it cannot be found out."""
+    if is_loopback(address):
+        return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    try:
+        family, _, _, _, found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
+        interfaces = psutil.net_if_addrs().items()
+    except (ValueError, OSError):
+        return None
+    own = ((name, one) for name, addresses in interfaces for one in addresses if one.family == family)
+    # a link-local address of IPv6 has its interface behind a percent sign
+    return next((name for name, one in own if one.address.partition("%")[0] == str(found[0]).partition("%")[0]), None)

@@ -206,9 +206,6 @@ class ProcessTree:
         """Waits until processes that end at the same time have been reaped."""
         time.sleep(seconds)
 
-    def problem(self) -> None:
-        """None: only its processes end a run on one node."""
-
     def kill(self) -> None:
         """SIGKILL everything at once."""
         self._kill(self.processes)

@@ -56,6 +56,3 @@ class Processes(Protocol):
 
     def settle(self, seconds: float) -> None:
         """After an end: wait until those that ended at the same time are known too."""
-
-    def problem(self) -> str | None:
-        """Why the run must end, whatever its processes do."""

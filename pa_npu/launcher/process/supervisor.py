@@ -50,10 +50,6 @@ class StopSignals:
         self.received.append(number)
 
 
-def signal_name(number: int) -> str:
-    return signal.Signals(number).name
-
-
 @contextmanager
 def stop_signals() -> Iterator[StopSignals]:
     signals = StopSignals()
@@ -104,7 +100,7 @@ class Supervisor:
             if not self._signals.received:
                 return self._fail(error if isinstance(error, Failure) else Failure(str(error)))
         number = self._signals.received[0]
-        self._stop(f"{signal_name(number)}: stopping (once more: at once)")
+        self._stop(f"{signal.Signals(number).name}: stopping (once more: at once)")
         return 128 + number
 
     def _start(self, command: Startable) -> Process:
@@ -189,8 +185,6 @@ class Supervisor:
             return False
         if self._recovery is not None and self._recovers:
             self._recovery.restart_engines()
-        if problem := self._tree.problem():
-            raise Failure(problem)
         if self._failed():
             self._tree.settle(_AFTERMATH_S)  # the first to end is not always the first to be seen
             culprit = self._failed()[0]

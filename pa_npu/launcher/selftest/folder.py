@@ -6,7 +6,6 @@ import json
 import platform as machine
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from pa_npu import __version__
 from pa_npu.engines.interpreter import distributions
@@ -104,9 +103,6 @@ def tidy(bench: Bench) -> None:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     for folder in ("tiny", "speed_model"):
         shutil.rmtree(bench.folder / folder, ignore_errors=True)
-    for file in _texts(bench.folder):
-        file.write_text(hide(file.read_text(errors="replace")))
-
-
-def _texts(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.suffix in (".log", ".out", ".yaml") and path.is_file()]
+    for file in list(bench.folder.rglob("*")):
+        if file.suffix in (".log", ".out", ".yaml") and file.is_file():
+            file.write_text(hide(file.read_text(errors="replace")))

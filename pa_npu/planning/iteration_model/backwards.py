@@ -85,9 +85,8 @@ def _emissions(cluster: Cluster, groups: Sequence[VirtualGroup], slack: float) -
         indices = list(reversed(range(len(groups))))
     else:
         indices = sorted(range(len(groups)), key=lambda index: (-groups[index].longest, -index))
-    replicas = [
-        (0.0, replica) for replica in range(cluster.replicas)
-    ]  # busy until then, of which the first is free first
+    # busy until then, of which the first is free first
+    replicas = [(0.0, replica) for replica in range(cluster.replicas)]
     emitted = []
     for index in indices:
         seconds = slack * groups[index].train_s

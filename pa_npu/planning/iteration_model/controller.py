@@ -15,6 +15,7 @@ Engines may have a window of their own, and an expected speed, which counts unti
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -192,7 +193,7 @@ class ScheduleController:
         kept: list[Candidate] = sorted(first, key=lambda c: biased(c, first[c][0]))[:_KEPT]
         kept += [c for c in (usual, last) if c is not None and c in first and c not in kept]
         # the whole ends when the last of its parts does, and draws are parts
-        together = _mean if part.is_whole else max
+        together: Callable[[Sequence[float]], float] = statistics.fmean if part.is_whole else max
         simulated = {c: together([*first[c], *run(c, draws[1:])]) for c in kept}
         scores = {c: biased(c, end_s) for c, end_s in simulated.items()}
 
@@ -278,10 +279,8 @@ class ScheduleController:
             and (rules.dispatch == "auto" or not varies)
         ):
             places = self._most_places(part.share, varies=False)
-            found |= {
-                c: self._made(c, part, cluster)
-                for c in (Candidate("turns", places, orders[0], slack) for slack in SLACKS)
-            }
+            turns = [Candidate("turns", places, orders[0], slack) for slack in SLACKS]
+            found |= {c: self._made(c, part, cluster) for c in turns}
         return found
 
     def _matches(self, cluster: Cluster) -> bool:
@@ -289,13 +288,7 @@ class ScheduleController:
         rules = self._rules
         return rules.updates == 1 and rules.dispatch != "in-order" and self._learned.varies and unequal(cluster)
 
-    def _made(
-        self,
-        candidate: Candidate,
-        part: Part,
-        cluster: Cluster,
-        end: float | None = None,
-    ) -> Schedule:
+    def _made(self, candidate: Candidate, part: Part, cluster: Cluster, end: float | None = None) -> Schedule:
         """The schedule of a candidate. end: as `matched` has it."""
         rules, outlook = self._rules, part.outlook
         longest = [group.longest for group in outlook.groups]
@@ -337,11 +330,7 @@ class ScheduleController:
         return Schedule(f"window {window}, {order}", tuple(indices), (same_windows(outlook.engines, window),))
 
     def _explain(
-        self,
-        outlook: IterationOutlook,
-        schedule: Schedule,
-        chosen: Candidate,
-        scores: dict[Candidate, float],
+        self, outlook: IterationOutlook, schedule: Schedule, chosen: Candidate, scores: dict[Candidate, float]
     ) -> None:
         others = [c for c in scores if (c.kind, c.places) != (chosen.kind, chosen.places)]
         second = min(others, key=scores.__getitem__, default=None)
@@ -369,7 +358,3 @@ def _some(candidates: Sequence[Candidate], count: int, required: Sequence[Candid
     kept = [candidate for candidate in candidates if candidate in required][: max(0, count)]
     others, left = [c for c in candidates if c not in kept], max(0, count - len(kept))
     return kept + [others[int((number + 0.5) * len(others) / left)] for number in range(left)]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

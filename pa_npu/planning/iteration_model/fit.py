@@ -48,9 +48,8 @@ class EngineFit:
         self._pooled: Array | None = None  # a, b, p
         self._expected: dict[str, float] = {}
         self._factors: dict[str, float] = {}
-        self._sums: dict[
-            str, tuple[Array, Array, float]
-        ] = {}  # by engine: X'X [3, 3], X'y [3], weight of relative rows
+        # by engine: X'X [3, 3], X'y [3], weight of relative rows
+        self._sums: dict[str, tuple[Array, Array, float]] = {}
 
     @property
     def known(self) -> bool:
@@ -152,10 +151,8 @@ def living_rows(groups: Sequence[GroupTiming], max_num_seqs: int, step_s: float,
     queued = leased > max_num_seqs
 
     joins = np.repeat(starts, sizes)
-    times, clock = (
-        np.array([starts.min(), ends.max()]),
-        np.array([0.0, 1.0]),
-    )  # every step as long as the others, at first
+    # every step as long as the others, at first
+    times, clock = np.array([starts.min(), ends.max()]), np.array([0.0, 1.0])
     for _ in range(2):
         spans = zip(starts, ends, shares, strict=True)
         leaves = np.concatenate([_at_share(start, end, share, times, clock) for start, end, share in spans])

@@ -104,9 +104,11 @@ def predict(
     speeds = {name: speed for name, speed in expected.items() if speed != 1.0}
     for number in range(iterations):
         shapes = _drawn(workload, config, number, part.groups)
-        prompts = [Prompt(0, np.zeros(shape.prompt, np.int32), "", "", {}) for shape in shapes]
-        for index, prompt in enumerate(prompts):  # all different, as in a first epoch
-            prompts[index] = replace(prompt, prompt_id=number * part.groups + index)
+        # all different, as in a first epoch
+        prompts = [
+            Prompt(number * part.groups + index, np.zeros(shape.prompt, np.int32), "", "", {})
+            for index, shape in enumerate(shapes)
+        ]
         outlooks = [GroupOutlook(len(p.tokens), lengths.longest(p), lengths.mean(p)) for p in prompts]
         groups = _virtual_groups(shapes, outlooks, engine_cost, seconds, part.train_scale)
         stages = config.trainer.pipeline_parallel
@@ -124,13 +126,10 @@ def predict(
         )
         schedule = controller.begin_iteration(IterationOutlook(outlooks, names, streams, speeds=speeds))
         outcome = simulate(cluster, groups, schedule, streams=streams)
-        outcome = replace(
-            outcome,
-            end_s=outcome.end_s - gain_s(cluster, groups, outcome, units if number else 0, config.data_parallel),
-        )
-        for (
-            timing
-        ) in outcome.timings:  # as a coordinator sees them: prompts whole, whatever an engine has cached of them
+        gained_s = gain_s(cluster, groups, outcome, units if number else 0, config.data_parallel)
+        outcome = replace(outcome, end_s=outcome.end_s - gained_s)
+        # as a coordinator sees them: prompts whole, whatever an engine has cached of them
+        for timing in outcome.timings:
             controller.observe(replace(timing, prompt_tokens=shapes[timing.index].prompt))
         times = IterationTimes(
             outcome.end_s + trainer_cost.border_s,
@@ -189,23 +188,14 @@ def _shared_devices(config: Config, engine: EngineCost, trainer: TrainerCost) ->
     placement = config.placement
     of_engines = Counter(placement.engine_devices or ())
     of_trainers = Counter(placement.trainer_devices or ())
-    on_engine = _engines_slower(max(of_engines.values(), default=1))
+    together = max(of_engines.values(), default=1)
+    on_engine = together * (_SHARING if together > 1 else 1.0)
     on_trainer = max(of_trainers.values(), default=1)
-    slower = EngineCost(
-        engine.step_s * on_engine,
-        engine.sequence_s * on_engine,
-        engine.context_s * on_engine,
-        engine.prompt_token_s * on_engine,
-        engine.prefix_block,
-    )
+    seconds = ("step_s", "sequence_s", "context_s", "prompt_token_s")
+    slower = replace(engine, **{name: on_engine * getattr(engine, name) for name in seconds})
     return slower, replace(
         trainer, microbatch_s=trainer.microbatch_s * on_trainer, operation_s=trainer.operation_s * on_trainer
     )
-
-
-def _engines_slower(number: int) -> float:
-    """By what an engine is slower that is one of several on a device, all of them at work."""
-    return number * (_SHARING if number > 1 else 1.0)
 
 
 def _virtual_groups(
