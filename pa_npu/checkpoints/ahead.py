@@ -25,11 +25,7 @@ _HEADER = "iterations"
 
 @dataclass(frozen=True)
 class AheadIteration:
-    """numbers, samples: of Produced. data: TrainingStream.state() after it. groups: wire format, by number.
-
-    With schedule.on_publish=continue the responses may be incomplete: there are no numbers, no samples and no rewards, and groups
-    are by dispatch index.
-    """
+    """numbers, samples: of Produced. data: TrainingStream.state() after it. groups: wire format, by number."""
 
     iteration: int
     numbers: dict[str, Any]

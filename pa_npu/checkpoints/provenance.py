@@ -81,8 +81,7 @@ CHANGES: dict[str, Change] = {
             "ratio importance_sampling importance_rule importance_cap importance_floor age_exponent "
             "entropy_coef router_aux_coef router_replay delta dual_clip dpo_beta aggregation",
             "optimizer": "learning_rate min_learning_rate warmup_iterations decay weight_decay beta1 beta2 epsilon clip_grad",
-            "schedule": "max_staleness on_publish tokens_per_version tokens_per_update updates_per_iteration "
-            "prompts_per_iteration order dynamic_sampling",
+            "schedule": "max_staleness tokens_per_update updates_per_iteration prompts_per_iteration order dynamic_sampling",
             "publish": "when divergence",
         },
         Change.NEVER: {

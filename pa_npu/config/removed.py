@@ -31,7 +31,9 @@ REMOVED: dict[str, str] = {
     "rollout.top_k": "engines sample from the whole distribution, which trainers match exactly; use rollout.temperature",
     "rollout.top_p": "engines sample from the whole distribution, which trainers match exactly; use rollout.temperature",
     "run.restart_window_s": "run.restarts counts within an hour",
+    "schedule.on_publish": "a publish waits for the responses in flight; with publish.swap=rolling engines that are through do not",
     "schedule.stream=alternate": "use schedule.compare_iterations, the number of the last iterations to compare",
+    "schedule.tokens_per_version": "a response is written by one version, up to rollout.max_response_tokens",
     "telemetry.samples_per_iteration": "use telemetry.samples",
     "telemetry.tensorboard": "use telemetry.trackers, such as [tensorboard] or []",
 }

@@ -185,17 +185,6 @@ class ConfigTree(Section):
         return "sampling" if uncorrected else "proximal"
 
     @property
-    def interrupts(self) -> bool:
-        """Whether responses go on under newer weights."""
-        return self.schedule.on_publish == "continue"
-
-    @property
-    def tokens_per_version(self) -> int:
-        """schedule.tokens_per_version, resolved."""
-        even = -(-self.rollout.max_response_tokens // (self.schedule.max_staleness + 1))
-        return self.schedule.tokens_per_version or even
-
-    @property
     def keeps_published(self) -> bool:
         """Whether trainers keep a copy of the published weights: with max_staleness they change while engines still need them."""
         is_old = "old" in self.frozen_models and self.frozen_dtype == self.model.dtype and self.publish.when == "every"

@@ -268,24 +268,6 @@ PRODUCED_AHEAD = Topic(
 
 
 @dataclass(frozen=True)
-class WrittenAhead:
-    """Groups of iterations that are not trained yet, which lie in the buffer before a version is published.
-
-    groups: of each of these iterations, as indices from 0 on. With schedule.on_publish=continue.
-    """
-
-    iterations: list[int]
-    groups: int
-
-
-WRITTEN_AHEAD = Topic(
-    "checkpoints/{version}/written",
-    WrittenAhead,
-    "the coordinator to say what has been written before weight version {version}",
-)
-
-
-@dataclass(frozen=True)
 class UpdateSize:
     """With schedule.tokens_per_update: how many groups each replica trains in an iteration, told as soon as that is known."""
 

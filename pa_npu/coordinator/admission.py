@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.episode import ScoredGroup, computed_lengths
@@ -28,10 +28,7 @@ class Admitted:
 
 
 class Planner:
-    """A run's knowledge of its prompts' lengths, from which each iteration's schedule is chosen.
-
-    is_timed: a lease is of a whole group, so that groups may wait for turns, and what they took is learned from.
-    """
+    """A run's knowledge of its prompts' lengths, from which each iteration's schedule is chosen."""
 
     def __init__(
         self,
@@ -39,8 +36,6 @@ class Planner:
         pool: EnginePool,
         controller: ScheduleController,
         work: Callable[[int, Sequence[int]], float],
-        *,
-        is_timed: bool,
     ) -> None:
         self.wait_s = config.engine_wait_s
         self.num_samples = config.rollout.responses_per_prompt
@@ -48,7 +43,6 @@ class Planner:
         self._pool = pool
         self._controller = controller
         self._work = work
-        self._is_timed = is_timed
         self._lengths = ResponseLengths(config.rollout.max_response_tokens)
         self._computed = self._written = (
             1.0  # work of what trainers have had, and as if it were prompts and what was written
@@ -61,8 +55,6 @@ class Planner:
     def pace(self, iteration: int, prompts: Sequence[Prompt]) -> Pace:
         """The schedule of an iteration that begins now."""
         schedule = self._controller.begin_iteration(self._outlook(iteration, prompts), iteration)
-        if not self._is_timed:  # a turn might wait for a group that waits for the next version
-            schedule = replace(schedule, turns=())
         return Pace(schedule, len(self._pool.engines))
 
     def tokens(self, prompt: Prompt) -> int:
@@ -82,8 +74,7 @@ class Planner:
         """Tells the controller the seconds that a group took."""
         self._computed += timing.work(self._work)
         self._written += self._work(timing.prompt_tokens, timing.lengths)
-        if self._is_timed:
-            self._controller.observe(timing, iteration)
+        self._controller.observe(timing, iteration)
 
     def learn(self, groups: Sequence[tuple[Prompt, Sequence[int]]]) -> None:
         """Response lengths of an iteration's groups, in order of dispatch."""

@@ -12,7 +12,6 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
 from pa_npu.coordinator.carried import BudgetedUpdates
-from pa_npu.coordinator.interruption import Interruptions
 from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.coordinator.updates import InformativeUpdates, Updates
 from pa_npu.data.stream import TrainingStream
@@ -37,17 +36,6 @@ def make_updates(
     return Updates(schedule.prompts_per_iteration, schedule.order)
 
 
-def make_interruptions(config: Config, tokenizer: Any) -> Interruptions | None:
-    """For responses that go on under newer weights, where a run has these."""
-    if not config.interrupts:
-        return None
-
-    # all of an iteration's groups may wait for room at the same time
-    return Interruptions(
-        config.tokens_per_version, decoder(tokenizer), config.engine_wait_s + config.trainer.wait_timeout_s
-    )
-
-
 def decoder(tokenizer: Any) -> Decode:
     """The text of responses in parts."""
     return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -69,10 +57,3 @@ def make_gateway(
     if agents is not None:
         agents.sessions = sessions
     return Gateway(sessions, config.rollout.temperature, service.routes if service is not None else None)
-
-
-def iterations_beside(config: Config, freshness: Freshness) -> int:
-    """How many iterations are produced beside the one that is being produced."""
-    if config.interrupts:
-        return freshness.max_staleness
-    return int(config.publish.swap == "rolling")

@@ -1,7 +1,7 @@
 """The iterations that are produced and not trained yet: begun when they are due, told to the trainers, put into checkpoints.
 
 One is produced whole, by the version that engines hold; or until engines have all its groups, which they finish beside the next
-border (publish.swap=rolling). Where responses go on under newer weights, in_parts.py says what is different.
+border (publish.swap=rolling).
 """
 
 from __future__ import annotations
@@ -105,9 +105,6 @@ class IterationsAhead:
 
     # after it
 
-    def published(self, version: int) -> None:
-        """Engines hold `version`."""
-
     async def produce_due(self, version: int, published: int | None, last: int, scope: TaskScope) -> int:
         """Produces all that may be produced while `version` is trained, by the engines' version; returns how many iterations."""
         begun = self.next
@@ -121,8 +118,8 @@ class IterationsAhead:
             self.next += 1
         return self.next - begun
 
-    async def end_version(self, version: int) -> None:
-        """Saves the next update, once this version has written all it may and the iteration that it trains is complete."""
+    def end_version(self, version: int) -> None:
+        """Saves the next update, once all that is due at this version is produced."""
         self._updates.save(version + 1)
 
     def trained(self, iteration: int) -> Produced:

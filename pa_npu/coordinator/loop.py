@@ -81,7 +81,6 @@ class Coordinator:
                 await self._iteration_end.recorded()
                 return
 
-            ahead.published(version)
             crossed: asyncio.Future[Border] = asyncio.get_running_loop().create_future()
             if border is not None:
                 crossed.set_result(border)
@@ -93,7 +92,7 @@ class Coordinator:
             iteration = ahead.next
             count = await ahead.produce_due(version, self._border.published, last, scope)
             border = await crossed
-            await ahead.end_version(version)
+            ahead.end_version(version)
             if due and overlapped:
                 evaluations.start(version)
             before = Window(evaluation, border, iteration if count == 1 else None)

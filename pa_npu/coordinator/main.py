@@ -32,15 +32,12 @@ from pa_npu.control.software import TRAINERS_RUN_ON, RunsOn
 from pa_npu.control.typed import Topic
 from pa_npu.coordinator.assembly import (
     decoder,
-    iterations_beside,
     make_gateway,
-    make_interruptions,
     make_service,
     make_updates,
 )
 from pa_npu.coordinator.border import BorderCrossing
 from pa_npu.coordinator.evaluate import Evaluator
-from pa_npu.coordinator.in_parts import IterationsInParts
 from pa_npu.coordinator.iteration_end import IterationEnd
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.loop import Coordinator
@@ -120,8 +117,7 @@ async def run(config: Config) -> None:
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
         freshness = Freshness.of(config)
-        interruptions = make_interruptions(config, tokenizer)
-        buffer = open_buffer(config, buffer_channel, ahead=iterations_beside(config, freshness))
+        buffer = open_buffer(config, buffer_channel, ahead=int(config.publish.swap == "rolling"))
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.of(config), work)
         service = make_service(config, pool, sampling, tokenizer)
@@ -133,8 +129,7 @@ async def run(config: Config) -> None:
             stack.callback(roles.close)
         producer = Producer(
             *(config, pool, environment, rewards, buffer, controller, sampling, timeline, work, store_thread),
-            [variant for variant in (service, interruptions) if variant is not None],
-            is_timed=interruptions is None,
+            [] if service is None else [service],
             roles=roles,
         )
         await fleet.wait_all_ready()
@@ -152,16 +147,13 @@ async def run(config: Config) -> None:
             evaluator = Evaluator(config, held_out, pool, tested, rewards, sampling)
         evaluations = RunEvaluations(config, channel, evaluator, records, timeline)
         updates = make_updates(config, freshness, channel, buffer, train)
-        parts = (config, channel, producer, timeline, freshness, updates, train, first)
-        ahead = IterationsAhead(*parts)
-        if interruptions is not None:
-            ahead = IterationsInParts(interruptions, buffer, *parts)
+        ahead = IterationsAhead(config, channel, producer, timeline, freshness, updates, train, first)
         border = BorderCrossing(
             config, channel, fleet, pool, publish, timeline, evaluations, service, written=ahead.written
         )
         iteration_end = IterationEnd(config, channel, controller, records)
         coordinator = Coordinator(config, border, ahead, evaluations, iteration_end)
-        take_up(config, freshness, ahead, updates, buffer, interruptions)
+        take_up(config, freshness, ahead, updates, buffer)
         gc.collect()
         gc.freeze()  # what is here stays to the run's end, and every full collection would look at it again
         await coordinator.run(first)

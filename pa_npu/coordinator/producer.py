@@ -12,14 +12,12 @@ What a feature does it does at these points (variants.py), for each iteration in
 
     point            when                                                    who is there
     before_admit     before a group asks for an engine                       the schedule's turns
-    admitted         a group has room on an engine                           tail and pace; work of a version (interruption.py)
+    admitted         a group has room on an engine                           tail, pace
     nothing_left     until another group is scored                           tail
-    all_dispatched   engines have had all groups that it began with          the next border (publish.swap=rolling), interruption.py
-    generate         what the environment writes with                        interruption.py
+    all_dispatched   engines have had all groups that it began with          the next border (publish.swap=rolling)
     generated        all samples of a group are there                        tail, pace
     scored           it has its rewards                                      the iteration's numbers; changes of roles (roles.py)
     delivered        a group is in the buffer                                copies for other programs (served_run.py)
-    ended            nothing more is done for a group                        interruption.py
 
 Which scored groups are trained, and which are asked for, is the choice's (dispatch/selection.py; dynamic sampling, token budgets);
 when they go, and with which advantages, is the delivery's (delivery.py; whole batches).
@@ -72,10 +70,10 @@ class _Iteration:
 
 
 class Producer:
-    """Produces iterations, one at a time; with responses that go on under newer weights the next may begin beside one.
+    """Produces iterations, one at a time; with publish.swap=rolling the next may begin beside one.
 
     work: what training a group costs. store_thread: a single-threaded executor for the buffer's blocking calls; one thread keeps
-    their order. variants: the features that this run uses. is_timed: Planner's. roles: where devices decode and train.
+    their order. variants: the features that this run uses. roles: where devices decode and train.
     """
 
     def __init__(
@@ -92,7 +90,6 @@ class Producer:
         store_thread: Executor,
         variants: Sequence[Variant] = (),
         *,
-        is_timed: bool = True,
         roles: Roles | None = None,
     ) -> None:
         self._config = config
@@ -106,7 +103,7 @@ class Producer:
         self._work = work
         self._store_thread = store_thread
         self._variants = variants if roles is None else [*variants, roles]
-        self._planner = Planner(config, pool, controller, work, is_timed=is_timed)
+        self._planner = Planner(config, pool, controller, work)
 
     async def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
         """Choose the schedule of an iteration ahead of `produce`, in a thread; none may begin or be learned from meanwhile."""
@@ -176,12 +173,8 @@ class Producer:
 
     async def _complete(self, this: _Iteration, admitted: Admitted) -> None:
         """A group, from its engine to the buffer."""
-        try:
-            group, lease = await self._generate(this, admitted)
-            await self._deliver(this, admitted.index, group, lease)
-        finally:
-            for tell in this.points.ended:
-                tell()
+        group, lease = await self._generate(this, admitted)
+        await self._deliver(this, admitted.index, group, lease)
 
     async def _generate(self, this: _Iteration, admitted: Admitted) -> tuple[ScoredGroup, Lease]:
         """The group with its rewards, and the lease under which it ended, closed."""
@@ -196,8 +189,7 @@ class Producer:
             what=f"group {index} of iteration {iteration}",
             version=this.version,
         ) as session:
-            of_group = (make(session, (iteration, index), seed, self._sampling) for make in this.points.generate)
-            generate = next(of_group, None) or GroupGenerate(session, seed, self._sampling)
+            generate = GroupGenerate(session, seed, self._sampling)
             samples = await run_episode(
                 self._config, self._environment, prompt, size, generate, self._sampling.max_tokens
             )

@@ -62,7 +62,6 @@ class Production(Variant):
         self._sample_prompt_tokens = 0
         self._response_tokens = 0
         self._finished = 0
-        self._interrupted = 0
         self._correct = 0
         self._reward = 0.0
         self._reward_deviation = 0.0
@@ -135,7 +134,6 @@ class Production(Variant):
             "response_length_max": self._longest,
             "prompt_length_mean": self._prompt_tokens / self._groups,
             "truncated_ratio": 1 - self._finished / responses,
-            "interrupted_ratio": self._interrupted / responses,
             "tokens_prompt": self._sample_prompt_tokens,
             "tokens_response": self._response_tokens,
             "environment": dict(sorted(counted.items())),
@@ -149,9 +147,6 @@ class Production(Variant):
     def put(self, group: Group, scored: ScoredGroup, advantages: np.ndarray, replica: int) -> None:
         """A group is in the buffer, for this replica. advantages: float32 [samples]."""
         self._in_buffer.append(DispatchedGroup(group.index, replica, tuple(scored.lengths)))
-        oldest, newest = group.version_range
-        if oldest != newest:
-            self._interrupted += sum(sample.is_of_several_versions for sample in scored.samples)
         if group.index < self._num_kept:
             self._kept += _kept(self.iteration, group.index, scored, advantages)
 

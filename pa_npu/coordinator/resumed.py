@@ -19,7 +19,6 @@ from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.coordinator.carried import restored
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.interruption import Interruptions
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.production import Produced
 from pa_npu.coordinator.updates import Updates
@@ -40,15 +39,9 @@ def take_up(
     ahead: IterationsAhead,
     updates: Updates,
     buffer: RolloutBuffer,
-    interruptions: Interruptions | None,
 ) -> None:
     """Takes up the groups that the run had produced ahead of the checkpoint that it goes on from."""
     found = usable_ahead(config, freshness)
-    if interruptions is not None:
-        for one in found:
-            for data in one.groups:
-                interruptions.begin_with(from_bytes(data, buffer.columns))
-        return
     whole = [one for one in found if CARRIED_KEY not in one.numbers]
     for produced, state in put_back(whole, buffer, config.mesh):
         ahead.resume(produced, state)

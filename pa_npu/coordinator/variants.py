@@ -9,10 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import Lease
-from pa_npu.engines.protocol import Sampling
-from pa_npu.environments.protocol import Generate
 from pa_npu.samples.group import Group
 
 
@@ -23,14 +20,10 @@ class Variant:
         """Before a group asks for room on an engine; a wait holds back all further groups, and needs an end of its own."""
 
     def admitted(self, lease: Lease) -> None:
-        """A group has room on an engine; it is at work from here until `ended`."""
+        """A group has room on an engine."""
 
     def nothing_left(self) -> None:
         """No group can be admitted before another one is scored, or none is left."""
-
-    def generate(self, session: GroupSession, place: tuple[int, int], seed: int, sampling: Sampling) -> Generate:
-        """Returns the Generate that writes the group of (iteration, index); at most one variant of a run has it."""
-        raise NotImplementedError
 
     def generated(self, lease: Lease) -> None:
         """All samples of a group are there; `lease` is the one under which it ended."""
@@ -40,9 +33,6 @@ class Variant:
 
     def delivered(self, group: Group, scored: ScoredGroup) -> None:
         """A group is in the buffer."""
-
-    def ended(self) -> None:
-        """Nothing more is done for an admitted group, whether it was delivered or failed."""
 
     def all_dispatched(self) -> None:
         """Engines have, or have had, every group that the iteration began with."""
@@ -58,9 +48,7 @@ class Points:
         self.before_admit: list[Callable[[], Awaitable[None]]] = at("before_admit")
         self.admitted: list[Callable[[Lease], None]] = at("admitted")
         self.nothing_left: list[Callable[[], None]] = at("nothing_left")
-        self.generate: list[Callable[[GroupSession, tuple[int, int], int, Sampling], Generate]] = at("generate")
         self.generated: list[Callable[[Lease], None]] = at("generated")
         self.scored: list[Callable[[int, ScoredGroup], None]] = at("scored")
         self.delivered: list[Callable[[Group, ScoredGroup], None]] = at("delivered")
-        self.ended: list[Callable[[], None]] = at("ended")
         self.all_dispatched: list[Callable[[], None]] = at("all_dispatched")

@@ -141,16 +141,6 @@ class GroupSession:
                 return generations
         raise AssertionError("unreachable: the loop ends by return or raise")
 
-    def pause(self) -> None:
-        """Give the room back until `resume`; no request may be on its way."""
-        self.lease.close(self._tokens)
-        self._tokens = 0
-
-    async def resume(self, sequences: int, deadline_s: float) -> None:
-        """Wait for room for so many sequences, on any engine."""
-        tokens = self.lease.tokens * sequences // self.lease.sequences
-        self.lease = await self._pool.admit(sequences, tokens, self._window, deadline_s, again=True)
-
     async def _move_from(self, lost: RolloutEngine, reason: str) -> bool:
         """Leave an engine that is gone; false where nobody replaces engines. The first of the group's requests does it for all."""
         async with self._moving:

@@ -50,7 +50,7 @@ class Generation:
     text leaves the end token and other special tokens out. finish_reason: stop (by itself), length (at its
     limit), or cut: handed on by `hand_on` as it stood, perhaps before its first token.
     version: of the weights that generated it. instance: which start of the engine did. Both are what the engine itself
-    says; None where it does not say. versions: int32 [R] where several versions did, one after another (the last is `version`).
+    says; None where it does not say.
     columns: declared columns that the engine fills, each [R, *shape]; those of context of what it was given too.
     """
 
@@ -60,7 +60,6 @@ class Generation:
     finish_reason: Literal["stop", "length", "cut"]
     version: int | None = None
     instance: str | None = None
-    versions: npt.NDArray[np.int32] | None = None
     columns: Values = field(default_factory=dict)
 
     @property

@@ -121,11 +121,11 @@ class EnvironmentContext:
 
 def write(sample: SampleBuilder, generation: Generation) -> None:
     """Adds what the policy wrote to a sample, with the columns that the engine filled."""
-    sample.write(generation.tokens, generation.logprobs, versions_of(generation), generation.columns)
+    sample.write(generation.tokens, generation.logprobs, version_of(generation), generation.columns)
 
 
-def versions_of(generation: Generation) -> int | npt.NDArray[np.int32]:
-    """The weight version of all its tokens, or of each."""
+def version_of(generation: Generation) -> int:
+    """The weight version of all its tokens."""
     if generation.version is None:
         raise ValueError("a generation without weight version cannot be trained; take it from `generate`")
-    return generation.version if generation.versions is None else generation.versions
+    return generation.version

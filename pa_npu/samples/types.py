@@ -69,11 +69,6 @@ class Sample:
         """Tokens before the first trained one."""
         return int(self.trained.argmax())
 
-    @property
-    def is_of_several_versions(self) -> bool:
-        """Whether it was written by more than one weight version; later tokens never have older ones."""
-        return bool(self.versions.max() != self.versions[self.prompt_length])
-
 
 @dataclass(frozen=True, eq=False)
 class SampleRow:

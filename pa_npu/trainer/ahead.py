@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
-from pa_npu.control.messages import CARRIED, DATA_POSITION, DISPATCHED, PRODUCED_AHEAD, WRITTEN_AHEAD
+from pa_npu.control.messages import CARRIED, DATA_POSITION, DISPATCHED, PRODUCED_AHEAD
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 
 # pa_npu.coordinator.resumed reads it.
@@ -31,8 +31,6 @@ class RolloutsAhead:
         """Iterations that are produced by versions before `version` and trained from it on. Raises DeadlineExceeded."""
         schedule = self._config.schedule
         end = min(version + self._config.iterations_ahead, schedule.iterations)
-        if self._config.interrupts and version < end:
-            return self._written(version)
         found = [self._iteration(iteration) for iteration in range(version, end)]
         if self._config.trained_groups is None and version < schedule.iterations:
             found.append(self._carried(version))
@@ -56,17 +54,3 @@ class RolloutsAhead:
             groups.append(buffer.read_bytes(carried.iteration, 0, index))
             buffer.done(carried.iteration, 0, index)
         return AheadIteration(carried.iteration, {_CARRIED: asdict(carried)}, [], {}, groups)
-
-    def _written(self, version: int) -> list[AheadIteration]:
-        """Complete or not, what the versions before this one have written; it lies in the buffer for this purpose alone."""
-        limit_s = self._config.trainer.wait_timeout_s
-        written = WRITTEN_AHEAD.wait(self._channel, limit_s, version=version)
-        buffer = self._buffer.written(version)
-        found = []
-        for iteration in written.iterations:
-            data = DATA_POSITION.wait(self._channel, limit_s, iteration=iteration + 1).state
-            groups = [buffer.read_bytes(iteration, 0, index) for index in range(written.groups)]
-            for index in range(written.groups):
-                buffer.done(iteration, 0, index)
-            found.append(AheadIteration(iteration, {}, [], data, groups))
-        return found

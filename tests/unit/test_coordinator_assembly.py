@@ -15,7 +15,6 @@ from pa_npu.engines.protocol import Sampling
 from pa_npu.telemetry.timeline import Timeline
 
 USES: dict[str, dict[str, dict[str, Any]]] = {
-    "Interruptions": {"schedule": {"max_staleness": 1, "on_publish": "continue"}},
     "BudgetedUpdates": {"schedule": {"max_staleness": 1, "tokens_per_update": 4096}},
     "InformativeUpdates": {"schedule": {"dynamic_sampling": True}},
     "ServedRun": {"agent": {"port": 0}},
@@ -31,7 +30,6 @@ def constructed(sections: dict[str, dict[str, Any]]) -> set[str]:
     none: Any = None
     objects = (
         assembly.make_updates(config, Freshness.of(config), none, none, none),
-        assembly.make_interruptions(config, none),
         service := assembly.make_service(config, pool, Sampling(8, 1.0), tokenizer),
         assembly.make_gateway(config, none, "key", service),
         make_roles(config, pool, Timeline(None, ""), SimpleNamespace(speeds=none)),

@@ -52,8 +52,7 @@ def test_a_path_stays_a_path_and_a_list_takes_overrides(tmp_path) -> None:
         (["data.train=a", "data.chat_template=sometimes"], "data.chat_template: 'sometimes' is not auto, always, never"),
         (["data.train=a", "data.skip=hard"], "data.skip: \"hard\" is not allowed; use none | solved | unsolved | both"),
         (["data.train=a", "data.skip_epochs=2"], "data.skip_epochs: removed in an earlier release"),
-        (["data.train=a", "data.skip=both", "schedule.max_staleness=1", "schedule.on_publish=continue"],
-         "data.skip: both with schedule.on_publish=continue"),
+        (["data.train=a", "schedule.on_publish=continue"], "schedule.on_publish: removed in an earlier release"),
     ],
 )  # fmt: skip
 def test_each_mistake_is_one_line(overrides: list[str], expected: str) -> None:

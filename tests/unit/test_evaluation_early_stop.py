@@ -72,13 +72,6 @@ def test_evaluations_of_earlier_attempts_count(interrupted: int) -> None:
         (["evaluate.patience=2", "data.test=null", "schedule.evaluate_every=2"], "evaluate.patience: 2: without"),
         (["evaluate.patience=0", "schedule.evaluate_every=2"], "evaluate.patience: 0 is out of range"),
         (["evaluate.stop_at=1.5", "schedule.evaluate_every=2"], "evaluate.stop_at: 1.5 is out of range"),
-        (
-            [
-                *("evaluate.patience=2", "schedule.evaluate_every=2"),
-                *("schedule.max_staleness=1", "schedule.on_publish=continue"),
-            ],
-            "evaluate.patience: 2 with schedule.on_publish=continue",
-        ),
     ],
 )
 def test_each_mistake_is_one_line(overrides: list[str], expected: str) -> None:

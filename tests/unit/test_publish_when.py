@@ -51,7 +51,6 @@ def config_of(staleness: int, **sections: dict[str, Any]) -> Config:
             "publish.divergence: 0.01 would be read by nothing; set publish.when=divergence",
         ),
         ({"publish": {"probe_tokens": 0}}, "publish.probe_tokens = 0 turns off"),
-        ({"schedule": {"on_publish": "continue"}}, "set on_publish to finish"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(sections: dict[str, Any], says: str) -> None:

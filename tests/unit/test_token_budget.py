@@ -37,7 +37,6 @@ from tests.helpers.trainer_rank import make_groups
         ({"schedule": {"max_staleness": 0}}, "tokens_per_update: 100 with schedule.max_staleness = 0"),
         ({"schedule": {"dynamic_sampling": True}}, "set dynamic_sampling to false"),
         ({"algorithm": {"name": "dapo"}}, "of algorithm.name=dapo"),
-        ({"schedule": {"on_publish": "continue"}}, "set on_publish to finish"),
         ({"schedule": {"updates_per_iteration": 2}}, "updates_per_iteration = 2"),
         ({"publish": {"when": "divergence", "divergence": 0.1}}, "set when to every"),
         ({"schedule": {"tokens_per_update": 10**6}}, "lower it, or raise prompts_per_iteration"),

@@ -46,8 +46,3 @@ def broken_data(c: ConfigTree) -> Iterator[str]:
         )
     for option in sorted(_RESERVED & set(data.template_options)):
         yield f"data.template_options: {option} says how a template is rendered and is no variable of it; remove it"
-    if data.skip != "none" and c.interrupts:
-        yield (
-            f"data.skip: {data.skip} with schedule.on_publish=continue: which prompts are known to be right or wrong when the next "
-            f"are chosen would depend on the clock; set skip to none, or on_publish to finish"
-        )

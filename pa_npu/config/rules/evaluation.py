@@ -23,11 +23,6 @@ def broken_evaluation(c: ConfigTree) -> Iterator[str]:
                 f"evaluate.{key}: {value:g}: without evaluations in between nothing ends the run; set data.test and "
                 f"schedule.evaluate_every, or remove the key"
             )
-        if value is not None and c.interrupts:
-            yield (
-                f"evaluate.{key}: {value:g} with schedule.on_publish=continue, where responses of later iterations are in flight "
-                f"at every version; remove the key, or set on_publish to finish"
-            )
     if c.checkpoint.keep_best and not (c.evaluation_sets and s.evaluate_every):
         yield (
             f"checkpoint.keep_best: {c.checkpoint.keep_best}: without evaluations in between no checkpoint is better than "
@@ -56,8 +51,6 @@ def _evaluation_rules(c: ConfigTree) -> Iterator[str]:
             f"evaluate.max_response_tokens: {e.max_response_tokens} is more than rollout.max_response_tokens = "
             f"{c.rollout.max_response_tokens}, which engines are started for; lower it, or raise that"
         )
-    if e.overlap and c.interrupts:
-        yield "evaluate.overlap: engines that go on with responses under newer weights are never free; remove it"
     if e.overlap and any(c.is_shared(index) for index in range(c.num_engines)):
         yield "evaluate.overlap: engines on the trainers' devices have no time beside training; remove it, or give them devices"
 

@@ -14,26 +14,6 @@ _LEAST_ROLLING = 3
 def broken_staleness(c: ConfigTree) -> Iterator[str]:
     """Yields combinations that cannot be exact, or make no sense, with or without tokens of older weights."""
     s, a = c.schedule, c.algorithm
-    if s.tokens_per_version is not None and not c.interrupts:
-        yield (
-            f"schedule.tokens_per_version: {s.tokens_per_version} would be read by nothing; set schedule.on_publish=continue, or "
-            f"remove the key"
-        )
-    if c.interrupts and not s.max_staleness:
-        yield (
-            "schedule.on_publish: continue with schedule.max_staleness = 0, where a response has one version; set max_staleness "
-            "to 1 or more, or on_publish to finish"
-        )
-    if c.interrupts and c.environment.name != "single_turn":
-        yield (
-            f"schedule.on_publish: continue with environment.name={c.environment.name}: only a single turn can go on under newer "
-            f"weights; set on_publish to finish"
-        )
-    if c.interrupts and s.dynamic_sampling:
-        yield (
-            f"schedule.on_publish: continue with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}: which "
-            f"groups are replaced is known only when all are complete; set on_publish to finish, or dynamic_sampling to false"
-        )
     yield from _broken_divergence(c)
     yield from _broken_budget(c)
     yield from _broken_delay(c)
@@ -81,11 +61,6 @@ def _broken_divergence(c: ConfigTree) -> Iterator[str]:
         yield "publish.when: divergence needs publish.divergence, the KL from which on a version is published; set it, e.g. to 0.01"
     if not p.probe_tokens:
         yield "publish.when: divergence is measured on the probe, which publish.probe_tokens = 0 turns off; raise it"
-    if c.interrupts:
-        yield (
-            "publish.when: divergence with schedule.on_publish=continue: which version a response goes on under would depend on "
-            "divergences to come; set on_publish to finish, or when to every"
-        )
 
 
 def _broken_budget(c: ConfigTree) -> Iterator[str]:
@@ -103,11 +78,6 @@ def _broken_budget(c: ConfigTree) -> Iterator[str]:
         yield (
             f"{what} with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}, which trains a fixed number of "
             f"groups; set dynamic_sampling to false, or remove the key"
-        )
-    if c.interrupts:
-        yield (
-            f"{what} with schedule.on_publish=continue: how many tokens groups have is known only when they are complete; set "
-            f"on_publish to finish, or remove the key"
         )
     if c.publish.when == "divergence":
         yield (
@@ -138,11 +108,6 @@ def _broken_delay(c: ConfigTree) -> Iterator[str]:
         yield (
             "publish.mode: delayed with schedule.max_staleness = 0, where engines have nothing to generate while newer weights "
             "arrive; set max_staleness to 1 or more, or mode to blocking"
-        )
-    if c.interrupts:
-        yield (
-            "publish.mode: delayed with schedule.on_publish=continue, where responses go on under new weights as soon as these are "
-            "there; set on_publish to finish, or mode to blocking"
         )
     if c.publish.when == "divergence":
         yield (

@@ -24,17 +24,6 @@ class ScheduleConfig(Section):
         description="Versions that engines may be ahead of training, and so a token's weights older than those it trains (I1); 0 "
         "is strictly on-policy.",
     )
-    on_publish: Literal["finish", "continue"] = Field(
-        "finish",
-        description="Responses that are not complete when newer weights come: finish lets a publish wait for them; continue lets "
-        "them go on under the new weights (max_staleness of at least 1).",
-    )
-    tokens_per_version: int | None = Field(
-        None,
-        ge=1,
-        description="With on_publish=continue, the most tokens of a response that a version writes before the one that trains it; "
-        "none means rollout.max_response_tokens / (max_staleness + 1).",
-    )
     tokens_per_update: int | None = Field(
         None,
         ge=1,
