@@ -35,7 +35,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.admission import Admission, Admitted, Planner
 from pa_npu.coordinator.delivery import Delivery, GroupCost, HeldDelivery
-from pa_npu.coordinator.episode import GroupGenerate, Rewards, ScoredGroup, computed_lengths, run_episode, score
+from pa_npu.coordinator.episode import GroupGenerate, Rewards, ScoredGroup, run_episode, score
 from pa_npu.coordinator.pacing import Pace
 from pa_npu.coordinator.production import Produced, Production
 from pa_npu.coordinator.roles import Roles, RolesDelivery
@@ -49,6 +49,7 @@ from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Environment
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.samples.types import group_lengths
 from pa_npu.samples.seeds import group_seed
 from pa_npu.telemetry.sample_store import kept_groups
 from pa_npu.telemetry.timeline import Timeline, now
@@ -198,7 +199,7 @@ class Producer:
         lengths = [sample.num_trained for sample in samples]
         # what a planner fits speeds to
         shape = {"tokens": sum(lengths), "prompt": len(prompt.tokens), "lengths": lengths}
-        if (computed := computed_lengths(len(prompt.tokens), samples)) is not None:
+        if (computed := group_lengths(samples))[1] != lengths:
             shape["computed"] = computed
         lane = f"engine {session.lease.engine.name}"
         self._timeline.complete(f"group {index}", start_s, now(), lane, iteration=iteration, **shape)

@@ -174,7 +174,7 @@ class RunDirectory:
 
 
 def _states(paths: Iterable[Path]) -> Iterator[os.stat_result]:
-    """Of the files that are there still."""
+    """Returns those of the files that are still there."""
     for path in paths:
         with contextlib.suppress(OSError):
             yield path.stat()

@@ -1,4 +1,4 @@
-"""What the launcher asks of the machines that engines and trainer ranks run on, and the cluster that is this machine alone.
+"""Protocol of the machines that engines and trainer ranks run on, and the cluster that is this machine alone.
 
 A cluster turns the configuration into things to start, starts them, and knows the address of every engine. The coordinator is not
 its business: it always runs beside the launcher, as the run's store does.
