@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.episode import ScoredGroup, computed_lengths
+from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.pacing import Pace
 from pa_npu.coordinator.variants import Points
 from pa_npu.data.prompts import Prompt
@@ -157,7 +157,7 @@ class Admission:
             delivered_s=scored_s - end_s + put_s,
             trained=self._choice.trains(group),
             moved=lease.first is not lease,
-            computed=computed_lengths(len(group.prompt.tokens), group.samples),
+            computed=group.computed,
         )
         self._planner.observe(timing, self._iteration)
 

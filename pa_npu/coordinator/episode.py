@@ -38,12 +38,16 @@ class Rewards(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ScoredGroup:
-    """A prompt, the samples that its environment made of it, any number from one on, their rewards, and what it counted."""
+    """A prompt, the samples that its environment made of it, any number from one on, their rewards, and what it counted.
+
+    computed: prompt and lengths as trainers have them, where that is not what was written (group_lengths).
+    """
 
     prompt: Prompt
     samples: list[Sample]
     result: RewardResult
     counted: Mapping[str, int] = field(default_factory=dict)
+    computed: tuple[int, tuple[int, ...]] | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -143,15 +147,16 @@ def check_size(config: Config, prompt: Prompt, samples: Sequence[Sample]) -> Non
 async def score(rewards: Rewards, prompt: Prompt, samples: list[Sample]) -> ScoredGroup:
     """The samples of a prompt with their rewards: those that the environment gave, if it gave any."""
     given = [sample.reward for sample in samples if sample.reward is not None]
+    computed = computed_lengths(len(prompt.tokens), samples)
     if not given:
-        return ScoredGroup(prompt, samples, await rewards.score(reward_input(prompt, samples)))
+        return ScoredGroup(prompt, samples, await rewards.score(reward_input(prompt, samples)), computed=computed)
     if len(given) != len(samples) or not np.isfinite(given).all():
         raise EnvironmentFailed(
             f"environment.name: rewards {[sample.reward for sample in samples]} of the samples of prompt {prompt.prompt_id} must "
             f"be finite numbers, or all None, which leaves them to the reward functions; correct the environment"
         )
     total = np.asarray(given, np.float32)
-    return ScoredGroup(prompt, samples, RewardResult(total, {"environment": total}, total > 0, ()))
+    return ScoredGroup(prompt, samples, RewardResult(total, {"environment": total}, total > 0, ()), computed=computed)
 
 
 def computed_lengths(prompt_tokens: int, samples: Sequence[Sample]) -> tuple[int, tuple[int, ...]] | None:

@@ -49,7 +49,6 @@ from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Environment
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.types import group_lengths
 from pa_npu.samples.seeds import group_seed
 from pa_npu.telemetry.sample_store import kept_groups
 from pa_npu.telemetry.timeline import Timeline, now
@@ -199,13 +198,13 @@ class Producer:
         lengths = [sample.num_trained for sample in samples]
         # what a planner fits speeds to
         shape = {"tokens": sum(lengths), "prompt": len(prompt.tokens), "lengths": lengths}
-        if (computed := group_lengths(samples))[1] != lengths:
-            shape["computed"] = computed
         lane = f"engine {session.lease.engine.name}"
         self._timeline.complete(f"group {index}", start_s, now(), lane, iteration=iteration, **shape)
         start_s = now()
         group = replace(await score(self._rewards, prompt, samples), counted=generate.counted)
-        self._timeline.complete(f"reward {index}", start_s, now(), "rewards", iteration=iteration)
+        self._timeline.complete(
+            f"reward {index}", start_s, now(), "rewards", iteration=iteration, computed=group.computed
+        )
         return group, session.lease
 
     async def _deliver(self, this: _Iteration, index: int, group: ScoredGroup, lease: Lease) -> None:

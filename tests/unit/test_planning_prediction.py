@@ -77,8 +77,11 @@ def test_sessions_are_planned_by_the_tokens_that_trainers_compute(recorded, tmp_
     directory = write_run(tmp_path / "run")
     path = directory / "timeline" / "coordinator.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
-    for args in (event["args"] for event in events if "lengths" in event.get("args", {})):
-        args["computed"] = [args["prompt"], [length // 4 for length in args["lengths"]]]
+    for event in [event for event in events if "lengths" in event.get("args", {})]:
+        args = event["args"]
+        shared = [args["prompt"], [length // 4 for length in args["lengths"]]]
+        rewarded = {"iteration": args["iteration"], "computed": shared}
+        events.append({**event, "name": event["name"].replace("group", "reward"), "lane": "rewards", "args": rewarded})
         args["lengths"] = [*args["lengths"], 0]
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     run, spec, calibration, workload = recorded

@@ -111,20 +111,23 @@ def _generated(directory: Path) -> dict[int, list[GroupTiming]]:
     """By iteration; groups whose lengths are not recorded are left out. The last attempt's where the run was restarted."""
     found: dict[int, dict[int, GroupTiming]] = {}
     events = _events(directory / DIRECTORY / _COORDINATOR)
-    rewarded: dict[tuple[int, int], float] = {}
+    rewarded: dict[tuple[int, int], dict[str, Any]] = {}
     for event in events:
         number, args = _number(event, "reward"), event.get("args", {})
         if number is not None and isinstance(args.get("iteration"), int):
-            rewarded[args["iteration"], number] = event["end"]
+            rewarded[args["iteration"], number] = event
     for event in events:
         number, args = _number(event, "group"), event.get("args", {})
         lane, lengths, prompt = str(event.get("lane", "")), args.get("lengths"), args.get("prompt")
         if number is None or not lane.startswith("engine ") or not _lengths(lengths) or not isinstance(prompt, int):
             continue
         iteration, end_s = int(args["iteration"]), event["end"]
-        delivered_s = max(0.0, rewarded.get((iteration, number), end_s) - end_s)
+        reward = rewarded.get((iteration, number), {"end": end_s, "args": {}})
+        delivered_s = max(0.0, reward["end"] - end_s)
         engine = lane.removeprefix("engine ")
-        computed = None if (seen := args.get("computed")) is None else (int(seen[0]), tuple(map(int, seen[1])))
+        computed = (
+            None if (seen := reward["args"].get("computed")) is None else (int(seen[0]), tuple(map(int, seen[1])))
+        )
         timing = GroupTiming(
             number, engine, event["start"], end_s, prompt, tuple(lengths), delivered_s, computed=computed
         )
