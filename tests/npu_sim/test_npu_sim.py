@@ -30,7 +30,7 @@ INSTALL = f"python -m pip install --no-deps --target {DIRECTORY.name} '{WANTED}'
 CHECKOUTS = {"MINDSPEED_HOME": "mindspeed", "MEGATRON_LM_HOME": "megatron/training"}
 OLDER_CORE = ROOT / ".venv-core-0.12"
 TRAINING = [INSIDE / "test_model_stage.py", INSIDE / "test_trainer.py"]
-# Engines of Ascend's stack on the trainers' torch here: their own releases of torch have no CPU wheel for this processor.
+# Classes of Ascend's engines, on the trainers' torch: an environment has one.
 ENGINE = ROOT / ".venv-ascend-engine"
 ENGINE_TESTS = Path(__file__).with_name("engine")
 TIME_LIMIT_S = 3000  # two minutes on two quiet cores; ranks that hang end sooner
