@@ -59,7 +59,7 @@ def test_every_case_of_staleness_is_a_configuration() -> None:
     for case in found:
         config = load_config([str(ROOT / "configs" / "grpo_tiny.yaml")], list(case.settings))
         ratios[case.name] = (config.schedule.max_staleness, config.ratio, config.schedule.tokens_per_update)
-    assert len(ratios) == 13
+    assert len(ratios) == 15
     assert ratios["k1-sampling"] == (1, "sampling", None) and ratios["k4-uncorrected"] == (4, "proximal", None)
     assert ratios["k1-sampling-budget"] == (1, "sampling", 2000)
 

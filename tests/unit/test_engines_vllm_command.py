@@ -134,8 +134,7 @@ def test_device_memory_engine_gets_its_share_of_it(monkeypatch):
     [
         ("npu", {}, True, False, True),
         ("cuda", {}, True, True, True),
-        ("npu", {}, True, True, False),
-        ("npu", {"sleep": True}, True, True, True),
+        ("npu", {}, True, True, True),
         ("npu", {"sleep": False}, True, False, False),
         ("npu", {}, False, False, False),
         ("cpu", {}, True, False, False),
