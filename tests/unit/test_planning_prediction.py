@@ -79,8 +79,8 @@ def test_sessions_are_planned_by_the_tokens_that_trainers_compute(recorded, tmp_
     events = [json.loads(line) for line in path.read_text().splitlines()]
     for event in [event for event in events if "lengths" in event.get("args", {})]:
         args = event["args"]
-        shared = [args["prompt"], [length // 4 for length in args["lengths"]]]
-        rewarded = {"iteration": args["iteration"], "computed": shared}
+        computed = [args["prompt"], [length // 4 for length in args["lengths"]]]
+        rewarded = {"iteration": args["iteration"], "computed": computed}
         events.append({**event, "name": event["name"].replace("group", "reward"), "lane": "rewards", "args": rewarded})
         args["lengths"] = [*args["lengths"], 0]
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
