@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.engines.protocol import Generation
-from pa_npu.environments.protocol import version_of
+from pa_npu.environments.protocol import write
 from pa_npu.samples.types import Sample, SampleBuilder, SampleTurn, num_common
 
 
@@ -150,7 +150,7 @@ class SessionTree:
                 if node is not path[0]:
                     sample.show(node.context)
                 if is_new:
-                    sample.write(written.tokens, written.logprobs, version_of(written), written.columns)
+                    write(sample, written)
                 else:
                     sample.show(written.tokens, written.columns)
                 place = places.setdefault(node.number, len(places))

@@ -151,11 +151,6 @@ class ConfigTree(Section):
         return self.trained_groups is not None and not self.unequal_groups
 
     @property
-    def generated_groups(self) -> int | None:
-        """Groups that every iteration generates; None if the number follows from tokens or rewards."""
-        return None if self.schedule.dynamic_sampling else self.trained_groups
-
-    @property
     def trained_groups(self) -> int | None:
         """Groups that every iteration trains; None where that follows from their tokens, and the coordinator tells it."""
         return None if self.schedule.tokens_per_update is not None else self.schedule.prompts_per_iteration

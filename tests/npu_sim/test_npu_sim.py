@@ -105,14 +105,16 @@ def test_model_and_trainer_with_mindspeed(tmp_path: Path) -> None:
     not (ENGINE / "vllm_ascend").is_dir(),
     reason=f"no {ENGINE.name}; run: python -m pip install --no-deps --target {ENGINE.name} -r requirements/ascend-engine.txt",
 )
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-def test_the_classes_of_vllm_ascend(family: str, tmp_path: Path) -> None:
+def test_the_classes_of_vllm_ascend(family: str, dtype: str, tmp_path: Path) -> None:
     assert make_tiny_model.main(["--out", str(tmp_path / "m"), "--random", "--family", family]) == 0
     run_inside(
         tmp_path,
         [ENGINE_TESTS],
         [ENGINE_TESTS / "absent", ENGINE],
         PA_NPU_SIM_ENGINE=family,
+        PA_NPU_SIM_DTYPE=dtype,
         PA_NPU_SIM_MODEL=str(tmp_path / "m" / "model"),
         LD_LIBRARY_PATH=str(tmp_path),  # of the process in which vLLM looks at a model's class
         PYTORCH_NPU_ALLOC_CONF="expandable_segments:False",  # virtual memory, which the stubs have not

@@ -208,7 +208,7 @@ FEATURE_KEYS = {
     **dict.fromkeys(
         ("num_shared_engines", "trained_groups", "needs_whole_groups", "follows_work", "unequal_groups"), None
     ),
-    **dict.fromkeys(("generated_groups", "reduces_in_buckets", "updates", "has_shards"), None),
+    **dict.fromkeys(("reduces_in_buckets", "updates", "has_shards"), None),
 }
 MOST_READERS = 3
 # The file that is the feature, where it reads its keys itself.

@@ -19,7 +19,7 @@ def undo_waking(worker: Any) -> None:
     for name, layout in layouts.items():
         place, _, own = name.rpartition(".")
         parameter = model.get_parameter(name)
-        if layout != before[name] and parameter.dim() == 3 and _layout(parameter.transpose(1, 2)) == before[name]:
+        if parameter.dim() == 3 and layout != before.get(name) == _layout(parameter.transpose(1, 2)):
             as_before = torch.nn.Parameter(parameter.data.transpose(1, 2), requires_grad=False)
             setattr(model.get_submodule(place), own, as_before)
 

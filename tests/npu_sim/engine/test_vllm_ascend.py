@@ -24,6 +24,7 @@ from tests.npu_sim.reference_ops import all_references
 from tests.npu_sim.simulator import NpuSim
 
 FAMILY = os.environ["PA_NPU_SIM_ENGINE"]
+DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}[os.environ["PA_NPU_SIM_DTYPE"]]
 MODEL = Path(os.environ["PA_NPU_SIM_MODEL"])
 TEMPERATURE = 0.7
 
@@ -51,7 +52,7 @@ def executor() -> Iterator[UniProcExecutor]:
     with NpuSim(all_references()):
         arguments = EngineArgs(
             model=str(MODEL),
-            dtype="float32",
+            dtype=str(DTYPE).removeprefix("torch."),
             enforce_eager=True,
             max_model_len=256,
             max_num_seqs=8,
@@ -108,7 +109,7 @@ def assert_held(worker: Any, weights: dict[str, torch.Tensor]) -> None:
             for key, value in found.items()
             if key == name or key == name.replace(".experts.", ".experts.routed_experts.")
         ]
-        assert torch.equal(own, tensor), name
+        assert torch.equal(own, tensor.to(DTYPE)), name
 
 
 def changed(seed: int) -> dict[str, torch.Tensor]:
