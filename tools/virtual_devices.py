@@ -152,7 +152,7 @@ class Shelf:
         self._there: dict[tuple[int, int], tuple[float, float]] = {}
 
     def put(self, group: Group, replica: int, slot: int) -> None:
-        tokens = sum(len(sample.tokens) for sample in group.samples([""] * group.num_samples))
+        tokens = int(group.lengths[slice(*(group.part or (0, None)))].sum())
         self._there[replica, slot] = asyncio.get_running_loop().time(), self._token_s * tokens
 
     def trained(self) -> tuple[float, float]:

@@ -355,6 +355,11 @@ class ConfigTree(Section):
         together = self.mesh.pipeline > 1 or self.mesh.shards > 1 or self.schedule.updates_per_iteration > 1
         return self.follows_work and self.schedule.order == "completion" and not together
 
+    @property
+    def divides_groups(self) -> bool:
+        """Whether several replicas may train a part each of a group; pairs of a preference loss are made of a whole one."""
+        return self.unequal_groups and self.algorithm.loss != "dpo"
+
     def ranks_beside(self, index: int) -> tuple[int, ...]:
         """The trainer ranks on whose devices a shared engine is: replica after replica."""
         first = index * self.rollout.tensor_parallel

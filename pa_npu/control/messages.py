@@ -215,11 +215,13 @@ RUN_END = Topic(
 
 @dataclass(frozen=True)
 class DispatchedGroup:
-    """One group in the rollout buffer: its dispatch index, the replica that trains it, each response's trained tokens."""
+    """A group in the rollout buffer, or some consecutive responses of it: its dispatch index, the replica that trains these, each
+    one's trained tokens, and the number of the first in the group."""
 
     index: int
     replica: int
     response_tokens: tuple[int, ...]
+    first: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ RolesDelivery  each when its replica's devices decode no more (roles.py)   place
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,14 +78,26 @@ class Delivery:
         await self._deliver_to(number, scored, self._assignment.assign(number, self._work(scored)))
 
     async def _deliver_to(self, number: int, scored: ScoredGroup, slot: tuple[int, int]) -> None:
-        await self._put(number, scored, group_advantages(scored.rewards, self._kind), slot)
+        await self._put(number, scored, group_advantages(scored.rewards, self._kind), {slot: None})
 
-    async def _put(self, number: int, scored: ScoredGroup, advantages: np.ndarray, slot: tuple[int, int]) -> None:
-        group = scored.group(self._seed, self._production.iteration, number, advantages)
-        await asyncio.get_running_loop().run_in_executor(self._store_thread, self._buffer.put, group, *slot)
+    async def _put(
+        self,
+        number: int,
+        scored: ScoredGroup,
+        advantages: np.ndarray,
+        slots: Mapping[tuple[int, int], tuple[int, int] | None],
+    ) -> None:
+        """slots: each (replica, slot) that gets it, and which samples that replica trains; None: all."""
+        group, loop = (
+            scored.group(self._seed, self._production.iteration, number, advantages),
+            asyncio.get_running_loop(),
+        )
+        for slot, part in slots.items():
+            sent = group if part is None else replace(group, part=part)
+            await loop.run_in_executor(self._store_thread, self._buffer.put, sent, *slot)
         for tell in self._told:
             tell(group, scored)
-        self._production.put(group, scored, advantages, replica=slot[0])
+        self._production.put(group, scored, advantages, {replica: part for (replica, _), part in slots.items()})
 
     def _work(self, scored: ScoredGroup) -> float:
         return self._group_work(*group_lengths(scored.samples))
@@ -106,5 +119,5 @@ class HeldDelivery(Delivery):
             [number for number, _ in self._held], [self._work(scored) for _, scored in self._held]
         )
         for (number, scored), values, slot in zip(self._held, advantages, slots, strict=True):
-            await self._put(number, scored, values, slot)
+            await self._put(number, scored, values, {slot: None})
         return await super().finish(num_groups)

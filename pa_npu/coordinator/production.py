@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -144,9 +144,13 @@ class Production(Variant):
             "replica_imbalance": self._replica_imbalance,
         }
 
-    def put(self, group: Group, scored: ScoredGroup, advantages: np.ndarray, replica: int) -> None:
-        """A group is in the buffer, for this replica. advantages: float32 [samples]."""
-        self._in_buffer.append(DispatchedGroup(group.index, replica, tuple(scored.lengths)))
+    def put(
+        self, group: Group, scored: ScoredGroup, advantages: np.ndarray, parts: Mapping[int, tuple[int, int] | None]
+    ) -> None:
+        """A group is in the buffer. parts: by replica which samples it trains; None: all. advantages: float32 [samples]."""
+        for replica, part in parts.items():
+            first, last = part or (0, len(scored.lengths))
+            self._in_buffer.append(DispatchedGroup(group.index, replica, tuple(scored.lengths[first:last]), first))
         if group.index < self._num_kept:
             self._kept += _kept(self.iteration, group.index, scored, advantages)
 

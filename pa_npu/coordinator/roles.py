@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.delivery import Delivery, GroupCost
@@ -33,10 +34,12 @@ from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.production import Production
 from pa_npu.coordinator.variants import Variant
 from pa_npu.dispatch.assignment import Assignment
+from pa_npu.dispatch.parts import common_end_s, parts_of
 from pa_npu.dispatch.roles import Rest, Speeds, Unit, decoding_units, units_of
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.samples.types import group_lengths
 from pa_npu.telemetry.timeline import Timeline, now
 
 logger = logging.getLogger(__name__)
@@ -85,6 +88,7 @@ class Roles(Variant):
         self._training: dict[Unit, float] = {}  # since when, on the timeline's clock
         self._lengths: list[int] = []
         self._dispatched = False
+        self._unscored = 0
         self._delivery: RolesDelivery | None = None
         self.changing: asyncio.Task[None] | None = None
         """A change of roles that goes on, or the last one."""
@@ -98,7 +102,7 @@ class Roles(Variant):
     def begin(self, delivery: RolesDelivery) -> None:
         """All devices decode, for a delivery of this iteration."""
         self.close()
-        self._flights, self._training, self._lengths, self._dispatched = {}, {}, [], False
+        self._flights, self._training, self._lengths, self._dispatched, self._unscored = {}, {}, [], False, 0
         self._delivery, self.changing = delivery, None
         self._steps, self._next_s = 0.0, 0.0
         self._at_s, self._begin_s = time.perf_counter(), now()
@@ -114,6 +118,7 @@ class Roles(Variant):
     def admitted(self, lease: Lease) -> None:
         self._step()
         self._flights[lease.first] = _Flight(lease.tokens, self._steps)
+        self._unscored += 1
 
     def all_dispatched(self) -> None:
         self._dispatched = True
@@ -124,6 +129,7 @@ class Roles(Variant):
 
     def scored(self, index: int, group: ScoredGroup) -> None:
         self._lengths += group.lengths
+        self._unscored -= 1
         decoding = [unit for unit in self.units if unit not in self._training]
         known = self._known.speeds is not None and bool(self._known.lengths)
         due = time.perf_counter() >= self._next_s and (self.changing is None or self.changing.done())
@@ -158,6 +164,11 @@ class Roles(Variant):
         """Whether nothing is in flight any more, so that whoever still decodes is about to train."""
         return self._dispatched and not self._flights
 
+    @property
+    def all_scored(self) -> bool:
+        """Whether no group is to come any more."""
+        return self._dispatched and not self._unscored
+
     # deciding
 
     def _wanted(self, decoding: Sequence[Unit]) -> int:
@@ -189,6 +200,7 @@ class Roles(Variant):
             [work * self._known.seconds_per_work for work in self._delivery.held_work],
             self._delivery.free_in(),
             self._config.rollout.max_num_seqs,
+            self._config.divides_groups,
         )
         speeds = self._known.speeds
         wanted, end_s, turns_s = decoding_units(
@@ -316,7 +328,10 @@ class RolesDelivery(Delivery):
         if self._pump is not None:
             await self._pump
         while (due := self._due(at_end=True)) is not None:
-            await self._give(*due[:2])
+            if self._config.divides_groups:
+                await self._give_parts(due[0])
+            else:
+                await self._give(*due[:2])
         return await super().finish(num_groups)
 
     async def close(self) -> None:
@@ -334,7 +349,11 @@ class RolesDelivery(Delivery):
 
     def _due(self, *, at_end: bool) -> tuple[int, int, float] | None:
         """(place in what is held, replica, in how many seconds) of the next group to give; None until something changes."""
-        if not self._held or not self._given_s:
+        if (
+            not self._held
+            or not self._given_s
+            or (self._config.divides_groups and self._roles.all_scored and not at_end)
+        ):
             return None
         if self._assignment.by_index:
             for place, (number, _) in enumerate(self._held):
@@ -361,6 +380,30 @@ class RolesDelivery(Delivery):
         self._given_s[replica] = max(self._given_s[replica], time.perf_counter()) + work * self.seconds_per_work
         slot = self._assignment.assign_to(number, work, replica)
         await self._deliver_to(number, scored, slot)
+
+    async def _give_parts(self, place: int) -> None:
+        """A group of the last ones, divided among the replicas so that all of them end together."""
+        held_s = sum(self.held_work) * self.seconds_per_work
+        number, scored = self._held.pop(place)
+        prompt, lengths = group_lengths(scored.samples)
+
+        def seconds(first: int, last: int) -> float:
+            return self._group_work(prompt, lengths[first:last]) * self.seconds_per_work
+
+        at_s = time.perf_counter()
+        untouched = self._assignment.untouched  # first among equals: every replica trains something
+        replicas = sorted(self._given_s, key=lambda replica: replica not in untouched)
+        free_s = {replica: max(at_s, self._given_s[replica]) for replica in replicas}
+        parts = parts_of(len(lengths), seconds, free_s, common_end_s(list(free_s.values()), held_s))
+        takes_s = {replica: seconds(*part) for replica, part in parts.items()}
+        self._given_s |= {replica: free_s[replica] + takes_s[replica] for replica in parts}
+        works = {replica: took_s / self.seconds_per_work for replica, took_s in takes_s.items()}
+        slots = self._assignment.divide(number, works)
+        # a replica that trains all of it knows so without being told
+        told = [None if last - first == len(lengths) else (first, last) for first, last in parts.values()]
+        await self._put(
+            number, scored, group_advantages(scored.rewards, self._kind), dict(zip(slots, told, strict=True))
+        )
 
     def _mean_s(self) -> float:
         return sum(work for work, _ in self._worked) / max(1, len(self._worked)) * self.seconds_per_work

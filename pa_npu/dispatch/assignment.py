@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pa_npu.errors import InvariantViolation
@@ -15,7 +15,7 @@ _LEAST_LEFT = 0.3
 
 
 class Assignment:
-    """Slots of one iteration: every replica gets the same number of groups, each group exactly one slot (I2).
+    """Slots of one iteration: every replica gets the same number of groups, each group, or each part, exactly one slot (I2).
 
     order=prompt: replica index % R, slot index // R, whatever the arrival, so that the update is that of a synchronous run.
     order=completion: slots in order of arrival. One by one (assign), a group of more than average work goes where the least
@@ -56,6 +56,11 @@ class Assignment:
         self._take(index)
         return self._put(index, work, replica)
 
+    def divide(self, index: int, works: Mapping[int, float]) -> list[tuple[int, int]]:
+        """The same for replicas of which each trains a part of it, by replica what that costs."""
+        self._take(index)
+        return [self._put(index, work, replica) for replica, work in works.items()]
+
     @property
     def by_index(self) -> bool:
         """Whether a group's replica follows from its index."""
@@ -71,7 +76,7 @@ class Assignment:
 
     @property
     def groups(self) -> list[int]:
-        """How many each replica has."""
+        """How many each replica has, parts counted."""
         return list(self._filled)
 
     @property
@@ -94,7 +99,7 @@ class Assignment:
     def finish(self, num_groups: int | None = None) -> None:
         """Asserts that every slot is filled (I2). num_groups: of the iteration, where it turned out to be fewer than its slots."""
         each = self._groups_per_replica if num_groups is None else num_groups // len(self._filled)
-        if self.unequal and min(self._filled) and sum(self._filled) == each * len(self._filled):
+        if self.unequal and min(self._filled) and len(self._indices) == each * len(self._filled):
             return
         if any(filled != each for filled in self._filled):
             raise InvariantViolation(f"I2 exactly once: replicas got {self._filled} groups, each must get {each}")

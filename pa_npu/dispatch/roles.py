@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.config.schema import Config
+from pa_npu.dispatch.parts import common_end_s
 
 # Rules tried: sequences per engine, between what engines have now and the most that they may have; and how many units, of all,
 # change together, since every change makes the others compute the moved sequences' tokens once more.
@@ -69,7 +70,8 @@ class Rest:
     remaining: tokens to come of each living sequence [sequences]. group: its group's number [sequences]. written: its tokens so
     far, with the prompt, which another engine would have to compute [sequences]. decoding: units that decode. engines, replicas: of
     a unit. trains_s: what training each group takes a replica [groups]. ready_s: the same of finished groups that no replica has.
-    free_s: for each replica that trains, when it will have done what it has. most: sequences on an engine.
+    free_s: for each replica that trains, when it will have done what it has. most: sequences on an engine. divides: whether several
+    replicas may train the last groups in parts.
     """
 
     remaining: npt.NDArray[np.float64]
@@ -82,6 +84,7 @@ class Rest:
     ready_s: Sequence[float]
     free_s: Sequence[float]
     most: int
+    divides: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,21 +136,26 @@ def rest_of(rest: Rest, rule: Rule, speeds: Speeds) -> float:
     arriving = sorted(
         [(0.0, cost) for cost in rest.ready_s] + list(zip(ready.tolist(), rest.trains_s.tolist(), strict=True))
     )
-    return max(decoded, trained_s(arriving, free))
+    return max(decoded, trained_s(arriving, free, divides=rest.divides))
 
 
-def trained_s(arriving: Sequence[tuple[float, float]], free: list[float]) -> float:
-    """When the last of the groups (ready at, takes) is trained: whoever is free first takes the longest that is there."""
+def trained_s(arriving: Sequence[tuple[float, float]], free: list[float], *, divides: bool = False) -> float:
+    """When the last of the groups (ready at, takes) is trained: whoever is free first takes the longest that is there.
+
+    divides: when the last has arrived, replicas share what is left.
+    """
     heapq.heapify(free)
     waiting: list[float] = []
-    number, end = 0, 0.0
+    number, here, end = 0, 0.0, 0.0  # here: when the last of what waits arrived
     while number < len(arriving) or waiting:
-        at = heapq.heappop(free)
-        if not waiting and number < len(arriving):
-            at = max(at, arriving[number][0])
+        at = max(here, heapq.heappop(free))
+        if not waiting:
+            at = here = max(at, arriving[number][0])
         while number < len(arriving) and arriving[number][0] <= at:
             heapq.heappush(waiting, -arriving[number][1])
             number += 1
+        if divides and number == len(arriving):
+            return max(end, common_end_s([max(here, one) for one in (at, *free)], -sum(waiting)))
         at -= heapq.heappop(waiting)
         end = max(end, at)
         heapq.heappush(free, at)

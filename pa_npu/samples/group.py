@@ -36,6 +36,7 @@ class Group:
     lengths: int32 [G], tokens of each sample. rewards: float32 [G]. finished: bool [G].
     tokens, trained, logprobs, versions: those of Sample, [sum of lengths]. advantages: float32 [sum of lengths].
     first: the number of the first sample here, in a piece of the group that was dispatched; 0 for the whole.
+    part: of a whole group, the samples that the replica which gets it trains, from one number to before another; None: all.
     columns: the declared ones, each [sum of lengths, *shape].
     Log-probs and advantages are 0, and versions NO_VERSION, where a token is not trained.
     """
@@ -53,6 +54,7 @@ class Group:
     rewards: np.ndarray
     finished: np.ndarray
     first: int = 0
+    part: tuple[int, int] | None = None
     columns: Values = field(default_factory=dict)
     _cache: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
 
@@ -148,6 +150,8 @@ class Group:
         for name in PER_SAMPLE:
             if len(getattr(self, name)) != num_samples:
                 raise GroupFormatError(f"{self} {name}: {len(getattr(self, name))} values for {num_samples} samples")
+        if self.part is not None and not 0 <= self.part[0] < self.part[1] <= num_samples:
+            raise GroupFormatError(f"{self} part: {list(self.part)} are no samples of {num_samples}")
         total = int(self.offsets()[-1])
         for column, values in self.per_token.items():
             checked(column, values, total, self)
@@ -205,6 +209,7 @@ class Group:
         return replace(
             self,
             first=self.first + first,
+            part=None,
             **{name: getattr(self, name)[rows] for name in PER_TOKEN},
             **{name: getattr(self, name)[first:last] for name in PER_SAMPLE},
             columns={column: values[rows] for column, values in self.columns.items()},

@@ -221,7 +221,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         group = from_bytes(data, columns) if loss is None else from_parts(data, loss, columns)
         if loss != b"":
             group = group.made(columns.makers("trainers"))
-        pieces = cut(group, self._responses)
+        pieces = cut(group if group.part is None else group[slice(*group.part)], self._responses)
         for piece in pieces:
             num_packed_tokens(piece, self._shared_prompt)
         has_rewards = self._advantage is not None and loss != b""

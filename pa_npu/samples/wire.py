@@ -4,7 +4,8 @@ Little endian: a 16-byte envelope - magic `PAGR`, format version u16, part u16 (
 followed by a safetensors file. What samples share is sent once, what only trained tokens have is sent for these alone, and
 what stays the same along a run of trained tokens once per run. A run is one sample's: its first token is never trained.
 
-    numbers    int64 [5]         run_seed, iteration, index, prompt_id, and G, the number of samples
+    numbers    int64 [5 or 7]    run_seed, iteration, index, prompt_id, and G, the number of samples; where several replicas train
+                                 the group, also which samples this one trains, from one number to before another
     spans      int32 [G + R, 3]  of each sample: its tokens, how many of them it shares with the one before it, finished;
                                  of each run: its first token in the group, its tokens, the weight version
     values     float32 [G + R]   each sample's reward, each run's advantage
@@ -77,7 +78,9 @@ def tensors_of(group: Group, columns: RunColumns) -> Tensors:
     places = zip(pairwise(group.offsets().tolist()), samples[:, 1].tolist(), strict=True)
     own = [slice(start + shared, end) for (start, end), shared in places]
     return {
-        "numbers": np.array([*(getattr(group, name) for name in IDENTITY), group.num_samples], "<i8"),
+        "numbers": np.array(
+            [*(getattr(group, name) for name in IDENTITY), group.num_samples, *(group.part or ())], "<i8"
+        ),
         "spans": spans,
         "values": np.concatenate([group.rewards, group.advantages[starts]]),
         "tokens": np.concatenate([group.tokens[span] for span in own]),
@@ -217,9 +220,9 @@ def _arrays(tensors: dict[str, Any], part: int) -> Tensors:
             wanted = f"[n, {_SPAN_NUMBERS}]" if dimensions == 2 else "[n]"
             raise GroupFormatError(f"group bytes: {name} is {tensor['dtype']} {shape}, expected {stored} {wanted}")
         arrays[name] = np.frombuffer(tensor["data"], dtype).reshape(shape)
-    if "numbers" in arrays and len(arrays["numbers"]) != len(IDENTITY) + 1:
+    if "numbers" in arrays and len(arrays["numbers"]) not in (len(IDENTITY) + 1, len(IDENTITY) + 3):
         raise GroupFormatError(
-            f"group bytes: numbers has {len(arrays['numbers'])} values, expected {len(IDENTITY) + 1}"
+            f"group bytes: numbers has {len(arrays['numbers'])} values, expected {len(IDENTITY) + 1} or {len(IDENTITY) + 3}"
         )
     return arrays
 
@@ -228,7 +231,8 @@ def _group(
     arrays: Tensors, of_tokens: Mapping[Column, np.ndarray], columns: RunColumns, every_stage: bool = False
 ) -> Group:
     """Undoes what `to_bytes` left out. every_stage: what only the last stage computes with is not there."""
-    *identity, num_samples = arrays["numbers"].tolist()
+    numbers = arrays["numbers"].tolist()
+    identity, num_samples, part = numbers[: len(IDENTITY)], numbers[len(IDENTITY)], tuple(numbers[len(IDENTITY) + 1 :])
     spans = arrays["spans"]
     values = np.zeros(len(spans), "<f4") if every_stage else arrays["values"]
     if not 0 < num_samples <= len(spans) or len(values) != len(spans):
@@ -262,6 +266,7 @@ def _group(
         **fixed,
         rewards=values[:num_samples].copy(),
         finished=finished.astype(np.bool_),
+        part=part or None,
         columns=full,
     )
     columns.check(tuple(of_tokens), str(group), every_stage)

@@ -222,7 +222,12 @@ async def test_responses_that_move_are_those_that_do_not_and_nobody_trains_where
         assert shelf.groups.keys() == held.groups.keys() and "replica_groups" not in moved.numbers
     else:
         given = [sum(replica == one for one, _ in shelf.groups) for replica in range(3)]
-        assert moved.numbers["replica_groups"] == given and sum(given) == GROUPS
+        assert moved.numbers["replica_groups"] == given
+        numbers = [(g.index, n) for g in shelf.groups.values() for n in range(*(g.part or (0, SIZE)))]
+        assert sorted(numbers) == [(index, n) for index in range(GROUPS) for n in range(SIZE)], "each response once"
+        told = {(one.index, one.first, one.replica, len(one.response_tokens)) for one in moved.dispatched.groups}
+        parts = {key: group.part or (0, SIZE) for key, group in shelf.groups.items()}
+        assert told == {(shelf.groups[key].index, a, key[0], b - a) for key, (a, b) in parts.items()}
         assert {replica for replica, _ in shelf.groups} == {0, 1, 2}, "every replica trains something"
 
 
@@ -240,7 +245,14 @@ async def test_replicas_get_equal_work_before_anything_was_learned(
     assert chosen.unequal_groups
     produced, shelf, _ = await produce(chosen, store_thread, monkeypatch, keep=1, learned=False)
     assert produced.numbers["role_changes"] == 0, "in turns"
-    work = [sum(len(g.tokens) for (replica, _), g in shelf.groups.items() if replica == one) for one in range(3)]
+    work = [
+        sum(
+            int(g.lengths[slice(*(g.part or (0, SIZE)))].sum())
+            for (replica, _), g in shelf.groups.items()
+            if replica == one
+        )
+        for one in range(3)
+    ]
     assert max(work) < 1.1 * sum(work) / 3, work
 
 
@@ -313,7 +325,7 @@ class Given(module.RolesDelivery):
         self.given: list[int] = []
         self.all_given = asyncio.Event()
         self._expected = groups
-        roles: Any = SimpleNamespace(begin=lambda delivery: None, all_written=False)
+        roles: Any = SimpleNamespace(begin=lambda delivery: None, all_written=False, all_scored=False)
         assignment = Assignment("completion", replicas, groups // replicas)
         parts: Any = (config(), None, assignment, lambda prompt, responses: 1.0, None, None, ())
         super().__init__(roles, *parts)

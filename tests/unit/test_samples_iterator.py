@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.columns import NONE, GroupFormatError
@@ -21,7 +22,7 @@ from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.replica_feed import ReplicaLinks
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.wire import from_bytes, to_bytes
+from pa_npu.samples.wire import from_bytes, from_tensors, tensors_of, to_bytes
 from pa_npu.telemetry.timeline import Timeline
 
 
@@ -93,6 +94,35 @@ def iterator(buffer: RolloutBuffer, **changes: Any) -> MicrobatchIterator:
         "timeout_s": 1.0,
     }
     return MicrobatchIterator(buffer, **{**arguments, **changes})
+
+
+def test_of_a_divided_group_each_replica_trains_its_samples_with_all_advantages_checked() -> None:
+    rewards = np.arange(4, dtype=np.float32)
+    whole = replace(group(4), rewards=rewards)
+    values = group_advantages(rewards, "group-std")
+    whole = replace(whole, advantages=np.where(whole.trained, np.repeat(values, whole.lengths), 0).astype(np.float32))
+    found = []
+    for part in ((0, 3), (3, 4)):
+        microbatches = iterator(MemoryBuffer([replace(whole, part=part)]), groups=1, advantage="group-std")
+        found += [source for one in microbatches for source in one.sources]
+        microbatches.finish()
+        assert microbatches.advantages == {4: pytest.approx(values.tolist())}, "of the whole group"
+    assert found == [(4, 0), (4, 1), (4, 2), (4, 3)]
+    spoilt = replace(whole, part=(3, 4), rewards=rewards[::-1].copy())
+    with pytest.raises(InvariantViolation, match="I7 gradient"):
+        next(iterator(MemoryBuffer([spoilt]), groups=1, advantage="group-std"))
+
+
+@pytest.mark.parametrize("part", [(0, 0), (2, 5), (3, 1), (-1, 2)])
+def test_a_part_that_is_none_is_refused_at_both_ends(part: tuple[int, int]) -> None:
+    with pytest.raises(GroupFormatError, match=r"part: .* are no samples of 4"):
+        replace(group(4), part=part)
+    sent = replace(group(4), part=(1, 3))
+    assert from_bytes(to_bytes(sent)).part == (1, 3) and from_bytes(to_bytes(sent))[slice(2)].part is None
+    tensors = tensors_of(sent, NONE)
+    tensors["numbers"][-2:] = part
+    with pytest.raises(GroupFormatError, match=r"part: .* are no samples of 4"):
+        from_bytes(from_tensors(tensors))
 
 
 def test_groups_come_in_slot_order_each_cut_into_its_microbatches(tmp_path: Path) -> None:

@@ -105,6 +105,29 @@ def test_a_dispatch_that_is_no_whole_is_seen_by_every_trainer(dispatched: Dispat
             check(dispatched, replica, trained)
 
 
+def test_parts_of_a_group_make_up_what_each_replica_has_to_train() -> None:
+    parts = (DispatchedGroup(0, 1, (3,), 0), DispatchedGroup(0, 0, (5,), 1))
+    divided = replace(DISPATCH, groups=(*(g for g in DISPATCH.groups if g.index), *parts))
+
+    def check_parts(dispatched: Dispatched, replica: int, trained: list[TrainedResponse]) -> None:
+        check_dispatched(dispatched, 4, replicas=2, groups_per_replica=2, unequal=True)
+        check_trained(dispatched, replica, trained)
+
+    first, second = responses(0)
+    check_parts(divided, 0, [*responses(1, 2), second])
+    check_parts(divided, 1, [*responses(3), first])
+    with pytest.raises(InvariantViolation, match=r"trained too much: response 0 of group 0 \(3 tokens, of replica 1\)"):
+        check_parts(divided, 0, [*responses(1, 2), first, second])
+    with pytest.raises(InvariantViolation, match="group 0 was dispatched 2 times"):
+        check(divided, 0, [*responses(1, 2), second])
+    for wrong in (replace(parts[1], first=0), replace(parts[1], first=2)):
+        groups = (*(g for g in DISPATCH.groups if g.index), parts[0], wrong)
+        with pytest.raises(InvariantViolation, match=r"group 0 was dispatched 2 times, to replicas \[1, 0\]"):
+            check_parts(replace(DISPATCH, groups=groups), 0, [])
+    with pytest.raises(InvariantViolation, match="responses before number 1 of group 0 were not dispatched"):
+        check_parts(replace(DISPATCH, groups=(*groups[:3], parts[1])), 0, [])
+
+
 # the same through a learner: its count is taken where a microbatch goes through the model
 
 GROUPS, RESPONSES = 4, 4
