@@ -316,7 +316,8 @@ def measure_staleness(args: argparse.Namespace) -> int:
 class SharedRow:
     """Median seconds of an iteration, border included, on as many devices: in turns, with roles, and with so many of them engines.
 
-    floor_s: the longest response alone, or all decoding (of full engines) and training over the devices.
+    floor_s: the longest response alone, or all decoding (of full engines) and training over the devices. reach_s: the same where
+    one replica's devices decode as long as the longest response takes alone, and the others until the first group is there.
     error: of the predictions of roles, median and worst.
     """
 
@@ -326,6 +327,7 @@ class SharedRow:
     roles_s: float
     splits_s: dict[int, float]
     floor_s: float
+    reach_s: float
     errors: list[float]
     changes: float
     cores_busy: float
@@ -515,20 +517,26 @@ class Bench:
             seconds(turns),
             seconds(roles),
             {count: seconds(records(count, "schedule.stream=true")) for count in engines},
-            statistics.median(self._floor_s(case, number, token_s) for number in iterations),
+            statistics.median(self._floor_s(case, number, token_s, 0) for number in iterations),
+            statistics.median(self._floor_s(case, number, token_s, replica) for number in iterations),
             [record["prediction_error"] for record in roles if record["prediction_error"] is not None],
             statistics.mean(record["role_changes"] for record in roles),
             max(busy),
         )
 
-    def _floor_s(self, case: Case, iteration: int, token_s: float) -> float:
+    def _floor_s(self, case: Case, iteration: int, token_s: float, alone: int) -> float:
+        """alone: devices that decode until the longest response ends, of which the others train as soon as a group is there; 0: all
+        decoding is of full engines."""
         pace, lengths = self._args.paced, self._lengths(case, iteration)
         tokens = sum(map(sum, lengths))
         most = min(self._args.max_num_seqs, case.groups * RESPONSES)
         decoding_s = tokens * (pace.step_s / most + pace.sequence_s)
         training_s = token_s * (tokens + case.groups * RESPONSES * PACED_PROMPT)
-        longest = max(map(max, lengths))
-        return max(longest * (pace.step_s + pace.sequence_s), (decoding_s + training_s) / self._args.devices)
+        token_alone_s, devices = pace.step_s + pace.sequence_s, self._args.devices
+        longest_s, first_s = (end(map(max, lengths)) * token_alone_s for end in (max, min))
+        if alone:
+            decoding_s = max(decoding_s, alone * longest_s + (devices - alone) * first_s)
+        return max(longest_s, (decoding_s + training_s) / devices)
 
     def stale_rows(self, waves: Sequence[int], staleness: Sequence[int]) -> list[StaleRow]:
         """Tg and Tt are those of synchronous iterations with the same window."""
@@ -881,13 +889,18 @@ def render_shared(rows: list[SharedRow], args: argparse.Namespace) -> str:
         f"{args.iterations - SHARED_WARMUP} iterations, border included.",
         "",
         f"| row | R | turns s | {' | '.join(f'{count} + {args.devices - count} s' for count in splits)} | roles s | "
-        "turns / roles | best split / roles | roles / floor | changes | model's error: median, worst |",
-        "|---|" + "---:|" * (8 + len(splits)),
+        "turns / roles | best split / roles | roles / floor | roles / reach | changes | model's error: median, worst |",
+        "|---|" + "---:|" * (9 + len(splits)),
     ]
     for row in rows:
         cells = [row.name, str(row.replica), f"{row.turns_s:.2f}"]
         cells += [f"{row.splits_s[count]:.2f}" if count in row.splits_s else "" for count in splits]
-        ratios = (row.turns_s / row.roles_s, row.best_split_s / row.roles_s, row.roles_s / row.floor_s)
+        ratios = (
+            row.turns_s / row.roles_s,
+            row.best_split_s / row.roles_s,
+            row.roles_s / row.floor_s,
+            row.roles_s / row.reach_s,
+        )
         cells += [f"{row.roles_s:.2f}", *(f"{ratio:.2f}" for ratio in ratios), f"{row.changes:.1f}"]
         errors = [abs(error) for error in row.errors] or [math.nan]
         lines.append(f"| {' | '.join([*cells, f'{statistics.median(errors):.1%}, {max(errors):.1%}'])} |")
