@@ -179,7 +179,10 @@ def iterate(
     else:
         free = [max(free_at.get(k, engines[k].now_s + change_s) for k in unit) for unit in units]
     return Ended(
-        max(decoded_s, trained_s(sorted((at, trains_s[g]) for at, g in ended), free, divides=mode == "roles")),
+        max(
+            decoded_s,
+            trained_s(sorted((at, trains_s[g]) for at, g in ended), free, shape.size if mode == "roles" else 1),
+        ),
         decoded_s,
         len(free_at) // replica,
     )
@@ -219,7 +222,7 @@ def _decide(
     given = _given(ended, free_at, trains_s, replica, clock)
     rest = Rest(
         np.asarray(remaining), np.asarray(groups, np.int64), np.asarray(written), len(decoding), float(replica), 1.0,
-        np.full(len(numbers), costs), given[0], given[1], shape.most, True,
+        np.full(len(numbers), costs), given[0], given[1], shape.most, shape.size,
     )  # fmt: skip
     return decoding_units(rest, speeds)[0]
 

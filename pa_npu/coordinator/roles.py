@@ -200,7 +200,7 @@ class Roles(Variant):
             [work * self._known.seconds_per_work for work in self._delivery.held_work],
             self._delivery.free_in(),
             self._config.rollout.max_num_seqs,
-            self._config.divides_groups,
+            size if self._config.divides_groups else 1,
         )
         speeds = self._known.speeds
         wanted, end_s, turns_s = decoding_units(

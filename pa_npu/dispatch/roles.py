@@ -70,8 +70,8 @@ class Rest:
     remaining: tokens to come of each living sequence [sequences]. group: its group's number [sequences]. written: its tokens so
     far, with the prompt, which another engine would have to compute [sequences]. decoding: units that decode. engines, replicas: of
     a unit. trains_s: what training each group takes a replica [groups]. ready_s: the same of finished groups that no replica has.
-    free_s: for each replica that trains, when it will have done what it has. most: sequences on an engine. divides: whether several
-    replicas may train the last groups in parts.
+    free_s: for each replica that trains, when it will have done what it has. most: sequences on an engine. parts: in how
+    many the last groups may be trained, by as many replicas.
     """
 
     remaining: npt.NDArray[np.float64]
@@ -84,7 +84,7 @@ class Rest:
     ready_s: Sequence[float]
     free_s: Sequence[float]
     most: int
-    divides: bool = False
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,13 @@ def rest_of(rest: Rest, rule: Rule, speeds: Speeds) -> float:
     arriving = sorted(
         [(0.0, cost) for cost in rest.ready_s] + list(zip(ready.tolist(), rest.trains_s.tolist(), strict=True))
     )
-    return max(decoded, trained_s(arriving, free, divides=rest.divides))
+    return max(decoded, trained_s(arriving, free, rest.parts))
 
 
-def trained_s(arriving: Sequence[tuple[float, float]], free: list[float], *, divides: bool = False) -> float:
+def trained_s(arriving: Sequence[tuple[float, float]], free: list[float], parts: int = 1) -> float:
     """When the last of the groups (ready at, takes) is trained: whoever is free first takes the longest that is there.
 
-    divides: when the last has arrived, replicas share what is left.
+    parts: when the last has arrived, replicas share what is left, each group in so many parts at most.
     """
     heapq.heapify(free)
     waiting: list[float] = []
@@ -154,8 +154,9 @@ def trained_s(arriving: Sequence[tuple[float, float]], free: list[float], *, div
         while number < len(arriving) and arriving[number][0] <= at:
             heapq.heappush(waiting, -arriving[number][1])
             number += 1
-        if divides and number == len(arriving):
-            return max(end, common_end_s([max(here, one) for one in (at, *free)], -sum(waiting)))
+        if parts > 1 and number == len(arriving):
+            shared = common_end_s([max(here, one) for one in (at, *free)], -sum(waiting))
+            return max(end, shared, at - min(waiting) / parts)
         at -= heapq.heappop(waiting)
         end = max(end, at)
         heapq.heappush(free, at)

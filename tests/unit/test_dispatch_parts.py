@@ -55,8 +55,9 @@ def test_a_replica_trains_no_group_before_it_is_there() -> None:
     arriving = [(10.0, 4.0)] * 6
     assert trained_s(arriving, [0.0, 0.0, 0.0]) == 18.0
     assert trained_s(arriving, [0.0, 0.0, 0.0, 0.0]) == 18.0
-    assert trained_s(arriving, [0.0, 0.0, 0.0, 0.0], divides=True) == 16.0, "24 s of work from 10 s on, on four"
-    assert trained_s([(1.0, 2.0), (5.0, 4.0)], [0.0, 0.0], divides=True) == 7.0
+    assert trained_s(arriving, [0.0, 0.0, 0.0, 0.0], 8) == 16.0, "24 s of work from 10 s on, on four"
+    assert trained_s([(1.0, 2.0), (5.0, 4.0)], [0.0, 0.0], 8) == 7.0
+    assert trained_s([(1.0, 2.0), (5.0, 4.0)], [0.0] * 100, 8) == 5.5, "no more replicas than samples"
 
 
 @given(arriving=st.lists(st.tuples(st.floats(0.0, 50.0), st.floats(0.1, 20.0)), min_size=1, max_size=8), free_s=TIMES)
@@ -64,7 +65,7 @@ def test_no_prediction_is_below_what_the_work_allows(arriving: list[tuple[float,
     arriving = sorted(arriving)
     costs = np.asarray([cost for _, cost in arriving])
     whole = trained_s(arriving, list(free_s))
-    divided = trained_s(arriving, list(free_s), divides=True)
+    divided = trained_s(arriving, list(free_s), 8)
     for end_s in (whole, divided):
         assert end_s >= common_end_s(free_s, float(costs.sum())) - 1e-6
     assert whole >= max(at + cost for at, cost in arriving) - 1e-6
