@@ -61,10 +61,8 @@ from pa_npu.dispatch.order import ORDERS, dispatch_order
 from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.environments.protocol import EnvironmentContext, Generate, write
 from pa_npu.launcher.placement import free_ports
-from pa_npu.planning.iteration_model.backwards import backwards_turns
-from pa_npu.planning.iteration_model.candidates import SLACKS, place_levels
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
-from pa_npu.planning.iteration_model.simulate import simulate
+from pa_npu.planning.iteration_model.flow import backwards_turns
 from pa_npu.planning.prediction.costs import computed_prompt_tokens
 from pa_npu.platform.typical import HOST_PREFIX_BLOCK
 from pa_npu.samples.types import Sample, SampleBuilder
@@ -76,6 +74,7 @@ from tools import virtual_devices
 from tools.hardware import processor
 from tools.optimum import optimum_s
 from tools.processes import end_on_sigterm, reason_of, serve, started
+from tools.simulate import simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 RESPONSES = 8
@@ -85,6 +84,8 @@ MAX_PROMPT = 2048
 PACED_PROMPT = 128
 EPOCH = 2  # iterations after which prompts come again
 PROMPT_SIGMA, RESPONSE_SIGMA, MOST_OF_MEAN = 0.6, 0.4, 4
+# Of the family of schedules whose best is the optimum: shares of the trainers' time, of the widest window, and waves.
+SLACKS, SHARES, WAVES = (1.0, 0.95, 0.85), (1.0, 0.75, 0.5, 0.375, 0.25), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 @dataclass(frozen=True)
@@ -769,6 +770,13 @@ def best_known_s(cluster: Cluster, groups: Sequence[VirtualGroup]) -> float:
         constant = Schedule("", tuple(dispatch_order(name, longest)), (same_windows(names, places * RESPONSES),))
         found.append(simulate(cluster, groups, constant).end_s)
     return min(found)
+
+
+def place_levels(share: int, most: int) -> list[int]:
+    """Groups in flight per engine worth trying, falling: shares of the most, and what cuts an engine's share into even waves."""
+    levels = {max(1, math.ceil(most * part)) for part in SHARES}
+    levels |= {places for waves in WAVES if (places := math.ceil(share / waves)) <= most}
+    return sorted(levels, reverse=True)
 
 
 def shortest_generation_s(cluster: Cluster, lengths: Sequence[Sequence[int]], prompt: int) -> float:

@@ -5,7 +5,6 @@ A group holds its room on an engine until its longest response ends, so orders g
   longest-first   Engines end early: Graham 1969 (SIAM J. Appl. Math. 17), no list of jobs on m equal machines ends later than
                   4/3 - 1/(3m) of the best one when the jobs come by falling length. Trainers begin late.
   shortest-first  Trainers begin early and the longest groups are the last: where trainers are the slower side.
-  zig-zag         Longest, shortest, second longest, ...: something to train from the beginning, long ones early.
   in-order        As the prompts come: where trainers take groups by their index (schedule.order=prompt).
 """
 
@@ -14,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
-OrderName = Literal["longest-first", "zig-zag", "shortest-first", "in-order"]
+OrderName = Literal["longest-first", "shortest-first", "in-order"]
 ORDERS: tuple[OrderName, ...] = get_args(OrderName)
 
 
@@ -41,21 +40,12 @@ def _shortest_first(expected: list[float]) -> list[int]:
     return sorted(range(len(expected)), key=expected.__getitem__)
 
 
-def _zig_zag(expected: list[float]) -> list[int]:
-    falling = _longest_first(expected)
-    half = (len(falling) + 1) // 2
-    order = [0] * len(falling)
-    order[::2], order[1::2] = falling[:half], falling[half:][::-1]
-    return order
-
-
 def _in_order(expected: list[float]) -> list[int]:
     return list(range(len(expected)))
 
 
 _ORDERS: dict[str, Callable[[list[float]], list[int]]] = {
     "longest-first": _longest_first,
-    "zig-zag": _zig_zag,
     "shortest-first": _shortest_first,
     "in-order": _in_order,
 }

@@ -47,13 +47,12 @@ class Reach:
 
     lengths: tokens expected of each group's longest response, by its index. token_s: seconds per token of the engines that take
     only what they are expected to end by end_s, seconds from the iteration's beginning. Engines that are not named take the next
-    in order. end: end_s over the earliest that is possible.
+    in order.
     """
 
     lengths: tuple[float, ...]
     token_s: Mapping[str, float]
     end_s: float
-    end: float = 1.0
 
     def place(self, engine: str, left: Sequence[int], now_s: float) -> int:
         """Place in `left`, indices in order of dispatch, of the first group that ends in time; of the shortest where none does."""

@@ -17,9 +17,7 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.prediction.calibration import published
-from pa_npu.planning.prediction.divisions import Basis, Choices, best_divisions
-from pa_npu.planning.prediction.workload import assumed_workload
+from pa_npu.planning.prediction.divisions import Choices, assumed_basis, best_divisions
 from pa_npu.platform.typical import typical_speed
 
 AUTO = "auto"
@@ -31,7 +29,7 @@ KEYS = (
     "placement.colocate",
 )
 _SIZES = (1, 2, 4, 8)
-_SIMULATED = 6
+_PREDICTED = 6
 
 
 def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], None]) -> Config:
@@ -49,8 +47,7 @@ def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], No
     try:
         spec = _spec(base)
         typical = _typical(base)
-        basis = Basis(base, spec, published(base, spec, typical), assumed_workload(base), typical, None)
-        tried = best_divisions(basis, devices, _choices(base, given, asked), _SIMULATED)
+        tried = best_divisions(assumed_basis(base, spec, typical), devices, _choices(base, given, asked), _PREDICTED)
     except UserError as error:
         raise ConfigError(f"{asked[0]}: auto found nothing for {devices} devices: {error}") from None
     seconds, best = tried[0][:2]

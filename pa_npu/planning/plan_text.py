@@ -19,7 +19,7 @@ from pa_npu.planning.memory import (
     wanted_sequences,
     wanted_tokens,
 )
-from pa_npu.planning.prediction.rehearsal import advice, can_rehearse, rehearse
+from pa_npu.planning.prediction.divisions import assumed_basis
 from pa_npu.planning.shared_way import WAY_IN_WORDS, way_to_shared
 from pa_npu.platform.typical import typical_speed
 from pa_npu.samples.routes import routes_of
@@ -87,7 +87,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
         )
     if colocated:
         lines.append(_shared_weights(config, trainers, one_group=not own_memory))
-    lines += predicted_lines(config, spec)
+    lines.append(predicted_line(config, spec))
     if device_bytes is not None:
         lines.append(_device_line(config, trainers, engines, device_bytes, own_memory))
     return lines
@@ -128,26 +128,24 @@ def _shared_weights(config: Config, trainers: Memory, one_group: bool) -> str:
     return f"shared weights        {WAY_IN_WORDS[way]} (publish.shared_through={config.publish.shared_through}){cost}"
 
 
-def predicted_lines(config: Config, spec: ModelSpec) -> list[str]:
-    """How an iteration would overlap on usual devices of this kind, and what would make it shorter."""
-    if not can_rehearse(config):
-        return ["predicted             nothing: an iteration has too many sequences to simulate here"]
-    typical = typical_speed(config.run.device)
-    found = rehearse(config, spec, typical)
-    # colocated, each side has all devices already, and neither waits for the other's groups
-    changes = [] if config.placement.colocate else advice(config, spec, typical, found)
-    lines = [
-        f"predicted             waves {found.waves:.1f}, Tg {found.generate_s:.3g} s, Tt {found.train_s:.3g} s, iteration "
-        f"{found.iteration_s:.3g} s: {found.of_bound:.2f} of the bound {found.bound:.2f}x; {found.idle} "
-        f"({typical.name}, assumed lengths)"
-    ]
-    for change, after in changes[:2]:
-        per_group = after.iteration_s / found.iteration_s
-        lines.append(
-            f"to change             {change}: iteration {after.iteration_s:.3g} s ({per_group:.2f} of it), {after.of_bound:.2f} of "
-            f"the bound; {after.idle}"
-        )
-    return lines
+def predicted_line(config: Config, spec: ModelSpec) -> str:
+    """How an iteration would overlap on usual devices of this kind.
+
+    Figures are published ones and lengths assumed, so seconds are good to a factor of two, and for comparing: which side waits,
+    and whether an iteration has enough groups.
+    """
+    basis = assumed_basis(config, spec, typical_speed(config.run.device))
+    synchronous, found = basis.predicted(config, streams=False), basis.predicted(config)
+    iteration_s = found.iteration_s - found.border_s
+    sides = (synchronous.generate_s, synchronous.train_s)
+    idle = f"engines idle {found.engines_idle:.0%}, trainers {found.trainers_idle:.0%}"
+    if config.trainer.devices == config.num_devices:  # each device does both
+        idle = f"devices idle {found.engines_idle:.0%}"
+    return (
+        f"predicted             waves {found.waves:.1f}, Tg {sides[0]:.3g} s, Tt {sides[1]:.3g} s, iteration {iteration_s:.3g} s: "
+        f"{max(sides) / iteration_s:.2f} of the bound {sum(sides) / max(sides):.2f}x; {idle} "
+        f"({basis.typical.name}, assumed lengths)"
+    )
 
 
 def _nodes(config: Config) -> str:

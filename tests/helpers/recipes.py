@@ -18,7 +18,7 @@ from pa_npu.config.schema import Config
 from pa_npu.launcher.cli import main as launcher
 from pa_npu.planning import automatic
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.prediction.rehearsal import rehearse
+from pa_npu.planning.prediction.divisions import assumed_basis
 from pa_npu.platform.typical import typical_speed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +97,7 @@ def planned(files: tuple[str, ...]) -> Config:
 def predicted_s(config: Config) -> float:
     spec = known_spec(config.model.path)
     assert spec is not None
-    return rehearse(config, spec, typical_speed("npu")).iteration_s
+    return assumed_basis(config, spec, typical_speed("npu")).predicted(config).iteration_s
 
 
 def sizes(config: Config) -> dict[str, str]:

@@ -13,9 +13,9 @@ from pa_npu.config.schema import Config
 from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
-from pa_npu.planning.iteration_model.simulate import simulate
 from pa_npu.planning.prediction.costs import EngineCost, GroupSeconds, TrainerCost, computed_prompt_tokens
 from pa_npu.platform.typical import published_speed
+from tools.simulate import simulate
 
 ENGINE = EngineCost(0.004, 0.0003, 2e-7, 6e-5, 128)
 TRAINER = TrainerCost(0.012, 4e-11, 0.02, 0.15)

@@ -14,8 +14,8 @@ from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Prediction, Rules
-from pa_npu.planning.iteration_model.simulate import Outcome, simulate
 from tools.optimum import optimum_s
+from tools.simulate import Outcome, simulate
 
 
 @dataclass(frozen=True)

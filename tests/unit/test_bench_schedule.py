@@ -10,8 +10,8 @@ import pytest
 
 from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
-from pa_npu.planning.iteration_model.simulate import simulate
 from tools.bench_schedule import CASES, RESPONSES, SHARED, VirtualBench, best_known_s, drawn_lengths, main, median_for
+from tools.simulate import simulate
 
 
 def test_every_combination_is_a_row_under_a_name_of_its_own():

@@ -12,9 +12,9 @@ from pa_npu.launcher.placement import place, place_nodes
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.memory import engine_memory, trainer_memory
 from pa_npu.planning.places import with_share
-from pa_npu.planning.plan_text import derived_lines, predicted_lines
+from pa_npu.planning.plan_text import derived_lines, predicted_line
 from pa_npu.planning.prediction.costs import typical_trainer
-from pa_npu.planning.prediction.rehearsal import rehearse
+from pa_npu.planning.prediction.divisions import assumed_basis
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.typical import typical_speed
 
@@ -102,11 +102,12 @@ def test_what_is_predicted_is_one_after_the_other() -> None:
     keys: dict[str, Any] = {"rollout": {"engines": 2}, "trainer": {"devices": 2}}
     typical = typical_speed("cpu")
     config = colocated(**keys)
-    found = rehearse(config, SPEC, typical)
-    assert found.iteration_s == pytest.approx(found.generate_s + found.train_s, rel=0.02), "but for uneven replicas"
-    (line,) = predicted_lines(config, SPEC)
-    assert line.startswith("predicted"), "nothing to change: neither side can be given the other's devices"
-    apart = rehearse(colocated(**keys, placement={"colocate": False}), SPEC, typical)
+    basis = assumed_basis(config, SPEC, typical)
+    found = basis.predicted(config, streams=False)
+    whole_s = found.generate_s + found.train_s + found.border_s
+    assert found.iteration_s == pytest.approx(whole_s, rel=0.02), "but for uneven replicas"
+    assert predicted_line(config, SPEC).startswith("predicted") and "devices idle" in predicted_line(config, SPEC)
+    apart = basis.predicted(colocated(**keys, placement={"colocate": False}))
     assert apart.iteration_s < apart.generate_s + apart.train_s, "negative control"
 
 

@@ -26,16 +26,16 @@ from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, GroupTiming, VirtualGroup
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.engine import VirtualEngine
 from pa_npu.planning.iteration_model.learned import Learned
 from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
-from pa_npu.planning.iteration_model.simulate import simulate
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.samples.types import Sample, SampleBuilder, SampleTurn, group_lengths
 from pa_npu.samples.wire import to_bytes
 from pa_npu.telemetry.timeline import Timeline
 from tools.bench_balance import Inline, VirtualLoop
+from tools.simulate import simulate
+from tools.virtual_engine import VirtualEngine
 
 GROUPS, RESPONSES, PROMPT, TRAIN_S = 16, 8, 128, 0.21
 

@@ -27,7 +27,6 @@ def test_orders_by_length():
     expected = [3.0, 9.0, 1.0, 12.0, 5.0]
     assert dispatch_order("longest-first", expected) == [3, 1, 4, 0, 2]
     assert dispatch_order("shortest-first", expected) == [2, 0, 4, 1, 3]
-    assert dispatch_order("zig-zag", expected) == [3, 2, 1, 0, 4], "longest, shortest, second longest, ..."
     assert dispatch_order("in-order", expected) == [0, 1, 2, 3, 4]
 
 

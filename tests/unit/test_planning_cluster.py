@@ -12,10 +12,10 @@ from pa_npu.config.load import load_config
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.prediction.calibration import published
 from pa_npu.planning.prediction.costs import GroupSeconds
-from pa_npu.planning.prediction.limits import limited_s, limits
 from pa_npu.planning.prediction.virtual_run import predict
 from pa_npu.planning.prediction.workload import assumed_workload
 from pa_npu.platform.typical import _TYPICAL_SPEED, published_speed
+from tools.cluster.limits import limited_s, limits
 from tools.cluster.plan import ClusterPlan, KnownBasis, first_to_break, plan_cluster, planning_base
 from tools.cluster.report import as_json, flatness, plan_lines
 from tools.plan_cluster import device_counts, main
@@ -68,7 +68,7 @@ def test_the_colocated_bound_is_generation_and_training_on_all_devices_after_eac
         }
     )
     generate_s = predict(
-        engines, found.spec, found.calibration, found.workload, found.typical, streams=False, iterations=4
+        engines, found.spec, found.calibration, found.workload, found.typical, streams=False
     ).generate_s
     assert plan.colocated_s.value == pytest.approx(generate_s + train_s + cost.step_s + cost.border_s, rel=0.06)
 

@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.virtual_cluster import CPU, HEAVY, NPU, Case
+from helpers.virtual_cluster import CPU, HEAVY, NPU, Case, Lengths
 
 from pa_npu.dispatch.schedule import Schedule, Turn, Windows, same_windows
-from pa_npu.planning.iteration_model.backwards import backwards_turns
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, GroupTiming, VirtualGroup
 from pa_npu.planning.iteration_model.fit import EngineFit
-from pa_npu.planning.iteration_model.simulate import Outcome, simulate
+from pa_npu.planning.iteration_model.flow import backwards_turns, predicted
+from pa_npu.planning.iteration_model.schedules import flow_of
 from tools.optimum import optimum_s
+from tools.simulate import Outcome, simulate
 
 
 def groups_of(lengths: Sequence[Sequence[float]], train_s: float = 0.0, prompt: int = 0) -> list[VirtualGroup]:
@@ -235,6 +236,54 @@ def test_turns_of_prompt_order_go_out_in_prompt_order():
     order, turns = backwards_turns(cluster, known, 16, 1.0)
     assert order == tuple(range(16)) and turns[0] == Turn(0, pytest.approx(0.0, abs=1e-9))
     assert simulate(cluster, known, Schedule("t", order, (same_windows(CPU.names, 128),), turns)).end_s < 5.3
+
+
+# ------------------------------------------------------------------------------------------------------------ the flow
+
+FLOWS = {
+    "one engine": replace(CPU, lengths=Lengths(64, 256, 0.6, 0.4), groups=64),
+    "an engine with a queue of its own": replace(CPU, lengths=Lengths(64, 256, 0.6, 0.4), groups=64, max_num_seqs=64),
+    "four engines": replace(NPU, lengths=HEAVY),
+    "four engines, four waves": replace(NPU, lengths=HEAVY, max_num_seqs=64),
+    "several replicas": replace(NPU, lengths=HEAVY, replicas=4),
+    "equal lengths": replace(NPU, max_num_seqs=64),
+}
+
+
+@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("share", [2.0, 0.5])
+def test_the_flow_of_an_iteration_ends_with_the_iteration_that_is_simulated_engine_by_engine(name, share):
+    """Both in turn, with lengths that are known: within 2% in the mean, and each within 4%."""
+    case = FLOWS[name]
+    places, ratios = max(1, math.ceil(share * case.most_places)), []
+    for number in range(4):
+        groups, outlooks = case.work(number)
+        schedule = case.constant(outlooks, places)
+        for streams in (True, False):
+            exact = simulate(case.cluster, groups, schedule, streams=streams)
+            found = flow_of(case.cluster, groups, schedule, streams=streams)
+            ratios += [found.end_s / exact.end_s, found.generated_s / exact.generated_s]
+    assert np.mean(ratios) == pytest.approx(1.0, abs=0.02) and max(abs(r - 1.0) for r in ratios) <= 0.05, ratios
+
+
+def test_the_flow_of_turns_ends_as_they_do():
+    for case in (CPU, NPU):
+        groups, _ = case.work(0)
+        order, turns = backwards_turns(case.cluster, groups, case.most_places * len(case.engines), 0.95)
+        schedule = Schedule("t", order, (same_windows(case.names, case.most_places * case.responses),), turns)
+        exact = simulate(case.cluster, groups, schedule).end_s
+        assert flow_of(case.cluster, groups, schedule, streams=True).end_s == pytest.approx(exact, rel=0.03)
+
+
+@pytest.mark.parametrize("order", ["prompt", "completion"])
+def test_the_flow_counts_replicas_steps_deliveries_and_groups_that_are_replaced(order):
+    """One by one on one engine, 10 s each; every third is uninformative."""
+    cluster = one_engine(EngineSpeed(1.0, 0.0), replicas=2, updates=2, step_s=3.0, delivery_s=0.5, order=order)
+    groups = [replace(group, informative=group.index % 3 != 2) for group in groups_of([[10]] * 6, train_s=25.0)]
+    found = predicted(cluster, groups, 1)
+    assert (found.starts_s, found.ends_s) == ((0, 10, 20, 30, 40, 50), (10, 20, 30, 40, 50, 60))
+    # groups 0 and 1, ready at 10.5 and 20.5, a step at 45.5; groups 3 and 4, ready at 40.5 and 50.5
+    assert found.end_s == pytest.approx(50.5 + 25.0 + 3.0) and found.busy_s == 60.0 and found.dispatched_s == 50.0
 
 
 # ---------------------------------------------------------------------------------------------------------- the fit

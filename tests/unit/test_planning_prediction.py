@@ -28,7 +28,6 @@ from tools.cluster.fit import against_itself, calibrate
 from tools.cluster.records import SeenRun, read_run, seen_workload
 
 CORE = published_speed("cpu")
-LEARNED = range(3, 6)  # iterations of a prediction whose times count
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def test_other_configurations_are_predicted_within_five_percent(recorded, name):
     config = Config.model_validate(tree(Path(run.config.run.dir), **OTHERS[name]))
     predicted = predict(config, spec, calibration, workload, CORE)
     groups = config.schedule.prompts_per_iteration
-    drawn = [[(s.prompt, list(s.lengths)) for s in virtual_run._drawn(workload, config, n, groups)] for n in LEARNED]
+    drawn = [[(s.prompt, list(s.lengths)) for s in virtual_run._drawn(workload, config, n, groups)] for n in range(3)]
     true_s = statistics.median(iteration_s(config, spec, shapes).end_s for shapes in drawn) + TRAINER.border_s
     assert predicted.iteration_s == pytest.approx(true_s, rel=0.05)
 
@@ -128,10 +127,10 @@ def test_the_part_of_a_cluster_that_is_simulated_takes_as_long_as_all_of_it(reco
     changes = {"rollout": {"engines": 24}, "trainer": {"devices": 12}, "schedule": {"prompts_per_iteration": 384}}
     config = Config.model_validate(tree(Path(run.config.run.dir), **changes))
     costs = published(config, spec, CORE)
-    part = predict(config, spec, costs, workload, CORE, iterations=8)
+    part = predict(config, spec, costs, workload, CORE)
     monkeypatch.setattr(virtual_run, "_MOST_ENGINES", 10**6)
     monkeypatch.setattr(virtual_run, "_MOST_GROUPS", 10**6)
-    whole = predict(config, spec, costs, workload, CORE, iterations=8)
+    whole = predict(config, spec, costs, workload, CORE)
     assert part.iteration_s == pytest.approx(whole.iteration_s, rel=0.06)
     assert part.tpspd == pytest.approx(whole.tpspd, rel=0.06)
 

@@ -14,15 +14,14 @@ from pa_npu.dispatch.schedule import Reach, Schedule, same_windows, with_own_win
 from pa_npu.engines.membership import Member
 from pa_npu.engines.pool import EnginePool
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.iteration_model.candidates import FirstEngines, first_schedule
 from pa_npu.planning.iteration_model.cluster import EngineSpeed, GroupTiming
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.fit import EngineFit
-from pa_npu.planning.iteration_model.messages import IterationOutlook, IterationTimes
-from pa_npu.planning.iteration_model.simulate import simulate
+from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
+from pa_npu.planning.iteration_model.schedules import first_schedule
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
-from pa_npu.planning.prediction.rehearsal import rehearse
+from pa_npu.planning.prediction.divisions import assumed_basis
 from pa_npu.platform.typical import typical_speed
 from pa_npu.publish.engine_groups import Connection, EngineGroups
 from pa_npu.publish.messages import StageManifest
@@ -31,6 +30,7 @@ from tests.helpers.reports import trainers_run_on
 from tests.helpers.virtual_cluster import CPU_ENGINE, Case, Lengths, rules_of
 from tests.unit.test_engines_membership import Job
 from tools.cluster.plan import planning_base
+from tools.simulate import simulate
 
 NAMES = ("fast", "slow")
 SLOW_BY = 0.25
@@ -118,7 +118,8 @@ def test_the_dry_run_and_the_plan_of_a_cluster_take_them_into_account() -> None:
     assert spec is not None
     slow, alike = (Config.model_validate(tree(s, "npu")) for s in ([{"engines": [2], "speed": 0.25}], []))
     typical = typical_speed("npu")
-    assert rehearse(slow, spec, typical).generate_s > 1.3 * rehearse(alike, spec, typical).generate_s
+    generate_s = [assumed_basis(c, spec, typical).predicted(c, streams=False).generate_s for c in (slow, alike)]
+    assert generate_s[0] > 1.3 * generate_s[1]
     assert planning_base(slow, "npu") == planning_base(alike, "npu")
 
 
@@ -215,7 +216,8 @@ def most_in_flight(timings: Any, engine: str) -> int:
 
 
 def first(speeds: dict[str, float], room: int = 32, groups: int = 40) -> Schedule:
-    return first_schedule(FirstEngines(NAMES, speeds, room), [10.0] * groups, 4, 16, "longest-first", 1)
+    rules = Rules("auto", "auto", 4, 4 * room, 16, 1, "completion", 1)
+    return first_schedule(rules, IterationOutlook([GroupOutlook(1, 10.0, 10.0)] * groups, NAMES, speeds=speeds))
 
 
 def test_the_first_schedule_has_windows_in_proportion_to_the_speeds_that_are_expected() -> None:

@@ -14,15 +14,15 @@ from pa_npu.config.schema import Config
 from pa_npu.planning import amounts
 from pa_npu.planning.memory import Memory, engine_memory, trainer_memory
 from pa_npu.planning.prediction.changed import changed
-from pa_npu.planning.prediction.divisions import Basis, Choices, best_divisions, device_bytes, sides_s, simulated_run
-from pa_npu.planning.prediction.limits import Limit
+from pa_npu.planning.prediction.divisions import Basis, Choices, best_divisions, device_bytes, mean_response, sides_s
 from pa_npu.planning.prediction.virtual_run import Predicted
 from pa_npu.planning.prediction.workload import Origin
 from tools.cluster.figures import Figure, figure, weakest
+from tools.cluster.limits import Limit, limited_s, limits
 
 # Of what goes over to another model, layout or device on published figures' shape.
 TRANSFER_ERROR = 0.25
-_SIMULATED = 3
+_PREDICTED = 3
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,20 @@ class ClusterPlan:
 
 def plan_cluster(basis: KnownBasis, devices: int) -> ClusterPlan:
     """Raises UserError where the model fits on no division of them."""
-    tried = best_divisions(basis, devices, Choices(), _SIMULATED)
-    seconds, config, best, around = tried[0]
+
+    def around(config: Config, found: Predicted) -> list[Limit]:
+        return limits(config, found, mean_response(basis, config), basis.typical)
+
+    tried = best_divisions(
+        basis,
+        devices,
+        Choices(),
+        _PREDICTED,
+        lambda config, found: limited_s(found.iteration_s, around(config, found)),
+    )
+    seconds, config, best = tried[0]
     error, origin = basis.relative_error, basis.origin
-    others = [(c.rollout.engines, c.trainer.devices, s) for s, c, _, _ in tried[1:]]
+    others = [(c.rollout.engines, c.trainer.devices, s) for s, c, _ in tried[1:]]
     return ClusterPlan(
         config,
         devices,
@@ -103,7 +113,7 @@ def plan_cluster(basis: KnownBasis, devices: int) -> ClusterPlan:
         trainer_memory(config, basis.spec),
         engine_memory(config, basis.spec, device_bytes(basis.typical)),
         device_bytes(basis.typical),
-        around,
+        around(config, best),
         others,
     )
 
@@ -138,7 +148,7 @@ def _colocated_s(basis: KnownBasis, config: Config, devices: int) -> float:
     together = changed(config, {**changes, "schedule": {"prompts_per_iteration": whole}})
     if together is None:
         return math.inf
-    found = simulated_run(basis, together, streams=False)
+    found = basis.predicted(together, streams=False)
     return found.iteration_s * groups / whole
 
 

@@ -82,3 +82,11 @@ class GroupTiming:
     def work(self, cost: Callable[[int, Sequence[int]], float]) -> float:
         """Returns what training it costs, where a turn that branches of a session share is computed once."""
         return cost(*(self.computed or (self.prompt_tokens, self.lengths)))
+
+
+def expected_lengths(longest: float, mean: float, responses: int) -> tuple[float, ...]:
+    """Lengths of a group as they are expected: one response as long as its longest, the others alike."""
+    if responses == 1:
+        return (longest,)
+    other = (responses * min(mean, longest) - longest) / (responses - 1)
+    return (longest, *[min(longest, max(1.0, other))] * (responses - 1))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pa_npu.dispatch.roles import Speeds
-from pa_npu.planning.iteration_model.cluster import Cluster, GroupTiming, VirtualGroup
+from pa_npu.planning.iteration_model.cluster import Cluster, GroupTiming, VirtualGroup, expected_lengths
 from pa_npu.planning.iteration_model.fit import EngineFit
 from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
 
@@ -38,13 +38,12 @@ class Learned:
         self._step_s = self._delivery_s = 0.0
         self._informative = 1.0  # share of the groups that are trained (dynamic sampling)
         self._shapes: deque[tuple[float, ...]] = deque()  # lengths over the expected longest
-        self._bias: dict[tuple[bool, str], float] = {}  # (streams, kind of schedule) -> measured over simulated
+        self._bias: dict[bool, float] = {}  # by streams: measured over predicted
         self.border_s = 0.0
-        self.iteration_s = 0.0
 
     @property
     def enough(self) -> bool:
-        """Whether an iteration can be simulated."""
+        """Whether an iteration can be predicted."""
         return self._engines.known and self._seconds_per_work is not None and bool(self._shapes)
 
     @property
@@ -59,11 +58,6 @@ class Learned:
     def replaces(self) -> bool:
         """Whether groups are replaced by others, so that it is open how many an iteration takes."""
         return self._informative < 1.0
-
-    @property
-    def groups_per_trained(self) -> float:
-        """How many groups are generated for one that is trained."""
-        return 1.0 / self._informative
 
     @property
     def varies(self) -> bool:
@@ -90,7 +84,6 @@ class Learned:
         if timings:
             self._delivery_s = float(np.median([timing.delivered_s for timing in timings]))
             self._informative = max(_LEAST_INFORMATIVE, len(trained) / len(timings))
-        self.iteration_s = times.iteration_s
 
     def _observe_shapes(self, outlook: IterationOutlook, timings: Sequence[GroupTiming]) -> None:
         groups = outlook.groups
@@ -105,15 +98,14 @@ class Learned:
         while len(self._shapes) > max(_LEAST_SHAPES, _SHAPE_ITERATIONS * len(groups)):
             self._shapes.popleft()
 
-    def note_error(self, streams: bool, kind: str, simulated_s: float, measured_s: float) -> None:
-        """Both without border. Later simulations of this kind are multiplied by what this one should have been."""
-        ratio = min(max(measured_s / simulated_s, 1 / _LARGEST_BIAS), _LARGEST_BIAS)
-        self._bias[streams, kind] = _mix(self.bias(streams, kind), ratio, _NEW)
+    def note_error(self, streams: bool, predicted_s: float, measured_s: float) -> None:
+        """Both without border, predicted with the lengths that it had. Later predictions are multiplied by their ratio."""
+        ratio = min(max(measured_s / predicted_s, 1 / _LARGEST_BIAS), _LARGEST_BIAS)
+        self._bias[streams] = _mix(self.bias(streams), ratio, _NEW)
 
-    def bias(self, streams: bool, kind: str) -> float:
-        """Measured over simulated time of a kind of schedule; one not tried yet has what others have, the model's own error."""
-        others = [bias for (streamed, _), bias in self._bias.items() if streamed == streams]
-        return self._bias.get((streams, kind), sum(others) / len(others) if others else 1.0)
+    def bias(self, streams: bool) -> float:
+        """Measured over predicted seconds of such iterations; 1 before there was one."""
+        return self._bias.get(streams, 1.0)
 
     def cluster(self, outlook: IterationOutlook) -> Cluster:
         """Raises ValueError before anything was observed."""
@@ -155,15 +147,13 @@ class Learned:
         return groups
 
     def expected(self, outlook: IterationOutlook) -> list[VirtualGroup]:
-        """The groups to come as they are expected to be: one response as long as the longest, the others alike."""
+        """The groups to come as they are expected to be."""
         typical = float(np.mean([max(shape) for shape in self._shapes]))
         groups = []
         for index, prompt in enumerate(outlook.groups):
-            longest = prompt.longest * typical
-            rest = self._rules.responses - 1
-            total = (rest + 1) * longest * min(1.0, prompt.mean / max(prompt.longest, 1e-9))
-            other = min(longest, max(1.0, (total - longest) / rest)) if rest else longest
-            groups.append(self._group(index, prompt, [longest, *[other] * rest], True))
+            mean = typical * min(prompt.mean, prompt.longest)
+            lengths = expected_lengths(prompt.longest * typical, mean, self._rules.responses)
+            groups.append(self._group(index, prompt, lengths, True))
         return groups
 
     def seen(self, outlook: IterationOutlook, timings: Sequence[GroupTiming]) -> list[VirtualGroup] | None:

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pa_npu.config.schema import Config
-from pa_npu.dispatch.roles import units_of
 from pa_npu.planning import amounts
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The choices that the configuration leaves, and the shape of the run. responses: per prompt; max_tokens: of a response.
-    units: with engines, that change their role inside an iteration; 0 where devices have one."""
+    """The choices that the configuration leaves, and the shape of the run. responses: per prompt; max_tokens: of a response."""
 
     window: Literal["auto"] | int
     dispatch: Literal["auto", "longest-first", "in-order"]
@@ -24,7 +22,6 @@ class Rules:
     replicas: int
     order: Literal["prompt", "completion"]
     updates: int
-    units: int = 0
 
     @classmethod
     def of(cls, config: Config) -> Rules:
@@ -38,7 +35,6 @@ class Rules:
             config.data_parallel,
             schedule.order,
             amounts.work(config).updates,
-            sum(bool(unit.engines) for unit in units_of(config)) if config.follows_work else 0,
         )
 
 

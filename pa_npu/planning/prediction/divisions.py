@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,20 +20,17 @@ from pa_npu.errors import UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning import amounts
 from pa_npu.planning.memory import GIB, USABLE, engine_memory, kv_bytes_per_token, left_share, trainer_memory
-from pa_npu.planning.prediction.calibration import Calibration
+from pa_npu.planning.prediction.calibration import Calibration, published
 from pa_npu.planning.prediction.changed import changed
 from pa_npu.planning.prediction.costs import GroupSeconds, computed_prompt_tokens
-from pa_npu.planning.prediction.limits import Limit, limited_s, limits
 from pa_npu.planning.prediction.virtual_run import Predicted, predict
-from pa_npu.planning.prediction.workload import Workload
+from pa_npu.planning.prediction.workload import Workload, assumed_workload
 from pa_npu.platform.typical import TypicalSpeed
 
 _SIZES = (1, 2, 4, 8)
 _STAGES = (1, 2, 4, 8)
 # An engine that holds fewer sequences of mean length than this decodes far below what the device can.
 _LEAST_SEQUENCES = 32
-# Of predict: many divisions are simulated.
-_ITERATIONS, _MOST_GROUPS = 4, 64
 _SAMPLE = 48
 _MOST_SEQS = 1024
 
@@ -52,6 +49,15 @@ class Basis:
     typical: TypicalSpeed
     groups_per_device: float | None
 
+    def predicted(self, config: Config, *, streams: bool = True) -> Predicted:
+        """Predict iterations of a configuration."""
+        return predict(config, self.spec, self.calibration, self.workload, self.typical, streams=streams)
+
+
+def assumed_basis(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Basis:
+    """Before anything ran: published figures and assumed lengths, with as many prompts as config has."""
+    return Basis(config, spec, published(config, spec, typical), assumed_workload(config), typical, None)
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -67,11 +73,15 @@ class Choices:
 
 
 def best_divisions(
-    basis: Basis, devices: int, choices: Choices, simulated: int
-) -> list[tuple[float, Config, Predicted, Sequence[Limit]]]:
-    """Simulate those that look best by throughput alone; returns (seconds of an iteration, ...), the fastest per prompt first.
+    basis: Basis,
+    devices: int,
+    choices: Choices,
+    most: int,
+    limited_s: Callable[[Config, Predicted], float] = lambda _, found: found.iteration_s,
+) -> list[tuple[float, Config, Predicted]]:
+    """Predict the `most` that look best by throughput alone; returns (seconds of an iteration, ...), the fastest per prompt first.
 
-    Raises UserError where the model fits on no division.
+    limited_s: seconds of a predicted iteration with what else limits it. Raises UserError where the model fits on no division.
     """
     candidates = sorted(_divisions(basis, devices, choices), key=lambda found: found[0])
     if not candidates:
@@ -80,17 +90,10 @@ def best_divisions(
             f"division between engines and trainers that may be chosen; give more devices"
         )
     tried = []
-    for _, config in candidates[:simulated]:
-        found = simulated_run(basis, config)
-        around = limits(config, found, _mean_response(basis, config), basis.typical)
-        tried.append((limited_s(found.iteration_s, around), config, found, around))
+    for _, config in candidates[:most]:
+        found = basis.predicted(config)
+        tried.append((limited_s(config, found), config, found))
     return sorted(tried, key=lambda item: item[0] / item[1].schedule.prompts_per_iteration)
-
-
-def simulated_run(basis: Basis, config: Config, *, streams: bool = True) -> Predicted:
-    """Predict iterations of a configuration; as many as a comparison of divisions can afford."""
-    known = (config, basis.spec, basis.calibration, basis.workload, basis.typical)
-    return predict(*known, streams=streams, iterations=_ITERATIONS, most_groups=_MOST_GROUPS)
 
 
 def device_bytes(typical: TypicalSpeed) -> int | None:
@@ -176,14 +179,15 @@ def _config(
     return changed(basis.base, changes, basis.spec)
 
 
-def _mean_response(basis: Basis, config: Config) -> float:
+def mean_response(basis: Basis, config: Config) -> float:
+    """Mean tokens of a response, of some that are drawn."""
     shapes = basis.workload.draw(config, 0, _SAMPLE)
     return statistics.mean(length for shape in shapes for length in shape.lengths)
 
 
 def _mean_held(basis: Basis, config: Config) -> float:
     """Tokens of cache that a sequence has on average near its end: a response, and its part of the prompt."""
-    return _mean_response(basis, config) + basis.workload.prompt_mean / config.rollout.responses_per_prompt
+    return mean_response(basis, config) + basis.workload.prompt_mean / config.rollout.responses_per_prompt
 
 
 def _throughput_s(basis: Basis, config: Config, *, together: bool) -> float:

@@ -1,9 +1,7 @@
-"""Some iterations of a configuration in virtual time, as its coordinator would run them.
+"""Some iterations of a configuration in virtual time, under the schedules that its coordinator would choose.
 
-    workload ──prompts──> ResponseLengths ──outlook──> ScheduleController ──schedule──> simulate ──timings, times──> both learn
-
-Lengths are learned, schedules chosen, groups dispatched and assigned by the code of a run; only engines, trainers and the clock are
-virtual. A large cluster is represented by a part of it, with as many groups and as much training per engine.
+Prompts and lengths are drawn, a schedule is chosen and its flow predicted by the code of a run (iteration_model), with costs in
+place of what a run learns. A large cluster is represented by a part of it, with as many groups and as much training per engine.
 """
 
 from __future__ import annotations
@@ -17,26 +15,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pa_npu.config.schema import Config
-from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.lengths import ResponseLengths
+from pa_npu.dispatch.roles import Rest, Speeds, decoding_units, units_of
 from pa_npu.dispatch.schedule import Schedule
-from pa_npu.dispatch.work import GroupWork
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning import amounts
-from pa_npu.planning.iteration_model.changes import gain_s
-from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
-from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
-from pa_npu.planning.iteration_model.simulate import Outcome, simulate
+from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup, expected_lengths
+from pa_npu.planning.iteration_model.flow import Flow
+from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, Rules
+from pa_npu.planning.iteration_model.schedules import choose, flow_of
 from pa_npu.planning.prediction.calibration import Calibration
 from pa_npu.planning.prediction.costs import EngineCost, GroupSeconds, TrainerCost, computed_prompt_tokens
 from pa_npu.planning.prediction.workload import Shape, Workload
 from pa_npu.platform.typical import TypicalSpeed
 
-# The first iterations are those in which a controller learns.
-_ITERATIONS, _LEARNING = 6, 3
-# Of a cluster, the largest part that is simulated: all of it takes within some 5% of what its parts take.
-_MOST_ENGINES, _MOST_GROUPS, _MOST_DRAWN = 16, 128, 2048
+_ITERATIONS = 3
+# Of a cluster, the largest part that is predicted: all of it takes within some 5% of what its parts take.
+_MOST_ENGINES, _MOST_GROUPS, _MOST_DRAWN = 64, 512, 2048
 # What engines on one device cost each other beyond taking turns. Measured with two on a core: 1.16 to 1.9, the median 1.3, in the
 # first two judgements of docs/results/plan.md.
 _SHARING = 1.3
@@ -49,7 +43,7 @@ class Predicted:
     generate_s, train_s: of an iteration's production, and of its training without waiting for groups. *_idle: shares of the
     iteration, of devices that do neither where they do both. tokens: prompt and response of an iteration, as TPSPD counts them.
     window: the most sequences in flight on an engine; waves: an engine's share of an iteration over that. schedule: the
-    controller's name for the last one.
+    name of the last one.
     """
 
     iteration_s: float
@@ -78,69 +72,67 @@ def predict(
     typical: TypicalSpeed,
     *,
     streams: bool = True,
-    iterations: int = _ITERATIONS,
-    most_groups: int | None = None,
 ) -> Predicted:
     """Predict iterations of config on such devices.
 
-    streams: periodic, not synchronous; colocated engines and trainers have roles that follow the work, or take turns. most_groups:
-    of an iteration that are simulated.
+    streams: periodic, not synchronous; colocated engines and trainers have roles that follow the work, or take turns.
     """
     engine_cost = calibration.engine_for(config, spec, typical)
     trainer_cost = calibration.trainer_for(config, spec, typical)
-    part = _part(config, most_groups or _MOST_GROUPS)
+    part, responses = _part(config), config.rollout.responses_per_prompt
     engine_cost, trainer_cost = _shared_devices(config, engine_cost, trainer_cost)
-    seconds = GroupSeconds(config, spec, trainer_cost, typical)
-    work = GroupWork(spec, config)
-    rules = Rules.of(config)
-    units = rules.units if streams else 0
-    rules = replace(rules, replicas=part.replicas, units=round(units * part.replicas / config.data_parallel))
-    streams = streams and not config.placement.colocate
-    controller, lengths = ScheduleController(rules, work), ResponseLengths(config.rollout.max_response_tokens)
-    fill_s = 0.0  # of a pipeline, before its last stage has work
-    ran: list[tuple[Outcome, Schedule, float, int]] = []
+    seconds, rules = (
+        GroupSeconds(config, spec, trainer_cost, typical),
+        replace(Rules.of(config), replicas=part.replicas),
+    )
+    units = sum(bool(unit.engines) for unit in units_of(config)) if streams and config.follows_work else 0
     names = tuple(f"engine-{number}" for number in range(part.engines))
-    expected = {name: config.rollout.settings_of(number).speed for number, name in enumerate(names)}
-    speeds = {name: speed for name, speed in expected.items() if speed != 1.0}
-    for number in range(iterations):
+    speeds = {name: config.rollout.settings_of(number).speed for number, name in enumerate(names)}
+    mean, longest = workload.response_means(config)
+    ran: list[_Ran] = []
+    for number in range(_ITERATIONS):
         shapes = _drawn(workload, config, number, part.groups)
-        # all different, as in a first epoch
-        prompts = [
-            Prompt(number * part.groups + index, np.zeros(shape.prompt, np.int32), "", "", {})
-            for index, shape in enumerate(shapes)
-        ]
-        outlooks = [GroupOutlook(len(p.tokens), lengths.longest(p), lengths.mean(p)) for p in prompts]
-        groups = _virtual_groups(shapes, outlooks, engine_cost, seconds, part.train_scale)
+        groups = [_virtual_group(index, shape, mean, engine_cost, seconds, part) for index, shape in enumerate(shapes)]
         stages = config.trainer.pipeline_parallel
+        # until a pipeline's last stage has work
         fill_s = (stages - 1) * statistics.mean(group.train_s for group in groups) if stages > 1 else 0.0
-        step_s = trainer_cost.step_s + fill_s
         speed = engine_cost.speed(_context(shapes)).scaled(part.engine_scale)
         cluster = Cluster(
-            {name: speed.scaled(1.0 / expected[name]) for name in names},
+            {name: speed.scaled(1.0 / speeds[name]) for name in names},
             config.rollout.max_num_seqs,
             part.replicas,
             config.schedule.order,
             amounts.work(config).updates,
-            step_s,
+            trainer_cost.step_s + fill_s,
             calibration.delivery_s,
         )
-        schedule = controller.begin_iteration(IterationOutlook(outlooks, names, streams, speeds=speeds))
-        outcome = simulate(cluster, groups, schedule, streams=streams)
-        gained_s = gain_s(cluster, groups, outcome, units if number else 0, config.data_parallel)
-        outcome = replace(outcome, end_s=outcome.end_s - gained_s)
-        # as a coordinator sees them: prompts whole, whatever an engine has cached of them
-        for timing in outcome.timings:
-            controller.observe(replace(timing, prompt_tokens=shapes[timing.index].prompt))
-        times = IterationTimes(
-            outcome.end_s + trainer_cost.border_s,
-            trainer_cost.border_s,
-            outcome.train_s,
-            step_s * amounts.work(config).updates,
+        # all prompts are different, as in a first epoch: of none more is known than of the others
+        lengths = expected_lengths(longest, mean, responses)
+        usual = _virtual_group(0, Shape(shapes[0].prompt, tuple(map(round, lengths))), mean, engine_cost, seconds, part)
+        expected = [replace(usual, index=index) for index in range(part.groups)]
+        outlook = IterationOutlook(
+            [GroupOutlook(shape.prompt, longest, mean) for shape in shapes],
+            names,
+            streams and not config.placement.colocate,
         )
-        controller.end_iteration(times)
-        lengths.observe([(prompt, shape.lengths) for prompt, shape in zip(prompts, shapes, strict=True)])
-        ran.append((outcome, schedule, _busy_s(outcome, names), sum(_tokens(shape) for shape in shapes)))
-    return _predicted(config, ran[min(_LEARNING, iterations - 1) :], trainer_cost.border_s, part)
+        varies = len({length for shape in shapes for length in shape.lengths}) > 1
+        chosen = choose(rules, cluster, outlook, expected, [groups], varies=varies).schedule
+        flow = flow_of(cluster, groups, chosen, streams=outlook.streams)
+        end_s = flow.end_s - _gained_s(cluster, groups, flow, chosen, units, config.data_parallel)
+        train_s = sum(group.train_s for group in groups) / part.replicas + cluster.updates * cluster.step_s
+        ran.append(_Ran(flow, end_s, train_s, chosen, sum(_tokens(shape) for shape in shapes)))
+    return _predicted(config, ran, trainer_cost.border_s, part)
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """An iteration without border. end_s: with roles that follow the work."""
+
+    flow: Flow
+    end_s: float
+    train_s: float
+    schedule: Schedule
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -154,15 +146,16 @@ class _Part:
     engine_scale: float = 1.0
 
 
-def _part(config: Config, most_groups: int) -> _Part:
+def _part(config: Config) -> _Part:
     engines, replicas = config.rollout.engines, config.data_parallel
     groups, updates = config.schedule.prompts_per_iteration, amounts.work(config).updates
-    parts = max(math.ceil(engines / _MOST_ENGINES), groups / most_groups)
+    parts = max(math.ceil(engines / _MOST_ENGINES), groups / _MOST_GROUPS)
     if parts <= 1:
         return _Part(engines, replicas, groups)
     some_engines, some_replicas = max(1, round(engines / parts)), max(1, round(replicas / parts))
     unit = some_replicas * updates
-    some_groups = max(1, round(groups * some_engines / engines / unit)) * unit
+    # more waves than the largest part has would change little
+    some_groups = max(1, min(_MOST_GROUPS // unit, round(groups * some_engines / engines / unit))) * unit
     return _Part(
         some_engines,
         some_replicas,
@@ -198,20 +191,14 @@ def _shared_devices(config: Config, engine: EngineCost, trainer: TrainerCost) ->
     )
 
 
-def _virtual_groups(
-    shapes: Sequence[Shape],
-    outlooks: Sequence[GroupOutlook],
-    engine: EngineCost,
-    seconds: GroupSeconds,
-    train_scale: float,
-) -> list[VirtualGroup]:
-    groups = []
-    for index, (shape, outlook) in enumerate(zip(shapes, outlooks, strict=True)):
-        computed = computed_prompt_tokens(shape.prompt, len(shape.lengths), engine.prefix_block)
-        train_s = train_scale * seconds(*shape.trained)
-        expected = len(shape.lengths) * (shape.prompt + outlook.mean)
-        groups.append(VirtualGroup(index, computed, tuple(map(float, shape.lengths)), train_s, expected))
-    return groups
+def _virtual_group(
+    index: int, shape: Shape, mean: float, engine: EngineCost, seconds: GroupSeconds, part: _Part
+) -> VirtualGroup:
+    """mean: tokens that are expected of a response."""
+    computed = computed_prompt_tokens(shape.prompt, len(shape.lengths), engine.prefix_block)
+    train_s = part.train_scale * seconds(*shape.trained)
+    expected = len(shape.lengths) * (shape.prompt + mean)
+    return VirtualGroup(index, computed, tuple(map(float, shape.lengths)), train_s, expected)
 
 
 def _context(shapes: Sequence[Shape]) -> float:
@@ -224,39 +211,67 @@ def _tokens(shape: Shape) -> int:
     return len(shape.lengths) * shape.prompt + sum(shape.lengths)
 
 
-def _busy_s(outcome: Outcome, names: Sequence[str]) -> float:
-    """Mean over engines of the time in which they have something in flight."""
-    total_s = 0.0
-    for name in names:
-        until_s = 0.0
-        for timing in sorted(outcome.timings, key=lambda timing: timing.start_s):
-            if timing.engine == name:
-                total_s += max(0.0, timing.end_s - max(timing.start_s, until_s))
-                until_s = max(until_s, timing.end_s)
-    return total_s / len(names)
+def _gained_s(
+    cluster: Cluster, groups: Sequence[VirtualGroup], flow: Flow, schedule: Schedule, units: int, replicas: int
+) -> float:
+    """Seconds by which the iteration ends earlier where units change their roles, as dispatch/roles.py would decide once all groups
+    have been dispatched. flow: in turns. What a change itself takes is left out.
+
+    units: of so many replicas; the cluster may be a part of that.
+    """
+    units = round(units * cluster.replicas / replicas)
+    if units < 2:
+        return 0.0
+    begin_s = flow.dispatched_s
+    remaining, numbers, written = [np.zeros(0)], [np.zeros(0, np.int64)], [np.zeros(0)]
+    trains_s: list[float] = []
+    ready_s: list[float] = []
+    for index, start_s, end_s in zip(schedule.order, flow.starts_s, flow.ends_s, strict=True):
+        group = groups[index]
+        if end_s <= begin_s:
+            ready_s.append(group.train_s)
+            continue
+        steps = group.longest * max(0.0, begin_s - start_s) / (end_s - start_s)
+        left = np.asarray([length - steps for length in group.lengths if length > steps])
+        remaining.append(left)
+        numbers.append(np.full(len(left), len(trains_s)))
+        written.append(np.full(len(left), steps + group.prompt_tokens))
+        trains_s.append(group.train_s)
+    rest = Rest(
+        np.concatenate(remaining),
+        np.concatenate(numbers),
+        np.concatenate(written),
+        decoding=units,
+        engines=len(cluster.engines) / units,
+        replicas=cluster.replicas / units,
+        trains_s=np.asarray(trains_s),
+        ready_s=ready_s,
+        free_s=[],
+        most=cluster.max_num_seqs,
+    )
+    engines = [(speed.step_s, speed.sequence_s, speed.prompt_token_s) for speed in cluster.engines.values()]
+    _, roles_s, turns_s = decoding_units(rest, Speeds(*np.mean(engines, axis=0).tolist()))
+    return turns_s - roles_s
 
 
-def _predicted(
-    config: Config, ran: Sequence[tuple[Outcome, Schedule, float, int]], border_s: float, part: _Part
-) -> Predicted:
+def _predicted(config: Config, ran: Sequence[_Ran], border_s: float, part: _Part) -> Predicted:
     median = statistics.median
-    iteration_s = border_s + median(outcome.end_s for outcome, _, _, _ in ran)
-    train_s = median(outcome.train_s for outcome, _, _, _ in ran)
-    busy_s = median(busy_s for _, _, busy_s, _ in ran)
+    iteration_s = border_s + median(one.end_s for one in ran)
+    train_s, busy_s = median(one.train_s for one in ran), median(one.flow.busy_s for one in ran)
     # a device that has both waits for nothing while it does either
     decodes_s, trains_s = (busy_s, train_s) if config.placement.colocate else (0.0, 0.0)
-    window = min(ran[-1][1].largest_window, config.rollout.max_num_seqs)
-    sequences = part.groups * config.rollout.responses_per_prompt / part.engines
+    window = min(ran[-1].schedule.largest_window, config.rollout.max_num_seqs)
+    sequences = amounts.work(config).sequences / config.rollout.engines
     return Predicted(
         iteration_s,
-        median(outcome.generated_s for outcome, _, _, _ in ran),
+        median(one.flow.generated_s for one in ran),
         train_s,
         border_s,
         max(0.0, 1.0 - (busy_s + trains_s) / iteration_s),
         max(0.0, 1.0 - (train_s + decodes_s) / iteration_s),
-        median(tokens for _, _, _, tokens in ran) * config.schedule.prompts_per_iteration / part.groups,
+        median(one.tokens for one in ran) * config.schedule.prompts_per_iteration / part.groups,
         config.num_devices,
         window,
         max(1.0, sequences / window),
-        ran[-1][1].name,
+        ran[-1].schedule.name,
     )

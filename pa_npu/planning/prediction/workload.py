@@ -51,6 +51,12 @@ class Workload:
         """As they were seen."""
         return float(np.mean([length for shape in self.shapes for length in shape.lengths]))
 
+    def response_means(self, config: Config) -> tuple[float, float]:
+        """Means of an iteration's responses and of its groups' longest, as far as the limit lets them."""
+        scale, limit = self.response_scale, config.rollout.max_response_tokens
+        groups = [[min(limit, max(1.0, scale * length)) for length in shape.lengths] for shape in self.shapes]
+        return float(np.mean([n for group in groups for n in group])), float(np.mean([max(group) for group in groups]))
+
     def draw(self, config: Config, seed: int, groups: int | None = None) -> list[Shape]:
         """As many groups as an iteration of config has, of its size, that are typical: of some draws the one whose means are
         nearest to those of all groups that were seen."""
