@@ -37,7 +37,7 @@ CHANGES: dict[str, Change] = {
             "reward": "workers judge.api_key_variable judge.concurrency judge.timeout_s judge.attempts judge.cache "
             "code.concurrency",
             "trainer": "wait_timeout_s startup_timeout_s",
-            "publish": "bucket_mib timeout_s shared_through lora",
+            "publish": "bucket_mib timeout_s lora",
             "buffer": "shards",
             "checkpoint": "every load resume asynchronous timeout_s keep_last keep_best export_hf",
             "lora": "export_merged",

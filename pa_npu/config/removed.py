@@ -18,6 +18,7 @@ REMOVED: dict[str, str] = {
     "placement.master_addr": "use placement.host",
     "placement.node_rank": "a cluster's nodes have no rank to set; use placement.cluster=ray",
     "publish.false_stop_rate": "use publish.noise_margin",
+    "publish.shared_through": "engines on the trainers' devices get weights through host memory, or with gloo in everyone's group",
     "reward.code.files_mib": "a program may write 16 MiB into files, and has reward.code.memory_mib beside them",
     "reward.code.output_kib": "a program may write 256 KiB of output, and of errors; reward.code.timeout_s ends it",
     "reward.code.processes": "a program may have 32 processes and threads, which share reward.code.memory_mib",

@@ -104,13 +104,6 @@ class PublishConfig(Section):
     bucket_mib: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = Field(
         "auto", description="Size of one bucket of the weight broadcast; auto goes by the device's free memory."
     )
-    shared_through: Literal["auto", "handles", "host"] = Field(
-        "auto",
-        description="How weights reach engines on the trainers' devices (placement.colocate). handles: "
-        "they map the memory of the trainers that send; host: through host memory. auto: in the other engines' group where the "
-        "backend of collectives can have two ranks on a device (gloo), else handles on one machine and host on several or with "
-        "rollout.attach.",
-    )
     timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
     lora: Literal["merged", "adapter"] = Field(
         "merged",
