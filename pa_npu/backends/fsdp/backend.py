@@ -105,9 +105,13 @@ class FsdpBackend:
             return None
         model, dtype = self._models[late_from or "policy"], DTYPES[self._config.model.dtype]
         if not isinstance(model, Adapted) or self._config.publish.lora == "merged":
-            return self._whole(model, bucket_bytes, group)
+            return self._whole(model, bucket_bytes, group, on_host=late_from is not None)
         base = base_of(model, self._config.model.path, dtype) if self.place.publishes else None
-        return ShardedWeights(model, self._spec, self.place, bucket_bytes, torch.float32, group, base)
+        return ShardedWeights(
+            *(model, self._spec, self.place, bucket_bytes, torch.float32, group),
+            base=base,
+            on_host=late_from is not None,
+        )
 
     def name_policy(self, weights: PolicyState) -> None:
         self._weights["policy"] = weights
@@ -210,11 +214,11 @@ class FsdpBackend:
             dist.destroy_process_group()
 
     def _whole(
-        self, model: ScoredModel | Adapted, bucket_bytes: int, group: dist.ProcessGroup | None
+        self, model: ScoredModel | Adapted, bucket_bytes: int, group: dist.ProcessGroup | None, on_host: bool = False
     ) -> ShardedWeights:
         """A model's weights, adapters merged into them."""
         source, dtype = Merged(model) if isinstance(model, Adapted) else model, DTYPES[self._config.model.dtype]
-        return ShardedWeights(source, self._spec, self.place, bucket_bytes, dtype, group)
+        return ShardedWeights(source, self._spec, self.place, bucket_bytes, dtype, group, on_host=on_host)
 
     def _logprobs(self, name: str, microbatches: list[Microbatch]) -> list[torch.Tensor]:
         """One model's, of each microbatch."""

@@ -120,8 +120,8 @@ class MegatronBackend:
         group = self._shard_group if late_from is None else parallel.shard_group(HOST_BACKEND)
         if not place.sends:
             return None
-        model, to_host = self._stage.model(late_from or "policy"), late_from is not None
-        return StageTensors(model, self._spec, place, bucket_bytes, group, to_host)
+        model = self._stage.model(late_from or "policy")
+        return StageTensors(model, self._spec, place, bucket_bytes, group, on_host=late_from is not None)
 
     def name_policy(self, weights: PolicyState) -> None:
         self._stage.weights["policy"] = weights
