@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pa_npu.control import keeper
-from pa_npu.engines.vllm.client import _memory
+from pa_npu.engines.client import _memory
 from pa_npu.engines.vllm.worker import WorkerExtension
 from pa_npu.platform import memory_peaks
 from pa_npu.platform.memory_peaks import MemoryPeak, ResidentPeak, device_peak_bytes, own_processes, tree

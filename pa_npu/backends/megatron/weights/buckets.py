@@ -40,7 +40,9 @@ class StageTensors(GatheredWeights):
         self._rank = place.shard_group.index(place.rank)
         self._parameters = standard_parameters(module)
         self._tensors = stage_tensors(self._parameters, spec, first_layer(module))
-        sent = {tensor.name: Outgoing(tensor.shape, self._parameters[tensor.parameter].dtype) for tensor in self._tensors}
+        sent = {
+            tensor.name: Outgoing(tensor.shape, self._parameters[tensor.parameter].dtype) for tensor in self._tensors
+        }
         device = next(iter(self._parameters.values())).device
         super().__init__(sent, spec, place, bucket_bytes, shard_group, device, on_host=on_host)
 
