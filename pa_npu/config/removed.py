@@ -9,6 +9,7 @@ REMOVED: dict[str, str] = {
     "algorithm.name=ppo": "use algorithm.name=critic-free-ppo; it always had the group's mean reward where PPO has a critic",
     "buffer.backend": "groups lie in the store, or with buffer.shards=node with the replicas that train them",
     "buffer.timeout_s": "with buffer.shards=node a shard has two minutes to take or give one group",
+    "checkpoint.asynchronous": "checkpoints are written while training goes on",
     "data.skip_after": "data.skip goes by the last epoch in which a prompt was asked",
     "data.skip_epochs": "data.skip passes over a prompt until fewer remain than an iteration takes",
     "environment.name=clients": "use environment.name=agents, whose programs ask the run's policy (docs/agents.md)",
@@ -37,6 +38,7 @@ REMOVED: dict[str, str] = {
     "schedule.tokens_per_version": "a response is written by one version, up to rollout.max_response_tokens",
     "telemetry.samples_per_iteration": "use telemetry.samples",
     "telemetry.tensorboard": "use telemetry.trackers, such as [tensorboard] or []",
+    "trainer.expert_dispatch": "tokens go to the ranks that have their experts",
 }
 
 

@@ -159,7 +159,6 @@ class CheckpointConfig(Section):
         description="auto: continue from the newest complete checkpoint of run.dir; where there is none, start from "
         "checkpoint.load or from the beginning.",
     )
-    asynchronous: bool = Field(True, description="Write checkpoints in the background, while training goes on.")
     timeout_s: float = Field(600.0, gt=0, description="Deadline of writing a checkpoint.")
     keep_last: int = Field(0, ge=0, description="Keep the newest n checkpoints and delete older ones; 0 keeps all.")
     keep_best: int = Field(
