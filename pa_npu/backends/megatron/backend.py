@@ -20,11 +20,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
 from pa_npu.algorithm.update_sums import ReducedGradient
 from pa_npu.attention import PrefixLayout
+from pa_npu.backends.in_step import InStep, filler, most, or_nothing
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.checkpoint.shards import PlannedShards
 from pa_npu.backends.megatron.checkpoint.state import CheckpointContents
 from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
-from pa_npu.backends.megatron.in_step import InStep, filler, most, or_nothing
 from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler, state_tensors
 from pa_npu.backends.megatron.reduction import WatchedReduction, gradient_size
 from pa_npu.backends.megatron.replay import Replay, replay_of
