@@ -41,10 +41,10 @@ from pa_npu.agents.sessions import Sessions
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.episode import GroupGenerate, run_episode
 from pa_npu.data.prompts import Prompt
+from pa_npu.engines import codec
+from pa_npu.engines.client import EngineClient
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
-from pa_npu.engines.vllm import codec
-from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.samples.seeds import group_seed
 
@@ -207,7 +207,7 @@ async def serve(load: Load, engine_url: str, start_agents: Callable[[str, str], 
     sampling = Sampling(longest, 1.0, ignore_eos=True)
     numbers, rss_mib = iter(range(load.sessions)), []
     async with (
-        EnginePool([VllmEngine(engine_url, LAST_TOKEN)]) as pool,
+        EnginePool([EngineClient(engine_url, LAST_TOKEN)]) as pool,
         Gateway(environment.sessions, 1.0).serving(HOST, 0, None),
         opened(environment, WAIT_S),
     ):

@@ -51,9 +51,9 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.data.stream import PromptStream
 from pa_npu.dispatch.assignment import Assignment
 from pa_npu.dispatch.work import GroupWork
+from pa_npu.engines.client import EngineClient
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
-from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.families.spec import ModelSpec
@@ -549,7 +549,7 @@ def real_report() -> str:
     ]
     for dispatch in ("in-order", "longest-first"):
         with stand_ins(case) as urls, ThreadPoolExecutor(1) as store_thread:
-            engines = [VllmEngine(url, VOCABULARY) for url in urls]
+            engines = [EngineClient(url, VOCABULARY) for url in urls]
             iterations = asyncio.run(run_on_stand_ins(case, engines, dispatch, store_thread))
         for epoch in range(case.epochs):
             part = iterations[epoch * case.iterations_per_epoch : (epoch + 1) * case.iterations_per_epoch]

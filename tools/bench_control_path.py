@@ -51,11 +51,11 @@ from pa_npu.coordinator.episode import reward_input
 from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.work import GroupWork
+from pa_npu.engines import codec as wire
 from pa_npu.engines.answers import with_routes
+from pa_npu.engines.client import EngineClient
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
-from pa_npu.engines.vllm import codec as wire
-from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.single_turn import samples_of as samples_of_turn
@@ -265,7 +265,7 @@ async def produce_for(
     """(groups, wall seconds, CPU seconds) of whole iterations, after one that warms everything up."""
     buffer = StoreRolloutBuffer(channel, "run", readers=1)
     with ThreadPoolExecutor(1) as store_thread:
-        async with EnginePool([VllmEngine(url, VOCABULARY) for url in urls]) as pool:
+        async with EnginePool([EngineClient(url, VOCABULARY) for url in urls]) as pool:
             for engine in pool.engines:
                 await engine.load_weights(0, deadline_s=STARTUP_S)
             timeline = Timeline(None, "")
@@ -312,7 +312,7 @@ async def time_parts(
     url: str, channel: StoreChannel, sampling: Sampling, prompt: Prompt, responses: int
 ) -> tuple[bytes, dict[str, float]]:
     """A body, and the CPU microseconds of decoding, building, encoding and putting its group."""
-    async with VllmEngine(url, VOCABULARY) as engine:
+    async with EngineClient(url, VOCABULARY) as engine:
         request = wire.encode_request(prompt.tokens, responses, 0, sampling)
         body, _ = await engine._request("POST", "/v1/completions", request, STARTUP_S)
 

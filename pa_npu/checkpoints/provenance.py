@@ -37,9 +37,9 @@ CHANGES: dict[str, Change] = {
             "reward": "workers judge.api_key_variable judge.concurrency judge.timeout_s judge.attempts judge.cache "
             "code.concurrency",
             "trainer": "wait_timeout_s startup_timeout_s",
-            "publish": "bucket_mib timeout_s shared_through lora",
+            "publish": "bucket_mib timeout_s lora",
             "buffer": "shards",
-            "checkpoint": "every load resume asynchronous timeout_s keep_last keep_best export_hf",
+            "checkpoint": "every load resume timeout_s keep_last keep_best export_hf",
             "lora": "export_merged",
             "telemetry": "samples trackers tracker_python project run_name tags metric_names offline "
             "tracker_timeout_s timeline warmup_iterations profile_iterations profile_ranks",
@@ -58,7 +58,7 @@ CHANGES: dict[str, Change] = {
             "agent": "container_options concurrent programs timeout_s output_kib",
             "reward": "timeout_s max_failing_share judge.url judge.on_failure code.memory_mib "
             "code.timeout_s code.require",
-            "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel expert_dispatch sequence_parallel "
+            "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel sequence_parallel "
             "recompute frozen_pass gradient_bucket_mib",
             "microbatch": "responses max_tokens",
             "optimizer": "offload",

@@ -5,7 +5,8 @@
     pool         gives every group an engine, and another one where that is gone
     patience     tells an engine that is slow from one that hangs
     membership   which engines belong to the run, and which of them serve
-    http_client  what clients of HTTP engines share; http_server: what their servers must do; answers: what no answer may be
+    client       asks an engine by HTTP, whatever its kind: http_client has the connections, codec the requests and responses
+    http_server  what their servers must do; answers: what no answer may be
 
 Empty of imports: the process of a vLLM engine imports this package where only torch and vllm are installed.
 """

@@ -162,7 +162,7 @@ class RolloutEngine(Protocol):
         has been woken and has loaded weights. Asked of engines that can."""
 
     async def wake(self, *, deadline_s: float) -> None:
-        """Take the memory again; weights are loaded next. An engine that does not sleep does nothing."""
+        """Take the memory again; weights are loaded next. Asked of engines that can sleep."""
 
     async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
         """Every worker leaves the groups it is in and joins these. Returns once the trainers have joined as well."""

@@ -18,9 +18,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.adapters import adapter_parameters, adapter_parts
 from pa_npu.planning.amounts import Work, work
 from pa_npu.planning.sharded import gathered_bytes, sharded_parts
-from pa_npu.planning.shared_way import device_way
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, group_buffer_bytes
-from pa_npu.weight_transfer.handover import NUM_SLOTS
 
 GIB = 2**30
 _BYTES = {"fp32": 4, "bf16": 2}
@@ -116,7 +114,6 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
             ("activations", activations),
             ("working set", working_set),
             ("publish buckets", 2 * min(_bucket_bytes(config), weights * element)),
-            ("handed buckets", handed_bytes(config, weights * element)),
             ("reader's groups", _reader_bytes(config, stage)),
         ),
         config.optimizer.offload and config.run.device != "cpu",
@@ -201,13 +198,6 @@ def _head_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
 def _num_beside(config: Config) -> int:
     """Frozen models in the policy's own pass."""
     return len(config.frozen_models) if config.trainer.frozen_pass == "together" else 0
-
-
-def handed_bytes(config: Config, weight_bytes: int) -> int:
-    """Bytes that a stage's leader keeps for engines that map its memory (weight_transfer.handover). weight_bytes: of a rank."""
-    if device_way(config) != "handles":
-        return 0
-    return NUM_SLOTS * min(_bucket_bytes(config), weight_bytes)
 
 
 def _bucket_bytes(config: Config) -> int:

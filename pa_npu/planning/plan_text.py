@@ -20,7 +20,6 @@ from pa_npu.planning.memory import (
     wanted_tokens,
 )
 from pa_npu.planning.prediction.divisions import assumed_basis
-from pa_npu.planning.shared_way import WAY_IN_WORDS, way_to_shared
 from pa_npu.platform.typical import typical_speed
 from pa_npu.samples.routes import routes_of
 
@@ -86,7 +85,8 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
             f"host memory           {format_bytes(trainers.on_host)} of optimizer a rank but for the step, {per_node} a node"
         )
     if colocated:
-        lines.append(_shared_weights(config, trainers, one_group=not own_memory))
+        way = "through host memory, in a gloo group of their own" if own_memory else "in the group of the other engines"
+        lines.append(f"shared weights        {way}")
     lines.append(predicted_line(config, spec))
     if device_bytes is not None:
         lines.append(_device_line(config, trainers, engines, device_bytes, own_memory))
@@ -118,14 +118,6 @@ def _settings(entry: EngineSettings) -> str:
     ]
     numbers = f"engine{'s' if len(entry.engines) > 1 else ''} {', '.join(map(str, entry.engines))}"
     return f"{numbers}: {', '.join(filter(None, said)) or 'nothing is said of them'}"
-
-
-def _shared_weights(config: Config, trainers: Memory, one_group: bool) -> str:
-    """Which way weights go to shared engines, and what its buffers cost the trainer that sends."""
-    way = way_to_shared(config, one_group)
-    kept = dict(trainers.parts)["handed buckets"]
-    cost = f"; buffers of {format_bytes(kept)} on a leader's device" if kept and way == "handles" else ""
-    return f"shared weights        {WAY_IN_WORDS[way]} (publish.shared_through={config.publish.shared_through}){cost}"
 
 
 def predicted_line(config: Config, spec: ModelSpec) -> str:

@@ -57,29 +57,6 @@ class AcceleratorPlatform:
     def release_memory(self) -> None:
         self._module.empty_cache()
 
-    @property
-    def handle_kind(self) -> str:
-        return self.name
-
-    def exportable_memory(self, num_bytes: int) -> torch.Tensor:
-        """Outside of the expandable segments that trainers ask for.
-
-        CUDA shares these by file descriptors that containers do not let another process take ("pidfd_getfd: Operation not
-        permitted", pytorch issue 165685), and torch_npu only with newer drivers; a plain allocation needs neither.
-        """
-        variable = f"PYTORCH_{self.name.upper()}_ALLOC_CONF"
-        configured = os.environ.get(variable, "").replace(" ", "").lower()
-        if "expandable_segments:true" not in configured:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device(self._local_index))
-        self._set_allocator("expandable_segments:False")
-        try:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device(self._local_index))
-        finally:
-            self._set_allocator("expandable_segments:True")
-
-    def _set_allocator(self, setting: str) -> None:
-        self._module.memory._set_allocator_settings(setting)
-
     def synchronize(self) -> None:
         self._module.synchronize()
 

@@ -94,13 +94,6 @@ class Platform(Protocol):
         """Give the device back what the allocator keeps for this process and nothing uses."""
 
     @property
-    def handle_kind(self) -> str:
-        """How memory of this kind is made known to another process (pa_npu.weight_transfer.memory_handles)."""
-
-    def exportable_memory(self, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes] on the current device, which another process may map: at the start of a storage of its own."""
-
-    @property
     def largest_bucket_bytes(self) -> int:
         """Size from which on larger broadcasts of weights gain nothing."""
 

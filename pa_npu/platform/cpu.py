@@ -22,7 +22,6 @@ class CpuPlatform:
     process_group_backend = "gloo"
     visible_devices_env = None
     cluster_resource = "CPU"
-    handle_kind = "cpu"
     widest_dtype = torch.float64
     # beyond 32 MiB glibc takes new pages for every buffer, whose first touch costs as much as the transfer
     largest_bucket_bytes = 16 * 2**20
@@ -60,9 +59,6 @@ class CpuPlatform:
 
     def release_memory(self) -> None:
         """The host's allocator keeps little."""
-
-    def exportable_memory(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8).share_memory_()
 
     def synchronize(self) -> None:
         """Everything runs in order already."""

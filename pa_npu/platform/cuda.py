@@ -53,13 +53,6 @@ class CudaPlatform(AcceleratorPlatform):
         activity = torch.profiler.ProfilerActivity
         return base.torch_profile([activity.CPU, activity.CUDA], directory, name)
 
-    def _set_allocator(self, setting: str) -> None:
-        # torch 2.11 warns that the other name goes; before, there is only that one
-        change = (
-            getattr(torch._C, "_accelerator_setAllocatorSettings", None) or torch.cuda.memory._set_allocator_settings
-        )
-        change(setting)
-
     def environment(self, role: base.Role) -> dict[str, str]:
         # vLLM turns NCCL's cuMem allocator off in its workers; the ranks of one group must agree on it
         defaults = (

@@ -5,10 +5,10 @@ The standard library and torch only, because engines look with it too.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 SESSION = "PA_NPU_SESSION"
 """Set by the keeper (control/keeper.py) to the id of the command that it started, which leads a session."""
 
-_LOOK_EVERY_S = 0.05
 _KIB = 1024
 
 
@@ -42,18 +41,15 @@ class ResidentPeak:
     """The most resident memory of some processes since the last take(), in bytes.
 
     It is the kernel's own high-water mark, which Linux lets the owner of a process reset (proc(5), /proc/PID/clear_refs: 5). Where
-    that is refused a thread looks every 50 ms from the first take() on. Without /proc it is this process's most since its start.
+    that is refused it is the most since each process's start, and without /proc this process's.
     """
 
     def __init__(self, processes: Callable[[], Sequence[int]], proc: str = "/proc") -> None:
         """processes: the ids, asked for at each take. proc: where Linux shows processes."""
         self._processes = processes
         self._proc = proc
-        self._sampler: _Sampler | None = None
 
     def take(self) -> int:
-        if self._sampler is not None:
-            return self._sampler.take()
         processes = self._processes()
         if not processes:
             return 0
@@ -63,45 +59,12 @@ class ResidentPeak:
         total = 0
         for pid in processes:
             total += resident_bytes(pid, "VmHWM", self._proc)
-            if not self._reset(pid) and os.path.isdir(f"{self._proc}/{pid}"):
-                self._sampler = _Sampler(self._processes, self._proc)
-                return self._sampler.take()
+            self._reset(pid)
         return total
 
-    def _reset(self, pid: int) -> bool:
-        try:
-            with open(f"{self._proc}/{pid}/clear_refs", "w", encoding="ascii") as file:
-                file.write("5")
-        except OSError:
-            return False
-        return True
-
-
-class _Sampler:
-    """Looks at the sum over the processes again and again, in a thread that ends with the program."""
-
-    def __init__(self, processes: Callable[[], Sequence[int]], proc: str) -> None:
-        self._processes = processes
-        self._proc = proc
-        self._lock = threading.Lock()
-        self._peak = self._now()
-        self._stop = threading.Event()
-        threading.Thread(target=self._look, name="memory peaks", daemon=True).start()
-
-    def take(self) -> int:
-        now = self._now()
-        with self._lock:
-            peak, self._peak = max(self._peak, now), now
-        return peak
-
-    def _now(self) -> int:
-        return sum(resident_bytes(pid, "VmRSS", self._proc) for pid in self._processes())
-
-    def _look(self) -> None:
-        while not self._stop.wait(_LOOK_EVERY_S):
-            now = self._now()
-            with self._lock:
-                self._peak = max(self._peak, now)
+    def _reset(self, pid: int) -> None:
+        with contextlib.suppress(OSError), open(f"{self._proc}/{pid}/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
 
 
 def resident_bytes(pid: int, field: str = "VmRSS", proc: str = "/proc") -> int:

@@ -9,10 +9,9 @@ from pa_npu.config.schema import Config
 from pa_npu.engines.membership import Member
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import WeightGroups
-from pa_npu.planning.shared_way import way_to_shared
 from pa_npu.publish.messages import PublishMembers, StageManifest
 from pa_npu.weight_transfer import collectives
-from pa_npu.weight_transfer.transport import HANDLES, HOST_BACKEND, WAYS, Way
+from pa_npu.weight_transfer.transport import HOST_BACKEND, Way
 
 
 @dataclass(frozen=True)
@@ -44,16 +43,13 @@ class EngineGroups:
         settings = self._config.rollout.settings_of(member.index)
         if settings.device_kind not in (None, self._connection.device):
             return "host"
-        if not self._pool.is_shared(member.engine):
-            return "group"
-        return way_to_shared(self._config, collectives.rules(self._connection.backend).shares_device)
+        shares = collectives.rules(self._connection.backend).shares_device
+        return "host" if self._pool.is_shared(member.engine) and not shares else "group"
 
     def receivers(self, members: Sequence[Member], epoch: int) -> PublishMembers:
         """How many workers the trainers send to, by the way to them."""
-        workers = dict.fromkeys(WAYS, 0)
-        for member in members:
-            workers[self.way(member)] += self._workers
-        return PublishMembers.of(epoch, workers)
+        ways = [self.way(member) for member in members]
+        return PublishMembers(epoch, self._workers * ways.count("group"), self._workers * ways.count("host"))
 
     def of_members(self, members: Sequence[Member], epoch: int) -> list[WeightGroups]:
         """The groups that each member joins, one per stage, in the order of the members.
@@ -75,7 +71,7 @@ class EngineGroups:
     def _joined(self, member: Member, place: int, count: int, epoch: int) -> WeightGroups:
         """The groups that the stages' leaders lead, of `count` engines, of which this one is the place-th."""
         way = self.way(member)
-        backend = {"group": self._connection.backend, "handles": HANDLES, "host": HOST_BACKEND}[way]
+        backend = HOST_BACKEND if way == "host" else self._connection.backend
         named = [stage.by(way).of_epoch(epoch).to_json() for stage in self._connection.stages]
         rank, world_size = 1 + place * self._workers, 1 + count * self._workers
         return WeightGroups(self._connection.store, rank, world_size, named, backend, self._config.publish.timeout_s)

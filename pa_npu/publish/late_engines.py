@@ -111,7 +111,7 @@ class LateEngines:
     def _deliver(self, number: int, wanted: LateRequest) -> None:
         """Join and send. What one stage does, all its ranks do; where one fails, the others stop waiting for it."""
         try:
-            self._publisher.connect(PublishMembers.of(number, {"group": wanted.workers}))
+            self._publisher.connect(PublishMembers(number, wanted.workers))
             self._send(number, wanted.version)
         finally:
             self._publisher.close()

@@ -6,12 +6,11 @@ attempts of a version and late deliveries are numbered from 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pa_npu.control.typed import Topic
-from pa_npu.weight_transfer.transport import WAYS, Way, epoch_name, way_name
+from pa_npu.weight_transfer.transport import Way, epoch_name, way_name
 
 
 @dataclass(frozen=True)
@@ -59,27 +58,20 @@ READY = Topic("publish/{version}/ready", TrainersReady, "trainers: rank 0 to ann
 class PublishMembers:
     """Who takes part in an attempt: `workers` engine workers, in the groups of this epoch.
 
-    handles_workers, host_workers: further ones, of engines on the trainers' devices, which the backend of collectives cannot have
-    in a group with the trainer there: they are in groups of their own, which go another way (weight_transfer.transport.Way).
+    host_workers: further ones, of engines that the backend of collectives cannot have in a group with the trainers: they are in
+    groups of their own, through host memory (weight_transfer.transport.Way).
     delayed: engines receive beside generation, and swap later (ENGINES_SWAPPED); until then engines that come late get the version
     before.
     """
 
     epoch: int
     workers: int
-    handles_workers: int = 0
     host_workers: int = 0
     delayed: bool = False
 
-    @classmethod
-    def of(cls, epoch: int, workers: Mapping[Any, int]) -> PublishMembers:
-        """workers: by way (transport.Way), of some."""
-        known: dict[str, int] = {**dict.fromkeys(WAYS, 0), **workers}
-        return cls(epoch, known["group"], known["handles"], known["host"])
-
     def by_way(self) -> dict[Way, int]:
         """Workers of each way, in the order in which a leader sends."""
-        return {"group": self.workers, "handles": self.handles_workers, "host": self.host_workers}
+        return {"group": self.workers, "host": self.host_workers}
 
 
 MEMBERS = Topic("publish/{version}/{attempt}/members", PublishMembers, "engines that can load weight version {version}")

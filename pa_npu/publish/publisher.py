@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.messages import PublishMembers, StageManifest
-from pa_npu.weight_transfer import handover, progress, transport
+from pa_npu.weight_transfer import progress, transport
 from pa_npu.weight_transfer.digest import Digests
 from pa_npu.weight_transfer.manifest import Manifest
 
@@ -77,9 +78,8 @@ class Publisher:
         backend: str,
         device: torch.device,
         scope: str = "",
-        memory: handover.ExportsMemory | None = None,
     ) -> None:
-        """`source` is read at each publish; None on a rank that has no part in one. memory: for members that map this process's.
+        """`source` is read at each publish; None on a rank that has no part in one.
 
         The store is any c10d TCPStore that engines reach too. `scope` begins the groups' names; with "a/" their publishes are
         given up with Abandonment(..., "a").
@@ -93,8 +93,6 @@ class Publisher:
         self._backend = backend
         self._device = device
         self._wires: list[_Wire] = []
-        self._memory = memory
-        self._slots: handover.Slots | None = None
         # A group's name serves once, in the store and in every member: a publisher that starts again must not meet its
         # own past.
         self._name = f"{scope}publish-{self._stage}-{uuid.uuid4().hex[:12]}"
@@ -143,9 +141,6 @@ class Publisher:
     def _join(self, way: transport.Way, name: str, workers: int, timeout_s: float | None) -> _Wire:
         """The group `name` as its rank 0."""
         describe = f"stage {self._stage} publishes to {_workers(workers, name)}"
-        if way == "handles":
-            meeting = handover.Meeting(self._store, name, 0, 1 + workers, timeout_s or self._timeout_s, describe)
-            return _Wire(handover.offer(meeting, self._kept_slots()), workers, self._device, name)
         backend, device = (transport.HOST_BACKEND, _HOST) if way == "host" else (self._backend, self._device)
         group = transport.join_group(
             *self._store,
@@ -159,15 +154,6 @@ class Publisher:
             members_timeout_s=timeout_s,
         )
         return _Wire(group, workers, device, name)
-
-    def _kept_slots(self) -> handover.Slots:
-        assert self._source is not None and self._memory is not None, (
-            "members map memory of a publisher that has none for them"
-        )
-        if self._slots is None:
-            largest = max(bucket.num_bytes for bucket in self._source.manifest.buckets)
-            self._slots = handover.Slots.of(self._memory, largest)
-        return self._slots
 
     def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats:
         """Send all weights as `version`. Collective over the TP ranks of replica 0; other ranks return at once.
@@ -252,7 +238,7 @@ class Publisher:
             on_the_wire, sending = works, f"bucket {index + 1} of {len(plan)} ({plan[index].summary})"
         return waited + self._wait(on_the_wire, deadline, version, sending)
 
-    def _start(self, tensor: torch.Tensor) -> list[transport.Work]:
+    def _start(self, tensor: torch.Tensor) -> list[dist.Work]:
         """A broadcast on every wire; copies to host memory, which the works keep, are made meanwhile."""
         here = tensor.device.type
         direct = [transport.broadcast(wire.group, tensor) for wire in self._wires if wire.device.type == here]
@@ -262,7 +248,7 @@ class Publisher:
         host = tensor.to(_HOST)
         return [*direct, *(transport.broadcast(wire.group, host) for wire in copied)]
 
-    def _wait(self, works: Sequence[transport.Work], deadline: transport.Deadline, version: int, sending: str) -> float:
+    def _wait(self, works: Sequence[dist.Work], deadline: transport.Deadline, version: int, sending: str) -> float:
         start = time.perf_counter()
         for work, wire in zip(works, self._wires, strict=True):
             transport.wait(
@@ -286,7 +272,7 @@ class Publisher:
 class _Wire:
     """A group that this leader sends in, the memory that its tensors are in, and how many engine workers receive."""
 
-    group: transport.Group
+    group: dist.ProcessGroup
     workers: int
     device: torch.device
     name: str

@@ -120,7 +120,6 @@ def make_publisher(
         backend=HOST_BACKEND if late else platform.comm_backend,
         device=torch.device("cpu") if late else backend.device,
         scope=attempt_prefix(),
-        memory=platform,
     )
 
 

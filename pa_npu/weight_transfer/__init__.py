@@ -1,7 +1,6 @@
 """The wire between trainers and engines: groups with deadlines, what a stage sends, receiving it, and digests that show changes.
 
     transport     one process group per pipeline stage: joining, broadcasts, waits, giving up; collectives: how backends differ
-    handover      a group of processes on one machine: receivers map the sender's memory; memory_handles: how, per device kind
     manifest      what a stage sends: its buckets, and the HF tensors that they are cut from
     receiver      the engine's end: joins the groups, receives the buckets, hands out HF tensors
     digest        sums of every bucket, in which a changed or skipped weight shows

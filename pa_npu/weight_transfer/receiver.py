@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.weight_transfer import handover, transport
+from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.adapters import BaseDirectory
 from pa_npu.weight_transfer.digest import Digests
 from pa_npu.weight_transfer.manifest import Assembler, Bucket, Manifest
@@ -82,7 +83,7 @@ class Receiver:
         Args:
             store: host and port.
             stages: name and manifest of each, in stage order (StageManifest as JSON).
-            backend: of collectives, or transport.HANDLES.
+            backend: of collectives.
             model: what the engine knows of its model, with the names of HF's config.json as attributes.
             directory: of the engine's model, into whose weights adapters that are sent alone are merged.
         Raises WeightSyncError where that is another model or the groups cannot be joined, and DeadlineExceeded.
@@ -95,10 +96,6 @@ class Receiver:
         try:
             for name, manifest in zip(names, manifests, strict=True):
                 describe = f"engine worker {rank} receives from trainer stage {manifest.stage}"
-                if backend == transport.HANDLES:
-                    meeting = handover.Meeting(store, name, rank, world_size, timeout_s, describe)
-                    groups.append(handover.take(meeting, device))
-                    continue
                 group = transport.join_group(
                     *store,
                     name,
@@ -181,7 +178,7 @@ class Receiver:
 
     def _messages(self, version: int, deadline: Deadline) -> Iterator[Message]:
         """Header and buckets of each stage, in the order they are sent, always with the next ones already posted."""
-        pending: deque[tuple[transport.Work, Message]] = deque()
+        pending: deque[tuple[dist.Work, Message]] = deque()
         for group, manifest in zip(self._groups, self._manifests, strict=True):
             assembler = Assembler(manifest)
             buckets: list[Bucket | None] = [None, *manifest.buckets]
@@ -198,7 +195,7 @@ class Receiver:
         while pending:
             yield self._arrived(*pending.popleft(), version, deadline)
 
-    def _arrived(self, work: transport.Work, message: Message, version: int, deadline: Deadline) -> Message:
+    def _arrived(self, work: dist.Work, message: Message, version: int, deadline: Deadline) -> Message:
         transport.wait(
             work,
             deadline,

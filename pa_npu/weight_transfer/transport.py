@@ -10,7 +10,6 @@ Engines on the trainers' devices, where the backend does not let two ranks of a 
 stage, to which the same leader sends the same messages in another way (Way):
 
     group     the usual one
-    handles   the leader's memory, mapped by engines of its machine (pa_npu.weight_transfer.handover)
     host      a torch group through host memory (HOST_BACKEND)
 
 Keys under a group's own prefix in the store: `member/RANK` (it is about to join), `abandoned` (it is given up, and why), and those
@@ -28,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, Protocol, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
@@ -48,9 +47,7 @@ _ABORT_S = 30.0
 _CPU = torch.device("cpu")
 HOST_BACKEND = "gloo"
 """Backend of groups that go through host memory."""
-HANDLES = "handles"
-"""In place of a backend: groups through memory that receivers map."""
-Way = Literal["group", "handles", "host"]
+Way = Literal["group", "host"]
 WAYS: tuple[Way, ...] = get_args(Way)
 # Groups that were dropped, and threads that never came back from making one: the end of the interpreter would wait for them.
 _left_behind: list[object] = []
@@ -60,22 +57,6 @@ _BACKEND_MARGIN_S = 15.0
 
 class WeightSyncError(PaNpuError):
     """Trainer and engine disagree about the weights to exchange, or their connection broke; the message names both."""
-
-
-class Work(Protocol):
-    """The handle by which a message is awaited: torch.distributed.Work has it."""
-
-    def is_completed(self) -> bool:
-        """Asked again and again."""
-
-    def wait(self) -> Any:
-        """Once it is completed."""
-
-
-class Group(Protocol):
-    """The part of a process group that a publish uses, apart from the end that leave_group and drop_group make."""
-
-    def broadcast(self, tensor: torch.Tensor, root: int) -> Work: ...
 
 
 class Abandonment:
@@ -130,7 +111,7 @@ class Deadline:
 
 
 def wait(
-    work: Work,
+    work: dist.Work,
     deadline: Deadline,
     what: str,
     remedy: str,
@@ -343,28 +324,17 @@ def way_name(name: str, way: Way) -> str:
     return name if way == "group" else f"{name}.{way}"
 
 
-def leave_group(group: Any) -> None:
-    """Free a group made by join_group, or one through memory."""
-    if not _unmap(group):
-        dist.destroy_process_group(group)
+def leave_group(group: dist.ProcessGroup) -> None:
+    """Free a group made by join_group."""
+    dist.destroy_process_group(group)
 
 
-def _unmap(group: Any) -> bool:
-    """Ends a group through memory, of which nothing can be pending; False for any other."""
-    unmap = getattr(group, "unmap", None)
-    if unmap is not None:
-        unmap()
-    return unmap is not None
-
-
-def drop_group(group: Any, device: torch.device = _CPU, reason: str = "it lost a member") -> None:
+def drop_group(group: dist.ProcessGroup, device: torch.device = _CPU, reason: str = "it lost a member") -> None:
     """Stop using a group made by join_group in which a member is gone or hangs: end what is pending, where the backend can.
 
     Where it cannot, as gloo, the group's destructor would wait for it, with Python's lock held, until the group's timeout: so the
     object stays until the process ends, which run_and_exit is for.
     """
-    if _unmap(group):
-        return
     _left_behind.append(group)
     backend, _ = c10d._world.pg_map.get(group, ("gloo", None))
     what = f"ending what is pending in a group of {backend} that was given up"
@@ -396,11 +366,12 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
-def broadcast(group: Group | None, tensor: torch.Tensor, root: int = 0) -> Work:
+def broadcast(group: dist.ProcessGroup | None, tensor: torch.Tensor, root: int = 0) -> dist.Work:
     """Start a broadcast from the member `root` of the group."""
     assert group is not None
     try:
-        return group.broadcast(tensor, root)
+        work: dist.Work = group.broadcast(tensor, root)
+        return work
     except RuntimeError as error:
         raise WeightSyncError(
             f"a broadcast could not be started ({_reason(error)}); look at the members' logs"

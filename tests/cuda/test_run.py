@@ -42,7 +42,6 @@ def launch(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lau
             "placement__colocate": "true",
             "schedule__stream": "false",
             "schedule__order": "prompt",
-            "publish__shared_through": "handles",
             "rollout__responses_per_prompt": 4,
             "rollout__max_response_tokens": 16,
             "schedule__prompts_per_iteration": 8,

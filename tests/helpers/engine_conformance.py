@@ -291,7 +291,7 @@ class Conformance:
                 await client.load_weights(1, deadline_s=DEADLINE_S)
 
     async def test_redirections_errors_and_endless_answers_end_in_one_line(self, subject, monkeypatch):
-        monkeypatch.setattr("pa_npu.engines.http_client._ANSWER_BYTES", 1000)
+        monkeypatch.setattr("pa_npu.engines.client.ANSWER_BYTES", 1000)
         for status, body, kind in (
             (302, b"elsewhere", EngineError),
             (404, b"\n\nnone\n", EngineError),

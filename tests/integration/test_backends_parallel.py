@@ -78,15 +78,7 @@ MIXTURE_ON_TWO: dict[str, dict[str, Any]] = {
     "EP2": {"expert_parallel": 2},
     "EP2 unsharded": {"expert_parallel": 2, "distributed_optimizer": False},
     "EP2 separate": {"expert_parallel": 2, "distributed_optimizer": False, "shared_prompt": False},
-    "EP2 allgather": {"expert_parallel": 2, "distributed_optimizer": False, "expert_dispatch": "allgather"},
     "TP2 EP2": {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "recompute": "full"},
-    "TP2 EP2 allgather": {
-        "tensor_parallel": 2,
-        "sequence_parallel": True,
-        "expert_parallel": 2,
-        "distributed_optimizer": False,
-        "expert_dispatch": "allgather",
-    },
     "TP2 with all experts": {"tensor_parallel": 2, "sequence_parallel": True, "distributed_optimizer": False},
 }
 MIXTURE_ON_FOUR: dict[str, dict[str, Any]] = {

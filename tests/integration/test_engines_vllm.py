@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from pa_npu.control.tasks import gather
+from pa_npu.engines.client import EngineClient
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, Generation, LoadedWeights, Sampling
-from pa_npu.engines.vllm.client import VllmEngine
 from tests.helpers.engine_conformance import (
     DEADLINE_S,
     EOS,
@@ -62,7 +62,7 @@ def prompts(number: int) -> list[np.ndarray]:
 
 
 async def generate_all(
-    client: VllmEngine, asked: Sequence[np.ndarray], order: Sequence[int], window: int
+    client: EngineClient, asked: Sequence[np.ndarray], order: Sequence[int], window: int
 ) -> dict[int, list[Generation]]:
     """Groups of 8, with seeds 1000 * index, at most `window` sequences in flight."""
     pool = EnginePool([client])

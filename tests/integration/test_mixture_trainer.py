@@ -18,7 +18,6 @@ pytestmark = pytest.mark.integration
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2": {"devices": 2, "expert_parallel": 2},
-    "EP2 allgather": {"devices": 2, "expert_parallel": 2, "expert_dispatch": "allgather"},
     "TP2 EP2": {
         "devices": 2,
         "tensor_parallel": 2,

@@ -387,33 +387,26 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
 
 
 @pytest.mark.parametrize(
-    ("through", "kills", "number"),
+    ("kills", "number"),
     [
         pytest.param(
-            "handles",
             (("engine-1", "publish"), ("trainer-0", "generation")),
             signal.SIGKILL,
             id="some",
         ),
         pytest.param(
-            "auto",
             tuple(each(["engine-1", "engine-0", *WORKERS])),
             signal.SIGKILL,
             id="all",
             marks=pytest.mark.nightly,
         ),
         pytest.param(
-            "handles", tuple(each(["engine-1", *WORKERS])), signal.SIGKILL, id="handles", marks=pytest.mark.nightly
-        ),
-        pytest.param(
-            "auto",
             tuple(itertools.product(["engine-1", "engine-0", "trainer-0", "trainer-1", "coordinator"], CHANGES)),
             signal.SIGKILL,
             id="changes",
             marks=pytest.mark.nightly,
         ),
         pytest.param(
-            "auto",
             tuple(itertools.product(["engine-1", "engine-0"], [*CHANGES, "training"])),
             signal.SIGSTOP,
             id="stopped",
@@ -422,7 +415,6 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
     ],
 )
 def test_a_run_whose_devices_decode_then_train_ends_with_the_weights_of_one_that_was_not_disturbed(
-    through: str,
     kills: Kills,
     number: int,
     launch: Callable[..., Launched],
@@ -430,10 +422,7 @@ def test_a_run_whose_devices_decode_then_train_ends_with_the_weights_of_one_that
     tmp_path: Path,
     undisturbed: Callable[[str], Result],
 ) -> None:
-    """engine-k is beside trainer-k, roles change at every chance; by handles engines map the memory of trainers for weights.
-
-    No group ends on an engine whose device trains.
-    """
+    """engine-k is beside trainer-k, roles change at every chance. No group ends on an engine whose device trains."""
     directory = tmp_path / "run"
     (port,) = free_ports("127.0.0.1", 1)
     shared = {
@@ -441,7 +430,6 @@ def test_a_run_whose_devices_decode_then_train_ends_with_the_weights_of_one_that
         "rollout.engines": 2,
         "environment.name": "tests.helpers.scripted_schedules:ChangesRoles",
         "placement.engine_port": port,
-        "publish.shared_through": through,
     }
     if number == signal.SIGSTOP:  # which deadlines alone find
         shared |= {"rollout.probe_timeout_s": 15.0, "publish.timeout_s": 60.0}

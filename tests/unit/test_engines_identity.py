@@ -13,11 +13,11 @@ import aiohttp
 import numpy as np
 import pytest
 
+from pa_npu.engines.client import EngineClient
 from pa_npu.engines.http_server import CHANGED_VERSION, INSTANCE_HEADER, NO_VERSION, VERSION_HEADER
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, EngineGone, RolloutEngine, Sampling
 from pa_npu.engines.vllm import guard
-from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.engines.vllm.guard import EngineGuard
 from pa_npu.errors import InvariantViolation
 from tools.stand_in import Speed, StandInEngine, serving
@@ -27,14 +27,14 @@ SAMPLING = Sampling(max_tokens=12, temperature=1.0)
 KEY = "0123456789abcdef"
 
 
-async def generate(client: VllmEngine) -> Any:
+async def generate(client: EngineClient) -> Any:
     return (await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=5))[0]
 
 
 @asynccontextmanager
-async def loaded(version: int = 7) -> AsyncIterator[tuple[StandInEngine, VllmEngine]]:
+async def loaded(version: int = 7) -> AsyncIterator[tuple[StandInEngine, EngineClient]]:
     engine = StandInEngine(Speed())
-    async with serving(engine) as url, VllmEngine(url, 1000) as client:
+    async with serving(engine) as url, EngineClient(url, 1000) as client:
         await client.load_weights(version, deadline_s=5)
         yield engine, client
 
@@ -51,7 +51,7 @@ async def test_an_engine_that_was_started_again_after_the_publish_is_gone_at_its
     """The same address, the same model: only the engine itself can tell that its weights are those of the model directory."""
     async with contextlib.AsyncExitStack() as stack:
         async with serving(StandInEngine(Speed())) as url:
-            client = await stack.enter_async_context(VllmEngine(url, 1000))
+            client = await stack.enter_async_context(EngineClient(url, 1000))
             await client.load_weights(7, deadline_s=5)
             await generate(client)
         async with serving(StandInEngine(Speed()), port=int(url.rpartition(":")[2])):
@@ -93,7 +93,7 @@ async def test_another_version_than_this_run_published_breaks_the_invariant(held
 
 async def test_weights_that_change_while_a_response_is_made_break_the_invariant():
     engine = StandInEngine(Speed(step_s=0.05))
-    async with serving(engine) as url, VllmEngine(url, 1000) as client:
+    async with serving(engine) as url, EngineClient(url, 1000) as client:
         await client.load_weights(7, deadline_s=5)
         request = asyncio.create_task(generate(client))
         while not engine.num_in_flight:
@@ -116,7 +116,7 @@ async def test_after_a_load_that_failed_nothing_it_generates_is_taken():
 async def test_a_server_that_does_not_say_what_it_holds_is_refused_at_the_publish():
     engine = StandInEngine(Speed())
     engine.identity.headers = lambda version_before: {}  # type: ignore[method-assign, assignment]
-    async with serving(engine) as url, VllmEngine(url, 1000) as client:
+    async with serving(engine) as url, EngineClient(url, 1000) as client:
         with pytest.raises(EngineError, match=r"hold weight versions .7., but its server says nothing"):
             await client.load_weights(7, deadline_s=5)
 

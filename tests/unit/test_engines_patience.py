@@ -11,10 +11,10 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.engines import patience
+from pa_npu.engines.client import EngineClient
 from pa_npu.engines.patience import GroupTooLong, generate_patiently
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, EngineGone, Generation, RolloutEngine, Sampling
-from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.errors import BAD_INPUT, DeadlineExceeded, exit_code
 from tools.stand_in import Speed, StandInEngine, serving
 
@@ -203,7 +203,7 @@ async def test_an_engine_whose_batch_is_full_answers_the_probe_through_its_worke
     """The probe's token waits for room, which a long group takes as long as it runs: that is no hang."""
     engine = StandInEngine(Speed(step_s=0.2, max_num_seqs=4))
     long = Sampling(max_tokens=1000, temperature=1.0, ignore_eos=True)
-    async with serving(engine) as url, VllmEngine(url, 1000) as client:
+    async with serving(engine) as url, EngineClient(url, 1000) as client:
         running = asyncio.create_task(client.generate(PROMPT, 4, 0, long, deadline_s=60))
         while not engine.num_in_flight:
             await asyncio.sleep(0.001)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.roster import Roster
+from pa_npu.engines.client import EngineClient
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, Sampling
-from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.errors import ConfigError, DeadlineExceeded
 from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engine_groups import Connection
@@ -58,7 +58,7 @@ class Job:
             self.config.rollout,
             self.pool,
             Roster(self.roster._channel, API_KEY),
-            lambda url: VllmEngine(url, 100, API_KEY),
+            lambda url: EngineClient(url, 100, API_KEY),
         )
         stages = [StageManifest("stage", {})]
         connection = Connection(("127.0.0.1", self.store.port), "gloo", stages, stages, "cpu")

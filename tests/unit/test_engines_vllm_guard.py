@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 
 from pa_npu.config.schema import Config
+from pa_npu.engines.client import EngineClient
 from pa_npu.engines.protocol import EngineError, LoadedWeights
-from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.engines.vllm.guard import EngineGuard
 from pa_npu.engines.vllm.kind import served_model
 from pa_npu.errors import ConfigError, UserError
@@ -128,10 +128,10 @@ async def test_stand_in_engine_asks_for_the_key_on_every_path_but_health():
                     assert response.status == 401 and (await response.text()).count("\n") == 1, path
             async with session.get(url + "/health") as response:
                 assert response.status == 200
-        async with VllmEngine(url, 100, api_key="another") as client:
+        async with EngineClient(url, 100, api_key="another") as client:
             with pytest.raises(EngineError, match=r"pa_version on its workers answered 401: .*API key"):
                 await client.loaded_weights(deadline_s=5)
-        async with VllmEngine(url, 100, api_key=KEY) as client:
+        async with EngineClient(url, 100, api_key=KEY) as client:
             assert await client.loaded_weights(deadline_s=5) == LoadedWeights((None,))
 
 

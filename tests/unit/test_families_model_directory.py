@@ -28,7 +28,7 @@ from pa_npu.families.model_directory import (
     check_tokenizer,
     check_weights,
 )
-from pa_npu.families.safetensors_header import LARGEST_HEADER_BYTES, read_header
+from pa_npu.families.safetensors_header import read_header
 from pa_npu.families.spec import ModelSpec
 from tests.helpers.models import make_model
 from tests.helpers.mutations import changed_bytes, json_near
@@ -175,7 +175,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a huge header": (
         lambda d: ((d / SINGLE_FILE).write_bytes(struct.pack("<Q", 2**40)), os.truncate(d / SINGLE_FILE, 2**41)),
-        "its header claims 1099511627776 bytes",
+        "is damaged or incomplete",
     ),
     "an end token out of range": (
         lambda d: (d / "generation_config.json").write_text('{"eos_token_id": [1, 128]}'),
@@ -269,14 +269,3 @@ def test_a_changed_directory_loads_or_is_one_line(model: Path, data: st.DataObje
     finally:
         (model / "config.json").write_bytes(config)
         (model / SINGLE_FILE).write_bytes(weights)
-
-
-def test_the_limit_of_a_header_leaves_room() -> None:
-    """61 layers of a large model in one file, ten times over."""
-    spec = ModelSpec.parse("m", {"model_type": "qwen2", "num_hidden_layers": 610, "hidden_size": 64, "intermediate_size": 64,
-        "num_attention_heads": 32, "vocab_size": 10, "rms_norm_eps": 1e-6, "max_position_embeddings": 10})  # fmt: skip
-    header = {
-        name: {"dtype": "BF16", "shape": shape, "data_offsets": [10**12] * 2}
-        for name, shape in spec.hf_tensors().items()
-    }
-    assert len(json.dumps(header)) < LARGEST_HEADER_BYTES

@@ -203,7 +203,7 @@ FEATURE_KEYS = {
     "router_replay": "algorithm",
     **dict.fromkeys(("command", "programs", "port", "discards", "tool_parser", "concurrent", "output_kib"), "agent"),
     **dict.fromkeys(("rank", "alpha", "rank_stabilized", "targets", "export_merged"), "lora"),
-    **dict.fromkeys(("expert_parallel", "expert_dispatch", "shards", "frozen_pass"), "trainer"),
+    **dict.fromkeys(("expert_parallel", "shards", "frozen_pass"), "trainer"),
     **dict.fromkeys(("iterations_ahead", "swaps_in_turn", "delays", "keeps_published"), None),
     **dict.fromkeys(
         ("num_shared_engines", "trained_groups", "needs_whole_groups", "follows_work", "unequal_groups"), None

@@ -1,4 +1,4 @@
-"""Memory at its most is that since the last look, of each kind of process, by the kernel's mark or by samples."""
+"""Memory at its most is that since the last look, of each kind of process, by the kernel's mark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pa_npu.control import keeper
-from pa_npu.engines.vllm.client import _memory
+from pa_npu.engines.client import _memory
 from pa_npu.engines.vllm.worker import WorkerExtension
 from pa_npu.platform import memory_peaks
 from pa_npu.platform.memory_peaks import MemoryPeak, ResidentPeak, device_peak_bytes, own_processes, tree
@@ -83,20 +83,10 @@ def test_several_processes_add_up_and_one_that_has_ended_counts_nothing() -> Non
     assert peak.take() == 0
 
 
-def test_where_the_mark_cannot_be_reset_samples_take_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ResidentPeak, "_reset", lambda self, pid: False)
-    monkeypatch.setattr(memory_peaks, "_LOOK_EVERY_S", 3600.0)
+def test_where_the_mark_cannot_be_reset_it_is_the_most_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ResidentPeak, "_reset", lambda self, pid: None)
     with Child() as child:
-        peak = ResidentPeak(lambda: [child.pid])
-        first = peak.take()
-        child.hold(64)
-        sampler = peak._sampler
-        assert sampler is not None
-        sampler._stop.wait = lambda timeout: looks.pop()  # type: ignore[method-assign]
-        looks = [True, False]  # one look, and the end
-        sampler._look()
-        child.hold(0)
-        assert [round((peak.take() - first) / MIB / 8) for _ in range(2)] == [8, 0]
+        assert rises(ResidentPeak(lambda: [child.pid]), child) == pytest.approx([64, 64, 64], abs=4)
 
 
 def test_no_processes_are_no_bytes() -> None:

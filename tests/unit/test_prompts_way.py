@@ -36,9 +36,9 @@ from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt, load_prompts
 from pa_npu.data.records import Record
 from pa_npu.dispatch.work import GroupWork
+from pa_npu.engines.client import EngineClient
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
-from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.environments.registry import make_environment
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
@@ -198,7 +198,7 @@ async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: Store
     async with (
         RewardPool(config.reward) as rewards,
         serving(engine) as url,
-        EnginePool([VllmEngine(url, spec.vocab_size)]) as pool,
+        EnginePool([EngineClient(url, spec.vocab_size)]) as pool,
     ):
         await pool.engines[0].load_weights(0, deadline_s=30)
         with ThreadPoolExecutor(1) as store_thread:

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.roster import Roster
+from pa_npu.engines.client import EngineClient
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
-from pa_npu.engines.transformers.client import TransformersEngine
 from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engine_groups import Connection
 from pa_npu.publish.publisher import Publisher
@@ -96,7 +96,7 @@ class Job:
         self.roster = Roster(StoreChannel(dist.TCPStore(*address, wait_for_workers=False), "engines/"), KEY)
         for url in urls:
             self.roster.announce(url)
-        self.fleet = Fleet(self.config.rollout, self.pool, self.roster, lambda url: TransformersEngine(url, VOCAB, KEY))
+        self.fleet = Fleet(self.config.rollout, self.pool, self.roster, lambda url: EngineClient(url, VOCAB, KEY))
         stages = [self.publisher.manifest()]
         self.connection = Connection(address, "gloo", stages, stages, "cpu")
         self.publish = CoordinatorPublish(

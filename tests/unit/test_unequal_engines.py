@@ -93,7 +93,7 @@ def test_engines_on_other_devices_get_weights_through_host_memory_and_workers_ar
     shape = [(g.backend, g.stages[0]["name"], g.first_rank, g.world_size) for g in groups.of_members(members, 7)]
     assert shape == [("hccl", "s.7", 1, 5), ("hccl", "s.7", 3, 5), ("gloo", "s.host.7", 1, 3)]
     receivers = groups.receivers(members, 7)
-    assert (receivers.workers, receivers.host_workers, receivers.handles_workers) == (4, 2, 0)
+    assert (receivers.workers, receivers.host_workers) == (4, 2)
     late = groups.of_late(9)
     assert (late.backend, late.stages[0]["name"], late.world_size) == ("gloo", "late.9", 3)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from pa_npu.backends.fsdp.optimizer import ShardedAdamW, local
 from pa_npu.backends.fsdp.reduction import counted
 from pa_npu.backends.fsdp.weights import ShardedWeights
 from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
+from pa_npu.backends.in_step import InStep, filler
 from pa_npu.backends.offloaded import OffloadedState
 from pa_npu.backends.protocol import MicrobatchSource, Step
 from pa_npu.backends.reductions import GroupReductions
@@ -105,9 +107,13 @@ class FsdpBackend:
             return None
         model, dtype = self._models[late_from or "policy"], DTYPES[self._config.model.dtype]
         if not isinstance(model, Adapted) or self._config.publish.lora == "merged":
-            return self._whole(model, bucket_bytes, group)
+            return self._whole(model, bucket_bytes, group, on_host=late_from is not None)
         base = base_of(model, self._config.model.path, dtype) if self.place.publishes else None
-        return ShardedWeights(model, self._spec, self.place, bucket_bytes, torch.float32, group, base)
+        return ShardedWeights(
+            *(model, self._spec, self.place, bucket_bytes, torch.float32, group),
+            base=base,
+            on_host=late_from is not None,
+        )
 
     def name_policy(self, weights: PolicyState) -> None:
         self._weights["policy"] = weights
@@ -127,11 +133,10 @@ class FsdpBackend:
         with closing(self._in_step(microbatches)) as steps:
             for microbatch in steps:
                 start_s = now()
-                if microbatch is None:
-                    logprobs, entropy, _ = self._pass(_nothing(self._device), objective.entropy_gradient)
+                logprobs, entropy, frozen = self._pass(_inputs(microbatch), objective.entropy_gradient)
+                if microbatch.is_filler:
                     ((logprobs.sum() + entropy.sum()) * 0.0).backward()
                     continue
-                logprobs, entropy, frozen = self._pass(_inputs(microbatch), objective.entropy_gradient)
                 policy = Logprobs(logprobs, self._weights.get("policy"))
                 objective.loss(microbatch, Outputs(policy, entropy, frozen)).backward()
                 groups = ", ".join(map(str, microbatch.group_indices))
@@ -154,12 +159,10 @@ class FsdpBackend:
     def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
         with torch.no_grad():
             for microbatch in self._in_step(iter(microbatches)):
-                if microbatch is None:
-                    self._pass(_nothing(self._device), False)
-                    continue
                 on_device = microbatch.to(self._device)
                 logprobs, entropy, frozen = self._pass(_inputs(on_device), False)
-                take(on_device, Outputs(Logprobs(logprobs, self._weights.get("policy")), entropy, frozen))
+                if not microbatch.is_filler:
+                    take(on_device, Outputs(Logprobs(logprobs, self._weights.get("policy")), entropy, frozen))
 
     @torch.no_grad()
     def rounding(
@@ -210,20 +213,19 @@ class FsdpBackend:
             dist.destroy_process_group()
 
     def _whole(
-        self, model: ScoredModel | Adapted, bucket_bytes: int, group: dist.ProcessGroup | None
+        self, model: ScoredModel | Adapted, bucket_bytes: int, group: dist.ProcessGroup | None, on_host: bool = False
     ) -> ShardedWeights:
         """A model's weights, adapters merged into them."""
         source, dtype = Merged(model) if isinstance(model, Adapted) else model, DTYPES[self._config.model.dtype]
-        return ShardedWeights(source, self._spec, self.place, bucket_bytes, dtype, group)
+        return ShardedWeights(source, self._spec, self.place, bucket_bytes, dtype, group, on_host=on_host)
 
     def _logprobs(self, name: str, microbatches: list[Microbatch]) -> list[torch.Tensor]:
         """One model's, of each microbatch."""
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
         found = []
         for microbatch in self._in_step(iter(microbatches)):
-            inputs = _nothing(self._device) if microbatch is None else _inputs(microbatch)
-            logprobs, _ = self._models[name](*inputs, temperature, chunk, entropy=False)
-            if microbatch is not None:
+            logprobs, _ = self._models[name](*_inputs(microbatch), temperature, chunk, entropy=False)
+            if not microbatch.is_filler:
                 found.append(logprobs)
         return found
 
@@ -234,19 +236,12 @@ class FsdpBackend:
     def _state(self, with_reference: bool) -> dict[str, torch.Tensor]:
         return state_of(self._policy, self._optimizer, self._models["reference"] if with_reference else None)
 
-    def _in_step(self, microbatches: Iterator[Microbatch]) -> Generator[Microbatch | None, None, None]:
-        """The microbatches, and None while only other ranks have any."""
-        while True:
-            microbatch = next(microbatches, None)
-            if self._shard_group is None:
-                if microbatch is None:
-                    return
-            else:
-                one = torch.tensor([microbatch is not None], dtype=torch.int32, device=self._device)
-                dist.all_reduce(one, op=dist.ReduceOp.MAX)
-                if not one.item():
-                    return
-            yield microbatch
+    def _in_step(self, microbatches: Iterator[Microbatch]) -> Generator[Microbatch, None, None]:
+        """The microbatches, and fillers while only other ranks have any."""
+        if self._shard_group is None:
+            yield from microbatches
+        else:
+            yield from InStep(microbatches, dist.group.WORLD, partial(filler, 1, self._device), None)
 
     def _pass(
         self, inputs: tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor], entropy_gradient: bool
@@ -264,9 +259,3 @@ class FsdpBackend:
 
 def _inputs(microbatch: Microbatch) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
     return microbatch.tokens, microbatch.layout, microbatch.rows, microbatch.targets
-
-
-def _nothing(device: torch.device) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
-    """One token that predicts itself."""
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    return zero, PrefixLayout.from_sequences([1]), zero, zero

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from pa_npu.backends.fsdp.lora import PREFIX, Adapted
 from pa_npu.backends.fsdp.optimizer import local
-from pa_npu.backends.fsdp.weights import Rows, memory_of, rows_of
+from pa_npu.backends.fsdp.weights import Rows, rows_of
 from pa_npu.errors import DataError
 from pa_npu.families.model_directory import weight_files
 from pa_npu.families.safetensors_header import read_header
@@ -77,15 +77,14 @@ class _MergedRows(Rows):
     factor: float
     _whole: list[torch.Tensor] = field(default_factory=list)  # A, once it is gathered
 
-    def gather(self, group: dist.ProcessGroup | None) -> None:
+    def gather(self, group: dist.ProcessGroup | None, memory: torch.device) -> None:
         if not self._whole:
             own = rows_of(self.down, 0, True)
-            device = own.shard.device
-            whole = torch.zeros(self.down.numel(), dtype=torch.float32, device=memory_of(group, device))
+            whole = torch.zeros(self.down.numel(), dtype=torch.float32, device=memory)
             whole[own.start : own.start + own.shard.numel()].copy_(own.shard)
             if group is not None:
                 dist.all_reduce(whole, group=group)  # a sum with zeros
-            self._whole.append(whole.to(device).view(self.down.shape))
+            self._whole.append(whole.to(own.shard.device).view(self.down.shape))
 
     @torch.no_grad()
     def read(self, first: int, last: int) -> torch.Tensor:

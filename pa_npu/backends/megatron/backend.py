@@ -20,11 +20,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
 from pa_npu.algorithm.update_sums import ReducedGradient
 from pa_npu.attention import PrefixLayout
+from pa_npu.backends.in_step import InStep, filler, most, or_nothing
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.checkpoint.shards import PlannedShards
 from pa_npu.backends.megatron.checkpoint.state import CheckpointContents
 from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
-from pa_npu.backends.megatron.in_step import InStep, filler, most, or_nothing
 from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler, state_tensors
 from pa_npu.backends.megatron.reduction import WatchedReduction, gradient_size
 from pa_npu.backends.megatron.replay import Replay, replay_of
@@ -120,8 +120,8 @@ class MegatronBackend:
         group = self._shard_group if late_from is None else parallel.shard_group(HOST_BACKEND)
         if not place.sends:
             return None
-        model, to_host = self._stage.model(late_from or "policy"), late_from is not None
-        return StageTensors(model, self._spec, place, bucket_bytes, group, to_host)
+        model = self._stage.model(late_from or "policy")
+        return StageTensors(model, self._spec, place, bucket_bytes, group, on_host=late_from is not None)
 
     def name_policy(self, weights: PolicyState) -> None:
         self._stage.weights["policy"] = weights

@@ -3,11 +3,8 @@
     tokens [n, h] --router--> k experts each --dispatch--> rows sorted by expert --gated layers--> rows --combine--> tokens [n, h]
 
 A rank holds experts.count / EP whole experts, stacked: gate and up [local, 2 x ffn, hidden], down [local, hidden, ffn]. They are
-multiplied in one grouped product where the platform has it (FusedOps.grouped_linear), else one after another. Dispatch
-(trainer.expert_dispatch):
-
-    alltoall    each token's rows go to the ranks of its experts, and their results come back
-    allgather   every rank gets all tokens and computes what its experts make of them; the sums are scattered back
+multiplied in one grouped product where the platform has it (FusedOps.grouped_linear), else one after another. Each token's rows go
+to the ranks of its experts, and their results come back.
 
 Ranks of an expert group run through the same layers at the same time: all of them compute a microbatch, or none does. With tensor
 parallelism the sequence must be divided over its ranks (sequence_parallel), so that each token is dispatched once.
@@ -21,11 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
-from megatron.core.tensor_parallel.mappings import (
-    all_to_all,
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -173,12 +166,12 @@ class Router(MegatronModule):
 class MixtureMLP(MegatronModule):
     """The module in the place of a layer's feed-forward part."""
 
-    def __init__(self, config: TransformerConfig, experts: Experts, number: int, dispatch: str, ops: FusedOps) -> None:
+    def __init__(self, config: TransformerConfig, experts: Experts, number: int, ops: FusedOps) -> None:
         """number: of its layer among those with experts."""
         super().__init__(config)
         self.router = Router(config, experts, number)
         self.experts = ExpertWeights(config, experts, ops)
-        self._dispatch = _DISPATCH[dispatch if parallel.place().mesh.expert > 1 else "none"]
+        self._dispatch = _all_to_all if parallel.place().mesh.expert > 1 else _local
         self.microbatch: Microbatch | None = None
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -210,31 +203,6 @@ def _all_to_all(
     results = experts(_Spread.apply(arrived, local_order, 1), local_counts.tolist())
     back = all_to_all(group, _Spread.apply(results, _inverse(local_order), 1), sent_rows, received_rows)
     return _combine(back, weights, order)
-
-
-def _all_gather(
-    rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, experts: ExpertWeights
-) -> torch.Tensor:
-    group, rank = parallel.expert_group(), parallel.place().coordinate("expert")
-    most = torch.tensor(len(rows), device=rows.device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    pad = int(most) - len(rows)  # collectives of equal parts
-    everyones = torch.nn.functional.pad(chosen, (0, 0, 0, pad), value=-1)
-    everyones = gather_from_sequence_parallel_region(everyones, group=group).flatten()
-    own = everyones - rank * experts.num_local
-    picked = ((own >= 0) & (own < experts.num_local) & (everyones >= 0)).nonzero().squeeze(1)
-    order, counts = _by_expert(own[picked], experts.num_local)
-    picked = picked[order]
-    tokens = torch.div(picked, chosen.shape[1], rounding_mode="floor")
-    all_rows = gather_from_sequence_parallel_region(torch.nn.functional.pad(rows, (0, 0, 0, pad)), group=group)
-    all_weights = gather_from_sequence_parallel_region(torch.nn.functional.pad(weights, (0, 0, 0, pad)), group=group)
-    results = experts(all_rows.index_select(0, tokens), counts.tolist())
-    weighted = results.to(weights.dtype) * all_weights.flatten().index_select(0, picked).unsqueeze(1)
-    sums = torch.zeros(all_rows.shape, dtype=weights.dtype, device=rows.device).index_add(0, tokens, weighted)
-    return reduce_scatter_to_sequence_parallel_region(sums, group=group)[: len(rows)].to(rows.dtype)
-
-
-_DISPATCH = {"none": _local, "alltoall": _all_to_all, "allgather": _all_gather}
 
 
 def _by_expert(owners: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:

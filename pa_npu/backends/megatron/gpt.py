@@ -21,12 +21,10 @@ class GPT(GPTModel):
     The stage calls `hidden_states` and, where the LM head lives, `logprobs`; Megatron's own forward is not used.
     """
 
-    def __init__(
-        self, config: TransformerConfig, spec: ModelSpec, ops: FusedOps, implementation: str, dispatch: str
-    ) -> None:
+    def __init__(self, config: TransformerConfig, spec: ModelSpec, ops: FusedOps, implementation: str) -> None:
         super().__init__(
             config,
-            block_spec(config, spec, ops, implementation, dispatch),
+            block_spec(config, spec, ops, implementation),
             vocab_size=padded_vocab(spec, config.tensor_model_parallel_size),
             max_sequence_length=spec.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(),

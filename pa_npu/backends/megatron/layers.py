@@ -143,7 +143,7 @@ class SparseLayer(TransformerLayer):
 
 
 def block_spec(
-    config: TransformerConfig, spec: ModelSpec, ops: FusedOps, implementation: str, dispatch: str
+    config: TransformerConfig, spec: ModelSpec, ops: FusedOps, implementation: str
 ) -> TransformerBlockSubmodules:
     """Spec of this stage's transformer layers and of the final norm, which Megatron builds on the last stage only."""
     norm = ModuleSpec(module=RMSNorm, params={"ops": ops})
@@ -177,7 +177,7 @@ def block_spec(
     def sparse(number: int) -> ModuleSpec:
         assert spec.experts is not None, "only a mixture has sparse layers"
         place = {"experts": spec.experts, "number": spec.experts.layers.index(number)}
-        return layer(ModuleSpec(module=MixtureMLP, params={**place, "dispatch": dispatch, "ops": ops}), SparseLayer)
+        return layer(ModuleSpec(module=MixtureMLP, params={**place, "ops": ops}), SparseLayer)
 
     first = get_transformer_layer_offset(config)
     own = range(first, first + get_num_layers_to_build(config))

@@ -266,7 +266,7 @@ def build_stage(
     frozen_config = transformer_config(spec, config, platform, dtype=config.frozen_dtype, initialise=initialise)
 
     def build(megatron_config: TransformerConfig) -> GPT:
-        model = GPT(megatron_config, spec, ops, config.attention.implementation, config.trainer.expert_dispatch)
+        model = GPT(megatron_config, spec, ops, config.attention.implementation)
         if not initialise:
             _mark_tensor_parallel(model)
             with torch.no_grad():

@@ -21,12 +21,6 @@ def broken_engines(c: ConfigTree) -> Iterator[str]:
         )
     if r.attach and len(r.attach) != c.num_engines:
         yield f"rollout.attach: {len(r.attach)} URLs for rollout.engines = {r.engines}; list one URL per engine"
-    through = c.publish.shared_through
-    if through == "handles" and c.placement.nnodes > 1:
-        yield (
-            f"publish.shared_through: handles are for one machine, and placement.nnodes = {c.placement.nnodes}; set it to auto or "
-            f"host"
-        )
     if r.window != "auto" and r.window < r.responses_per_prompt:
         yield (
             f"rollout.window: {counted(r.window, 'sequence')} cannot hold one group of rollout.responses_per_prompt = "

@@ -51,7 +51,7 @@ CONDITIONS: tuple[Condition, ...] = (
         "only attached engines have a key already (rollout.attach)",
     ),
     Condition(
-        "publish.shared_through rollout.sleep",
+        "rollout.sleep",
         lambda c: c.num_shared_engines > 0,
         "it is for engines on the trainers' devices, of which there are none: set placement.colocate",
     ),

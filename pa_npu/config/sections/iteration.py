@@ -104,13 +104,6 @@ class PublishConfig(Section):
     bucket_mib: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = Field(
         "auto", description="Size of one bucket of the weight broadcast; auto goes by the device's free memory."
     )
-    shared_through: Literal["auto", "handles", "host"] = Field(
-        "auto",
-        description="How weights reach engines on the trainers' devices (placement.colocate). handles: "
-        "they map the memory of the trainers that send; host: through host memory. auto: in the other engines' group where the "
-        "backend of collectives can have two ranks on a device (gloo), else handles on one machine and host on several or with "
-        "rollout.attach.",
-    )
     timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
     lora: Literal["merged", "adapter"] = Field(
         "merged",
@@ -166,7 +159,6 @@ class CheckpointConfig(Section):
         description="auto: continue from the newest complete checkpoint of run.dir; where there is none, start from "
         "checkpoint.load or from the beginning.",
     )
-    asynchronous: bool = Field(True, description="Write checkpoints in the background, while training goes on.")
     timeout_s: float = Field(600.0, gt=0, description="Deadline of writing a checkpoint.")
     keep_last: int = Field(0, ge=0, description="Keep the newest n checkpoints and delete older ones; 0 keeps all.")
     keep_best: int = Field(

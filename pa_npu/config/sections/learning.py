@@ -177,11 +177,6 @@ class TrainerConfig(Section):
         description="Expert-parallel size (EP): ranks of a stage, over tensor-parallel ones and replicas, that share a mixture's "
         "experts; each holds whole ones.",
     )
-    expert_dispatch: Literal["alltoall", "allgather"] = Field(
-        "alltoall",
-        description="How tokens come to experts of other ranks: each to where its experts are, or all to all ranks, which is less "
-        "work for few ranks or many experts per token.",
-    )
     sequence_parallel: bool = Field(False, description="Shard norms and residuals over TP along the sequence (SP).")
     distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data-parallel ranks.")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")

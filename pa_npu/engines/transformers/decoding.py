@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pa_npu.engines.transformers.routes import RouteRecorder
@@ -38,19 +40,18 @@ class Prefilled:
 
     cache: Any
     scores: torch.Tensor
-    routes: bytes = b""
+    routes: npt.NDArray[np.uint16]
 
 
 @dataclass
 class Response:
-    """A response in the making; finish_reason is None until it ends. routes: of the tokens behind the prompt that were computed."""
+    """A response in the making; finish_reason is None until it ends. routes: of the tokens that were computed, pass by pass."""
 
     wish: Wish
     generator: torch.Generator
     cache: Any
     scores: torch.Tensor
-    prompt_routes: bytes = b""
-    routes: bytearray = field(default_factory=bytearray)
+    routes: list[npt.NDArray[np.uint16]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -70,7 +71,7 @@ class Decoder:
 
     def begin(self, prefilled: Prefilled, seed: int, wish: Wish) -> Response:
         generator = torch.Generator().manual_seed(seed)
-        response = Response(wish, generator, copy.deepcopy(prefilled.cache), prefilled.scores, prefilled.routes)
+        response = Response(wish, generator, copy.deepcopy(prefilled.cache), prefilled.scores, [prefilled.routes])
         for token in wish.written:
             if wish.temperature:
                 torch.multinomial(torch.ones_like(response.scores), 1, generator=generator)
@@ -103,7 +104,7 @@ class Decoder:
 
     def _go_on(self, response: Response, token: int) -> None:
         response.cache, response.scores = self._forward([token], response.cache)
-        response.routes += self._recorder.take()
+        response.routes.append(self._recorder.take())
 
     @torch.inference_mode()
     def _forward(self, tokens: Sequence[int], cache: Any) -> tuple[Any, torch.Tensor]:

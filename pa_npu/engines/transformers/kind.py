@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from pa_npu.config.schema import Config
-from pa_npu.engines.http_client import directory_in, get_json
+from pa_npu.engines.client import EngineClient, served_model
 from pa_npu.engines.interpreter import distributions
 from pa_npu.engines.registry import EngineKind
-from pa_npu.engines.transformers.client import TransformersEngine
 from pa_npu.engines.transformers.command import check_keys, server_command
 from pa_npu.errors import ConfigError, UserError
 
@@ -38,14 +38,9 @@ def describe(config: Config | None) -> tuple[str, str | None]:
     return f"{names} ({interpreter})", None
 
 
-def served_model(url: str, key: str) -> str:
-    """The model directory that a running engine was started with."""
-    return directory_in(get_json(f"{url}/info", key), "model")
-
-
 TRANSFORMERS = EngineKind(
     server_command,
-    TransformersEngine,
+    partial(EngineClient, kind="transformers"),
     check_keys,
     check,
     describe,

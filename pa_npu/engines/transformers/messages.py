@@ -1,19 +1,29 @@
-"""Messages between the transformers engine and its client: one JSON object per request and answer, checked on both sides."""
+"""Requests that the transformers engine's server reads, checked: what pa_npu.engines.codec writes, and nothing that is ignored."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
 Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+Zero = Annotated[float, msgspec.Meta(ge=0, le=0)]
+One = Annotated[float, msgspec.Meta(ge=1, le=1)]
 
 
-class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Response i follows from seed + i. written: the beginning of a lone response, of which the rest is asked for. routes: say
+class Extra(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """drawn: so many of the prompt's last tokens are the beginning of a lone response, of which the rest is asked for. routes: say
     which experts each token took."""
 
+    drawn: Annotated[int, msgspec.Meta(ge=0)] = 0
+    routes: int = 0
+
+
+class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Response i follows from seed + i. logprobs: 0 asks for them."""
+
+    model: str
     prompt: Annotated[list[int], msgspec.Meta(min_length=1)]
     n: Count
     seed: Seed
@@ -21,68 +31,19 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     temperature: Annotated[float, msgspec.Meta(ge=0)]
     stop_token_ids: list[int]
     ignore_eos: bool
-    logprobs: bool
-    stop: list[str] = []
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    written: list[int] = []
-    routes: bool = False
+    top_k: Literal[-1] = -1
+    min_p: Zero = 0.0
+    repetition_penalty: One = 1.0
+    presence_penalty: Zero = 0.0
+    frequency_penalty: Zero = 0.0
+    return_token_ids: bool = True
+    stop: list[str] = []
+    include_stop_str_in_output: bool = True
+    logprobs: Literal[0] | None = None
+    vllm_xargs: Extra = Extra()
 
 
-class GeneratedResponse(msgspec.Struct):
-    """routes: of the tokens behind the prompt that were computed, which the last one is not where it ends the response."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    text: str
-    finish_reason: str
-    routes: bytes = b""
-
-
-class GenerateAnswer(msgspec.Struct):
-    """routes: of the prompt, uint16 [tokens, layers with experts, experts per token]."""
-
-    responses: list[GeneratedResponse]
-    routes: bytes = b""
-
-
-class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """As pa_npu.engines.protocol.WeightGroups."""
-
-    host: str
-    port: int
-    rank: int
-    world_size: int
-    stages: list[dict[str, Any]]
-    backend: str
-    timeout_s: float
-
-
-class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """As RolloutEngine.load_weights."""
-
-    version: Annotated[int, msgspec.Meta(ge=0)]
-    begins_within_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
-
-
-class VersionRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """As RolloutEngine.prepare_weights and swap_weights."""
-
-    version: Annotated[int, msgspec.Meta(ge=0)]
-
-
-class WeightsAnswer(msgspec.Struct):
-    """Per worker, of which there is one. host_bytes, device_bytes: MemoryPeak of a load; None without one."""
-
-    versions: list[int | None]
-    digests: list[list[str]]
-    host_bytes: int | None = None
-    device_bytes: int | None = None
-
-
-class InfoAnswer(msgspec.Struct):
-    """model: the directory that the engine was started with. version: of the software."""
-
-    model: str
-    version: str
-    max_num_seqs: int
-    records_routes: bool = False
+class WorkerCall(msgspec.Struct, forbid_unknown_fields=True):
+    method: str
+    args: list[Any]

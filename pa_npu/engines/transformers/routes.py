@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+NO_ROUTES = np.zeros((0, 0, 0), np.uint16)
 
 
 class RouteRecorder:
@@ -18,10 +21,10 @@ class RouteRecorder:
         for router in routers:
             router.register_forward_hook(self._note)
 
-    def take(self) -> bytes:
-        """The routes of the pass since the last call, uint16 [tokens, layers, experts per token]; nothing of a dense model."""
+    def take(self) -> npt.NDArray[np.uint16]:
+        """The routes of the pass since the last call, uint16 [tokens, layers, experts per token]; [0, 0, 0] of a dense model."""
         chosen, self._chosen = self._chosen, []
-        return torch.stack(chosen, 1).cpu().numpy().astype(np.uint16).tobytes() if chosen else b""
+        return torch.stack(chosen, 1).cpu().numpy().astype(np.uint16) if chosen else NO_ROUTES
 
     def _note(self, router: torch.nn.Module, given: Any, output: Any) -> None:
         """output: with the indices of the experts, [tokens, experts per token], behind scores and weights."""

@@ -2,9 +2,11 @@
 
     python -m pa_npu.engines.transformers.server --model DIRECTORY --host 127.0.0.1 --port 8000
 
-    GET  /health      open to all                  GET  /info        what it is
-    POST /generate    responses to a prompt        GET  /weights     the version it holds
-    POST /join        the trainers' groups         POST /load        receive and load a version; nothing may be in flight
+    GET  /health            open to all                  GET  /version, /v1/models    what it is
+    POST /v1/completions    responses to a prompt        POST /pause, /resume         responses in flight end as they stand
+    POST /collective_rpc    the calls of pa_npu.engines.vllm.worker, of which a load wants nothing in flight
+
+These are vLLM's paths, so that one client asks every engine (pa_npu.engines.client).
 
 Paths but /health want the API key of the environment's VLLM_API_KEY; without one it refuses everything.
 """
@@ -13,15 +15,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import importlib.metadata
+import io
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -29,16 +35,8 @@ from aiohttp.typedefs import Handler
 from pa_npu import platform
 from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, Identity, authorised
 from pa_npu.engines.transformers.decoding import Decoder, Response, Wish
-from pa_npu.engines.transformers.messages import (
-    GenerateAnswer,
-    GeneratedResponse,
-    GenerateRequest,
-    InfoAnswer,
-    JoinRequest,
-    LoadRequest,
-    VersionRequest,
-    WeightsAnswer,
-)
+from pa_npu.engines.transformers.messages import CompletionRequest, WorkerCall
+from pa_npu.engines.transformers.routes import NO_ROUTES
 from pa_npu.engines.transformers.scheduler import Busy, Scheduler
 from pa_npu.engines.transformers.weights import WeightReceiver
 from pa_npu.families.model_directory import load_tokenizer
@@ -47,6 +45,7 @@ from pa_npu.platform.memory_peaks import ResidentPeak, device_peak_bytes, own_pr
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LARGEST_REQUEST_BYTES = 2**26
+_WORKERS_PATH = "/collective_rpc"
 
 
 class Refused(Exception):
@@ -74,7 +73,6 @@ class Server:
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._end_token_ids = _end_token_ids(model.config)
         self._identity = Identity()
-        self._digests: tuple[str, ...] = ()
         self._device = device
         self._peak = ResidentPeak(own_processes)
         self._weights = WeightReceiver(model, device, path)
@@ -87,14 +85,12 @@ class Server:
             client_max_size=_LARGEST_REQUEST_BYTES, middlewares=[self._guard, self._sign, self._explain]
         )
         app.router.add_get(OPEN_PATH, self._health)
-        app.router.add_get("/info", self._info)
-        app.router.add_get("/weights", self._loaded)
-        app.router.add_post("/generate", self._generate)
-        app.router.add_post("/hand_on", self._hand_on)
-        app.router.add_post("/join", self._join)
-        app.router.add_post("/load", self._load)
-        app.router.add_post("/prepare", self._prepare)
-        app.router.add_post("/swap", self._swap)
+        app.router.add_get("/version", self._say_version)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/pause", self._pause)
+        app.router.add_post("/resume", self._resume)
+        app.router.add_post(_WORKERS_PATH, self._call_worker)
         return app
 
     def close(self) -> None:
@@ -111,8 +107,8 @@ class Server:
     async def _sign(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         version = self._identity.version
         response = await handler(request)
-        loads = request.path in ("/load", "/swap")
-        response.headers.update(self._identity.headers(self._identity.version if loads else version))
+        may_load = request.path == _WORKERS_PATH
+        response.headers.update(self._identity.headers(self._identity.version if may_load else version))
         return response
 
     @web.middleware
@@ -132,82 +128,104 @@ class Server:
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self._scheduler.alive else 500)
 
-    async def _info(self, request: web.Request) -> web.Response:
-        version = importlib.metadata.version("transformers")
-        return _json(InfoAnswer(self._path, f"transformers {version}", self._max_num_seqs, self._records_routes))
+    async def _say_version(self, request: web.Request) -> web.Response:
+        return _json({"version": f"transformers {importlib.metadata.version('transformers')}"})
 
-    async def _generate(self, request: web.Request) -> web.Response:
-        asked = msgspec.json.decode(await request.read(), type=GenerateRequest)
-        room = self._max_model_len - len(asked.prompt) - len(asked.written)
+    async def _models(self, request: web.Request) -> web.Response:
+        return _json({"data": [{"root": self._path}]})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        asked = msgspec.json.decode(await request.read(), type=CompletionRequest)
+        room = self._max_model_len - len(asked.prompt)
         if room < 1:
             raise Refused(
                 f"the prompt has {len(asked.prompt)} tokens, but the maximum context length is {self._max_model_len}"
             )
-        if not all(0 <= token < self._vocab_size for token in (*asked.prompt, *asked.written)):
+        if not all(0 <= token < self._vocab_size for token in asked.prompt):
             raise Refused(f"the prompt has token ids outside of the vocabulary of {self._vocab_size}")
+        begun = len(asked.prompt) - asked.vllm_xargs.drawn
+        prompt, written = asked.prompt[:begun], asked.prompt[begun:]
         ends = frozenset() if asked.ignore_eos else self._end_token_ids | frozenset(asked.stop_token_ids)
         stops = partial(self._says_one_of, asked.stop) if asked.stop else None
-        wish = Wish(min(asked.max_tokens, room), asked.temperature, ends, stops, asked.top_p, asked.written)
+        wish = Wish(min(asked.max_tokens, room), asked.temperature, ends, stops, asked.top_p, written)
         seeds = range(asked.seed, asked.seed + asked.n)
-        responses = await asyncio.wrap_future(self._scheduler.generate(asked.prompt, seeds, wish))
-        answer = GenerateAnswer([self._answer(response, asked.logprobs, ends) for response in responses])
-        if asked.routes:
-            answer.routes = responses[0].prompt_routes
-            for said, response in zip(answer.responses, responses, strict=True):
-                said.routes = bytes(response.routes)
-        return _json(answer)
+        responses = await asyncio.wrap_future(self._scheduler.generate(prompt, seeds, wish))
+        choices = [self._choice(index, one, asked, ends) for index, one in enumerate(responses)]
+        return _json({"choices": choices})
 
-    async def _hand_on(self, request: web.Request) -> web.Response:
+    async def _pause(self, request: web.Request) -> web.Response:
         await asyncio.wrap_future(self._scheduler.call(self._scheduler.hand_on))
+        return web.Response()
+
+    async def _resume(self, request: web.Request) -> web.Response:
         return web.Response()
 
     def _says_one_of(self, texts: Sequence[str], tokens: Sequence[int]) -> bool:
         said = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return any(text in said for text in texts)
 
-    def _answer(self, response: Response, with_logprobs: bool, ends: frozenset[int]) -> GeneratedResponse:
+    def _choice(self, index: int, response: Response, asked: CompletionRequest, ends: frozenset[int]) -> dict[str, Any]:
         ended = bool(response.tokens) and response.tokens[-1] in ends
         text = self._tokenizer.decode(response.tokens[: -1 if ended else None], skip_special_tokens=True)
-        logprobs = response.logprobs if with_logprobs else []
-        return GeneratedResponse(response.tokens, logprobs, text, str(response.finish_reason))
+        reason = "abort" if response.finish_reason == "cut" else response.finish_reason
+        choice = {"index": index, "text": text, "token_ids": response.tokens, "finish_reason": reason}
+        if asked.logprobs is not None:
+            choice["logprobs"] = {"token_logprobs": response.logprobs}
+        if asked.vllm_xargs.routes:
+            np.save(file := io.BytesIO(), np.concatenate(response.routes or [NO_ROUTES]))
+            choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+        return choice
 
-    async def _loaded(self, request: web.Request) -> web.Response:
-        return _json(await asyncio.wrap_future(self._scheduler.call(self._held)))
+    async def _call_worker(self, request: web.Request) -> web.Response:
+        asked = msgspec.json.decode(await request.read(), type=WorkerCall)
+        calls: dict[str, Callable[..., Future[dict[str, Any]]]] = {
+            "pa_connect": self._join,
+            "pa_receive": partial(self._change, self._weights.load),
+            "pa_prepare": self._prepare,
+            "pa_prepared": self._prepared,
+            "pa_swap": partial(self._change, self._weights.swap),
+            "pa_version": self._loaded,
+        }
+        if asked.method not in calls:
+            raise Refused(f"{asked.method:.60} is not one of {', '.join(calls)}")
+        return _json({"results": [await asyncio.wrap_future(calls[asked.method](*asked.args))]})
 
-    def _held(self) -> WeightsAnswer:
-        return WeightsAnswer([self._identity.version], [list(self._digests)] if self._digests else [])
+    def _loaded(self) -> Future[dict[str, Any]]:
+        said = {"continues": True, "sleeps": False, "routes": self._records_routes}
+        return self._scheduler.call(lambda: {"version": self._identity.version, **said})
 
-    async def _join(self, request: web.Request) -> web.Response:
-        asked = msgspec.json.decode(await request.read(), type=JoinRequest)
-        await asyncio.wrap_future(self._scheduler.call(lambda: self._weights.join(asked), alone=True))
-        return web.Response()
+    def _join(self, *groups: Any) -> Future[dict[str, Any]]:
+        def join() -> dict[str, Any]:
+            self._weights.join(*groups)
+            return {}
 
-    async def _load(self, request: web.Request) -> web.Response:
-        asked = msgspec.json.decode(await request.read(), type=LoadRequest)
+        return self._scheduler.call(join, alone=True)
 
-        return await self._change(asked.version, lambda: self._weights.load(asked.version, asked.begins_within_s))
+    def _prepare(self, version: int) -> Future[dict[str, Any]]:
+        def prepare() -> dict[str, Any]:
+            self._weights.prepare(version)
+            return {}
 
-    async def _prepare(self, request: web.Request) -> web.Response:
-        asked = msgspec.json.decode(await request.read(), type=VersionRequest)
-        digests = await asyncio.to_thread(self._weights.prepare, asked.version)
-        return _json(WeightsAnswer([asked.version], [list(digests)]))
+        return self._scheduler.call(prepare)
 
-    async def _swap(self, request: web.Request) -> web.Response:
-        asked = msgspec.json.decode(await request.read(), type=VersionRequest)
-        return await self._change(asked.version, lambda: self._weights.swap(asked.version))
+    def _prepared(self, version: int) -> Future[dict[str, Any]]:
+        def look() -> dict[str, Any]:
+            digests = self._weights.prepared(version)
+            return {"version": None if digests is None else version, "digests": digests or ()}
 
-    async def _change(self, version: int, change: Callable[[], tuple[str, ...]]) -> web.Response:
+        return self._scheduler.call(look)
+
+    def _change(self, change: Callable[..., tuple[str, ...]], version: int, *limits: float) -> Future[dict[str, Any]]:
         """The model takes a version between two tokens, while nothing is in flight. change: returns its digests."""
 
-        def load() -> WeightsAnswer:
-            self._identity.version, self._digests = None, ()
-            self._digests = change()
+        def load() -> dict[str, Any]:
+            self._identity.version = None
+            digests = change(version, *limits)
             self._identity.version = version
-            held = self._held()
-            held.host_bytes, held.device_bytes = self._peak.take(), device_peak_bytes(self._device.type)
-            return held
+            memory = {"host": self._peak.take(), "device": device_peak_bytes(self._device.type)}
+            return {"version": version, "digests": digests, "memory": memory}
 
-        return _json(await asyncio.wrap_future(self._scheduler.call(load, alone=True)))
+        return self._scheduler.call(load, alone=True)
 
 
 def _json(answer: object) -> web.Response:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from pa_npu.engines.transformers.messages import JoinRequest
 from pa_npu.families.wire_names import stored_tensors, wire_weights
 from pa_npu.weight_transfer.receiver import Receiver
 from pa_npu.weight_transfer.second_buffer import SecondBuffer
 from pa_npu.weight_transfer.transport import WeightSyncError
-
-_LOOK_EVERY_S = 0.5
 
 
 class WeightReceiver:
@@ -26,18 +23,27 @@ class WeightReceiver:
         self._receiver: Receiver | None = None
         self._second = SecondBuffer()
 
-    def join(self, asked: JoinRequest) -> None:
+    def join(
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        stages: Sequence[Mapping[str, Any]],
+        backend: str,
+        timeout_s: float,
+    ) -> None:
         """Join the groups, after leaving those of before."""
         self.close()
         config: Any = self._model.config
         self._receiver = Receiver.join(
-            (asked.host, asked.port),
-            asked.stages,
-            rank=asked.rank,
-            world_size=asked.world_size,
-            backend=asked.backend,
+            (host, port),
+            stages,
+            rank=rank,
+            world_size=world_size,
+            backend=backend,
             device=self._device,
-            timeout_s=asked.timeout_s,
+            timeout_s=timeout_s,
             model=config.get_text_config(),
             directory=self._directory,
         )
@@ -55,13 +61,13 @@ class WeightReceiver:
         self._take(version, receiver.whole(received), lambda p, t: p.copy_(t))
         return receiver.digests
 
-    def prepare(self, version: int) -> tuple[str, ...]:
-        """Receive `version` beside what the model does; returns the digests. Not on the model's thread. Raises WeightSyncError."""
-        receiver = self._connected()
-        self._second.begin(receiver, version)
-        while (digests := self._second.received(version, wait_s=_LOOK_EVERY_S)) is None:
-            pass  # the receiver has a deadline
-        return digests
+    def prepare(self, version: int) -> None:
+        """Begin to receive `version` beside what the model does. Raises WeightSyncError."""
+        self._second.begin(self._connected(), version)
+
+    def prepared(self, version: int) -> tuple[str, ...] | None:
+        """The digests of what was received; None before. Raises what went wrong."""
+        return self._second.received(version)
 
     @torch.no_grad()
     def swap(self, version: int) -> tuple[str, ...]:

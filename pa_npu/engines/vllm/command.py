@@ -9,8 +9,8 @@ import tempfile
 from pa_npu import platform
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import RolloutConfig
+from pa_npu.engines.codec import SERVED_MODEL
 from pa_npu.engines.registry import EngineCommand, import_path
-from pa_npu.engines.vllm.codec import SERVED_MODEL
 from pa_npu.engines.vllm.versions import EngineVersion, engine_version, environment, graph_arguments
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 
 from pa_npu.config.schema import Config
-from pa_npu.engines.http_client import directory_in, get_json
+from pa_npu.engines.client import EngineClient, served_model
 from pa_npu.engines.registry import EngineKind
 from pa_npu.engines.vllm.arguments import check_extra_arguments
 from pa_npu.engines.vllm.ascend import installation_problem
-from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.engines.vllm.command import check_model, server_command
 from pa_npu.engines.vllm.tool_calls import tool_parser
 from pa_npu.engines.vllm.versions import engine_version, environment, installed, select
@@ -46,14 +45,9 @@ def describe(config: Config | None) -> tuple[str, str | None]:
     return f"{names} ({row.name}, for {row.device}; {interpreter})", installation_problem(row, python)
 
 
-def served_model(url: str, key: str) -> str:
-    """The model directory that a running engine was started with."""
-    return directory_in(get_json(f"{url}/v1/models", key), "data", 0, "root")
-
-
 VLLM = EngineKind(
     server_command,
-    VllmEngine,
+    EngineClient,
     check_keys,
     check,
     describe,

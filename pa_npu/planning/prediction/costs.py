@@ -166,8 +166,6 @@ def _dispatched_bytes(config: Config, spec: ModelSpec, element: int) -> float:
     if spec.experts is None or ranks == 1:
         return 0.0
     exchanged = 4 * element * spec.experts.per_token * (ranks - 1) / ranks
-    if config.trainer.expert_dispatch == "allgather":  # there in the weights' type, and back the sums in fp32
-        exchanged = 2.0 * (element + _FP32) * (ranks - 1)
     return len(spec.experts.layers) * spec.hidden_size * exchanged / config.mesh.tensor
 
 

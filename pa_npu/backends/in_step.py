@@ -1,7 +1,8 @@
-"""Replicas that share experts, one microbatch at a time: whoever has fewer computes fillers beside the others' last ones.
+"""Ranks that compute one microbatch at a time together: whoever has fewer computes fillers beside the others' last ones.
 
-An exchange of tokens with experts of other ranks is a collective, so that all ranks of an expert group must compute as many
-microbatches. How many a replica has follows from its groups' sizes and from packing, and is often not known before the last.
+An exchange of tokens with experts of other ranks is a collective, and so is gathering a layer, so that all of a group must compute
+as many microbatches. How many a replica has follows from its groups' sizes and from packing, and is often not known before the
+last.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class InStep:
     def __init__(
         self,
         microbatches: Iterable[Microbatch],
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         make_filler: Callable[[], Microbatch],
         is_last: Callable[[], bool] | None,
     ) -> None:

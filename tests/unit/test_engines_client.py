@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from pa_npu.engines import http_client
+from pa_npu.engines import client as client_module
+from pa_npu.engines.client import EngineClient
 from pa_npu.engines.http_server import VERSION_HEADER
 from pa_npu.engines.protocol import EngineError, EngineGone, Sampling, WeightGroups
-from pa_npu.engines.vllm.client import VllmEngine
 from pa_npu.errors import DeadlineExceeded
 from tools.stand_in import Speed, StandInEngine, serving
 
@@ -22,7 +22,7 @@ SAMPLING = Sampling(max_tokens=12, temperature=1.0, stop_token_ids=(2,))
 
 
 async def test_one_request_for_a_group_equals_single_requests_with_the_following_seeds():
-    async with serving(StandInEngine(Speed())) as url, VllmEngine(url, 1000) as client:
+    async with serving(StandInEngine(Speed())) as url, EngineClient(url, 1000) as client:
         group = await client.generate(PROMPT, 4, 40, SAMPLING, deadline_s=5)
         singles = [(await client.generate(PROMPT, 1, 40 + i, SAMPLING, deadline_s=5))[0] for i in range(4)]
     assert [c.tokens.tolist() for c in group] == [c.tokens.tolist() for c in singles]
@@ -34,13 +34,13 @@ async def test_one_request_for_a_group_equals_single_requests_with_the_following
 
 async def test_exactly_max_tokens_where_the_end_is_ignored():
     sampling = Sampling(max_tokens=9, temperature=1.0, ignore_eos=True, logprobs=False)
-    async with serving(StandInEngine(Speed())) as url, VllmEngine(url, 1000) as client:
+    async with serving(StandInEngine(Speed())) as url, EngineClient(url, 1000) as client:
         group = await client.generate(PROMPT, 3, 1, sampling, deadline_s=5)
     assert [(len(c.tokens), c.finish_reason, len(c.logprobs)) for c in group] == [(9, "length", 0)] * 3
 
 
 async def test_smaller_vocabulary_than_the_engine_has_is_noticed():
-    async with serving(StandInEngine(Speed(), vocab_size=1000)) as url, VllmEngine(url, 10) as client:
+    async with serving(StandInEngine(Speed(), vocab_size=1000)) as url, EngineClient(url, 10) as client:
         with pytest.raises(EngineError, match="outside of the vocabulary of 10; does it serve another model"):
             await client.generate(PROMPT, 8, 0, SAMPLING, deadline_s=5)
 
@@ -52,7 +52,7 @@ async def test_it_sleeps_without_its_weights_and_is_woken_by_vllms_own_paths():
         asked.append(request.path_qs)
         return web.json_response({})
 
-    async with server({"/sleep": note, "/wake_up": note}) as url, VllmEngine(url, 10) as client:
+    async with server({"/sleep": note, "/wake_up": note}) as url, EngineClient(url, 10) as client:
         await client.sleep(deadline_s=5)
         await client.wake(deadline_s=5)
     assert asked == ["/sleep?level=2", "/wake_up"]
@@ -66,7 +66,7 @@ async def test_worker_calls_reach_the_engine_and_never_carry_a_timeout():
         return web.json_response({"results": [{"version": 3}, {"version": 3}]}, headers={VERSION_HEADER: "3"})
 
     groups = WeightGroups(("10.0.0.1", 29400), 3, 5, [{"name": "stage", "manifest": "{}"}], "hccl", 60.0)
-    async with server({"/collective_rpc": collective_rpc}) as url, VllmEngine(url, 10) as client:
+    async with server({"/collective_rpc": collective_rpc}) as url, EngineClient(url, 10) as client:
         await client.join_weight_groups(groups, deadline_s=5)
         assert (await client.load_weights(3, deadline_s=5)).versions == (3, 3)
         assert (await client.loaded_weights(deadline_s=5)).versions == (3, 3)
@@ -83,7 +83,7 @@ async def test_workers_that_say_no_version_are_an_error_of_the_engine(version):
     async def collective_rpc(request: web.Request) -> web.Response:
         return web.json_response({"results": [{"version": version}]})
 
-    async with server({"/collective_rpc": collective_rpc}) as url, VllmEngine(url, 10) as client:
+    async with server({"/collective_rpc": collective_rpc}) as url, EngineClient(url, 10) as client:
         with pytest.raises(EngineError, match="its workers say that they hold weight versions"):
             await client.loaded_weights(deadline_s=5)
 
@@ -96,14 +96,14 @@ async def test_api_key_from_the_environment_is_sent(monkeypatch):
         seen.append(request.headers.get("Authorization"))
         return web.Response()
 
-    async with server({"/health": health}) as url, VllmEngine(url, 10) as client:
+    async with server({"/health": health}) as url, EngineClient(url, 10) as client:
         await client.check_health(deadline_s=5)
     assert seen == ["Bearer secret"]
 
 
 async def test_a_hanging_engine_ends_in_deadline_exceeded_within_the_deadline():
     # 1000 s per step
-    async with serving(StandInEngine(Speed(step_s=1000.0))) as url, VllmEngine(url, 1000) as client:
+    async with serving(StandInEngine(Speed(step_s=1000.0))) as url, EngineClient(url, 1000) as client:
         start = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"/v1/completions not answered within 0.2 s"):
             await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=0.2)
@@ -114,13 +114,13 @@ async def test_refusal_names_engine_request_status_and_reason():
     async def complete(request: web.Request) -> web.Response:
         return web.json_response({"error": {"message": "prompt too long"}}, status=400)
 
-    async with server({"/v1/completions": complete}) as url, VllmEngine(url, 10) as client:
+    async with server({"/v1/completions": complete}) as url, EngineClient(url, 10) as client:
         with pytest.raises(EngineError, match=rf"engine {url}: /v1/completions answered 400: .*prompt too long"):
             await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=5)
 
 
 async def test_an_endless_or_dripping_answer_costs_bounded_memory_and_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pa_npu.engines.http_client._ANSWER_BYTES", 2**20)
+    monkeypatch.setattr("pa_npu.engines.client.ANSWER_BYTES", 2**20)
     sent = 0
 
     async def endless(request: web.Request) -> web.StreamResponse:
@@ -138,11 +138,11 @@ async def test_an_endless_or_dripping_answer_costs_bounded_memory_and_time(monke
             await response.write(b" ")
             await asyncio.sleep(0.02)
 
-    async with server({"/v1/completions": endless}) as url, VllmEngine(url, 10) as client:
+    async with server({"/v1/completions": endless}) as url, EngineClient(url, 10) as client:
         with pytest.raises(EngineError, match=r"/v1/completions answered more than \d+ bytes"):
             await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=30)
     assert sent < 2**26
-    async with server({"/v1/completions": drip}) as url, VllmEngine(url, 10) as client:
+    async with server({"/v1/completions": drip}) as url, EngineClient(url, 10) as client:
         with pytest.raises(DeadlineExceeded, match=r"/v1/completions not answered within 0.5 s"):
             await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=0.5)
 
@@ -153,7 +153,7 @@ async def test_engine_that_dies_while_generating_is_an_engine_error():
         request.transport.abort()
         return web.Response()
 
-    async with server({"/v1/completions": die}) as url, VllmEngine(url, 10) as client:
+    async with server({"/v1/completions": die}) as url, EngineClient(url, 10) as client:
         with pytest.raises(EngineError, match="it has probably died, see its log"):
             await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=5)
 
@@ -161,7 +161,7 @@ async def test_engine_that_dies_while_generating_is_an_engine_error():
 async def test_waiting_for_an_engine_that_never_comes_ends_at_the_deadline():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
-        async with VllmEngine(f"http://127.0.0.1:{reserved.getsockname()[1]}", 10) as client:
+        async with EngineClient(f"http://127.0.0.1:{reserved.getsockname()[1]}", 10) as client:
             with pytest.raises(DeadlineExceeded, match=r"not ready after 0.3 s .*see the engine's log"):
                 await client.wait_ready(deadline_s=0.3)
 
@@ -170,7 +170,7 @@ async def test_an_engine_that_loses_its_workers_while_it_is_greeted_is_not_waite
     monkeypatch,
 ):
     """Its server is healthy, and a call of its workers is never answered."""
-    monkeypatch.setattr(http_client, "_CAPABILITIES_WITHIN_S", 0.2)
+    monkeypatch.setattr(client_module, "_CAPABILITIES_WITHIN_S", 0.2)
 
     async def answer(request: web.Request) -> web.Response:
         return web.json_response({"version": "0.32"})
@@ -180,7 +180,7 @@ async def test_an_engine_that_loses_its_workers_while_it_is_greeted_is_not_waite
         return web.Response()
 
     handlers = {"/health": answer, "/version": answer, "/collective_rpc": silent}
-    async with server(handlers) as url, VllmEngine(url, 10) as client:
+    async with server(handlers) as url, EngineClient(url, 10) as client:
         with pytest.raises(DeadlineExceeded, match=r"pa_version on its workers not answered within 0.2 s"):
             await client.wait_ready(deadline_s=20)
 
@@ -189,7 +189,7 @@ async def test_stand_in_has_the_throughput_it_was_set_to():
     """16 sequences of 40 tokens at 1 ms + 0.25 ms per sequence and token: 40 * 5 ms, alone 40 * 1.25 ms."""
     engine = StandInEngine(Speed(step_s=0.001, sequence_s=0.00025, stride=4))
     sampling = Sampling(max_tokens=40, temperature=1.0, ignore_eos=True)
-    async with serving(engine) as url, VllmEngine(url, 1000) as client:
+    async with serving(engine) as url, EngineClient(url, 1000) as client:
         start = time.monotonic()
         await client.generate(PROMPT, 1, 0, sampling, deadline_s=5)
         alone = time.monotonic() - start
@@ -232,7 +232,7 @@ async def test_closing_the_client_ends_a_request_whose_answer_is_on_its_way():
         await ended.wait()
         return response
 
-    async with server({"/v1/completions": answer}) as url, VllmEngine(url, 10) as client:
+    async with server({"/v1/completions": answer}) as url, EngineClient(url, 10) as client:
         request = asyncio.create_task(client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=60))
         await begun.wait()
         while not client._responses:
@@ -251,7 +251,7 @@ async def test_calls_of_the_workers_share_no_connection_and_generation_does():
         connections.setdefault(request.path, []).append(request.transport)
         return web.Response(status=400, text="no")
 
-    async with server({"/collective_rpc": answer, "/v1/completions": answer}) as url, VllmEngine(url, 10) as client:
+    async with server({"/collective_rpc": answer, "/v1/completions": answer}) as url, EngineClient(url, 10) as client:
         for _ in range(2):
             with pytest.raises(EngineError, match="answered 400: no"):
                 await client.loaded_weights(deadline_s=5)

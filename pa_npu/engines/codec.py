@@ -1,4 +1,4 @@
-"""vLLM's JSON for /v1/completions: building the request and decoding the response."""
+"""JSON of /v1/completions as vLLM's server has it: building the request and decoding the response."""
 
 from __future__ import annotations
 

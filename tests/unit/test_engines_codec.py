@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pa_npu.engines.answers import Answered, checked_generations
+from pa_npu.engines.codec import decode_response, encode_request
 from pa_npu.engines.protocol import EngineError, Sampling
-from pa_npu.engines.vllm.codec import decode_response, encode_request
 from pa_npu.samples.seeds import group_seed
 
 SAMPLING = Sampling(max_tokens=4, temperature=0.7, stop_token_ids=(2, 5))

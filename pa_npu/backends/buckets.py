@@ -1,0 +1,144 @@
+"""A model's weights gathered from the ranks that hold them into flat buckets of bounded size, for a publish and an export.
+
+A rank never holds more of other ranks' weights than two buckets: one is on its way between the ranks while the one before is read.
+Each rank lays its own part of a bucket where it belongs, the others' are zero bits, and the sum of the bits over the ranks is the
+bucket. One sum, as gloo's all-gather copies everything twice more, and HCCL has no gather to one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from pa_npu.config.mesh import Place
+from pa_npu.families.spec import ModelSpec
+from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer.adapters import Base
+from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment
+
+_WORD_BYTES = 4  # sums of bits are those of int32, which every backend of collectives adds
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A tensor to send: its full shape, and the type that it is sent in."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Part(Protocol):
+    """This rank's part of a tensor."""
+
+    def gather(self, group: dist.ProcessGroup | None, memory: torch.device) -> None:
+        """Get what `lay` needs of other ranks; collective over `group`, whose collectives take tensors in `memory`."""
+
+    def lay(self, out: torch.Tensor, first: int) -> None:
+        """Copy what is here of whole rows of the tensor to their places in `out`, flat, which begins with element `first`."""
+
+
+class GatheredWeights(ABC):
+    """A WeightSource. A backend's subclass says what is sent (`tensors`, by name) and what of it is here (`parts`).
+
+    group: the ranks that together hold the weights, None where this rank is alone; its first one leads. base: what adapters are
+    merged into. on_host: buckets are made in host memory, where the group's collectives are, for a thread beside training.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Outgoing],
+        spec: ModelSpec,
+        place: Place,
+        bucket_bytes: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        base: Base | None = None,
+        on_host: bool = False,
+    ) -> None:
+        self._place = place
+        self._group = group
+        self._memory = _HOST if on_host else device
+        by_type: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
+        for name, tensor in tensors.items():
+            by_type.setdefault(tensor.dtype, {})[name] = tensor.shape
+        self.manifest = Manifest(
+            stage=place.stage,
+            model=spec.wire_sizes(),
+            shapes={name: tensor.shape for name, tensor in tensors.items()},
+            buckets=tuple(
+                Bucket(str(dtype).removeprefix("torch."), segments)
+                for dtype, shapes in by_type.items()
+                for segments in plan_segments(shapes, max(1, bucket_bytes // dtype.itemsize))
+            ),
+            base=base,
+        )
+
+    @abstractmethod
+    def parts(self, leads: bool) -> Mapping[str, Part]:
+        """This rank's part of each tensor. leads: whether it lays out what all ranks have."""
+
+    @property
+    def is_leader(self) -> bool:
+        return self._place.publishes
+
+    def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
+        """See WeightSource. Collective over the group."""
+        parts = self.parts(self._group is None or self._group.rank() == 0)
+        buckets = self.manifest.buckets
+        upcoming = self._start(buckets[0], parts)
+        for number, bucket in enumerate(buckets, start=1):
+            whole, work = upcoming
+            if number < len(buckets):
+                upcoming = self._start(buckets[number], parts)
+            if work is not None:
+                what = f"bucket {number} of {len(buckets)} ({bucket.summary})"
+                others = [rank for rank in self._place.shard_group if rank != self._place.rank]
+                where = (
+                    f"gathering weights over the ranks of stage {self._place.stage}, {what}: rank {self._place.rank} waits for the "
+                    f"parts of ranks {others}"
+                )
+                transport.wait(work, deadline, where, "look at the logs of the trainer ranks for the one that stopped")
+            yield whole.view(bucket.torch_dtype)[: bucket.num_elements] if self.is_leader else None
+
+    @torch.no_grad()
+    def _start(self, bucket: Bucket, parts: Mapping[str, Part]) -> tuple[torch.Tensor, dist.Work | None]:
+        """Lay this rank's part of a bucket out, and begin to add the other ranks'."""
+        words = torch.zeros(-(-bucket.num_bytes // _WORD_BYTES), dtype=torch.int32, device=self._memory)
+        flat, offset = words.view(bucket.torch_dtype), 0
+        for segment in bucket.segments:
+            part = parts[segment.name]
+            part.gather(self._group, self._memory)
+            part.lay(flat[offset : offset + segment.size], segment.start)
+            offset += segment.size
+        if self._group is None:
+            return words, None
+        work: dist.Work = self._group.reduce(words, 0)
+        return words, work
+
+
+def plan_segments(shapes: Mapping[str, tuple[int, ...]], most: int) -> list[tuple[Segment, ...]]:
+    """Tensors in order, cut by rows into buckets of at most `most` elements (or one row, if that is larger)."""
+    buckets: list[list[Segment]] = []
+    room = 0
+    for name, shape in shapes.items():
+        size, row = math.prod(shape), math.prod(shape[1:])
+        if size > room:
+            room = 0  # one that fits into a bucket is never cut, so that the receiver can use it where it arrives
+        start = 0
+        while start < size:
+            if room < row:
+                buckets.append([])
+                room = max(most, row)
+            count = min(size - start, room // row * row)
+            buckets[-1].append(Segment(name, start, count))
+            room -= count
+            start += count
+    return [tuple(bucket) for bucket in buckets]

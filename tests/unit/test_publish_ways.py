@@ -1,0 +1,59 @@
+"""Engines on the trainers' devices get weights in groups that the backend of collectives allows."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pa_npu.config import Config
+from pa_npu.engines.membership import Member
+from pa_npu.engines.pool import EnginePool
+from pa_npu.planning.known_models import known_spec
+from pa_npu.planning.plan_text import derived_lines
+from pa_npu.publish.engine_groups import Connection, EngineGroups
+from pa_npu.publish.messages import StageManifest
+
+GIB = 2**30
+
+
+def shared(**sections: Any) -> Any:
+    placement = {"colocate": True}
+    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "placement": placement, **sections})
+
+
+@pytest.mark.parametrize(("backend", "has_host_groups"), [("gloo", False), ("nccl", True), ("hccl", True)])
+async def test_no_publish_group_has_two_ranks_on_a_device_where_the_backend_forbids_it(
+    backend: str, has_host_groups: bool
+) -> None:
+    """Two engines of two workers, the one on a trainer's device started first, and one stage."""
+    config = shared(rollout={"tensor_parallel": 2}, trainer={"devices": 2})
+    async with EnginePool() as pool:
+        engines = {name: SimpleNamespace(name=name, close=lambda: asyncio.sleep(0)) for name in ("shared", "own")}
+        for name, engine in engines.items():
+            pool.add(engine, shared=name == "shared")  # type: ignore[arg-type]
+        connection = Connection(("127.0.0.1", 1), backend, [StageManifest("stage", {})], [StageManifest("late", {})])
+        members = [Member(number, 0, True, engine) for number, engine in enumerate(engines.values())]  # type: ignore[arg-type]
+        groups = EngineGroups(config, pool, connection)
+        joined, receivers = groups.of_members(members, 0), groups.receivers(members, 0)
+    found = {member.name: one for member, one in zip(members, joined, strict=True)}
+    shape = {name: (g.backend, g.stages[0]["name"], g.first_rank, g.world_size) for name, g in found.items()}
+    if has_host_groups:
+        assert shape == {"shared": ("gloo", "stage.host", 1, 3), "own": (backend, "stage", 1, 3)}
+        assert (receivers.workers, receivers.host_workers) == (2, 2)
+    else:
+        assert shape == {"shared": ("gloo", "stage", 1, 5), "own": ("gloo", "stage", 3, 5)}
+        assert (receivers.workers, receivers.host_workers) == (4, 0)
+
+
+def test_the_dry_run_says_how_engines_on_trainers_devices_get_weights() -> None:
+    spec = known_spec("models/Qwen2.5-7B")
+    assert spec is not None
+    for kind, own_memory, way in (("npu", True, "through host memory"), ("cpu", False, "in the group of the other")):
+        lines = derived_lines(
+            shared(run={"device": kind}), spec, 64 * GIB if own_memory else None, own_memory=own_memory
+        )
+        (line,) = [line for line in lines if line.startswith("shared weights")]
+        assert way in line
