@@ -63,8 +63,8 @@ EXTRAS = {
     "ray": ["ray>=2.50,<3"],
     # pictures of the self-test and of benchmarks (telemetry/plots.py): the field's plotting library; no run needs it
     "plots": ["matplotlib>=3.8,<4"],
-    # experiment trackers (telemetry.trackers). Each may be installed here or, since each has a process of its own, in another
-    # environment (telemetry.tracker_python): swanlab holds protobuf below 7 and mlflow pyarrow below 26, where engines may not
+    # experiment trackers (telemetry.trackers). swanlab holds protobuf below 7 and mlflow pyarrow below 26: engines that need newer
+    # ones live in another environment (rollout.python)
     **TRACKERS,
     "trackers": [requirement for requirements in TRACKERS.values() for requirement in requirements],
     "docs": ["mkdocs>=1.6,<2"],  # the site of docs/

@@ -41,7 +41,7 @@ CHANGES: dict[str, Change] = {
             "buffer": "shards",
             "checkpoint": "every load resume asynchronous timeout_s keep_last keep_best export_hf",
             "lora": "export_merged",
-            "telemetry": "samples trackers tracker_python project run_name tags metric_names offline "
+            "telemetry": "samples trackers project run_name tags metric_names offline "
             "tracker_timeout_s timeline warmup_iterations profile_iterations profile_ranks",
             "placement": "cluster ray_address nnodes devices_per_node join_timeout_s node_timeout_s host store_port engine_port "
             "engine_devices trainer_devices pin_cores",

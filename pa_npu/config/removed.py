@@ -36,6 +36,7 @@ REMOVED: dict[str, str] = {
     "schedule.tokens_per_version": "a response is written by one version, up to rollout.max_response_tokens",
     "telemetry.samples_per_iteration": "use telemetry.samples",
     "telemetry.tensorboard": "use telemetry.trackers, such as [tensorboard] or []",
+    "telemetry.tracker_python": "install trackers beside pa_npu; engines that need other versions have rollout.python",
 }
 
 

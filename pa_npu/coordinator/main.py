@@ -14,10 +14,11 @@ import gc
 import logging
 import os
 import sys
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pa_npu import platform
 from pa_npu.agents.environment import AgentEnvironment, evaluated
@@ -212,5 +213,18 @@ def _store_address() -> tuple[str, int]:
     return host, int(port)
 
 
+def _end(code: int) -> NoReturn:
+    """Ends the process without what trackers' libraries do at exit, which may take as long as it likes."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    _end(status)
