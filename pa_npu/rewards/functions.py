@@ -44,7 +44,7 @@ class FunctionSpec:
 
 
 CONCURRENT = frozenset({"judge", "code"})
-"""Built-in functions that wait more than they compute: many groups at once, in a process of their own (workers.py)."""
+"""Built-in functions that wait more than they compute: many groups at once, in a process of their own (pool.py)."""
 
 
 def function_specs(config: RewardConfig, run_dir: str | Path | None = None) -> tuple[FunctionSpec, ...]:

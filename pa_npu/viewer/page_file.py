@@ -18,7 +18,6 @@ SCRIPTS = (
     "data.js",
     "charts.js",
     "overview.js",
-    "timeline.js",
     "samples.js",
     "evaluation.js",
     "configuration.js",

@@ -18,9 +18,9 @@ from pa_npu.errors import DataError, UserError
 from pa_npu.telemetry.metrics import EVALUATIONS, METRICS
 from pa_npu.telemetry.sample_store import read_samples, sample_iterations
 from pa_npu.telemetry.secrets import Secrets, flat
+from pa_npu.telemetry.timeline import DIRECTORY
 from pa_npu.viewer.advice import advise
 from pa_npu.viewer.files import JsonLines, number, read_yaml, tail
-from pa_npu.viewer.timeline import RunTimeline
 
 LOG_TAIL_BYTES = 256 << 10
 MOST_POINTS = 2000
@@ -42,7 +42,7 @@ class RunDirectory:
         self._metrics = JsonLines(self.directory / METRICS)
         self._evaluations = JsonLines(self.directory / EVALUATIONS)
         self._samples = JsonLines(self.directory / "samples.jsonl")
-        self._timeline = RunTimeline(self.directory)
+        self._timelines: dict[str, JsonLines] = {}
 
     @property
     def name(self) -> str:
@@ -51,7 +51,7 @@ class RunDirectory:
     def stamp(self) -> str:
         """Changes when a file changes that the page is made from."""
         watched = [self.directory / name for name in ("config.yaml", METRICS, EVALUATIONS, "runs_on.json")]
-        for folder in ("logs", "timeline", "samples"):
+        for folder in ("logs", DIRECTORY, "samples"):
             watched += sorted((self.directory / folder).glob("*"))
         return str(hash(tuple(f"{status.st_size}.{status.st_mtime_ns}" for status in _states(watched))))
 
@@ -91,12 +91,11 @@ class RunDirectory:
             "processes": self.processes(),
             "state": self.state(records, config),
             "sample_iterations": self.sample_iterations(),
-            "timeline_iterations": sorted(self._timeline.bounds()),
         }
 
     def state(self, records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
         """Says whether the run is finished, running or silent, by its files and when they were last written."""
-        launcher = self._timeline.processes().get("launcher", [])
+        launcher = self._events().get("launcher", [])
         begun = [index for index, event in enumerate(launcher) if "process" in event]
         ended = any(event.get("name") == "run" for event in launcher[begun[-1] if begun else 0 :])
         newest = self._newest()
@@ -112,12 +111,12 @@ class RunDirectory:
         }
 
     def _newest(self) -> float:
-        written = [path for folder in ("logs", "timeline") for path in (self.directory / folder).glob("*")]
+        written = [path for folder in ("logs", DIRECTORY) for path in (self.directory / folder).glob("*")]
         return max((status.st_mtime for status in _states([self.directory / METRICS, *written])), default=0.0)
 
     def processes(self) -> list[dict[str, Any]]:
         """One entry per log or timeline: what it did last, when, how often it was started, what its log warns of."""
-        timelines = self._timeline.processes()
+        timelines = self._events()
         logs = {name.removesuffix(".log"): self.directory / "logs" / name for name in self._logs()}
         found, secrets = [], self._secrets()
         for name in sorted({*timelines, *logs}):
@@ -150,8 +149,11 @@ class RunDirectory:
         """Files alone: what a link points to is not the run's."""
         return sorted(path.name for path in (self.directory / "logs").glob("*.log") if not path.is_symlink())
 
-    def timeline(self, iteration: int) -> dict[str, Any] | None:
-        return self._timeline.iteration(iteration)
+    def _events(self) -> dict[str, list[dict[str, Any]]]:
+        """Events by the process's name: coordinator, launcher, trainer-0, ..."""
+        for path in sorted((self.directory / DIRECTORY).glob("*.jsonl")):
+            self._timelines.setdefault(path.stem, JsonLines(path))
+        return {name: file.read() for name, file in self._timelines.items()}
 
     def sample_iterations(self) -> list[int]:
         """Iterations with samples, in either form."""

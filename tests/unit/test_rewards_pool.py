@@ -19,7 +19,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections import DataConfig, ModelConfig, RewardConfig, RewardFunction
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, PaNpuError
-from pa_npu.rewards import workers as workers_module
+from pa_npu.rewards import pool as pool_module
 from pa_npu.rewards.pool import LEAST, WINDOW, FailingShare, RewardInput, RewardPool, check_reward_functions
 
 USERS_MODULE = '''
@@ -370,7 +370,7 @@ asyncio.run(main())
 async def test_a_pool_whose_workers_cannot_start_any_more_fails_instead_of_hanging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(workers_module, "FAILED_STARTS", 1)
+    monkeypatch.setattr(pool_module, "FAILED_STARTS", 1)
     async with RewardPool(users_config()) as pool:
         (tmp_path / "users_rewards.py").write_text("raise ImportError('the disk is gone')")
         died, waited = await asyncio.gather(
