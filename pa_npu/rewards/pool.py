@@ -7,10 +7,10 @@
 
 So a worker that somebody kills changes no reward (I6), and a function that kills its worker every time costs its group.
 
-Functions that compute run in reward.workers processes (worker.py). Such a worker has a head, which its time limit is for, and groups
-behind it. Groups behind a slow head do not stall: a worker without work takes them over (a reward is a function of the group, so
-whoever answers first is right). Functions that wait (a judge, the sandbox, a user's `async def`) run beside these in one process,
-which has all groups at once and says every second that its event loop turns.
+Functions that compute run in reward.workers processes (worker.py). Such a worker has a head, which its time limit is for, and
+groups behind it. Groups behind a slow head do not stall: a worker without work takes them over (a reward is a function of the
+group, so whoever answers first is right). Functions that wait (a judge, the sandbox, a user's `async def`) run beside these in one
+process, which has all groups at once and says every second that its event loop turns.
 """
 
 from __future__ import annotations
