@@ -71,7 +71,7 @@ CHANGES: dict[str, Change] = {
         Change.NEW_RUN: {
             "model": "frozen_dtype",
             "data": "train question_column answer_column max_rows chat_template template_options system_prompt instruction "
-            "max_prompt_tokens overlong_prompt shuffle skip",
+            "max_prompt_tokens overlong_prompt shuffle",
             "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
             "environment": "name max_turns options",
             "agent": "command container discards tool_parser",

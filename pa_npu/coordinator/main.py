@@ -194,7 +194,7 @@ def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[TrainingStream, di
     }
     for name, prompts in held_out.items():
         logger.info("evaluating on %s: %s", name, prompts.summary)
-    stream = training_stream(config.data, loaded, config.run.seed, config.schedule.prompts_per_iteration)
+    stream = training_stream(config.data, loaded, config.run.seed)
     if config.checkpoint.load:
         stream.restore(read_meta(Path(config.checkpoint.load)).data)
     return stream, held_out
