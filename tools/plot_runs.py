@@ -108,7 +108,8 @@ def draw_parts(columns: Sequence[RunReport]) -> Any:
 
 def mean_parts(report: RunReport) -> dict[str, float]:
     """Seconds by name of PARTS, means over the iterations after the warm-up."""
-    found = [iteration_parts(record) for record in report.records[report.result.dropped_iterations :]]
+    dropped = int(report.values["dropped_iterations"] or 0)
+    found = [iteration_parts(record) for record in report.records[dropped:]]
     return {name: fmean(parts[name] for parts in found) for name in PARTS}
 
 
