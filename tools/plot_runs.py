@@ -17,11 +17,10 @@ from statistics import fmean
 from typing import Any
 
 from pa_npu.errors import BAD_INPUT, UserError
-from pa_npu.telemetry import plots
 from pa_npu.telemetry.report import RunReport, each_run, load_report, notes, table_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools import html_page
+from tools import html_page, plots
 
 PARTS = (
     "generate while trainers wait",

@@ -41,7 +41,6 @@ class RunDirectory:
             raise UserError(f"{directory}: holds no config.yaml, {METRICS} or logs, so it is no run directory")
         self._metrics = JsonLines(self.directory / METRICS)
         self._evaluations = JsonLines(self.directory / EVALUATIONS)
-        self._samples = JsonLines(self.directory / "samples.jsonl")
         self._timelines: dict[str, JsonLines] = {}
 
     @property
@@ -90,7 +89,7 @@ class RunDirectory:
             "meaning": {key.name: key.description for key in all_keys()},
             "processes": self.processes(),
             "state": self.state(records, config),
-            "sample_iterations": self.sample_iterations(),
+            "sample_iterations": sample_iterations(self.directory),
         }
 
     def state(self, records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,13 +154,8 @@ class RunDirectory:
             self._timelines.setdefault(path.stem, JsonLines(path))
         return {name: file.read() for name, file in self._timelines.items()}
 
-    def sample_iterations(self) -> list[int]:
-        """Iterations with samples, in either form."""
-        lines = {record["iteration"] for record in _by_index(self._samples.read(), "iteration", merge=False)}
-        return sorted({*sample_iterations(self.directory), *lines})
-
     def samples(self, iteration: int) -> dict[str, Any]:
-        """The groups of an iteration with their responses, best form first: kept with tokens, or the lines of samples.jsonl."""
+        """The kept groups of an iteration with their responses."""
         groups: list[dict[str, Any]] = []
         problem: str | None = None
         if iteration in sample_iterations(self.directory):
@@ -169,9 +163,6 @@ class RunDirectory:
                 groups = _groups(read_samples(self.directory, iteration))
             except DataError as error:
                 problem = str(error)
-        else:
-            lines = _by_index(self._samples.read(), "iteration", merge=False)
-            groups = [_line_group(line) for line in lines if line["iteration"] == iteration]
         return {"iteration": iteration, "groups": groups, "error": problem}
 
 
@@ -200,12 +191,10 @@ def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None
     return found | {name: [row.get(name) for row in rows] for name in names}
 
 
-def _by_index(records: Sequence[dict[str, Any]], key: str, merge: bool = True) -> list[dict[str, Any]]:
-    """Records with a number, by number; of several with one, the last (merge), or all of them."""
+def _by_index(records: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """Records with a number, by number; of several with one, the last."""
     valid = [r for r in records if isinstance(r.get(key), int) and not isinstance(r[key], bool) and r[key] >= 0]
-    if merge:
-        valid = list({record[key]: record for record in valid}.values())
-    return sorted(valid, key=lambda record: record[key])
+    return sorted({record[key]: record for record in valid}.values(), key=lambda record: record[key])
 
 
 def _groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -244,35 +233,6 @@ def _grow(sessions: list[dict[str, Any]], turns: Sequence[Mapping[str, Any]], re
             start += turn["written"]
         known["responses"].append(response)
         parent = number
-
-
-def _line_group(line: Mapping[str, Any]) -> dict[str, Any]:
-    responses = line.get("responses")
-    return {
-        "index": line.get("index"),
-        "prompt_id": line.get("prompt_id"),
-        "prompt": str(line.get("prompt", "")),
-        "prompt_tokens": None,
-        "answer": str(line.get("answer", "")),
-        "errors": line.get("errors") if isinstance(line.get("errors"), list) else [],
-        "sessions": [],
-        "responses": [
-            {
-                "text": str(response.get("text", "")),
-                "finish_reason": response.get("finish_reason"),
-                "reward": number(response, "reward"),
-                "rewards": {},
-                "advantage": None,
-                "correct": bool(response.get("correct")),
-                "length": response.get("tokens"),
-                "pieces": None,
-                "logprobs": None,
-                "trainer_logprobs": None,
-            }
-            for response in (responses if isinstance(responses, list) else [])
-            if isinstance(response, dict)
-        ],
-    }
 
 
 def _plain(value: Any) -> Any:

@@ -101,14 +101,6 @@ def test_a_session_is_a_tree_whose_turns_have_the_tokens_of_the_branch_that_trai
     assert len(groups[2]["responses"][1]["trainer_logprobs"]) == 10, "differences of all tokens that a turn names"
 
 
-def test_a_run_of_samples_jsonl_alone_is_shown_too(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    line = {"iteration": 3, "index": 0, "prompt": "p", "answer": "a", "responses": [{"text": "t", "reward": 1.0}]}
-    (tmp_path / "samples.jsonl").write_text(json.dumps(line) + "\n{broken\n[1]\n")
-    run = RunDirectory(tmp_path)
-    assert run.sample_iterations() == [3] and run.samples(3)["groups"][0]["responses"][0]["text"] == "t"
-
-
 def test_files_that_grow_or_are_broken_are_read_as_far_as_they_go(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run", iterations=2)
     run = RunDirectory(run_dir)
