@@ -63,7 +63,7 @@ CHANGES: dict[str, Change] = {
             "microbatch": "responses max_tokens",
             "optimizer": "offload",
             "attention": "shared_prompt implementation",
-            "evaluate": "sets greedy samples temperature top_p max_response_tokens overlap metric stop_at patience",
+            "evaluate": "sets greedy samples temperature top_p max_response_tokens overlap metric",
             "schedule": "iterations stream compare_iterations dispatch dynamic_sampling_limit evaluate_every",
             "placement": "colocate",
             "publish": "mode swap probe_tokens probe_tolerance noise_margin",

@@ -13,6 +13,8 @@ REMOVED: dict[str, str] = {
     "data.skip_after": "use schedule.dynamic_sampling, which replaces groups that are all right or all wrong",
     "data.skip_epochs": "use schedule.dynamic_sampling, which replaces groups that are all right or all wrong",
     "environment.name=clients": "use environment.name=agents, whose programs ask the run's policy (docs/agents.md)",
+    "evaluate.patience": "use checkpoint.keep_best, and pa_npu.Run, whose loop may stop the run (docs/evaluation.md)",
+    "evaluate.stop_at": "use checkpoint.keep_best, and pa_npu.Run, whose loop may stop the run (docs/evaluation.md)",
     "placement.api_port": "use agent.port, whose gateway gives samples and groups to other programs (docs/agents.md)",
     "lora.dropout": "log-probs have to be the same each time; a lower lora.rank keeps adapters small",
     "microbatch.pad_to_multiple_of": "packed lengths follow trainer.sequence_parallel",

@@ -200,20 +200,6 @@ BORDER = Topic("borders/{version}/report", BorderReport, "trainers: rank 0 to ha
 
 
 @dataclass(frozen=True)
-class RunEnd:
-    """Whether the run ends with a version before its last: why, None where it goes on."""
-
-    why: str | None
-
-
-RUN_END = Topic(
-    "versions/{version}/end",
-    RunEnd,
-    "the coordinator to say whether the run ends with version {version}, by its evaluations",
-)
-
-
-@dataclass(frozen=True)
 class DispatchedGroup:
     """One group in the rollout buffer: its dispatch index, the replica that trains it, each response's trained tokens."""
 

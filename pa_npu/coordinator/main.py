@@ -146,7 +146,7 @@ async def run(config: Config) -> None:
         if held_out:
             tested = await stack.enter_async_context(opened(tested_in(config, tokenizer, environment), limit_s))
             evaluator = Evaluator(config, held_out, pool, tested, rewards, sampling)
-        evaluations = RunEvaluations(config, channel, evaluator, records, timeline)
+        evaluations = RunEvaluations(config, evaluator, records, timeline)
         updates = make_updates(config, freshness, channel, buffer, train)
         ahead = IterationsAhead(config, channel, producer, timeline, freshness, updates, train, first)
         border = BorderCrossing(

@@ -27,8 +27,7 @@ from typing import Any
 
 from pa_npu.data.limits import TimeLimitReached, time_limit
 from pa_npu.data.records import ANSWER_MARK
-from pa_npu.rewards.number_words import is_in_words, with_digits
-from pa_npu.rewards.numbers import DIGITS, TEXT, in_base, plain_text, read_number, same_number
+from pa_npu.rewards.numbers import DIGITS, TEXT, in_base, is_in_words, plain_text, read_number, same_number, with_digits
 
 _MOST_BOXES = 4  # how many \boxed from the end are tried, which bounds the time for a response full of open ones
 _SEARCHED_CHARACTERS = 10_000  # at the end of a response, for an answer without a mark

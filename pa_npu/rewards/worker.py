@@ -21,10 +21,12 @@ import asyncio
 import json
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pa_npu.config.user_code import describe
-from pa_npu.control.child_process import private_pipes
+from pa_npu.control.child_process import private_pipes, send
 from pa_npu.control.tasks import held
 from pa_npu.errors import PaNpuError, UserError
 from pa_npu.rewards.answers import preload
@@ -49,10 +51,7 @@ def main() -> int:
     requests, replies = private_pipes()
     first = json.loads(requests.readline())
 
-    def reply(message: dict[str, Any]) -> None:
-        replies.write(json.dumps(message).encode() + b"\n")
-        replies.flush()
-
+    reply = partial(send, replies)
     try:
         specs = [FunctionSpec(**fields) for fields in first["functions"]]
         built = [(spec, (build_concurrent if spec.name in CONCURRENT else build_function)(spec)) for spec in specs]
@@ -85,7 +84,7 @@ def compute(functions: Functions, group: RewardInput) -> dict[str, Any]:
 class _Waiting:
     """Functions that wait, in the running event loop."""
 
-    def __init__(self, functions: Functions, timeout_s: float, reply: Any) -> None:
+    def __init__(self, functions: Functions, timeout_s: float, reply: Callable[[dict[str, Any]], None]) -> None:
         self._functions = functions
         self._timeout_s = timeout_s
         self._reply = reply

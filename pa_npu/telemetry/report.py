@@ -27,6 +27,7 @@ PEAKS = {
 LEARNED = {"reward_mean": "reward", "accuracy": "accuracy"}
 """Numbers of a record whose mean over the last quarter of the iterations says what the run has come to."""
 _MIB = 2**20
+_COLUMN_WIDTH = 24
 _FIGURES = {
     "tpspd": ("TPSPD", ",.1f"),
     "tpspd_response": ("  response tokens only", ",.1f"),
@@ -125,13 +126,24 @@ def each_run(reports: Sequence[RunReport]) -> list[RunReport]:
 
 
 def render_text(reports: Sequence[RunReport]) -> str:
-    """A table, followed by what the numbers mean."""
-    return text_table("Throughput", _names(reports), table_rows(reports), notes(reports), column_width=24)
+    """A table with a column of equal width per run, followed by what the numbers mean."""
+    from rich.box import ASCII2  # logs and terminals of any locale can show it
+    from rich.console import Console
+    from rich.table import Table
 
-
-def render_markdown(reports: Sequence[RunReport]) -> str:
-    """The same as a markdown table."""
-    return markdown_table(_names(reports), table_rows(reports), notes(reports))
+    table = Table(title="Throughput", box=ASCII2)
+    table.add_column("")
+    for report in reports:
+        table.add_column(report.name, justify="right", overflow="fold")
+    for title, cells in table_rows(reports):
+        table.add_row(title, *cells)
+    output = io.StringIO()
+    # Not a terminal: the width must fit the table, whoever reads it.
+    console = Console(file=output, width=40 + _COLUMN_WIDTH * len(reports), color_system=None)
+    console.print(table)
+    for note in notes(reports):
+        console.print(note, highlight=False, soft_wrap=True)
+    return output.getvalue().rstrip("\n")
 
 
 def as_json(reports: Sequence[RunReport]) -> dict[str, Any]:
@@ -185,10 +197,6 @@ def _ratio(report: RunReport, reports: Sequence[RunReport]) -> float:
     return own / first if own and first else 0.0
 
 
-def _names(reports: Sequence[RunReport]) -> list[str]:
-    return [report.name for report in reports]
-
-
 def read_config(run_dir: Path) -> dict[str, Any]:
     """The run's resolved configuration as plain values, not validated: a report must read runs of older versions."""
     path = run_dir / "config.yaml"
@@ -198,37 +206,3 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     if not all(isinstance(config.get(key, {}), dict) for key in ("run", "telemetry")):
         raise DataError(f"{path}: is no run configuration; give a run directory")
     return config
-
-
-def text_table(
-    title: str,
-    labels: Sequence[str],
-    rows: Sequence[tuple[str, Sequence[str]]],
-    notes: Sequence[str],
-    column_width: int,
-) -> str:
-    """Lays out a table in columns of equal width. rows: a row's title and its cells."""
-    from rich.box import ASCII2  # logs and terminals of any locale can show it
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, box=ASCII2)
-    table.add_column("")
-    for label in labels:
-        table.add_column(label, justify="right", overflow="fold")
-    for name, cells in rows:
-        table.add_row(name, *cells)
-    output = io.StringIO()
-    # Not a terminal: the width must fit the table, whoever reads it.
-    console = Console(file=output, width=40 + column_width * len(labels), color_system=None)
-    console.print(table)
-    for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
-    return output.getvalue().rstrip("\n")
-
-
-def markdown_table(labels: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], notes: Sequence[str]) -> str:
-    """As text_table."""
-    lines = ["| |" + "".join(f" {label} |" for label in labels), "|---|" + "---:|" * len(labels)]
-    lines += [f"| {name} |" + "".join(f" {cell} |" for cell in cells) for name, cells in rows]
-    return "\n".join([*lines, "", *notes])

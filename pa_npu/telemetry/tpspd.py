@@ -96,10 +96,14 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
     seconds = sum(number(record, "iteration_s") for record in kept)
     if seconds <= 0:
         raise DataError(f"iteration_s adds up to {seconds} s over {counted(len(kept), 'iteration')}, which cannot be")
-    tokens = (
-        int(sum(number(record, f"tokens_{kind}") for record in kept)) for kind in ("prompt", "response", "computed")
+    work = Work(
+        tokens_prompt=int(sum(number(record, "tokens_prompt") for record in kept)),
+        tokens_response=int(sum(number(record, "tokens_response") for record in kept)),
+        tokens_computed=int(sum(number(record, "tokens_computed") for record in kept)),
+        seconds=seconds,
+        devices=min(devices),
     )
-    found: dict[str, float | None] = {**asdict(throughput(Work(*tokens, seconds, min(devices))))}
+    found: dict[str, float | None] = {**asdict(throughput(work))}
     for name, default in _MEANS.items():
         found[name] = sum(number(record, name, default) for record in kept) / len(kept)
     for name in ("trainer_idle", "engine_idle", "tail_waste", "replica_imbalance"):

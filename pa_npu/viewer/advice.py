@@ -36,14 +36,13 @@ class Advice:
     text: str
 
 
-def advise(records: Sequence[Record], config: Mapping[str, Any], evaluations: Sequence[Record] = ()) -> list[Advice]:
+def advise(records: Sequence[Record], config: Mapping[str, Any]) -> list[Advice]:
     """Advice on a run, what costs most first. config: flat keys."""
     warmup = config.get("telemetry.warmup_iterations")
     kept = records[warmup if isinstance(warmup, int) and len(records) > warmup else 0 :]
     if any(record.get("periodic") for record in kept):  # synchronous ones between them are there for comparison
         kept = [record for record in kept if record.get("periodic") is not False]
     found = [advice for rule in RULES for advice in rule(kept, config)] if kept else []
-    found += _evaluation(evaluations)
     return sorted(found, key=lambda advice: advice.level != "act")
 
 
@@ -200,31 +199,6 @@ def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]
             "Records were lost",
             f"{lost:.0f} could not be written; is the disk full?",
         )
-
-
-def _evaluation(evaluations: Sequence[Record]) -> list[Advice]:
-    """A fall from the best evaluation to the last that chance does not explain (two standard errors of the difference)."""
-    points = [
-        (accuracy, record)
-        for record in evaluations
-        if (accuracy := number(record, "accuracy")) is not None and number(record, "questions")
-    ]
-    if len(points) < 2:
-        return []
-    (best, best_record), (last, last_record) = max(points, key=lambda point: point[0]), points[-1]
-    questions = number(last_record, "questions") or 1.0
-    error = ((best * (1 - best) + last * (1 - last)) / questions) ** 0.5
-    if best - last <= 2 * error:
-        return []
-    return [
-        Advice(
-            "act",
-            "evaluation",
-            "Accuracy on held-out questions has fallen",
-            f"From {best:.3f} at version {best_record.get('version')} to {last:.3f} at version {last_record.get('version')}, more "
-            f"than chance explains. checkpoint.keep_best=1 keeps the best one; look at KL, entropy and response length there.",
-        )
-    ]
 
 
 RULES: tuple[Callable[[Sequence[Record], Mapping[str, Any]], Iterator[Advice]], ...] = (

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.errors import UserError
-from pa_npu.viewer.page_file import page
 from pa_npu.viewer.run import RunDirectory
-from pa_npu.viewer.server import ViewServer, answer
+from pa_npu.viewer.server import ViewServer, answer, page
 
 LARGEST_BYTES = 48 << 20
 EXPORTED_LOG_BYTES = 32 << 10

@@ -83,7 +83,7 @@ class RunDirectory:
             "now": time.time(),
             "columns": columns(records),
             "evaluations": evaluations,
-            "advice": [asdict(advice) for advice in advise(records, config, evaluations)],
+            "advice": [asdict(advice) for advice in advise(records, config)],
             "config": config,
             "defaults": {key.name: None if key.required else _plain(key.default) for key in all_keys()},
             "meaning": {key.name: key.description for key in all_keys()},

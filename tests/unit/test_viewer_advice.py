@@ -85,15 +85,6 @@ def test_entropy_that_falls_is_a_collapse_only_while_the_task_is_not_solved() ->
     assert falling(0.95) == []
 
 
-def test_a_fall_of_held_out_accuracy_counts_where_chance_does_not_explain_it() -> None:
-    def evaluations(last: float) -> list[Advice]:
-        return advise([], CONFIG, [{"version": v, "accuracy": a, "questions": 200} for v, a in ((0, 0.8), (4, last))])
-
-    (found,) = evaluations(0.6)
-    assert "0.800 at version 0 to 0.600 at version 4" in found.text
-    assert evaluations(0.74) == [], "two standard errors of the difference are 0.084"
-
-
 def test_what_costs_most_comes_first() -> None:
     found = given(trainer_idle=0.6, engine_idle=0.1, equal_reward_ratio=0.9)
     assert [advice.level for advice in found] == ["act", "look"]
