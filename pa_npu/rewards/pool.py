@@ -103,7 +103,9 @@ class RewardPool:
     async def score(self, group: RewardInput) -> RewardResult:
         """Rewards of the group's G responses, in order."""
         parts = [(labels, workers) for labels, workers in self._workers if labels]
-        replies = await gather([workers.score(group) for _, workers in parts])
+        scoring = [workers.score(group) for _, workers in parts]
+        # a task for each costs as much as the rest of handing over
+        replies = [await scoring[0]] if len(scoring) == 1 else await gather(scoring)
         values: dict[str, list[float | None]] = {}
         errors: dict[str, str] = {}
         reasons: list[tuple[str, str]] = []  # (what comes of it, why)
