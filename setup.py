@@ -61,10 +61,10 @@ EXTRAS = {
     # several nodes (placement.cluster=ray), the same release on all of them; tested with 2.60, and 3 may change what is used of
     # it: placement groups, threaded actors, the setting that leaves an actor's child processes alone
     "ray": ["ray>=2.50,<3"],
-    # pictures of the self-test and of benchmarks (telemetry/plots.py): the field's plotting library; no run needs it
+    # pictures of runs and benchmarks (tools/plots.py): the field's plotting library; no run needs it
     "plots": ["matplotlib>=3.8,<4"],
-    # experiment trackers (telemetry.trackers). Each may be installed here or, since each has a process of its own, in another
-    # environment (telemetry.tracker_python): swanlab holds protobuf below 7 and mlflow pyarrow below 26, where engines may not
+    # experiment trackers (telemetry.trackers). swanlab holds protobuf below 7 and mlflow pyarrow below 26: engines that need newer
+    # ones live in another environment (rollout.python)
     **TRACKERS,
     "trackers": [requirement for requirements in TRACKERS.values() for requirement in requirements],
     "docs": ["mkdocs>=1.6,<2"],  # the site of docs/

@@ -31,7 +31,7 @@ if [ "$what" = nightly ] && [ ! -d .venv-ascend-engine/vllm_ascend ]; then
   install_beside .venv-ascend-engine -r requirements/ascend-engine.txt || echo "it cannot be installed here; its tests will be skipped"
 fi
 if [ "$what" = nightly ] && [ ! -f .venv-trackers/.complete ]; then
-  # an environment of its own, as telemetry.tracker_python names one: trackers hold back packages that engines need newer
+  # an environment of its own: trackers hold back packages that engines need newer
   echo "installing trackers for tests/integration/test_trackers_offline.py"
   make_beside .venv-trackers -r requirements/trackers.txt && touch .venv-trackers/.complete ||
     echo "trackers cannot be installed here; their tests will be skipped"

@@ -330,7 +330,7 @@ def render(rows: Sequence[Row]) -> str:
 
 def draw(rows: Sequence[Row], path: Path) -> list[Path]:
     """Both sweeps beside each other, logarithmic: what was measured, and the ideal."""
-    from pa_npu.telemetry.plots import line_style, new_figure, save
+    from tools.plots import line_style, new_figure, save
 
     figure, panels = new_figure(2, width_in=3.6, height_in=3.0)
     for panel, (sweep, title) in zip(

@@ -34,9 +34,9 @@ from typing import Any
 
 from pa_npu.config.load import load_config
 from pa_npu.telemetry.metrics import read_evaluations, read_records
-from pa_npu.telemetry.plots import line_style, new_figure, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.plots import line_style, new_figure, save  # isort: skip
 from tools.run_curves import RunGroup, curve, load_runs  # isort: skip
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.errors import UserError
-from pa_npu.telemetry import plots
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools import html_page
+from tools import html_page, plots
 from tools.run_curves import (
     AXES,
     METRICS,

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.errors import DataError, UserError
-from pa_npu.telemetry import plots
 from pa_npu.telemetry.timeline import DIRECTORY
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools import plots
 
 _ROWS = ("engine", "trainer")
 Span = tuple[float, float]  # start and end, seconds from the iteration's publish

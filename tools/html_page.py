@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.errors import UserError
-from pa_npu.telemetry.plots import rendered
+from tools.plots import rendered
 
 
 def svg_fragment(figure: Any) -> str:

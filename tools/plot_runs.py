@@ -17,11 +17,10 @@ from statistics import fmean
 from typing import Any
 
 from pa_npu.errors import BAD_INPUT, UserError
-from pa_npu.telemetry import plots
 from pa_npu.telemetry.report import RunReport, each_run, load_report, notes, table_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools import html_page
+from tools import html_page, plots
 
 PARTS = (
     "generate while trainers wait",
@@ -108,7 +107,8 @@ def draw_parts(columns: Sequence[RunReport]) -> Any:
 
 def mean_parts(report: RunReport) -> dict[str, float]:
     """Seconds by name of PARTS, means over the iterations after the warm-up."""
-    found = [iteration_parts(record) for record in report.records[report.result.dropped_iterations :]]
+    dropped = int(report.values["dropped_iterations"] or 0)
+    found = [iteration_parts(record) for record in report.records[dropped:]]
     return {name: fmean(parts[name] for parts in found) for name in PARTS}
 
 

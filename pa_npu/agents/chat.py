@@ -10,11 +10,8 @@ from typing import Any
 from pa_npu.agents.refusals import Refused
 from pa_npu.agents.tool_calls import Parsed, Parser, make_parser
 from pa_npu.config.schema import Config
-from pa_npu.data.limits import TimeLimitReached, memory_limit, time_limit
-from pa_npu.data.template import chosen_template
+from pa_npu.data.template import TemplateFailed, chosen_template, rendered
 from pa_npu.engines.protocol import Generation
-
-_RENDER_S, _RENDER_BYTES = 5.0, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -41,25 +38,16 @@ class Chat:
         if self._template is None:
             raise Refused("this model has no chat template; use /v1/completions", code="no_chat_template")
         try:
-            with memory_limit(_RENDER_BYTES), time_limit(_RENDER_S):
-                text = self.tokenizer.apply_chat_template(
-                    [_for_template(message) for message in messages],
-                    tools=list(tools) or None,
-                    add_generation_prompt=generate,
-                    tokenize=False,
-                    chat_template=self._template,
-                    **self._options,
-                )
-        except (TimeLimitReached, MemoryError):
-            raise Refused(
-                "the chat template takes too much time or memory for these messages", param="messages"
-            ) from None
-        except Refused:
-            raise
-        except Exception as error:  # a template raises what it likes
-            reason = " ".join(str(error).split())[:200]
-            raise Refused(f"the chat template refuses these messages ({reason})", param="messages") from None
-        return str(text)
+            return rendered(
+                self.tokenizer,
+                self._template,
+                [_for_template(message) for message in messages],
+                tools=list(tools) or None,
+                add_generation_prompt=generate,
+                **self._options,
+            )
+        except TemplateFailed as failed:
+            raise Refused(f"the chat template {failed}", param="messages") from None
 
     def encode(self, text: str, *, begins: bool, templated: bool) -> list[int]:
         """Token ids. begins: it is the first text of a branch. A template brings its own special tokens, plain text gets them."""

@@ -16,13 +16,14 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import shlex
+import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pa_npu.agents.container import Containers
 from pa_npu.agents.session import Session
 from pa_npu.agents.sessions import Sessions
 from pa_npu.config.sections import AgentConfig
@@ -38,6 +39,9 @@ _GRACE_S = 5.0  # of a program whose session has reached a limit, to end by itse
 _LAST_WORDS = 300  # characters
 _RESTARTS = 3  # of a program that stays, without a session done in between
 _STORE = "PA_NPU_STORE"  # the run's own address
+_PROGRAMS = ("docker", "podman")
+_NETWORK = ("--network", "--net")
+_SIGNAL = 128  # and its number: the exit code of a container whose program a signal killed
 
 
 class Programs:
@@ -164,3 +168,41 @@ async def _reap(process: asyncio.subprocess.Process) -> None:
         await asyncio.wait_for(process.communicate(), _KILL_S)
     except asyncio.TimeoutError:
         logger.warning("an agent's keeper %d has not ended within %g s", process.pid, _KILL_S)
+
+
+class Containers:
+    """Commands of docker, or podman, that run a program in an image and remove what is left of it.
+
+    The program has the variables of the gateway and none of the coordinator's. It shares the machine's network, since the gateway
+    listens on loopback, unless agent.container_options say another; it has no capabilities and cannot gain any.
+    Raises ConfigError where neither program is on PATH.
+    """
+
+    def __init__(self, settings: AgentConfig) -> None:
+        assert settings.container is not None
+        self._program = next(filter(None, map(shutil.which, _PROGRAMS)), None)
+        if self._program is None:
+            raise ConfigError(
+                f"agent.container: {settings.container} needs docker or podman, and neither is on PATH; install one, or remove the "
+                f"key, so that programs run in processes"
+            )
+        own = any(option.partition("=")[0] in _NETWORK for option in settings.container_options)
+        self._options = [*settings.container_options, *([] if own else ["--network=host"])]
+        self._image = settings.container
+
+    def commands(self, command: Sequence[str], variables: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Returns the command that runs a program in a container of its own, and the one that removes it.
+
+        variables: names of what it inherits.
+        """
+        assert self._program is not None
+        name = f"pa_npu-agent-{secrets.token_hex(8)}"
+        fixed = ["--rm", "--init", f"--name={name}", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
+        given = [f"--env={variable}" for variable in variables]
+        run = [self._program, "run", *fixed, *given, *self._options, self._image, *command]
+        return run, [self._program, "rm", "--force", name]
+
+    @staticmethod
+    def exit_code(code: int) -> int:
+        """The program's, negative for a signal, from the container's."""
+        return _SIGNAL - code if code > _SIGNAL else code

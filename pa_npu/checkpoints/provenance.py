@@ -41,7 +41,7 @@ CHANGES: dict[str, Change] = {
             "buffer": "shards",
             "checkpoint": "every load resume timeout_s keep_last keep_best export_hf",
             "lora": "export_merged",
-            "telemetry": "samples trackers tracker_python project run_name tags metric_names offline "
+            "telemetry": "samples trackers project run_name tags metric_names offline "
             "tracker_timeout_s timeline warmup_iterations profile_iterations profile_ranks",
             "placement": "cluster ray_address nnodes devices_per_node join_timeout_s node_timeout_s host store_port engine_port "
             "engine_devices trainer_devices pin_cores",
@@ -63,7 +63,7 @@ CHANGES: dict[str, Change] = {
             "microbatch": "responses max_tokens",
             "optimizer": "offload",
             "attention": "shared_prompt implementation",
-            "evaluate": "sets greedy samples temperature top_p max_response_tokens overlap metric stop_at patience",
+            "evaluate": "sets greedy samples temperature top_p max_response_tokens overlap metric",
             "schedule": "iterations stream compare_iterations dispatch dynamic_sampling_limit evaluate_every",
             "placement": "colocate",
             "publish": "mode swap probe_tokens probe_tolerance noise_margin",
@@ -71,7 +71,7 @@ CHANGES: dict[str, Change] = {
         Change.NEW_RUN: {
             "model": "frozen_dtype",
             "data": "train question_column answer_column max_rows chat_template template_options system_prompt instruction "
-            "max_prompt_tokens overlong_prompt shuffle skip",
+            "max_prompt_tokens overlong_prompt shuffle",
             "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
             "environment": "name max_turns options",
             "agent": "command container discards tool_parser",

@@ -10,9 +10,12 @@ REMOVED: dict[str, str] = {
     "buffer.backend": "groups lie in the store, or with buffer.shards=node with the replicas that train them",
     "buffer.timeout_s": "with buffer.shards=node a shard has two minutes to take or give one group",
     "checkpoint.asynchronous": "checkpoints are written while training goes on",
-    "data.skip_after": "data.skip goes by the last epoch in which a prompt was asked",
-    "data.skip_epochs": "data.skip passes over a prompt until fewer remain than an iteration takes",
+    "data.skip": "use schedule.dynamic_sampling, which replaces groups that are all right or all wrong",
+    "data.skip_after": "use schedule.dynamic_sampling, which replaces groups that are all right or all wrong",
+    "data.skip_epochs": "use schedule.dynamic_sampling, which replaces groups that are all right or all wrong",
     "environment.name=clients": "use environment.name=agents, whose programs ask the run's policy (docs/agents.md)",
+    "evaluate.patience": "use checkpoint.keep_best, and pa_npu.Run, whose loop may stop the run (docs/evaluation.md)",
+    "evaluate.stop_at": "use checkpoint.keep_best, and pa_npu.Run, whose loop may stop the run (docs/evaluation.md)",
     "placement.api_port": "use agent.port, whose gateway gives samples and groups to other programs (docs/agents.md)",
     "lora.dropout": "log-probs have to be the same each time; a lower lora.rank keeps adapters small",
     "microbatch.pad_to_multiple_of": "packed lengths follow trainer.sequence_parallel",
@@ -38,6 +41,7 @@ REMOVED: dict[str, str] = {
     "schedule.tokens_per_version": "a response is written by one version, up to rollout.max_response_tokens",
     "telemetry.samples_per_iteration": "use telemetry.samples",
     "telemetry.tensorboard": "use telemetry.trackers, such as [tensorboard] or []",
+    "telemetry.tracker_python": "install trackers beside pa_npu; engines that need other versions have rollout.python",
     "trainer.expert_dispatch": "tokens go to the ranks that have their experts",
 }
 

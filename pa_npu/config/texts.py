@@ -34,7 +34,6 @@ def broken_texts(c: ConfigTree) -> Iterator[str]:
         *((c.key_of_set(name), dataset.path) for name, dataset in c.evaluation_sets.items()),
         ("rollout.key_file", c.rollout.key_file),
         ("rollout.python", c.rollout.python),
-        ("telemetry.tracker_python", c.telemetry.tracker_python),
         ("checkpoint.load", c.checkpoint.load),
     ):
         problem = path_problem(path) if path is not None else None

@@ -84,23 +84,6 @@ class ConfigTree(Section):
         )
 
     @property
-    def ends_early(self) -> bool:
-        """Whether an evaluation may end the run before schedule.iterations."""
-        return self.evaluate.stop_at is not None or self.evaluate.patience is not None
-
-    @property
-    def evaluations_are_known_later(self) -> bool:
-        """Whether what an evaluation found is known at the border after it only: trainers work meanwhile, and nobody waits."""
-        return self.evaluate.overlap or self.schedule.max_staleness > 0
-
-    def may_end_at(self, version: int) -> bool:
-        """Whether the run may end with this version for what an evaluation said: trainers then wait to be told at its border."""
-        schedule = self.schedule
-        evaluated = version - 1 if self.evaluations_are_known_later else version
-        due = evaluated > 0 and schedule.evaluate_every > 0 and evaluated % schedule.evaluate_every == 0
-        return self.ends_early and due and version < schedule.iterations
-
-    @property
     def mesh(self) -> Mesh:
         """How trainer ranks are laid out."""
         trainer = self.trainer
@@ -224,14 +207,13 @@ class ConfigTree(Section):
         return PROBE_RESPONSES if self.publish.when == "every" else self.rollout.responses_per_prompt
 
     def always_publishes(self, version: int) -> bool:
-        """Whether a version is published whatever the divergence: it is the last, or may be, or is saved, or evaluated."""
+        """Whether a version is published whatever the divergence: it is the last, or is saved, or evaluated."""
         is_last = version == self.schedule.iterations
-        return is_last or self.saves(version) or self.evaluates(version) or self.may_end_at(version)
+        return is_last or self.saves(version) or self.evaluates(version)
 
     def delays(self, version: int) -> bool:
-        """Whether `version` is sent while engines generate; one that may be the last is not, as its log-probs are compared (I5)."""
-        is_last = version >= self.schedule.iterations or self.may_end_at(version)
-        return self.publish.mode == "delayed" and version > 0 and not is_last
+        """Whether `version` is sent while engines generate; the last is not, as its log-probs are compared (I5)."""
+        return self.publish.mode == "delayed" and 0 < version < self.schedule.iterations
 
     def swaps_in_turn(self, version: int) -> bool:
         """Whether engines swap to `version` one after another; not where it is saved, or evaluated before anything is produced, for

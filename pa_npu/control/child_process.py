@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -14,3 +16,9 @@ def private_pipes() -> tuple[Any, Any]:
     os.close(null)
     os.dup2(2, 1)
     return requests, replies
+
+
+def send(replies: Any, message: Mapping[str, Any]) -> None:
+    """One reply, a line of JSON."""
+    replies.write(json.dumps(message).encode() + b"\n")
+    replies.flush()

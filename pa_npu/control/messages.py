@@ -200,20 +200,6 @@ BORDER = Topic("borders/{version}/report", BorderReport, "trainers: rank 0 to ha
 
 
 @dataclass(frozen=True)
-class RunEnd:
-    """Whether the run ends with a version before its last: why, None where it goes on."""
-
-    why: str | None
-
-
-RUN_END = Topic(
-    "versions/{version}/end",
-    RunEnd,
-    "the coordinator to say whether the run ends with version {version}, by its evaluations",
-)
-
-
-@dataclass(frozen=True)
 class DispatchedGroup:
     """A group in the rollout buffer, or some consecutive responses of it: its dispatch index, the replica that trains these, each
     one's trained tokens, and the number of the first in the group."""

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import NoReturn
 
-from pa_npu.control.child_process import private_pipes
+from pa_npu.control.child_process import private_pipes, send
 from pa_npu.control.worker_process import run_worker
 from pa_npu.errors import ConfigError, PaNpuError
 
@@ -43,6 +43,5 @@ def serve(attempt: Callable[[bytes], None]) -> NoReturn:
         attempt(requests.read())
     except PaNpuError as error:
         problem = str(error)
-    replies.write(json.dumps({"problem": problem}).encode())
-    replies.flush()
+    send(replies, {"problem": problem})
     os._exit(0)

@@ -12,11 +12,12 @@ and format: a program of another version, or a foreign writer, ends in one Messa
 from __future__ import annotations
 
 import json
-import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields
 from string import Formatter
-from typing import Any, Generic, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Generic, TypeVar, cast
+
+import msgspec
 
 from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import PaNpuError
@@ -36,7 +37,7 @@ class Topic(Generic[T]):
     for ...", sender included, with the key's fields. format: raise it whenever the dataclass changes.
 
     Fields of a message are int, float, str, bool, None, Any, dataclasses of these, and their tuple[X, ...], list[X],
-    dict[str, X] and unions.
+    dict[str, X] and unions; msgspec reads them.
     """
 
     key: str
@@ -99,9 +100,14 @@ class Topic(Generic[T]):
         if found != expected:
             raise MessageError(f"{where}: holds {found}, this program reads {expected}; {remedy}")
         try:
-            return cast(T, read_fields(self.message, envelope["fields"]))
-        except ValueError as error:
-            raise MessageError(f"{where}: {expected} has {error}; {remedy}") from error
+            message = msgspec.convert(envelope["fields"], self.message)
+        except msgspec.ValidationError as error:
+            raise MessageError(f"{where}: {expected} does not fit: {error}; {remedy}") from error
+        names = {part.name for part in fields(cast(Any, self.message))}
+        if envelope["fields"].keys() != names:
+            differing = ", ".join(sorted(envelope["fields"].keys() ^ names))
+            raise MessageError(f"{where}: {expected} lacks, or does not know, {differing}; {remedy}")
+        return message
 
 
 @dataclass(frozen=True)
@@ -116,64 +122,3 @@ class Counter:
 
     def value(self, channel: StoreChannel) -> int:
         return channel.add(self.key, 0)
-
-
-def read_fields(kind: Any, value: Any, path: str = "") -> Any:
-    """`value` as JSON gave it, as an object of type `kind`. Raises ValueError naming the field that does not fit."""
-    if kind is Any:
-        return value
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return _read_union(arguments, value, path)
-    if is_dataclass(kind):
-        return _read_dataclass(kind, value, path)
-    if origin in (tuple, list):
-        item = arguments[0] if arguments[-1:] == (Ellipsis,) or origin is list else None
-        if not isinstance(value, list) or (item is None and len(value) != len(arguments)):
-            raise _misfit(kind, value, path)
-        kinds = [item] * len(value) if item is not None else list(arguments)
-        parts = [read_fields(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True))]
-        return tuple(parts) if origin is tuple else parts
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise _misfit(kind, value, path)
-        return {name: read_fields(arguments[1], part, f"{path}[{name}]") for name, part in value.items()}
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not (type(None) if kind is None else kind):
-        raise _misfit(kind, value, path)
-    return value
-
-
-def _read_dataclass(kind: Any, value: Any, path: str) -> Any:
-    names = [part.name for part in fields(kind)]
-    if not isinstance(value, dict) or value.keys() != set(names):
-        found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise ValueError(f"fields {found}{' in ' + path if path else ''} instead of {sorted(names)}")
-    hints = get_type_hints(kind)
-    return kind(**{name: read_fields(hints[name], value[name], f"{path}.{name}".lstrip(".")) for name in names})
-
-
-def _read_union(kinds: tuple[Any, ...], value: Any, path: str) -> Any:
-    if value is None and type(None) in kinds:
-        return None
-    others = [kind for kind in kinds if kind is not type(None)]
-    if len(others) == 1:
-        return read_fields(others[0], value, path)
-    for kind in others:
-        try:
-            return read_fields(kind, value, path)
-        except ValueError:
-            continue
-    raise _misfit(" or ".join(map(_name, kinds)), value, path)
-
-
-def _misfit(kind: Any, value: Any, path: str) -> ValueError:
-    shown = repr(value)
-    return ValueError(
-        f"{path or 'a value'} = {shown[:60]}{'...' if len(shown) > 60 else ''}, which is no {_name(kind)}"
-    )
-
-
-def _name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)

@@ -24,9 +24,6 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.data.stream import TrainingStream
 from pa_npu.telemetry.timeline import Timeline
 
-# Trainers that cross the border of version v ask for positions from v on, when that of v + max_staleness + 1 may be there already.
-_POSITIONS_KEPT = 3
-
 
 class AllDispatched(Variant):
     """An event that is set when engines have had all groups of an iteration."""
@@ -148,7 +145,7 @@ class IterationsAhead:
         choice = self._updates.choose(iteration, prompts)
         produced = await self._producer.produce(iteration, prompts, choice, version=published, variants=variants)
         self._updates.produced(iteration, choice)
-        # with what the stream of prompts learns from it and says of it
+        # with what the stream of prompts says of it
         self._take(replace(produced, numbers=produced.numbers | self._train.observe(produced.outcomes)))
 
     def _start(self, prompts: Sequence[Prompt], scope: TaskScope, version: int | None, *variants: Variant) -> None:
@@ -177,6 +174,3 @@ class IterationsAhead:
     def _put_position(self, iteration: int) -> None:
         """Which prompts were taken before an iteration, for checkpoints."""
         DATA_POSITION.put(self._channel, DataPosition(self._train.state()), iteration=iteration)
-        past = iteration - self._freshness.max_staleness - _POSITIONS_KEPT
-        if self._config.data.skip != "none" and past >= 0:  # else they are a few bytes each
-            DATA_POSITION.delete(self._channel, iteration=past)

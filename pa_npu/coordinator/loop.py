@@ -55,28 +55,22 @@ class Coordinator:
     async def _run(self, first: int, scope: TaskScope) -> None:
         config, ahead, evaluations = self._config, self._ahead, self._evaluations
         last = config.schedule.iterations
-        evaluations.read_earlier(first)
         ahead.begin()
         before: Window | None = None
         for version in range(first, last + 1):
             prompt = ahead.draw(last)
             preparing = ahead.prepare(last)
-            # between the first version and one that may be the last the first groups are the probe
-            may_end = config.may_end_at(version)
-            probes = version in (first, last) or may_end or not config.probe_rides
+            # between the first version and the last the first groups are the probe
+            probes = version in (first, last) or not config.probe_rides
             border = await self._border.cross(version, prompt if probes else None, is_first=version == first)
             if border is not None:
                 await even_if_cancelled(self._conclude(preparing, before, border, version))
 
             evaluation = None
-            if may_end and config.evaluations_are_known_later and evaluations.end_run(version):
-                last = version
-            due, overlapped = evaluations.is_due(version, last), evaluations.is_overlapped(version, last)
+            due, overlapped = evaluations.is_due(version), evaluations.is_overlapped(version)
             if due and not overlapped:
                 await self._iteration_end.recorded()
                 evaluation = await evaluations.evaluate(version)
-            if may_end and not config.evaluations_are_known_later and evaluations.end_run(version):
-                last = version
             if version == last:
                 await self._iteration_end.recorded()
                 return

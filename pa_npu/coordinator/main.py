@@ -14,10 +14,11 @@ import gc
 import logging
 import os
 import sys
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pa_npu import platform
 from pa_npu.agents.environment import AgentEnvironment, evaluated
@@ -145,7 +146,7 @@ async def run(config: Config) -> None:
         if held_out:
             tested = await stack.enter_async_context(opened(tested_in(config, tokenizer, environment), limit_s))
             evaluator = Evaluator(config, held_out, pool, tested, rewards, sampling)
-        evaluations = RunEvaluations(config, channel, evaluator, records, timeline)
+        evaluations = RunEvaluations(config, evaluator, records, timeline)
         updates = make_updates(config, freshness, channel, buffer, train)
         ahead = IterationsAhead(config, channel, producer, timeline, freshness, updates, train, first)
         border = BorderCrossing(
@@ -193,7 +194,7 @@ def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[TrainingStream, di
     }
     for name, prompts in held_out.items():
         logger.info("evaluating on %s: %s", name, prompts.summary)
-    stream = training_stream(config.data, loaded, config.run.seed, config.schedule.prompts_per_iteration)
+    stream = training_stream(config.data, loaded, config.run.seed)
     if config.checkpoint.load:
         stream.restore(read_meta(Path(config.checkpoint.load)).data)
     return stream, held_out
@@ -212,5 +213,18 @@ def _store_address() -> tuple[str, int]:
     return host, int(port)
 
 
+def _end(code: int) -> NoReturn:
+    """Ends the process without what trackers' libraries do at exit, which may take as long as it likes."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    _end(status)

@@ -14,7 +14,7 @@ import numpy as np
 from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.variants import Variant
-from pa_npu.data.difficulty import Outcome
+from pa_npu.data.stream import Outcome
 from pa_npu.samples.group import Group
 from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
 
@@ -78,7 +78,7 @@ class Production(Variant):
         right, reward = _mean(result.correct.tolist()), _mean(result.total.tolist())
         self._dispatched_correct += right
         self._counted.update(group.counted)
-        self._outcomes[index] = Outcome(prompt.prompt_id, prompt.source, None if result.errors else right, reward)
+        self._outcomes[index] = Outcome(prompt.source, None if result.errors else right, reward)
 
     def add(self, index: int, group: ScoredGroup) -> None:
         """A group that is trained, under this number."""

@@ -93,10 +93,6 @@ class RunRecords:
         total = self._config.schedule.iterations
         say(progress_line(record, total, remaining_s(self._seconds, total - self._first)))
 
-    def say_end(self, version: int, why: str) -> None:
-        """The run ends before schedule.iterations."""
-        say(f"| the run ends with version {version} of {self._config.schedule.iterations}: {why}")
-
     def write_evaluation(self, record: Mapping[str, Any], responses: Sequence[Judged] = ()) -> None:
         """One evaluation, its results per question, and its lines on the console."""
         record = {**record, "differences": self._progress.differences(record["version"], responses)}

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+_AGAIN_S = 0.1
+
 
 class TimeLimitReached(BaseException):
     """Not an Exception, so that what is interrupted does not take it for one of its own."""
@@ -19,6 +21,7 @@ class TimeLimitReached(BaseException):
 def time_limit(seconds: float) -> Iterator[None]:
     """Raises TimeLimitReached in the block after so many seconds of processor time, which a busy machine does not use up.
 
+    It raises again and again: Python drops what is raised inside a finalizer or a callback of its garbage collector.
     With a signal, which only the main thread can receive: in another thread there is no limit.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -29,7 +32,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         raise TimeLimitReached
 
     before = signal.signal(signal.SIGPROF, end)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds, _AGAIN_S)
     try:
         yield
     finally:

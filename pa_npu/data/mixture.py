@@ -7,14 +7,12 @@ weights up to rounding, and no random number is drawn. Each dataset has epochs o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pa_npu.config.sections import DataConfig
-from pa_npu.data.difficulty import Difficulty, Outcome
 from pa_npu.data.prompts import Prompt, PromptSet
-from pa_npu.data.stream import PromptStream, TrainingStream
+from pa_npu.data.stream import Outcome, PromptStream, TrainingStream
 from pa_npu.errors import DataError
 
 
@@ -37,11 +35,10 @@ class Mixture:
         return self._streams[turn].take(1)[0]
 
     def observe(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-        """sources: by name, prompts of the iteration with their mean accuracy and reward, the dataset's share by weight, and what
-        its stream says."""
+        """sources: by name, prompts of the iteration with their mean accuracy and reward, and the dataset's share by weight."""
         total = sum(self._weights)
         sources = {}
-        for name, weight, stream in zip(self._names, self._weights, self._streams, strict=True):
+        for name, weight in zip(self._names, self._weights, strict=True):
             own = [outcome for outcome in outcomes if outcome.source == name]
             known = [outcome.right for outcome in own if outcome.right is not None]
             sources[name] = {
@@ -49,10 +46,8 @@ class Mixture:
                 "prompts": len(own),
                 "accuracy": sum(known) / len(known) if known else None,
                 "reward_mean": sum(outcome.reward for outcome in own) / len(own) if own else None,
-                **stream.observe(own),
             }
-        passed = [source["prompts_passed"] for source in sources.values() if "prompts_passed" in source]
-        return {"sources": sources, **({"prompts_passed": sum(passed)} if passed else {})}
+        return {"sources": sources}
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, JSON."""
@@ -79,15 +74,9 @@ class Mixture:
         self._taken = [int(one["taken"]) if same else 0 for one in saved]
 
 
-def training_stream(
-    config: DataConfig, loaded: Sequence[PromptSet], seed: int, prompts_per_iteration: int
-) -> TrainingStream:
+def training_stream(config: DataConfig, loaded: Sequence[PromptSet], seed: int) -> TrainingStream:
     """The stream of data.train: of one dataset, or of several. loaded: by dataset, as load_training."""
-    streams = []
-    for prompts, share in zip(loaded, config.shares, strict=True):
-        known = None if config.skip == "none" else Difficulty(len(prompts), config.skip)
-        least = math.ceil(share * prompts_per_iteration)
-        streams.append(PromptStream(prompts, seed, config.shuffle, known, least))
+    streams = [PromptStream(prompts, seed, config.shuffle) for prompts in loaded]
     if len(streams) == 1:
         return streams[0]
     return Mixture([d.called for d in config.datasets], [d.weight for d in config.datasets], streams)

@@ -14,16 +14,11 @@ import numpy.typing as npt
 
 from pa_npu.config.sections import DataConfig, Dataset, TrainingDataset
 from pa_npu.config.words import counted
-from pa_npu.data.limits import TimeLimitReached, memory_limit, time_limit
 from pa_npu.data.records import Columns, Message, Record, read_records
-from pa_npu.data.rows import LONGEST_ROW_BYTES
-from pa_npu.data.template import check_options, chosen_template
+from pa_npu.data.template import TemplateFailed, check_options, chosen_template, rendered
 from pa_npu.errors import DataError, printable
 
-RENDER_TIME_LIMIT_S = 5.0  # of processor time; a prompt is rendered in less than a millisecond
-RENDER_MEMORY_BYTES = 1 << 30  # the longest row's characters, of four bytes each, in a few copies
 RENDER_ALL_LIMIT_S, RENDER_ROW_S = 60.0, 0.02  # of a dataset: these, and so much more per row
-LONGEST_PROMPT_CHARACTERS = LONGEST_ROW_BYTES
 ENCODE_CHARACTERS = 4 << 20  # tokenised together
 _SHOWN_LINES, _SHOWN_CHARACTERS = 12, 400
 
@@ -229,33 +224,13 @@ def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -
     if template is None:
         return "\n".join(message["content"] for message in messages)
     try:
-        with memory_limit(RENDER_MEMORY_BYTES), time_limit(RENDER_TIME_LIMIT_S):
-            text = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, chat_template=template, **config.template_options
-            )
-    except TimeLimitReached:
-        raise DataError(
-            f"{record.location}: the chat template does not end within {RENDER_TIME_LIMIT_S:g} s; correct chat_template of "
-            f"model.path, or set data.chat_template=never"
-        ) from None
-    except MemoryError:
-        raise DataError(
-            f"{record.location}: the chat template takes more than {RENDER_MEMORY_BYTES >> 20} MiB of memory; correct "
-            f"chat_template of model.path, or set data.chat_template=never"
-        ) from None
-    except Exception as error:  # a template may raise whatever it likes, e.g. for a role that it does not know
+        return rendered(tokenizer, template, messages, add_generation_prompt=True, **config.template_options)
+    except TemplateFailed as failed:
         roles = ", ".join(message["role"] for message in messages)
-        reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"{record.location}: the chat template refuses messages with the roles {roles} ({reason}); correct the row, "
-            f"unset data.system_prompt, or set data.chat_template=never"
+            f"{record.location}: the chat template {failed}, with the roles {roles}; correct the row, chat_template of model.path, "
+            f"or data.system_prompt, or set data.chat_template=never"
         ) from None
-    if not isinstance(text, str) or len(text) > LONGEST_PROMPT_CHARACTERS:
-        raise DataError(
-            f"{record.location}: the chat template gives more than {LONGEST_PROMPT_CHARACTERS} characters; correct the row or "
-            f"the template, or set data.chat_template=never"
-        )
-    return text
 
 
 def compose_messages(record: Record, config: DataConfig) -> list[Message]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pa_npu.config.sections import DataConfig
+from pa_npu.data.limits import TimeLimitReached, memory_limit, time_limit
+from pa_npu.data.rows import LONGEST_ROW_BYTES
 from pa_npu.errors import DataError
 
 LONGEST_TEMPLATE_BYTES = 1 << 20
+LONGEST_PROMPT_CHARACTERS = LONGEST_ROW_BYTES
+RENDER_TIME_LIMIT_S = 5.0  # of processor time; a prompt is rendered in less than a millisecond
+RENDER_MEMORY_BYTES = 1 << 30  # the longest row's characters, of four bytes each, in a few copies
 
 # What every rendering gives it.
 _GIVEN = frozenset({"messages", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token", "eos_token"})
@@ -26,6 +32,26 @@ def chosen_template(tokenizer: Any, config: DataConfig) -> Any:
     if config.chat_template in ("auto", "always"):
         return own
     return None if config.chat_template == "never" else _read(Path(config.chat_template))
+
+
+class TemplateFailed(Exception):
+    """The template makes no text of these messages; says why."""
+
+
+def rendered(tokenizer: Any, template: Any, messages: Sequence[Any], **options: Any) -> str:
+    """The text that the template makes of messages, within limits of time and memory. Raises TemplateFailed."""
+    try:
+        with memory_limit(RENDER_MEMORY_BYTES), time_limit(RENDER_TIME_LIMIT_S):
+            text = tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template, **options)
+    except TimeLimitReached:
+        raise TemplateFailed(f"does not end within {RENDER_TIME_LIMIT_S:g} s") from None
+    except MemoryError:
+        raise TemplateFailed(f"takes more than {RENDER_MEMORY_BYTES >> 20} MiB of memory") from None
+    except Exception as error:  # a template may raise whatever it likes, e.g. for a role that it does not know
+        raise TemplateFailed(f"refuses these messages ({' '.join(str(error).split())[:200]})") from None
+    if not isinstance(text, str) or len(text) > LONGEST_PROMPT_CHARACTERS:
+        raise TemplateFailed(f"gives more than {LONGEST_PROMPT_CHARACTERS} characters")
+    return text
 
 
 def check_options(template: Any, config: DataConfig) -> None:

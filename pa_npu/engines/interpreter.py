@@ -14,18 +14,18 @@ _TIMEOUT_S = 60.0
 
 
 @functools.cache
-def distributions(python: str | None, names: tuple[str, ...], key: str = "rollout.python") -> dict[str, str]:
-    """Versions of those of `names` that an interpreter has (None: this one); asked once. Raises ConfigError that names `key`."""
+def distributions(python: str | None, names: tuple[str, ...]) -> dict[str, str]:
+    """Versions of those of `names` that an interpreter has (None: this one); asked once. Raises ConfigError."""
     if python is None:
         return _here(names)
     if shutil.which(python) is None:
-        raise ConfigError(f"{key}: {python} is not an executable; give the path of a Python interpreter")
+        raise ConfigError(f"rollout.python: {python} is not an executable; give the path of a Python interpreter")
     program = _PROGRAM.format(names=names)
     try:
         reply = subprocess.run([python, "-c", program], capture_output=True, timeout=_TIMEOUT_S, check=True)
         return dict(json.loads(reply.stdout))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise ConfigError(f"{key}: {python} does not run ({error}); give a working interpreter") from None
+        raise ConfigError(f"rollout.python: {python} does not run ({error}); give a working interpreter") from None
 
 
 def _here(names: tuple[str, ...]) -> dict[str, str]:

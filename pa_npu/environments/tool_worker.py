@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from pa_npu.config.user_code import import_function
-from pa_npu.control.child_process import private_pipes
+from pa_npu.control.child_process import private_pipes, send
 from pa_npu.errors import ConfigError
 
 _LONGEST_REASON = 200  # characters
@@ -24,11 +24,11 @@ def main() -> int:
     try:
         function = import_function("tool", sys.argv[1])
     except ConfigError as error:
-        _write(answers, {"unusable": str(error).removeprefix("tool: ")})
+        send(answers, {"unusable": str(error).removeprefix("tool: ")})
         return 1
-    _write(answers, {"ready": True})
+    send(answers, {"ready": True})
     for line in calls:
-        _write(answers, _answer(function, json.loads(line)["call"]))
+        send(answers, _answer(function, json.loads(line)["call"]))
     return 0
 
 
@@ -41,11 +41,6 @@ def _answer(function: Any, call: str) -> dict[str, Any]:
     except BaseException as error:  # a tool's failure is what the policy reads, also where it would end its process
         reason = f"{type(error).__name__}: {error}"
     return {"answer": "error: " + " ".join(reason.split())[:_LONGEST_REASON], "failure": True}
-
-
-def _write(answers: Any, message: dict[str, Any]) -> None:
-    answers.write(json.dumps(message).encode() + b"\n")
-    answers.flush()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 from pa_npu.errors import DataError
 from pa_npu.evaluation.statistics import Estimate, estimate, majority_at_k, paired_difference, pass_at_k
 from pa_npu.telemetry.record_file import note_lost
+from pa_npu.telemetry.sample_store import read_table, write_table
 
 DIRECTORY = "evaluations"
 GREEDY = "greedy"
@@ -177,34 +178,22 @@ def kept_versions(run_dir: Path | str) -> list[int]:
 def write_results(file: Path, responses: Sequence[Judged]) -> None:
     """All of the file or nothing; what cannot be written is counted, and raises nothing."""
     import pyarrow as pa
-    import pyarrow.parquet
 
     kinds = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
     types = {"question": int, "number": int, "tokens": int, "reward": float, "correct": bool, "finished": bool}
     schema = pa.schema([(name, kinds[types.get(name, str)]) for name in Judged.__dataclass_fields__])
-    partial = file.with_suffix(".partial")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        rows = [{key: _encodable(value) for key, value in asdict(response).items()} for response in responses]
-        pyarrow.parquet.write_table(pa.Table.from_pylist(rows, schema), partial, compression="zstd")
-        partial.replace(file)
+        write_table(file, [asdict(response) for response in responses], schema)
     except (OSError, pa.ArrowException) as error:
         note_lost(file, error)
 
 
 def read_results(file: Path | str) -> list[Judged]:
     """Read what write_results wrote. Raises DataError where it cannot be read."""
-    import pyarrow as pa
-    import pyarrow.parquet
-
     try:
-        return [Judged(**row) for row in pyarrow.parquet.ParquetFile(file).read().to_pylist()]
-    except (OSError, TypeError, pa.ArrowException, UnicodeDecodeError) as error:
+        return [Judged(**row) for row in read_table(Path(file))]
+    except (DataError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(
             f"{file}: holds no results of an evaluation ({reason}); name RUN/evaluations/version_N.parquet"
         ) from None
-
-
-def _encodable(value: Any) -> Any:
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

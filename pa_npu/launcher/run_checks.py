@@ -372,18 +372,16 @@ def check_trackers(config: Config) -> None:
     """The libraries of trackers are there, in versions that they are used by.
 
     Nothing is sent anywhere: a tracker that cannot be reached never ends a run."""
-    telemetry = config.telemetry
-    wanted = {name: Requirement(REQUIREMENTS[name]) for name in telemetry.trackers}
+    wanted = {name: Requirement(REQUIREMENTS[name]) for name in config.telemetry.trackers}
     names = tuple(requirement.name for requirement in wanted.values())
-    found = distributions(telemetry.tracker_python, names, "telemetry.tracker_python")
-    python = telemetry.tracker_python or sys.executable
+    found = distributions(None, names)
     for tracker, requirement in wanted.items():
         version = found.get(requirement.name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
             has = "is not installed" if version is None else f"is there as {version}, not as {REQUIREMENTS[tracker]}"
             raise ConfigError(
-                f"telemetry.trackers: {tracker} {has} in {python}; pip install 'pa_npu[{tracker}]', name an interpreter "
-                f"that has it in telemetry.tracker_python, or take it off the list"
+                f"telemetry.trackers: {tracker} {has} in {sys.executable}; pip install 'pa_npu[{tracker}]', or take it off the "
+                f"list"
             )
 
 

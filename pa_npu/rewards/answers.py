@@ -22,21 +22,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import signal
-import threading
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+from pa_npu.data.limits import TimeLimitReached, time_limit
 from pa_npu.data.records import ANSWER_MARK
-from pa_npu.rewards.number_words import is_in_words, with_digits
-from pa_npu.rewards.numbers import DIGITS, TEXT, in_base, plain_text, read_number, same_number
+from pa_npu.rewards.numbers import DIGITS, TEXT, in_base, is_in_words, plain_text, read_number, same_number, with_digits
 
 _MOST_BOXES = 4  # how many \boxed from the end are tried, which bounds the time for a response full of open ones
 _SEARCHED_CHARACTERS = 10_000  # at the end of a response, for an answer without a mark
 _COMPARED_CHARACTERS = 2000  # of an answer or reference that math-verify gets
 _COMPARED_S = 1.0  # of one judgement by math-verify
-_AGAIN_S = 0.1
 
 _THOUGHT = re.compile(r"<(/?)think(?:ing)?>")
 _TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
@@ -316,7 +312,7 @@ def _equal_expressions(response: str, reference: str) -> bool:
     import math_verify
 
     preload()
-    with contextlib.suppress(_TooLong), _time_limit(_COMPARED_S):
+    with contextlib.suppress(TimeLimitReached), time_limit(_COMPARED_S):
         expected = _parsed(f"\\boxed{{{reference}}}")
         return bool(expected) and bool(
             math_verify.verify(expected, _parsed(response), timeout_seconds=None, allow_set_relation_comp=True)
@@ -329,29 +325,3 @@ def _parsed(text: str) -> list[Any]:
     import math_verify
 
     return math_verify.parse(text, parsing_timeout=None)
-
-
-class _TooLong(BaseException):
-    """The time is up. No Exception, which math-verify would take for one of its own and go on."""
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raises _TooLong inside when the time is up. Only in a main thread, as reward workers use it: others get no signals.
-
-    It raises again and again: Python drops what is raised inside a finalizer or a callback of its garbage collector.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(*_: Any) -> None:
-        raise _TooLong
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -1,6 +1,6 @@
 """Reward functions: math, format, overlong, and a user's own module:function, each from a group to G numbers.
 
-Those that wait (judge, code, and a user's `async def`) are built here too, and run by concurrent_worker.py.
+Those that wait (judge, code, and a user's `async def`) are built here too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FunctionSpec:
 
 
 CONCURRENT = frozenset({"judge", "code"})
-"""Built-in functions that wait more than they compute: many groups at once, in a process of their own (concurrent.py)."""
+"""Built-in functions that wait more than they compute: many groups at once, in a process of their own (pool.py)."""
 
 
 def function_specs(config: RewardConfig, run_dir: str | Path | None = None) -> tuple[FunctionSpec, ...]:

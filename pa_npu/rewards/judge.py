@@ -10,12 +10,16 @@ response as a conversation, and gives the score itself, which may lie beyond the
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import random
 import re
+import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,6 @@ from urllib.parse import urlsplit
 from pa_npu.config.sections import LONGEST_JUDGE_PAUSE_S, JudgeConfig
 from pa_npu.errors import DataError
 from pa_npu.rewards.answers import final_text
-from pa_npu.rewards.judge_cache import JudgeCache
 from pa_npu.rewards.turns import Turns
 from pa_npu.rewards.types import RewardInput
 
@@ -35,6 +38,9 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_ANSWER_BYTES = 4 << 20
 _SHOWN_CHARACTERS = 120
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_BUSY_S = 5.0  # of the database
+
+log = logging.getLogger(__name__)
 
 
 class _NoScore(Exception):
@@ -226,3 +232,59 @@ def _shown(data: bytes | bytearray, secret: str) -> str:
     text = " ".join(bytes(data).decode("utf-8", "replace").split())
     text = text.replace(secret, "...") if secret else text
     return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}...")
+
+
+class JudgeCache:
+    """Scores that a judge has given, on disk, by what it was asked: a resumed run gets the same ones (I6), and asks once.
+
+    path: a database that several processes may use; None keeps nothing. What the disk refuses costs its entries, said once.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._database: sqlite3.Connection | None = None
+        if path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._database = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
+            self._database.execute(
+                "create table if not exists scores (content text primary key, score real, answer text)"
+            )
+        except (sqlite3.Error, OSError) as error:
+            self._give_up(error)
+
+    def get(self, content: Any) -> float | None:
+        """The score of what has these contents (JSON)."""
+        if self._database is None:
+            return None
+        try:
+            row = self._database.execute("select score from scores where content = ?", (_key(content),)).fetchone()
+        except sqlite3.Error as error:
+            self._give_up(error)
+            return None
+        return float(row[0]) if row else None
+
+    def put(self, content: Any, score: float, answer: str) -> None:
+        """answer: what the judge wrote, for people who look into the file."""
+        if self._database is None:
+            return
+        try:
+            clean = answer.encode("utf-8", "replace").decode()
+            self._database.execute("insert or replace into scores values (?, ?, ?)", (_key(content), score, clean))
+        except sqlite3.Error as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        if self._database is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._database.close()
+
+    def _give_up(self, error: Exception) -> None:
+        log.warning("reward.judge.cache: %s cannot be used (%s); the judge is asked every time", self._path, error)
+        self.close()
+        self._database = None
+
+
+def _key(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

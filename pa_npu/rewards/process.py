@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.control.worker_process import WorkerProcess, json_line, run_worker
-from pa_npu.errors import ConfigError, DataError, DeadlineExceeded, PaNpuError
+from pa_npu.errors import ConfigError, DataError, DeadlineExceeded
 from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, build_function, function_specs
 from pa_npu.rewards.types import RewardInput, group_line
 
 STARTUP_TIMEOUT_S = 120.0  # importing math-verify and a user's module on a busy machine
-FAILED_STARTS = 3  # in a row, then the pool gives up
-WORKER, CONCURRENT_WORKER = "pa_npu.rewards.worker", "pa_npu.rewards.concurrent_worker"
-
-log = logging.getLogger(__name__)
+WORKER = "pa_npu.rewards.worker"
 
 
-async def start_worker(first: Mapping[str, Any], module: str = WORKER) -> WorkerProcess:
-    """Return a process of the module whose functions are loaded. first: what it reads first.
+async def start_worker(first: Mapping[str, Any]) -> WorkerProcess:
+    """Return a process whose functions are loaded. first: what it reads first.
 
     Raises DataError where a function cannot be used, DeadlineExceeded where loading takes too long.
     """
     try:
-        worker = await WorkerProcess.start([module], first, STARTUP_TIMEOUT_S)
+        worker = await WorkerProcess.start([WORKER], first, STARTUP_TIMEOUT_S)
     except DeadlineExceeded:
         raise DeadlineExceeded(
             f"a reward worker did not load its functions within {STARTUP_TIMEOUT_S:.0f} s; make them import faster"
@@ -39,17 +35,6 @@ async def start_worker(first: Mapping[str, Any], module: str = WORKER) -> Worker
         await worker.reap()
         raise
     return worker
-
-
-async def start_again(what: str, first: Mapping[str, Any], module: str = WORKER) -> WorkerProcess:
-    """Return a process in the place of one that died. Raises what the last of FAILED_STARTS attempts raised."""
-    for attempt in range(1, FAILED_STARTS + 1):
-        try:
-            return await start_worker(first, module)
-        except (PaNpuError, OSError) as error:
-            log.warning("%s: start %d of %d failed: %s", what, attempt, FAILED_STARTS, error)
-            last = error
-    raise last
 
 
 def check_reward_functions(config: Config, sample: RewardInput | None = None, ask_judge: bool = True) -> list[str]:
@@ -68,32 +53,25 @@ def check_reward_functions(config: Config, sample: RewardInput | None = None, as
         raise ConfigError(
             f"reward.judge.api_key_variable: {variable} is not set in the environment; export the judge's key in it"
         )
-    concurrent: list[str] = []
-    if own:
-        concurrent = _try(config, WORKER, first_of_computing(own), own, sample)["concurrent"]
+    others = _try(config, own, sample, waits=False)["others"] if own else []
     waiting = tuple(
         spec
         for spec in specs
-        if spec.label in concurrent or spec.name == "code" or (spec.name == "judge" and ask_judge and sample)
+        if spec.label in others or spec.name == "code" or (spec.name == "judge" and ask_judge and sample)
     )
-    if waiting:
-        line = first_of_concurrent(waiting, config.reward.timeout_s, trial=True)
-        ready = _try(config, CONCURRENT_WORKER, line, waiting, sample)
-        if ready["isolation"]:
-            return [f"reward.code: programs of responses run at isolation {ready['isolation']}"]
-    return []
+    isolation = _try(config, waiting, sample, waits=True)["isolation"] if waiting else ""
+    return [f"reward.code: programs of responses run at isolation {isolation}"] if isolation else []
 
 
-def _try(
-    config: Config, module: str, first: Mapping[str, Any], specs: tuple[FunctionSpec, ...], sample: RewardInput | None
-) -> dict[str, Any]:
+def _try(config: Config, specs: Sequence[FunctionSpec], sample: RewardInput | None, *, waits: bool) -> dict[str, Any]:
     """One start of a worker's process, with one group where there is one. Returns its first reply."""
     names = ", ".join(spec.name for spec in specs)
+    first = first_message(specs, config.reward.timeout_s, waits=waits, trial=True)
     lines = [json_line(first)] + ([group_line(0, sample)] if sample else [])
     limit_s = STARTUP_TIMEOUT_S + config.reward.timeout_s
     if any(spec.name == "judge" for spec in specs):
         limit_s += config.reward.judge.attempts * config.reward.judge.timeout_s
-    output, code = run_worker([module], b"".join(lines), limit_s)
+    output, code = run_worker([WORKER], b"".join(lines), limit_s)
     if code is None and not output:
         raise DataError(f"reward.functions: importing {names} takes more than {limit_s:.0f} s; make the import faster")
     head, *others = output.splitlines() or [b"{}"]
@@ -121,14 +99,11 @@ def sample_group(prompt: str, answer: str, row: Mapping[str, Any], size: int) ->
     return RewardInput(prompt, answer, responses, [8] * size, row)
 
 
-def first_of_computing(specs: tuple[FunctionSpec, ...]) -> dict[str, Any]:
+def first_message(
+    specs: Sequence[FunctionSpec], timeout_s: float, *, waits: bool, trial: bool = False
+) -> dict[str, Any]:
     """Returns the first message to pa_npu.rewards.worker."""
-    return {"functions": [asdict(spec) for spec in specs]}
-
-
-def first_of_concurrent(specs: tuple[FunctionSpec, ...], timeout_s: float, *, trial: bool) -> dict[str, Any]:
-    """Returns the first message to pa_npu.rewards.concurrent_worker."""
-    return {"functions": [asdict(spec) for spec in specs], "timeout_s": timeout_s, "trial": trial}
+    return {"functions": [asdict(spec) for spec in specs], "waits": waits, "timeout_s": timeout_s, "trial": trial}
 
 
 def _check_ready(reply: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,11 +121,12 @@ async def run(arguments: Sequence[str], stdin: bytes, limits: Limits, files: Map
             "files_bytes": limits.files_bytes,
             "processes": limits.processes,
             "open_files": limits.open_files,
+            "output_bytes": limits.output_bytes,
             "require": limits.require,
             "python": python,
             "arguments": ["-I", *(_replaced(part, words) for part in arguments)],
         }
-        return await _run(wanted, stdin, limits)
+        return await _run(wanted, stdin, limits, Path(parent))
 
 
 def _replaced(text: str, words: Mapping[str, str]) -> str:
@@ -190,25 +190,38 @@ def _bubblewrap() -> str | None:
     return found if done.returncode == 0 else None
 
 
-async def _run(wanted: dict[str, object], stdin: bytes, limits: Limits) -> Outcome:
+async def _run(wanted: dict[str, object], stdin: bytes, limits: Limits, parent: Path) -> Outcome:
+    """Standard streams are files of ours: nobody has to read them for a program to go on, and what it wrote is there in the end."""
+    given, outputs = parent / "stdin", [parent / "stdout", parent / "stderr"]
+    given.write_bytes(stdin)
     reading, writing = os.pipe()
     try:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", str(_CHILD), json.dumps(wanted), str(writing)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=(writing,),
-            env={},
-            start_new_session=True,
-        )
+        with given.open("rb") as source, outputs[0].open("wb") as output, outputs[1].open("wb") as errors:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", str(_CHILD), json.dumps(wanted), str(writing)),
+                stdin=source,
+                stdout=output,
+                stderr=errors,
+                pass_fds=(writing,),
+                env={},
+                start_new_session=True,
+            )
     except OSError as error:
         os.close(reading)
         raise SandboxFailed(f"the sandbox cannot start a process ({error.strerror})") from None
     finally:
         os.close(writing)
+    ended: Literal["itself", "timeout", "output"] = "itself"
     try:
-        return await _watch(process, reading, stdin, limits)
+        level, isolation = await _isolation(reading, process, outputs[1])
+        if LEVELS.index(level) < LEVELS.index(limits.require):
+            raise SandboxFailed(
+                f"reward.code.require: {limits.require}, but this system gives {isolation}; allow that, or require less"
+            )
+        try:
+            await asyncio.wait_for(process.wait(), limits.wall_s)
+        except asyncio.TimeoutError:
+            ended = "timeout"
     finally:
         os.close(reading)
         # it kills all of the program, and then ends; only where it does not, it is killed itself
@@ -216,47 +229,16 @@ async def _run(wanted: dict[str, object], stdin: bytes, limits: Limits) -> Outco
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(end)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(_drain(process), _GRACE_S)
+                await asyncio.wait_for(process.wait(), _GRACE_S)
                 break
-
-
-async def _watch(process: asyncio.subprocess.Process, report: int, stdin: bytes, limits: Limits) -> Outcome:
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    level, isolation = await _isolation(report, process)
-    if LEVELS.index(level) < LEVELS.index(limits.require):
-        raise SandboxFailed(
-            f"reward.code.require: {limits.require}, but this system gives {isolation}; allow that, or require less"
-        )
-    started_s = time.monotonic()
-    feeding = asyncio.create_task(_feed(process.stdin, stdin), name="sandbox input")
-    readers = [
-        asyncio.create_task(_read(stream, limits.output_bytes), name="sandbox output")
-        for stream in (process.stdout, process.stderr)
-    ]
-    ended: Literal["itself", "timeout", "output"] = "itself"
-    try:
-        waiting = asyncio.ensure_future(_all_read(readers))
-        done, _ = await asyncio.wait({waiting}, timeout=max(0.0, limits.wall_s - (time.monotonic() - started_s)))
-        if not done:
-            ended = "timeout"
-        elif not waiting.result():
-            ended = "output"
-        else:
-            left_s = max(0.0, limits.wall_s - (time.monotonic() - started_s))
-            try:
-                await asyncio.wait_for(process.wait(), left_s)
-            except asyncio.TimeoutError:
-                ended = "timeout"
-        outputs = [bytes(reader.result()[0]) if reader.done() else b"" for reader in readers]
-    finally:
-        for task in (feeding, waiting, *readers):
-            task.cancel()
-        await asyncio.gather(feeding, waiting, *readers, return_exceptions=True)
+    stdout, stderr = (_beginning(file, limits.output_bytes + 1) for file in outputs)
+    if max(len(stdout), len(stderr)) > limits.output_bytes:
+        ended = "output"
     code = process.returncode if ended == "itself" else None
-    return Outcome(ended, code, outputs[0], outputs[1], level, isolation)
+    return Outcome(ended, code, stdout[: limits.output_bytes], stderr[: limits.output_bytes], level, isolation)
 
 
-async def _isolation(report: int, process: asyncio.subprocess.Process) -> tuple[Level, str]:
+async def _isolation(report: int, process: asyncio.subprocess.Process, errors: Path) -> tuple[Level, str]:
     """Reads the cell's level of isolation, and its words for it, before it begins."""
     try:
         line = await asyncio.wait_for(asyncio.to_thread(os.read, report, _READ_BYTES), _SET_UP_S)
@@ -264,8 +246,7 @@ async def _isolation(report: int, process: asyncio.subprocess.Process) -> tuple[
         process.kill()  # the thread ends with the pipe
         raise SandboxFailed(f"the sandbox was not set up within {_SET_UP_S:.0f} s") from None
     if not line:
-        assert process.stderr is not None
-        said = (await process.stderr.read(1000)).decode(errors="replace").strip()
+        said = _beginning(errors, 1000).decode(errors="replace").strip()
         raise SandboxFailed(f"the sandbox did not begin: {said or 'it ended'}")
     found = json.loads(line)
     if "failed" in found:
@@ -275,34 +256,6 @@ async def _isolation(report: int, process: asyncio.subprocess.Process) -> tuple[
     return level, f"level {level} ({found['by']}{refused})"
 
 
-async def _drain(process: asyncio.subprocess.Process) -> None:
-    """Reads what a killed process had written: its end is not seen before."""
-    for stream in (process.stdout, process.stderr):
-        while stream is not None and await stream.read(_READ_BYTES):
-            pass
-    await process.wait()
-
-
-async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
-    with contextlib.suppress(ConnectionError, BrokenPipeError):
-        stream.write(data)
-        await stream.drain()
-        stream.close()
-
-
-async def _read(stream: asyncio.StreamReader, most: int) -> tuple[bytearray, bool]:
-    """Reads up to `most` bytes; returns them and whether that was all."""
-    found = bytearray()
-    while part := await stream.read(_READ_BYTES):
-        found += part
-        if len(found) > most:
-            return found[:most], False
-    return found, True
-
-
-async def _all_read(readers: Sequence[asyncio.Task[tuple[bytearray, bool]]]) -> bool:
-    """Whether all ended within what they may write; as soon as one did not, no."""
-    for reader in asyncio.as_completed(readers):
-        if not (await reader)[1]:
-            return False
-    return True
+def _beginning(file: Path, most: int) -> bytes:
+    with file.open("rb") as found:
+        return found.read(most)

@@ -1,6 +1,6 @@
 """The cell of one program: namespaces, limits and an empty directory, then the program. Imports the standard library alone.
 
-    python -I sandbox_child.py LIMITS REPORT      limits as JSON; a descriptor. The program's own pipes are this process's
+    python -I sandbox_child.py LIMITS REPORT      limits as JSON; a descriptor. The program's standard streams are this process's
 
     this process: makes namespaces, forks, sums up what the cell holds, ends with the program's status; kills what is left of it
       └─ first process of a new PID namespace: makes the root, and reaps; with it everything of the program ends (or bubblewrap)
@@ -64,10 +64,8 @@ def main() -> NoReturn:
         if first == 0:
             _guarded(report, lambda: _first_process(limits, report, user, refused))
     os.close(report)
-    for descriptor in (0, 1, 2):
-        os.close(descriptor)
     try:
-        status = _watch(first, limits["memory_bytes"], limits["processes"])
+        status = _watch(first, limits["memory_bytes"], limits["processes"], limits["output_bytes"])
     except _EndNow:
         status = signal.SIGKILL
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -252,8 +250,8 @@ def _processes_of_this_user() -> int:
     return found
 
 
-def _watch(first: int, memory_bytes: int, processes: int) -> int:
-    """The status of the first process; it is killed where all of the cell together hold too much, or are too many.
+def _watch(first: int, memory_bytes: int, processes: int, output_bytes: int) -> int:
+    """The status of the first process; it is killed where all of the cell together hold or write too much, or are too many.
 
     The kernel's limits count memory by process, and do not count processes of root.
     """
@@ -265,6 +263,8 @@ def _watch(first: int, memory_bytes: int, processes: int) -> int:
                     return ended[1]
         pids, threads = _below([os.getpid()])
         pids = [pid for pid in pids if pid != first]
+        if max(os.fstat(1).st_size, os.fstat(2).st_size) > output_bytes:
+            return signal.SIGKILL
         if threads > limit or walls.memory_of(pids, memory_bytes) > memory_bytes:
             return signal.SIGKILL
         with contextlib.suppress(InterruptedError):

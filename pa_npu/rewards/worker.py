@@ -1,62 +1,173 @@
-"""The reward worker process: groups in, rewards out, one JSON object per line.
+"""A process of reward functions: groups in, rewards out, one JSON object per line.
 
-    stdin   {"functions": [FunctionSpec's fields, ...]}                           first line
-            {"id", "group": {prompt, answer, responses, response_tokens, row}}    one line per group
-    stdout  {"concurrent": [label, ...]} or {"unusable": reason}   first line
-            {"id", "rewards": {label: [G numbers]}, "errors": {label: reason}}    one line per group, in order
+    stdin   {"functions": [FunctionSpec's fields, ...], "waits", "timeout_s", "trial"}   first line
+            {"id", "group": {prompt, answer, responses, response_tokens, row}}           one line per group
+    stdout  {"others": [label, ...], "isolation"} or {"unusable": reason}                first line
+            {"id", "rewards": {label: [G numbers or null]}, "errors": {label: reason}, "fatal": reason | null}
+            {"alive": true}                                                              every second, with waits
 
-Functions that wait, `async def`, are named as concurrent and left to concurrent_worker.py.
+Without `waits` it runs functions that compute, one group after another, in the main thread, where math-verify's signals work. With
+`waits` it runs the judge, the sandbox and users' `async def`, many groups at once in one event loop; null is a response without
+a verdict, and a user's function has timeout_s for a group. Functions of the other kind are named as others and left to another
+process. trial: one group before a run, for which the sandbox is tried too, and how it isolates is said.
 
-The functions run in the main thread, where math-verify's signals work. They see /dev/null as standard input, and what
-they print goes to standard error. The worker ends with its input, and its keeper kills it when its parent dies.
+Functions see /dev/null as standard input, and what they print goes to standard error. The process ends with its input, and its
+keeper kills it when its parent dies.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from pa_npu.control.child_process import private_pipes
-from pa_npu.errors import UserError
+from pa_npu.config.user_code import describe
+from pa_npu.control.child_process import private_pipes, send
+from pa_npu.control.tasks import held
+from pa_npu.errors import PaNpuError, UserError
 from pa_npu.rewards.answers import preload
-from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, build_function, call_function, is_concurrent
+from pa_npu.rewards.functions import (
+    CONCURRENT,
+    FunctionSpec,
+    build_concurrent,
+    build_function,
+    call_function,
+    checked_rewards,
+    is_concurrent,
+)
 from pa_npu.rewards.types import RewardInput
+
+_ALIVE_S = 1.0
+_GROUPS_AT_ONCE = 64  # of a user's function; the time of one begins when it is called
+
+Functions = list[tuple[FunctionSpec, Any]]
 
 
 def main() -> int:
     requests, replies = private_pipes()
+    first = json.loads(requests.readline())
 
-    specs = [FunctionSpec(**spec) for spec in json.loads(requests.readline())["functions"]]
+    reply = partial(send, replies)
     try:
-        built = [(spec.label, build_function(spec)) for spec in specs if spec.name not in CONCURRENT]
+        specs = [FunctionSpec(**fields) for fields in first["functions"]]
+        built = [(spec, (build_concurrent if spec.name in CONCURRENT else build_function)(spec)) for spec in specs]
     except UserError as error:
-        _reply(replies, {"unusable": str(error)})
+        reply({"unusable": str(error)})
         return 1
-    functions = [(label, function) for label, function in built if not is_concurrent(function)]
-    left = [spec.label for spec in specs if spec.label not in dict(functions)]
+    functions = [(spec, function) for spec, function in built if is_concurrent(function) == first["waits"]]
+    others = [spec.label for spec, function in built if is_concurrent(function) != first["waits"]]
+    if first["waits"]:
+        return asyncio.run(_Waiting(functions, first["timeout_s"], reply).run(requests, others, first["trial"]))
     if any(spec.name == "math" for spec in specs):
         preload()
-    _reply(replies, {"concurrent": left})
+    reply({"others": others, "isolation": ""})
     for line in requests:
         request = json.loads(line)
-        _reply(replies, {"id": request["id"], **_score(functions, RewardInput(**request["group"]))})
+        reply({"id": request["id"], **compute(functions, RewardInput(**request["group"]))})
     return 0
 
 
-def _score(functions: list[tuple[str, Any]], group: RewardInput) -> dict[str, Any]:
+def compute(functions: Functions, group: RewardInput) -> dict[str, Any]:
+    """Rewards and errors of functions that compute."""
     rewards, errors = {}, {}
-    for label, function in functions:
-        values, error = call_function(function, group)
-        rewards[label] = values
+    for spec, function in functions:
+        rewards[spec.label], error = call_function(function, group)
         if error is not None:
-            errors[label] = error
-    return {"rewards": rewards, "errors": errors}
+            errors[spec.label] = error
+    return {"rewards": rewards, "errors": errors, "fatal": None}
 
 
-def _reply(replies: Any, message: dict[str, Any]) -> None:
-    replies.write(json.dumps(message).encode() + b"\n")
-    replies.flush()
+class _Waiting:
+    """Functions that wait, in the running event loop."""
+
+    def __init__(self, functions: Functions, timeout_s: float, reply: Callable[[dict[str, Any]], None]) -> None:
+        self._functions = functions
+        self._timeout_s = timeout_s
+        self._reply = reply
+        self._turn = asyncio.Semaphore(_GROUPS_AT_ONCE)
+
+    async def run(self, requests: Any, others: list[str], trial: bool) -> int:
+        isolation = ""
+        try:
+            for spec, function in self._functions:
+                if trial and spec.name == "code":
+                    isolation = await function.check()
+        except PaNpuError as error:
+            said = str(error)
+            self._reply({"unusable": said if said.startswith("reward.code") else f"reward.code: {said}"})
+            return 1
+        self._reply({"others": others, "isolation": isolation})
+        lines: asyncio.Queue[bytes | None] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def read() -> None:
+            for line in requests:
+                loop.call_soon_threadsafe(lines.put_nowait, line)
+            loop.call_soon_threadsafe(lines.put_nowait, None)
+
+        threading.Thread(target=read, name="requests", daemon=True).start()
+        alive = asyncio.create_task(self._say_alive(), name="alive")
+        running: set[asyncio.Task[None]] = set()
+        while (line := await lines.get()) is not None:
+            task = asyncio.create_task(self._score(json.loads(line)), name="group")
+            running.add(task)
+            task.add_done_callback(running.discard)
+        if trial:
+            await asyncio.gather(*running)
+        for task in (alive, *running):
+            task.cancel()
+        for spec, function in self._functions:
+            if spec.name == "judge":
+                await function.close()
+        return 0
+
+    async def _score(self, request: dict[str, Any]) -> None:
+        group = RewardInput(**request["group"])
+        outcomes = await asyncio.gather(*(self._call(spec, function, group) for spec, function in self._functions))
+        rewards, errors, fatal = {}, {}, None
+        for (spec, _), (values, error, is_fatal) in zip(self._functions, outcomes, strict=True):
+            rewards[spec.label] = values
+            if error is not None:
+                errors[spec.label] = error
+            fatal = error if is_fatal else fatal
+        self._reply({"id": request["id"], "rewards": rewards, "errors": errors, "fatal": fatal})
+
+    async def _call(
+        self, spec: FunctionSpec, function: Any, group: RewardInput
+    ) -> tuple[list[float | None], str | None, bool]:
+        """Its values, what went wrong, and whether that ends the run."""
+        nothing: list[float | None] = [None] * len(group.responses)
+        if spec.name in CONCURRENT:
+            try:
+                values = await function(group)
+            except UserError as error:
+                return nothing, str(error), True
+            except Exception as error:  # a mistake of this package must not be a reward either
+                return nothing, describe(error), False
+            missing = sum(value is None for value in values)
+            problem = f"no verdict on {missing} of {len(values)} responses ({function.problem})" if missing else None
+            return values, problem, False
+        async with self._turn:
+            task = asyncio.ensure_future(held(lambda: function(group)))
+            done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+        if not done:
+            task.cancel()
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            return [0.0] * len(nothing), f"not done within reward.timeout_s = {self._timeout_s:g} s", False
+        returned, failed = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
+        if failed is not None:
+            return [0.0] * len(nothing), describe(failed), False
+        rewards, problem = checked_rewards(function, group, returned)
+        return list(rewards), problem, False
+
+    async def _say_alive(self) -> None:
+        while True:
+            self._reply({"alive": True})
+            await asyncio.sleep(_ALIVE_S)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from pa_npu.config.yaml_source import read_yaml
 from pa_npu.errors import DataError
 from pa_npu.telemetry.metrics import read_records
-from pa_npu.telemetry.tpspd import RunThroughput, number, run_throughput
+from pa_npu.telemetry.tpspd import number, run_throughput
 
 _DEVICE_UNITS = {"npu": "one NPU die", "cuda": "one GPU", "cpu": "one CPU core"}
 _DEFAULT_WARMUP = 1
@@ -27,21 +27,44 @@ PEAKS = {
 LEARNED = {"reward_mean": "reward", "accuracy": "accuracy"}
 """Numbers of a record whose mean over the last quarter of the iterations says what the run has come to."""
 _MIB = 2**20
+_COLUMN_WIDTH = 24
+_FIGURES = {
+    "tpspd": ("TPSPD", ",.1f"),
+    "tpspd_response": ("  response tokens only", ",.1f"),
+    "tpspd_computed": ("  tokens computed", ",.1f"),
+    "ratio": ("ratio to the first run", ".3f"),
+    "iteration_s": ("iteration s", ".3f"),
+    "synchronous_s": ("  synchronous iteration s", ".3f"),
+    "generate_s": ("  generation Tg s", ".3f"),
+    "train_s": ("  training Tt s", ".3f"),
+    "publish_s": ("  publish s", ".3f"),
+    "evaluation_s": ("  evaluation s", ".3f"),
+    "checkpoint_s": ("  checkpoint s", ".3f"),
+    "trainer_idle": ("trainer idle", ".1%"),
+    "engine_idle": ("engine idle", ".1%"),
+    "tail_waste": ("tail waste", ".1%"),
+    "replica_imbalance": ("replica imbalance", ".1%"),
+    "devices": ("devices", ",.0f"),
+    "iterations": ("iterations", ",.0f"),
+    "dropped_iterations": ("warm-up iterations dropped", ",.0f"),
+    **{name: (f"{title}, last quarter", ".3f") for name, title in LEARNED.items()},
+    **{name: (f"memory of an iteration, MiB: {title}", ",.0f") for name, title in PEAKS.items()},
+}
+"""Rows of the table: title and layout, as of format(), of every number by name."""
+_OPTIONAL = frozenset({*PEAKS, "synchronous_s"})
 
 
 @dataclass(frozen=True)
 class RunReport:
     """Throughput of one run. `device` is the configured kind (npu, cuda, cpu), None if the run has no config.yaml.
 
-    learned: by names of LEARNED. memory: by names of PEAKS, the mean over iterations of what each needed at most, in bytes.
-    engines: on what those run of which the configuration says it (rollout.engine_settings), in words. records: of all iterations.
+    values: numbers of run_throughput, and those of LEARNED and PEAKS that the run has. engines: on what those run of which the
+    configuration says it (rollout.engine_settings), in words. records: of all iterations.
     """
 
     name: str
     device: str | None
-    result: RunThroughput
-    memory: Mapping[str, float]
-    learned: Mapping[str, float]
+    values: Mapping[str, float | None]
     engines: str
     records: Sequence[Mapping[str, Any]]
 
@@ -58,14 +81,14 @@ def load_report(run_dir: Path | str, warmup_iterations: int | None = None) -> Ru
     if not isinstance(warmup_iterations, int) or warmup_iterations < 0:
         raise DataError(f"{run_dir}: telemetry.warmup_iterations is {warmup_iterations!r}, expected a count")
     try:
-        result = run_throughput(records, warmup_iterations)
+        values = run_throughput(records, warmup_iterations)
     except DataError as error:
         raise DataError(f"{run_dir}: {error}") from error
-    peaks = memory_peaks(records[warmup_iterations:])
+    values |= learned(records) | memory_peaks(records[warmup_iterations:])
     device = config.get("run", {}).get("device")
     device = device if isinstance(device, str) else None
     name = run_dir.name or str(run_dir)
-    return RunReport(name, device, result, peaks, learned(records), named_devices(config), records)
+    return RunReport(name, device, values, named_devices(config), records)
 
 
 def named_devices(config: Mapping[str, Any]) -> str:
@@ -103,30 +126,39 @@ def each_run(reports: Sequence[RunReport]) -> list[RunReport]:
 
 
 def render_text(reports: Sequence[RunReport]) -> str:
-    """A table, followed by what the numbers mean."""
-    return text_table("Throughput", _names(reports), table_rows(reports), notes(reports), column_width=24)
+    """A table with a column of equal width per run, followed by what the numbers mean."""
+    from rich.box import ASCII2  # logs and terminals of any locale can show it
+    from rich.console import Console
+    from rich.table import Table
 
-
-def render_markdown(reports: Sequence[RunReport]) -> str:
-    """The same as a markdown table."""
-    return markdown_table(_names(reports), table_rows(reports), notes(reports))
+    table = Table(title="Throughput", box=ASCII2)
+    table.add_column("")
+    for report in reports:
+        table.add_column(report.name, justify="right", overflow="fold")
+    for title, cells in table_rows(reports):
+        table.add_row(title, *cells)
+    output = io.StringIO()
+    # Not a terminal: the width must fit the table, whoever reads it.
+    console = Console(file=output, width=40 + _COLUMN_WIDTH * len(reports), color_system=None)
+    console.print(table)
+    for note in notes(reports):
+        console.print(note, highlight=False, soft_wrap=True)
+    return output.getvalue().rstrip("\n")
 
 
 def as_json(reports: Sequence[RunReport]) -> dict[str, Any]:
     """One object per run with plain numbers, `ratio` to the first run."""
-    runs = []
-    for report in reports:
-        values = asdict(report.result)
-        rates = values.pop("throughput")
-        about = {"run": report.name, "device": report.device, **rates, **values, **report.learned, **report.memory}
-        runs.append({**about, "ratio": _ratio(report, reports)})
+    runs = [
+        {"run": report.name, "device": report.device, **report.values, "ratio": _ratio(report, reports)}
+        for report in reports
+    ]
     return {"runs": runs, "notes": notes(reports)}
 
 
 def notes(reports: Sequence[RunReport]) -> list[str]:
     """Explains the numbers to a reader: definition, device unit, dropped iterations."""
     units = sorted({_DEVICE_UNITS.get(report.device or "", "one device of the run") for report in reports})
-    dropped = [f"{report.name} {report.result.dropped_iterations}" for report in reports]
+    dropped = [f"{report.name} {report.values['dropped_iterations']}" for report in reports]
     named = [f"Engines of {report.name} by device: {report.engines}." for report in reports if report.engines]
     return [
         f"TPSPD: trained prompt + response tokens (prompt once per sample) / seconds between publishes / all devices, "
@@ -144,74 +176,25 @@ def notes(reports: Sequence[RunReport]) -> list[str]:
 
 
 def table_rows(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
-    """(title, a cell per run) of every figure."""
-    found = [figures(report, _ratio(report, reports)) for report in reports]
-    rows = [(figure.title, [one[name].cell for one in found]) for name, figure in found[0].items()]
-    return [row for row in rows if row[0] not in _OPTIONAL or any(cell != "-" for cell in row[1])]
+    """(title, a cell per run) of every figure; those that no run has are left out, where they are optional."""
+    found = [{**report.values, "ratio": _ratio(report, reports)} for report in reports]
+    rows = [
+        (name, title, [_cell(name, values.get(name), layout) for values in found])
+        for name, (title, layout) in _FIGURES.items()
+    ]
+    return [
+        (title, cells) for name, title, cells in rows if name not in _OPTIONAL or any(cell != "-" for cell in cells)
+    ]
+
+
+def _cell(name: str, value: float | None, layout: str) -> str:
+    return "-" if value is None else format(value / _MIB if name in PEAKS else value, layout)
 
 
 def _ratio(report: RunReport, reports: Sequence[RunReport]) -> float:
     """The run's TPSPD over that of the first."""
-    first = reports[0].result.throughput.tpspd
-    return report.result.throughput.tpspd / first if first else 0.0
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number of a report. layout: as of format()."""
-
-    title: str
-    value: float | None
-    layout: str
-
-    @property
-    def cell(self) -> str:
-        return "-" if self.value is None else format(self.value, self.layout)
-
-
-def figures(report: RunReport, ratio: float) -> dict[str, Figure]:
-    """All of a run by name, in the order of the table. ratio: to the first run."""
-    result, rates = report.result, report.result.throughput
-    found = {
-        "tpspd": Figure("TPSPD", rates.tpspd, ",.1f"),
-        "tpspd_response": Figure("  response tokens only", rates.tpspd_response, ",.1f"),
-        "tpspd_computed": Figure("  tokens computed", rates.tpspd_computed, ",.1f"),
-        "ratio": Figure("ratio to the first run", ratio, ".3f"),
-        "iteration_s": Figure("iteration s", result.iteration_s, ".3f"),
-        "synchronous_s": Figure("  synchronous iteration s", result.synchronous_s, ".3f"),
-        "generate_s": Figure("  generation Tg s", result.generate_s, ".3f"),
-        "train_s": Figure("  training Tt s", result.train_s, ".3f"),
-        "publish_s": Figure("  publish s", result.publish_s, ".3f"),
-        "evaluation_s": Figure("  evaluation s", result.evaluation_s, ".3f"),
-        "checkpoint_s": Figure("  checkpoint s", result.checkpoint_s, ".3f"),
-        "trainer_idle": Figure("trainer idle", result.trainer_idle, ".1%"),
-        "engine_idle": Figure("engine idle", result.engine_idle, ".1%"),
-        "tail_waste": Figure("tail waste", result.tail_waste, ".1%"),
-        "replica_imbalance": Figure("replica imbalance", result.replica_imbalance, ".1%"),
-        "devices": Figure("devices", result.devices, ",.0f"),
-        "iterations": Figure("iterations", result.iterations, ",.0f"),
-        "dropped_iterations": Figure("warm-up iterations dropped", result.dropped_iterations, ",.0f"),
-    }
-    found |= {
-        name: Figure(f"{title}, last quarter", report.learned.get(name), ".3f") for name, title in LEARNED.items()
-    }
-    memory = {name: Figure(_memory_title(name), _mib(report.memory.get(name)), ",.0f") for name in PEAKS}
-    return found | memory
-
-
-def _memory_title(name: str) -> str:
-    return f"memory of an iteration, MiB: {PEAKS[name]}"
-
-
-_OPTIONAL = frozenset({*map(_memory_title, PEAKS), "  synchronous iteration s"})
-
-
-def _mib(value: float | None) -> float | None:
-    return None if value is None else value / _MIB
-
-
-def _names(reports: Sequence[RunReport]) -> list[str]:
-    return [report.name for report in reports]
+    own, first = report.values["tpspd"], reports[0].values["tpspd"]
+    return own / first if own and first else 0.0
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
@@ -223,37 +206,3 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     if not all(isinstance(config.get(key, {}), dict) for key in ("run", "telemetry")):
         raise DataError(f"{path}: is no run configuration; give a run directory")
     return config
-
-
-def text_table(
-    title: str,
-    labels: Sequence[str],
-    rows: Sequence[tuple[str, Sequence[str]]],
-    notes: Sequence[str],
-    column_width: int,
-) -> str:
-    """Lays out a table in columns of equal width. rows: a row's title and its cells."""
-    from rich.box import ASCII2  # logs and terminals of any locale can show it
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, box=ASCII2)
-    table.add_column("")
-    for label in labels:
-        table.add_column(label, justify="right", overflow="fold")
-    for name, cells in rows:
-        table.add_row(name, *cells)
-    output = io.StringIO()
-    # Not a terminal: the width must fit the table, whoever reads it.
-    console = Console(file=output, width=40 + column_width * len(labels), color_system=None)
-    console.print(table)
-    for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
-    return output.getvalue().rstrip("\n")
-
-
-def markdown_table(labels: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], notes: Sequence[str]) -> str:
-    """As text_table."""
-    lines = ["| |" + "".join(f" {label} |" for label in labels), "|---|" + "---:|" * len(labels)]
-    lines += [f"| {name} |" + "".join(f" {cell} |" for cell in cells) for name, cells in rows]
-    return "\n".join([*lines, "", *notes])

@@ -88,7 +88,7 @@ class SampleStore:
         path = self._directory / f"iteration_{iteration:06d}.parquet"
         try:
             table = [{**asdict(row), "pieces": [self._text(token) for token in row.tokens]} for row in rows]
-            _write_table(path, table, _schema(rows[0].rewards))
+            write_table(path, table, _schema(rows[0].rewards))
         except Exception as error:  # whatever the disk or the library does to a record
             note_lost(path.parent, error)
 
@@ -139,7 +139,7 @@ class TrainerLogprobs:
 
     def _write(self, path: Path, rows: list[dict[str, Any]]) -> None:
         try:
-            _write_table(path, rows, _trainer_schema())
+            write_table(path, rows, _trainer_schema())
         except Exception as error:
             note_lost(path.parent, error)
 
@@ -155,11 +155,11 @@ def read_samples(run_dir: Path | str, iteration: int) -> list[dict[str, Any]]:
     Raises DataError where the file cannot be read.
     """
     path = Path(run_dir) / SAMPLES_DIRECTORY / f"iteration_{iteration:06d}.parquet"
-    rows = _read_table(path)
+    rows = read_table(path)
     trained: dict[tuple[int, int], list[float]] = {}
     for number, file in _files(Path(run_dir) / TRAINER_DIRECTORY):
         if number == iteration:
-            trained.update({(row["index"], row["response"]): row["logprobs"] for row in _read_table(file)})
+            trained.update({(row["index"], row["response"]): row["logprobs"] for row in read_table(file)})
     for row in rows:
         found = trained.get((row["index"], row["response"]))
         row["trainer_logprobs"] = found if found is not None and len(found) == len(row["logprobs"]) else None
@@ -206,7 +206,7 @@ def _trainer_schema() -> Any:
     return pa.schema([("index", pa.int32()), ("response", pa.int32()), ("logprobs", pa.list_(pa.float32()))])
 
 
-def _write_table(path: Path, rows: list[dict[str, Any]], schema: Any) -> None:
+def write_table(path: Path, rows: list[dict[str, Any]], schema: Any) -> None:
     """All of the file or nothing."""
     import pyarrow as pa
     import pyarrow.parquet
@@ -231,7 +231,7 @@ def _encodable(value: Any) -> Any:
     return value
 
 
-def _read_table(path: Path) -> list[dict[str, Any]]:
+def read_table(path: Path) -> list[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet
 

@@ -33,21 +33,15 @@ def summarise(run_dir: Path | str) -> str:
     """The summary of a run directory. Raises DataError where it holds no iteration."""
     run_dir = Path(run_dir)
     records = read_records(run_dir)
-    parts = [_accuracy_line(_evaluations(run_dir, records), len(records))]
+    parts = [_accuracy_line(read_evaluations(run_dir), len(records))]
     try:
         parts.append(render_text(each_run([load_report(run_dir)])))
     except DataError as error:
         parts.append(f"Throughput: none ({error})")
     listing = [f"  {run_dir / name!s:<40} {meaning}" for name, meaning in _WRITTEN if (run_dir / name).exists()]
     parts.append("\n".join(["Written:", *listing]))
-    parts += [line for line in (early_end_line(run_dir), overlap_line(records), saved_publishes_line(records)) if line]
+    parts += [line for line in (overlap_line(records), saved_publishes_line(records)) if line]
     return "\n\n".join(parts)
-
-
-def early_end_line(run_dir: Path) -> str | None:
-    """Why the run ended before schedule.iterations; None where it did not."""
-    said = [record["ends_run"] for record in read_evaluations(run_dir) if record.get("ends_run")]
-    return f"Ended early: {said[0]}." if said else None
 
 
 def saved_publishes_line(records: list[dict[str, Any]]) -> str | None:
@@ -85,18 +79,8 @@ def overlap_line(records: list[dict[str, Any]]) -> str | None:
     )
 
 
-def _evaluations(run_dir: Path, records: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """(weight version, accuracy), by version; from evaluations.jsonl, completed by the records' eval_accuracy."""
-    found = {
-        record["iteration"]: number(record, "eval_accuracy")
-        for record in records
-        if record.get("eval_accuracy") is not None
-    }
-    found.update({entry["version"]: number(entry, "accuracy") for entry in read_evaluations(run_dir)})
-    return sorted(found.items())
-
-
-def _accuracy_line(evaluations: list[tuple[int, float]], iterations: int) -> str:
+def _accuracy_line(records: list[dict[str, Any]], iterations: int) -> str:
+    evaluations = [(record["version"], number(record, "accuracy")) for record in records]
     if not evaluations:
         return f"{counted(iterations, 'iteration')}; no evaluation (data.test is not set)"
     (first_version, first), (last_version, last) = evaluations[0], evaluations[-1]

@@ -11,7 +11,7 @@ Evaluation and checkpoints inside an iteration are inside its seconds; they are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pa_npu.config.words import counted
@@ -19,6 +19,16 @@ from pa_npu.errors import DataError
 
 _LARGEST = 1e15
 """Bound of every number of a record: far above what a run can count, and far below where arithmetic overflows."""
+_MEANS = {
+    "iteration_s": None,
+    "generate_s": None,
+    "train_s": None,
+    "publish_s": None,
+    "evaluation_s": 0.0,
+    "checkpoint_s": 0.0,
+}
+"""Seconds that are means per iteration, with what stands for one that an iteration did not have."""
+_NEEDED = frozenset({"trainer_idle", "engine_idle"})
 
 
 @dataclass(frozen=True)
@@ -46,31 +56,6 @@ class Throughput:
     tpspd_computed: float
 
 
-@dataclass(frozen=True)
-class RunThroughput:
-    """Throughput of a run's iterations after the warm-up. Rates come from sums, seconds are means per iteration.
-
-    tail_waste, replica_imbalance: None where records do not have them. Of a run with iterations of both kinds only the periodic
-    ones count; synchronous_s is the mean of the others, which are there for comparison.
-    """
-
-    throughput: Throughput
-    devices: int
-    iterations: int
-    dropped_iterations: int
-    iteration_s: float
-    generate_s: float
-    train_s: float
-    publish_s: float
-    evaluation_s: float
-    checkpoint_s: float
-    trainer_idle: float
-    engine_idle: float
-    tail_waste: float | None
-    replica_imbalance: float | None
-    synchronous_s: float | None = None
-
-
 def throughput(work: Work) -> Throughput:
     """The formula of the module's docstring. Raises ValueError on non-positive seconds or devices."""
     if not work.seconds > 0 or work.devices < 1:
@@ -85,11 +70,13 @@ def throughput(work: Work) -> Throughput:
     )
 
 
-def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int) -> RunThroughput:
-    """Throughput of a run from its iteration records, the first `warmup_iterations` of them left out.
+def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int) -> dict[str, float | None]:
+    """Numbers of a run from its iteration records, the first `warmup_iterations` of them left out, by name.
 
-    Idle ratios are means weighted by the iterations' seconds. Raises DataError when nothing is left, a record lacks a
-    number, or the number of devices changed on the way.
+    Rates (tpspd and its kin) come from sums, seconds are means per iteration, ratios are means weighted by the iterations' seconds.
+    tail_waste, replica_imbalance: None where records do not have them. Of a run with iterations of both kinds only the periodic
+    ones count; synchronous_s is the mean of the others, which are there for comparison.
+    Raises DataError when nothing is left, a record lacks a number, or the number of devices changed on the way.
     """
     kept = records[warmup_iterations:]
     if not kept:
@@ -107,42 +94,28 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
     if min(devices) < 1:
         raise DataError(f"the number of devices is {min(devices)}, which cannot be")
     seconds = sum(number(record, "iteration_s") for record in kept)
+    if seconds <= 0:
+        raise DataError(f"iteration_s adds up to {seconds} s over {counted(len(kept), 'iteration')}, which cannot be")
     work = Work(
         tokens_prompt=int(sum(number(record, "tokens_prompt") for record in kept)),
         tokens_response=int(sum(number(record, "tokens_response") for record in kept)),
         tokens_computed=int(sum(number(record, "tokens_computed") for record in kept)),
         seconds=seconds,
-        devices=devices.pop(),
+        devices=min(devices),
     )
-    if seconds <= 0:
-        raise DataError(f"iteration_s adds up to {seconds} s over {counted(len(kept), 'iteration')}, which cannot be")
-
-    def mean(key: str, default: float | None = None) -> float:
-        return sum(number(record, key, default) for record in kept) / len(kept)
-
-    def weighted(key: str) -> float:
-        return sum(number(record, key) * number(record, "iteration_s") for record in kept) / seconds
-
-    def weighted_if_there(key: str) -> float | None:
-        return weighted(key) if all(record.get(key) is not None for record in kept) else None
-
-    return RunThroughput(
-        throughput=throughput(work),
-        devices=work.devices,
-        iterations=len(kept),
-        dropped_iterations=len(records) - len(kept) - len(apart),
-        iteration_s=seconds / len(kept),
-        generate_s=mean("generate_s"),
-        train_s=mean("train_s"),
-        publish_s=mean("publish_s"),
-        evaluation_s=mean("evaluation_s", 0.0),
-        checkpoint_s=mean("checkpoint_s", 0.0),
-        trainer_idle=weighted("trainer_idle"),
-        engine_idle=weighted("engine_idle"),
-        tail_waste=weighted_if_there("tail_waste"),
-        replica_imbalance=weighted_if_there("replica_imbalance"),
-        synchronous_s=sum(number(record, "iteration_s") for record in apart) / len(apart) if apart else None,
-    )
+    found: dict[str, float | None] = {**asdict(throughput(work))}
+    for name, default in _MEANS.items():
+        found[name] = sum(number(record, name, default) for record in kept) / len(kept)
+    for name in ("trainer_idle", "engine_idle", "tail_waste", "replica_imbalance"):
+        missing = name not in _NEEDED and any(record.get(name) is None for record in kept)
+        weighted = (number(record, name) * number(record, "iteration_s") for record in kept)
+        found[name] = None if missing else sum(weighted) / seconds
+    return found | {
+        "synchronous_s": sum(number(record, "iteration_s") for record in apart) / len(apart) if apart else None,
+        "devices": min(devices),
+        "iterations": len(kept),
+        "dropped_iterations": len(records) - len(kept) - len(apart),
+    }
 
 
 def number(record: Mapping[str, Any], key: str, default: float | None = None) -> float:

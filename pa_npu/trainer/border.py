@@ -8,7 +8,6 @@ after the publish no engine waits for: they generate already.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,6 @@ from pa_npu.control.messages import (
     BORDER,
     DATA_POSITION,
     REPORT,
-    RUN_END,
     BorderReport,
     CheckpointReport,
     IterationReport,
@@ -95,17 +93,6 @@ class Border:
             first = replace(published.probe, responses=published.probe.responses[: self._config.probe_responses])
             self._when.published(version, probe_microbatches(first, version, self._config, replica))
             return probe_report(self._agreement.check_requests(version, microbatches))
-
-    def ends_run(self, version: int) -> tuple[bool, float]:
-        """Whether `version` is the run's last, and how long the coordinator had to be waited for, in seconds: an evaluation may say
-        so before schedule.iterations."""
-        if not self._config.may_end_at(version):
-            return version == self._config.schedule.iterations, 0.0
-        start_s = time.perf_counter()
-        # a border of training too: an engine that comes late to the evaluation gets its weights meanwhile
-        with self._timeline.span("wait for evaluation", version=version):
-            end = RUN_END.wait(self._channel, self._config.trainer.wait_timeout_s, version=version)
-        return end.why is not None, time.perf_counter() - start_s
 
     def before_step(self) -> None:
         """The weights are about to change: engines that swap later have swapped by then, so that late ones get what they have."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -44,8 +44,7 @@ def train(
     profiler: IterationProfiler,
     checks: IterationChecks,
 ) -> None:
-    """Run from the loaded checkpoint (or version 0) to `schedule.iterations`, or to where an evaluation ends the run; leaves a
-    checkpoint and an HF export behind."""
+    """Run from the loaded checkpoint (or version 0) to `schedule.iterations`; leaves a checkpoint and an HF export behind."""
     checkpoints = Checkpointing(config, learner, border.data_position, timeline, border.ahead)
     first = checkpoints.load()
     report: IterationReport | None = None
@@ -53,9 +52,7 @@ def train(
     last = config.schedule.iterations
     for version in range(first, last + 1):
         probe = border.cross(version, report, checkpoints.at_border)
-        ends, waited_s = border.ends_run(version)
-        if ends:
-            last = version
+        if version == last:
             break
         with timeline.span("iteration", iteration=version), profiler(version):
             rides = config.probe_rides and probe == ProbeReport()
@@ -65,8 +62,7 @@ def train(
             consumed = consume(learner, rollouts(version), updates, measure, judge, border.before_step)
             probe = probe_report(consumed.first) if rides else probe
         agreement = checks(version, consumed.trained, consumed.normalisers, consumed.exact, consumed.aged)
-        training = replace(consumed.report, wait_s=consumed.report.wait_s + waited_s)
-        report = IterationReport(version, training, probe, agreement)
+        report = IterationReport(version, consumed.report, probe, agreement)
 
     leave_behind(config, learner, checkpoints, last)
 

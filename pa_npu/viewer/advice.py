@@ -5,7 +5,6 @@ Each rule looks at the last iterations after the warm-up and yields nothing wher
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +19,11 @@ RECENT = 8
 MUCH_IDLE = 0.35
 CLEARLY = 1.5
 """One side waits for the other when its idle share is so many times the other's."""
-MUCH_TAIL_WASTE = 0.25
 MANY_TRUNCATED = 0.1
 MANY_EQUAL = 0.5
 COLLAPSED_ENTROPY = 0.2
 DRIFT = 0.5
 """Share of the limit at which a run stops for a disagreement of log-probs."""
-MUCH_KL = 0.5
-OFTEN_CLIPPED = 4.0
 
 
 @dataclass(frozen=True)
@@ -40,14 +36,13 @@ class Advice:
     text: str
 
 
-def advise(records: Sequence[Record], config: Mapping[str, Any], evaluations: Sequence[Record] = ()) -> list[Advice]:
+def advise(records: Sequence[Record], config: Mapping[str, Any]) -> list[Advice]:
     """Advice on a run, what costs most first. config: flat keys."""
     warmup = config.get("telemetry.warmup_iterations")
     kept = records[warmup if isinstance(warmup, int) and len(records) > warmup else 0 :]
     if any(record.get("periodic") for record in kept):  # synchronous ones between them are there for comparison
         kept = [record for record in kept if record.get("periodic") is not False]
     found = [advice for rule in RULES for advice in rule(kept, config)] if kept else []
-    found += _evaluation(evaluations)
     return sorted(found, key=lambda advice: advice.level != "act")
 
 
@@ -110,29 +105,6 @@ def _idle(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advi
         )
 
 
-def _window(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
-    window, waste = config.get("rollout.window"), recent(records, "tail_waste")
-    if isinstance(window, int):
-        sizes = [config.get(key) for key in ("schedule.prompts_per_iteration", "rollout.responses_per_prompt")]
-        sequences = math.prod(size if isinstance(size, int) else 0 for size in sizes)
-        if sequences and window * (config.get("rollout.engines") or 1) >= sequences and config.get("schedule.stream"):
-            yield Advice(
-                "look",
-                "window",
-                "The window holds the whole iteration",
-                f"rollout.window={window} takes all {sequences} sequences at once, so that groups end together and nothing "
-                f"overlaps; rollout.window=auto chooses by simulation.",
-            )
-    if waste is not None and waste > MUCH_TAIL_WASTE:
-        yield Advice(
-            "look",
-            "tail_waste",
-            "Engines run empty at the end of generation",
-            f"{waste:.0%} of their places were idle because nothing was left to dispatch, while the longest responses "
-            f"went on. schedule.dispatch=auto begins with the long ones; a lower rollout.max_response_tokens cuts the tail.",
-        )
-
-
 def _truncated(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
     share = recent(records, "truncated_ratio")
     if share is not None and share > MANY_TRUNCATED and not config.get("rollout.ignore_eos"):
@@ -155,8 +127,8 @@ def _equal_groups(records: Sequence[Record], config: Mapping[str, Any]) -> Itera
         "equal_reward_ratio",
         "Most groups teach nothing",
         f"In {share:.0%} of groups all responses had the same reward, mostly all {how}: their advantages are zero. "
-        f"{'Harder' if how == 'right' else 'Easier'} prompts help, more responses per prompt, "
-        f"data.skip={'solved' if how == 'right' else 'unsolved'} in later epochs, or schedule.dynamic_sampling=true.",
+        f"{'Harder' if how == 'right' else 'Easier'} prompts help, more responses per prompt, or "
+        f"schedule.dynamic_sampling=true.",
     )
 
 
@@ -175,18 +147,6 @@ def _drift(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
             return
 
 
-def _kl(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
-    kl = recent(records, "kl")
-    if config.get("algorithm.kl_coef") and kl is not None and kl > MUCH_KL:
-        yield Advice(
-            "look",
-            "kl",
-            "The policy is far from its reference",
-            f"KL is {kl:.2g} nats per token. If texts look worse, raise algorithm.kl_coef "
-            f"({config.get('algorithm.kl_coef')}) or lower optimizer.learning_rate.",
-        )
-
-
 def _entropy(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
     first, last = recent(records[:RECENT], "entropy"), recent(records, "entropy")
     solved = (recent(records, "accuracy") or 0.0) > 0.9
@@ -197,18 +157,6 @@ def _entropy(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice
             "Entropy has collapsed",
             f"It fell from {first:.3g} to {last:.3g} nats per token while the task is not solved: the policy explores little. "
             f"Raise algorithm.clip_high (0.28, as DAPO), lower optimizer.learning_rate, or set algorithm.entropy_coef.",
-        )
-
-
-def _gradient(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
-    norm, limit = recent(records, "grad_norm"), config.get("optimizer.clip_grad")
-    if norm is not None and isinstance(limit, (int, float)) and limit > 0 and norm > OFTEN_CLIPPED * limit:
-        yield Advice(
-            "look",
-            "grad_norm",
-            "Nearly every gradient is clipped",
-            f"Its norm is {norm:.3g}, {norm / limit:.1f} times optimizer.clip_grad={limit:g}: the steps have the clipped length "
-            f"whatever the loss says. More groups per iteration, or a lower learning rate.",
         )
 
 
@@ -253,39 +201,11 @@ def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]
         )
 
 
-def _evaluation(evaluations: Sequence[Record]) -> list[Advice]:
-    """A fall from the best evaluation to the last that chance does not explain (two standard errors of the difference)."""
-    points = [
-        (accuracy, record)
-        for record in evaluations
-        if (accuracy := number(record, "accuracy")) is not None and number(record, "questions")
-    ]
-    if len(points) < 2:
-        return []
-    (best, best_record), (last, last_record) = max(points, key=lambda point: point[0]), points[-1]
-    questions = number(last_record, "questions") or 1.0
-    error = ((best * (1 - best) + last * (1 - last)) / questions) ** 0.5
-    if best - last <= 2 * error:
-        return []
-    return [
-        Advice(
-            "act",
-            "evaluation",
-            "Accuracy on held-out questions has fallen",
-            f"From {best:.3f} at version {best_record.get('version')} to {last:.3f} at version {last_record.get('version')}, more "
-            f"than chance explains. checkpoint.keep_best=1 keeps the best one; look at KL, entropy and response length there.",
-        )
-    ]
-
-
 RULES: tuple[Callable[[Sequence[Record], Mapping[str, Any]], Iterator[Advice]], ...] = (
     _losses,
     _drift,
     _idle,
-    _window,
     _truncated,
     _equal_groups,
     _entropy,
-    _kl,
-    _gradient,
 )

@@ -18,9 +18,9 @@ from pa_npu.errors import DataError, UserError
 from pa_npu.telemetry.metrics import EVALUATIONS, METRICS
 from pa_npu.telemetry.sample_store import read_samples, sample_iterations
 from pa_npu.telemetry.secrets import Secrets, flat
+from pa_npu.telemetry.timeline import DIRECTORY
 from pa_npu.viewer.advice import advise
 from pa_npu.viewer.files import JsonLines, number, read_yaml, tail
-from pa_npu.viewer.timeline import RunTimeline
 
 LOG_TAIL_BYTES = 256 << 10
 MOST_POINTS = 2000
@@ -41,8 +41,7 @@ class RunDirectory:
             raise UserError(f"{directory}: holds no config.yaml, {METRICS} or logs, so it is no run directory")
         self._metrics = JsonLines(self.directory / METRICS)
         self._evaluations = JsonLines(self.directory / EVALUATIONS)
-        self._samples = JsonLines(self.directory / "samples.jsonl")
-        self._timeline = RunTimeline(self.directory)
+        self._timelines: dict[str, JsonLines] = {}
 
     @property
     def name(self) -> str:
@@ -51,7 +50,7 @@ class RunDirectory:
     def stamp(self) -> str:
         """Changes when a file changes that the page is made from."""
         watched = [self.directory / name for name in ("config.yaml", METRICS, EVALUATIONS, "runs_on.json")]
-        for folder in ("logs", "timeline", "samples"):
+        for folder in ("logs", DIRECTORY, "samples"):
             watched += sorted((self.directory / folder).glob("*"))
         return str(hash(tuple(f"{status.st_size}.{status.st_mtime_ns}" for status in _states(watched))))
 
@@ -84,19 +83,18 @@ class RunDirectory:
             "now": time.time(),
             "columns": columns(records),
             "evaluations": evaluations,
-            "advice": [asdict(advice) for advice in advise(records, config, evaluations)],
+            "advice": [asdict(advice) for advice in advise(records, config)],
             "config": config,
             "defaults": {key.name: None if key.required else _plain(key.default) for key in all_keys()},
             "meaning": {key.name: key.description for key in all_keys()},
             "processes": self.processes(),
             "state": self.state(records, config),
-            "sample_iterations": self.sample_iterations(),
-            "timeline_iterations": sorted(self._timeline.bounds()),
+            "sample_iterations": sample_iterations(self.directory),
         }
 
     def state(self, records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
         """Says whether the run is finished, running or silent, by its files and when they were last written."""
-        launcher = self._timeline.processes().get("launcher", [])
+        launcher = self._events().get("launcher", [])
         begun = [index for index, event in enumerate(launcher) if "process" in event]
         ended = any(event.get("name") == "run" for event in launcher[begun[-1] if begun else 0 :])
         newest = self._newest()
@@ -112,12 +110,12 @@ class RunDirectory:
         }
 
     def _newest(self) -> float:
-        written = [path for folder in ("logs", "timeline") for path in (self.directory / folder).glob("*")]
+        written = [path for folder in ("logs", DIRECTORY) for path in (self.directory / folder).glob("*")]
         return max((status.st_mtime for status in _states([self.directory / METRICS, *written])), default=0.0)
 
     def processes(self) -> list[dict[str, Any]]:
         """One entry per log or timeline: what it did last, when, how often it was started, what its log warns of."""
-        timelines = self._timeline.processes()
+        timelines = self._events()
         logs = {name.removesuffix(".log"): self.directory / "logs" / name for name in self._logs()}
         found, secrets = [], self._secrets()
         for name in sorted({*timelines, *logs}):
@@ -150,16 +148,14 @@ class RunDirectory:
         """Files alone: what a link points to is not the run's."""
         return sorted(path.name for path in (self.directory / "logs").glob("*.log") if not path.is_symlink())
 
-    def timeline(self, iteration: int) -> dict[str, Any] | None:
-        return self._timeline.iteration(iteration)
-
-    def sample_iterations(self) -> list[int]:
-        """Iterations with samples, in either form."""
-        lines = {record["iteration"] for record in _by_index(self._samples.read(), "iteration", merge=False)}
-        return sorted({*sample_iterations(self.directory), *lines})
+    def _events(self) -> dict[str, list[dict[str, Any]]]:
+        """Events by the process's name: coordinator, launcher, trainer-0, ..."""
+        for path in sorted((self.directory / DIRECTORY).glob("*.jsonl")):
+            self._timelines.setdefault(path.stem, JsonLines(path))
+        return {name: file.read() for name, file in self._timelines.items()}
 
     def samples(self, iteration: int) -> dict[str, Any]:
-        """The groups of an iteration with their responses, best form first: kept with tokens, or the lines of samples.jsonl."""
+        """The kept groups of an iteration with their responses."""
         groups: list[dict[str, Any]] = []
         problem: str | None = None
         if iteration in sample_iterations(self.directory):
@@ -167,9 +163,6 @@ class RunDirectory:
                 groups = _groups(read_samples(self.directory, iteration))
             except DataError as error:
                 problem = str(error)
-        else:
-            lines = _by_index(self._samples.read(), "iteration", merge=False)
-            groups = [_line_group(line) for line in lines if line["iteration"] == iteration]
         return {"iteration": iteration, "groups": groups, "error": problem}
 
 
@@ -198,12 +191,10 @@ def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None
     return found | {name: [row.get(name) for row in rows] for name in names}
 
 
-def _by_index(records: Sequence[dict[str, Any]], key: str, merge: bool = True) -> list[dict[str, Any]]:
-    """Records with a number, by number; of several with one, the last (merge), or all of them."""
+def _by_index(records: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """Records with a number, by number; of several with one, the last."""
     valid = [r for r in records if isinstance(r.get(key), int) and not isinstance(r[key], bool) and r[key] >= 0]
-    if merge:
-        valid = list({record[key]: record for record in valid}.values())
-    return sorted(valid, key=lambda record: record[key])
+    return sorted({record[key]: record for record in valid}.values(), key=lambda record: record[key])
 
 
 def _groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -242,35 +233,6 @@ def _grow(sessions: list[dict[str, Any]], turns: Sequence[Mapping[str, Any]], re
             start += turn["written"]
         known["responses"].append(response)
         parent = number
-
-
-def _line_group(line: Mapping[str, Any]) -> dict[str, Any]:
-    responses = line.get("responses")
-    return {
-        "index": line.get("index"),
-        "prompt_id": line.get("prompt_id"),
-        "prompt": str(line.get("prompt", "")),
-        "prompt_tokens": None,
-        "answer": str(line.get("answer", "")),
-        "errors": line.get("errors") if isinstance(line.get("errors"), list) else [],
-        "sessions": [],
-        "responses": [
-            {
-                "text": str(response.get("text", "")),
-                "finish_reason": response.get("finish_reason"),
-                "reward": number(response, "reward"),
-                "rewards": {},
-                "advantage": None,
-                "correct": bool(response.get("correct")),
-                "length": response.get("tokens"),
-                "pieces": None,
-                "logprobs": None,
-                "trainer_logprobs": None,
-            }
-            for response in (responses if isinstance(responses, list) else [])
-            if isinstance(response, dict)
-        ],
-    }
 
 
 def _plain(value: Any) -> Any:

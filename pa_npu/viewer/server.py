@@ -5,24 +5,39 @@ Only this machine is answered, and only under a loopback name: a page of another
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from pa_npu.errors import UserError
-from pa_npu.viewer.page_file import page
+from pa_npu.telemetry.timeline import MERGED, chrome_trace
 from pa_npu.viewer.run import RunDirectory
 
 LOOPBACK = "127.0.0.1"
 NAMES = frozenset({LOOPBACK, "localhost", "[::1]"})
+PAGE = Path(__file__).with_name("page")
+SCRIPTS = (
+    "dom.js",
+    "data.js",
+    "charts.js",
+    "overview.js",
+    "samples.js",
+    "evaluation.js",
+    "configuration.js",
+    "processes.js",
+    "app.js",
+)
 
 
 def answer(runs: Sequence[RunDirectory], path: str) -> Any:
     """The data at a path, plain values; None where there is none. runs: the one that is viewed, then those it is compared with.
 
-    run, samples/N, timeline/N, log/NAME, compare.
+    run, samples/N, log/NAME, compare.
     """
     run = runs[0]
     kind, _, which = path.partition("/")
@@ -32,8 +47,8 @@ def answer(runs: Sequence[RunDirectory], path: str) -> Any:
         return [other.overview() for other in runs[1:]]
     if kind == "log" and (text := run.log(which)) is not None:
         return {"name": which, "text": text}
-    if kind in ("samples", "timeline") and which.isascii() and which.isdigit() and len(which) < 11:
-        return run.samples(int(which)) if kind == "samples" else run.timeline(int(which))
+    if kind == "samples" and which.isascii() and which.isdigit() and len(which) < 11:
+        return run.samples(int(which))
     return None
 
 
@@ -65,6 +80,9 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         if parts.path == "/":
             return self._send(200, "text/html; charset=utf-8", page().encode())
+        if parts.path == f"/{MERGED}":
+            trace = json.dumps(chrome_trace(self.server.runs[0].directory))
+            return self._send(200, "application/json", trace.encode())
         if not parts.path.startswith("/api/"):
             return self._send(404, "text/plain", b"not found\n")
         name = parts.path.removeprefix("/api/")
@@ -91,3 +109,38 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Requests are not worth a line."""
+
+
+def page(data: dict[str, Any] | None = None) -> str:
+    """The page as one HTML text: markup, style and script in one, nothing loaded from anywhere.
+
+    A policy in the page itself allows exactly this style and this script, by their hashes, and no address but its own server; so
+    texts that a model wrote cannot become anything else, and an exported page asks for nothing at all. data: what the server would
+    answer, by path, for a page without one (exported); None for a page that asks a server.
+    """
+    style = (PAGE / "page.css").read_text(encoding="utf-8")
+    script = '"use strict";\n' + "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    connect = "'self'" if data is None else "'none'"
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; connect-src {connect}; img-src data:; "
+        f"base-uri 'none'; form-action 'none'"
+    )
+    html = (PAGE / "index.html").read_text(encoding="utf-8")
+    for mark, text in (
+        ("{{policy}}", policy),
+        ("{{style}}", style),
+        ("{{script}}", script),
+        ("{{data}}", embedded(data)),
+    ):
+        html = html.replace(mark, text, 1)
+    return html
+
+
+def embedded(data: Any) -> str:
+    """JSON that can stand in a script element: no text in it can end the element or begin a comment."""
+    text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

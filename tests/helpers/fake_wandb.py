@@ -1,17 +1,23 @@
 """A stand-in for the library wandb that writes what it is told into a file, and misbehaves as FAKE_WANDB says.
 
-FAKE_WANDB: comma-separated kind:iteration, of raise, hang and die; no_key, hang_at_finish. It is put on PYTHONPATH as wandb.py.
+FAKE_WANDB: comma-separated kind:iteration, of raise and hang, which lasts until FAKE_WANDB_FILE.go is there; no_key,
+hang_at_finish, hang_at_exit. It is importable as wandb.
 """
 
+import atexit
 import json
 import os
+import threading
 import time
 
 WISHES = dict(part.partition(":")[::2] for part in os.environ.get("FAKE_WANDB", "").split(",") if part)
 
 
+FILE = os.environ["FAKE_WANDB_FILE"]
+
+
 def _note(**what: object) -> None:
-    with open(os.environ["FAKE_WANDB_FILE"], "a") as file:
+    with open(FILE, "a") as file:
         file.write(json.dumps(what) + "\n")
 
 
@@ -36,15 +42,10 @@ class _Run:
         step = str(values["iteration"])
         tables = {key: [value.columns, value.data] for key, value in values.items() if isinstance(value, Table)}
         if not tables:
-            once = f"{os.environ['FAKE_WANDB_FILE']}.{step}"  # a process that is started anew behaves
             if WISHES.get("raise") == step:
                 raise ConnectionError("no route to host")
-            if WISHES.get("hang") in (step, "all") and not os.path.exists(once):
-                open(once, "w").close()
-                time.sleep(600)
-            if WISHES.get("die") == step and not os.path.exists(once):
-                open(once, "w").close()
-                os._exit(9)
+            while WISHES.get("hang") == step and not os.path.exists(f"{FILE}.go"):
+                time.sleep(0.02)
         plain = {key: value for key, value in values.items() if key not in tables}
         _note(log=plain, tables=tables)
 
@@ -58,5 +59,8 @@ def init(**given: object) -> _Run:
     print("the library prints what it likes")
     if "no_key" in WISHES:
         raise SystemExit("api_key not configured")
-    _note(init={key: value for key, value in given.items() if key != "settings"}, pid=os.getpid())
+    if "hang_at_exit" in WISHES:
+        atexit.register(time.sleep, 600)
+        threading.Thread(target=time.sleep, args=[600], name="of a library").start()
+    _note(init={key: value for key, value in given.items() if key != "settings"})
     return _Run(given)

@@ -1,4 +1,4 @@
-"""Several datasets and a difficulty filter in runs of the coordinator: a resumed run asks and trains what the undisturbed does."""
+"""Several datasets in runs of the coordinator: a resumed run asks and trains what the undisturbed does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one(order: str, tmp_path: Path
             "max_prompt_tokens": 16,
             "question_column": "q",
             "answer_column": "a.final",
-            "skip": "unsolved",
         },
         "schedule": {"iterations": ITERATIONS, "prompts_per_iteration": GROUPS, "order": order},
     }
@@ -49,11 +48,9 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one(order: str, tmp_path: Path
             ours, expected = resumed.trained[iteration], whole.trained[iteration]
             assert [to_bytes(group) for group in ours] == [to_bytes(group) for group in expected]
         assert resumed.states[iteration + 1] == whole.states[iteration + 1]
-        for key in ("sources", "prompts_passed"):
-            assert resumed.records[iteration][key] == whole.records[iteration][key]
+        assert resumed.records[iteration]["sources"] == whole.records[iteration]["sources"]
 
-    # the weights, and what was passed over, by what was trained
-    unsolved: set[int] = set()
+    # the weights, by what was trained
     asked: list[int] = []
     for iteration in range(ITERATIONS):
         sources, groups = whole.records[iteration]["sources"], whole.trained[iteration]
@@ -61,10 +58,5 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one(order: str, tmp_path: Path
         assert sources["few"]["share"] == pytest.approx(2 / 3)
         own = [float((group.rewards > 0).mean()) for group in groups if group.prompt_id >= 40]
         assert sources["few"]["accuracy"] == pytest.approx(sum(own) / len(own))
-        again = [group.prompt_id for group in groups if group.prompt_id in unsolved]
-        assert not again, f"iteration {iteration} asks prompts that no response solved: {again}"
-        unsolved |= {group.prompt_id for group in groups if not group.rewards.any()}
         asked += [group.prompt_id for group in groups]
-    assert len(asked) > len(set(asked)) and sum(r["prompts_passed"] for r in whole.records.values()) >= 3, (
-        "later epochs came, and prompts were passed over in them"
-    )
+    assert len(asked) > len(set(asked)), "later epochs came"

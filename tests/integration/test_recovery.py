@@ -612,13 +612,13 @@ def test_a_delayed_publish_ends_with_the_weights_of_a_blocking_one_whatever_is_k
 
 
 @pytest.mark.nightly
-def test_a_run_on_two_datasets_that_passes_prompts_over_ends_with_the_same_weights_whatever_is_killed(
+def test_a_run_on_two_datasets_ends_with_the_same_weights_whatever_is_killed(
     launch: Callable[..., Launched], tiny: Path, tmp_path: Path
 ) -> None:
-    """Whose turn it is, and what was always right or wrong, is in the checkpoints."""
+    """Whose turn it is stands in the checkpoints."""
     more = [
         f"data.train=[{{path: {tiny / 'train.jsonl'}, name: many}}, {{path: {tiny / 'test.jsonl'}, name: few}}]",
-        *("data.skip=both", 'reward.functions=[{name: format, pattern: "[0-4].*[0-4].*[0-4]"}]'),
+        'reward.functions=[{name: format, pattern: "[0-4].*[0-4].*[0-4]"}]',
     ]
     calm = launch(*keys(tiny, tmp_path / "calm", "transformers"), *more)
     calm.popen.wait(TIMEOUT_S)
@@ -638,7 +638,6 @@ def test_a_run_on_two_datasets_that_passes_prompts_over_ends_with_the_same_weigh
     said = []
     for name in ("calm", "run"):
         records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        said.append([(record["sources"], record["prompts_passed"]) for record in records])
+        said.append([record["sources"] for record in records])
     assert said[0] == said[1]
-    assert all(sources[name]["prompts"] == 4 for sources, _ in said[0] for name in ("many", "few")), said[0]
-    assert sum(passed for _, passed in said[0]), "of eight prompts, asked in turn, some were all right or all wrong"
+    assert all(sources[name]["prompts"] == 4 for sources in said[0] for name in ("many", "few")), said[0]

@@ -127,7 +127,7 @@ def test_a_run_over_two_nodes_equals_the_run_on_one_bit_for_bit(
         assert 0 < there["rollout_head_bytes"] < 0.5 * there["rollout_buffer_bytes"], (
             "what the head says of small groups"
         )
-    names = {"launcher", "coordinator", "engine-0", "trainer-0", "trainer-1", "tracker-tensorboard"}
+    names = {"launcher", "coordinator", "engine-0", "trainer-0", "trainer-1"}
     assert {file.stem for file in (run / "logs").glob("*.log")} == names
     assert "node 1: engine-0 on device 0, trainer-1 on device 1" in launched.output
 

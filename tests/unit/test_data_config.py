@@ -50,7 +50,7 @@ def test_a_path_stays_a_path_and_a_list_takes_overrides(tmp_path) -> None:
         (["data.train=a", "data.template_options.tokenize=true"], "data.template_options: tokenize says how"),
         (["data.train=a", "data.template_options.thinking=true", "data.chat_template=never"], "would be read by nothing"),
         (["data.train=a", "data.chat_template=sometimes"], "data.chat_template: 'sometimes' is not auto, always, never"),
-        (["data.train=a", "data.skip=hard"], "data.skip: \"hard\" is not allowed; use none | solved | unsolved | both"),
+        (["data.train=a", "data.skip=solved"], "data.skip: removed in an earlier release; use schedule.dynamic_sampling"),
         (["data.train=a", "data.skip_epochs=2"], "data.skip_epochs: removed in an earlier release"),
         (["data.train=a", "schedule.on_publish=continue"], "schedule.on_publish: removed in an earlier release"),
     ],

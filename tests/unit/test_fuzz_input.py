@@ -22,10 +22,12 @@ from hypothesis import strategies as st
 from pa_npu.config.load import load_config
 from pa_npu.config.sections import DataConfig
 from pa_npu.data import prompts as prompts_module
+from pa_npu.data import template as template_module
 from pa_npu.data.limits import TimeLimitReached, _address_space, time_limit
-from pa_npu.data.prompts import RENDER_MEMORY_BYTES, load_prompts
+from pa_npu.data.prompts import load_prompts
 from pa_npu.data.records import read_records
 from pa_npu.data.rows import LONGEST_ROW_BYTES
+from pa_npu.data.template import RENDER_MEMORY_BYTES
 from pa_npu.engines.vllm import arguments
 from pa_npu.engines.vllm.arguments import check_extra_arguments
 from pa_npu.engines.vllm.kind import served_model
@@ -207,7 +209,7 @@ GROWING = (
 def test_a_hostile_chat_template_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, expected: str
 ) -> None:
-    monkeypatch.setattr(prompts_module, "RENDER_TIME_LIMIT_S", 2.0)
+    monkeypatch.setattr(template_module, "RENDER_TIME_LIMIT_S", 2.0)
     file = tmp_path / "t.jsonl"
     file.write_text('{"question": "1+1?", "answer": 2}\n')
     used, limits = _address_space(), resource.getrlimit(resource.RLIMIT_AS)

@@ -172,7 +172,7 @@ BESIDE = {
     "publish.probe_tolerance": ["publish.probe_tokens=0"],
     **{
         f"telemetry.{name}": ["telemetry.trackers=[]"]
-        for name in ("tracker_python", "project", "run_name", "tags", "metric_names", "offline", "tracker_timeout_s")
+        for name in ("project", "run_name", "tags", "metric_names", "offline", "tracker_timeout_s")
     },
 }
 CONDITIONAL = dict.fromkeys(key for condition in CONDITIONS for key in condition.keys.split())

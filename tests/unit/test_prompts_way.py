@@ -212,10 +212,10 @@ async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: Store
 
 def reward_worker(config: Config) -> None:
     """Does the work of the pool's worker here, which does it unseen in a process of its own."""
-    from pa_npu.rewards.worker import _score
+    from pa_npu.rewards.worker import compute
 
-    functions = [("math", build_function(spec)) for spec in function_specs(config.reward)]
-    _score(functions, RewardInput(QUESTION, "5", [f"{QUESTION} #### 5"], [9], {}))
+    functions = [(spec, build_function(spec)) for spec in function_specs(config.reward)]
+    compute(functions, RewardInput(QUESTION, "5", [f"{QUESTION} #### 5"], [9], {}))
     assert call_function(functions[0][1], RewardInput(QUESTION, "5", ["#### 5"], [3], {})) == ([1.0], None)
 
 

@@ -19,7 +19,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections import DataConfig, ModelConfig, RewardConfig, RewardFunction
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, PaNpuError
-from pa_npu.rewards import process as process_module
+from pa_npu.rewards import pool as pool_module
 from pa_npu.rewards.pool import LEAST, WINDOW, FailingShare, RewardInput, RewardPool, check_reward_functions
 
 USERS_MODULE = '''
@@ -242,7 +242,7 @@ async def test_a_group_whose_worker_is_killed_is_scored_again_with_those_behind_
         others = await asyncio.wait_for(asyncio.gather(*behind), 30)
     assert result.total.tolist() == [2, 3] and result.errors == ()
     assert [(other.total.tolist(), other.errors) for other in others] == [([4, 1], ())] * 6
-    assert caplog.text.count("(SIGKILL) while scoring a group, which is scored again") == 2
+    assert caplog.text.count("died (SIGKILL); what it scored is scored again") == 2
 
 
 async def test_one_slow_group_does_not_stall_the_others(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ asyncio.run(main())
 async def test_a_pool_whose_workers_cannot_start_any_more_fails_instead_of_hanging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process_module, "FAILED_STARTS", 1)
+    monkeypatch.setattr(pool_module, "FAILED_STARTS", 1)
     async with RewardPool(users_config()) as pool:
         (tmp_path / "users_rewards.py").write_text("raise ImportError('the disk is gone')")
         died, waited = await asyncio.gather(

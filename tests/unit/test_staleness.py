@@ -57,7 +57,6 @@ ROLLING: dict[str, Any] = {"publish": {"mode": "delayed", "swap": "rolling"}, "r
         (ROLLING | {"rollout": {"engines": 2}}, "set engines to 3 or more"),
         (ROLLING | {"schedule": {"dynamic_sampling": True}}, "which groups are replaced"),
         (ROLLING | {"schedule": {"max_staleness": 2, "tokens_per_update": 99}}, "which groups are carried"),
-        (ROLLING | {"data": {"train": "t", "skip": "both"}}, "would depend on the clock"),
         (ROLLING | {"agent": {"port": 8000}}, "samples for other programs would be of no version"),
         (
             ROLLING | {"evaluate": {"overlap": True}, "data": {"train": "t", "test": "t"}},

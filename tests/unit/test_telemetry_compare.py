@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pa_npu.errors import DataError, UserError
-from pa_npu.telemetry import plots
+from tools import plots
 from tools.run_curves import curve, differences, group_runs, load_runs, welch_half_width
 
 ROOT = Path(__file__).resolve().parents[2]

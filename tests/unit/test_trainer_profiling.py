@@ -50,9 +50,6 @@ class QuietBorder:
 
     def before_step(self) -> None: ...
 
-    def ends_run(self, version: int) -> tuple[bool, float]:
-        return version == 3, 0.0
-
     def data_position(self, version: int) -> int:
         return 0
 

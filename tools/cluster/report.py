@@ -9,9 +9,9 @@ from typing import Any
 
 from pa_npu.config.words import counted
 from pa_npu.planning.memory import format_bytes
-from pa_npu.telemetry.plots import line_style, new_figure, save
 from tools.cluster.figures import Figure
 from tools.cluster.plan import ClusterPlan, KnownBasis
+from tools.plots import line_style, new_figure, save
 
 _LABEL = 24
 # Work grows with the devices, and an iteration should not: two sizes are alike whose iterations differ by no more.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pa_npu.telemetry.plots import bar_style, new_figure, save
+from tools.plots import bar_style, new_figure, save
 
 
 @dataclass(frozen=True)

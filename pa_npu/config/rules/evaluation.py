@@ -17,12 +17,6 @@ def broken_evaluation(c: ConfigTree) -> Iterator[str]:
             f"keep_last, or remove the key"
         )
     yield from _evaluation_rules(c)
-    for key, value in (("stop_at", c.evaluate.stop_at), ("patience", c.evaluate.patience)):
-        if value is not None and not (c.evaluation_sets and s.evaluate_every):
-            yield (
-                f"evaluate.{key}: {value:g}: without evaluations in between nothing ends the run; set data.test and "
-                f"schedule.evaluate_every, or remove the key"
-            )
     if c.checkpoint.keep_best and not (c.evaluation_sets and s.evaluate_every):
         yield (
             f"checkpoint.keep_best: {c.checkpoint.keep_best}: without evaluations in between no checkpoint is better than "

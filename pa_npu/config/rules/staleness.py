@@ -141,11 +141,6 @@ def _broken_rolling(c: ConfigTree) -> Iterator[str]:
             f"{what} with schedule.tokens_per_update: which groups are carried is known only when all are complete; set swap to "
             f"together, or remove the budget"
         )
-    if c.data.skip != "none":
-        yield (
-            f"{what} with data.skip={c.data.skip}: which prompts are known to be right or wrong when the next are chosen would "
-            f"depend on the clock; set swap to together, or skip to none"
-        )
     if c.agent.port is not None:
         yield (
             f"{what} with agent.port: samples for other programs would be of no version; set swap to together, or remove the port"

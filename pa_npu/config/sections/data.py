@@ -81,11 +81,6 @@ class DataConfig(Section):
         "refuse", description="What happens to longer prompts: refuse the run, keep the last tokens, or skip; counted."
     )
     shuffle: bool = Field(True, description="Shuffle the training prompts anew in every epoch, seeded by run.seed.")
-    skip: Literal["none", "solved", "unsolved", "both"] = Field(
-        "none",
-        description="Pass over training prompts whose responses were all right (solved), all wrong (unsolved), or either, when "
-        "they were last asked; counted. All are asked again when fewer remain than an iteration takes.",
-    )
 
     @property
     def datasets(self) -> tuple[TrainingDataset, ...]:

@@ -84,19 +84,8 @@ class EvaluateConfig(Section):
     metric: str | None = Field(
         None,
         min_length=1,
-        description="What checkpoint.keep_best, stop_at and patience go by, SET/NAME such as test/greedy or aime/pass@8; none "
-        "means the first set's first number.",
-    )
-    stop_at: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="End the run with the first version whose metric is at least this; none never does.",
-    )
-    patience: int | None = Field(
-        None,
-        ge=1,
-        description="End the run after so many evaluations in a row without a better metric than the best before; none never does.",
+        description="What checkpoint.keep_best goes by, SET/NAME such as test/greedy or aime/pass@8; none means the first set's "
+        "first number.",
     )
 
 

@@ -21,9 +21,6 @@ class TelemetryConfig(Section):
     trackers: tuple[TrackerName, ...] = Field(
         ("tensorboard",), description="Experiment trackers that get the run's records and samples beside its own files."
     )
-    tracker_python: str | None = Field(
-        None, description="Interpreter of the trackers' own environment, with their libraries; none means this one."
-    )
     project: str = Field("pa_npu", min_length=1, description="The run's project with the trackers.")
     run_name: str | None = Field(
         None, min_length=1, description="The run's name with the trackers; none is the name of run.dir's last folder."

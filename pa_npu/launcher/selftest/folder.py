@@ -1,4 +1,4 @@
-"""The self-test's folder: report.md and report.json, a picture of the rewards, logs; what is secret is hidden in all of them."""
+"""The self-test's folder: report.md and report.json, logs; what is secret is hidden in all of them."""
 
 from __future__ import annotations
 
@@ -49,8 +49,6 @@ def write_report(bench: Bench, parts: Sequence[Part], results: Sequence[Result])
             limit = "" if finding.limit is None else f"{'at least' if finding.least else 'at most'} {finding.limit:.3g}"
             mark = "" if finding.limit is None else "ok" if finding.ok else "**not ok**"
             lines.append(f"| {finding.what} | {finding.value:.4g} {finding.unit} | {limit} | {mark} |")
-    if (bench.folder / "rewards.svg").is_file():
-        lines += ["", "![reward by iteration](rewards.svg)"]
     (bench.folder / "report.md").write_text(hide("\n".join(lines) + "\n"))
     known = {
         "version": __version__,
@@ -70,26 +68,6 @@ def _software(bench: Bench) -> dict[str, dict[str, str]]:
     except UserError as error:
         engines = {"none": str(error)}
     return {"trainers": installed_versions(), "engines": engines}
-
-
-def draw_rewards(bench: Bench) -> None:
-    """Draw the reward of each run by iteration, where matplotlib is installed."""
-    from pa_npu.telemetry import plots
-
-    runs = sorted((bench.folder / "runs").glob("*/metrics.jsonl"))
-    if not runs:
-        return
-    try:
-        figure, (axes,) = plots.new_figure()
-    except UserError as error:  # a picture is not worth a report
-        print(f"no picture of the rewards: {error}", file=sys.stderr)
-        return
-    axes.set(xlabel="iteration", ylabel="mean reward")
-    for number, file in enumerate(runs):
-        rewards = [json.loads(line)["reward_mean"] for line in file.read_text().splitlines()]
-        axes.plot(range(len(rewards)), rewards, label=file.parent.name, **plots.line_style(number))
-    axes.legend()
-    plots.save(figure, bench.folder / "rewards.svg")
 
 
 def tidy(bench: Bench) -> None:

@@ -17,9 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="iterations to drop; default: telemetry.warmup_iterations of each run",
     )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--markdown", action="store_true", help="print a markdown table")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -30,7 +28,7 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(report.as_json(columns), indent=2))
     else:
-        print(report.render_markdown(columns) if options.markdown else report.render_text(columns))
+        print(report.render_text(columns))
     return 0
 
 

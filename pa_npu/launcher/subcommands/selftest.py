@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pa_npu.errors import FAILED, UserError
-from pa_npu.launcher.selftest.folder import draw_rewards, tidy, write_report
+from pa_npu.launcher.selftest.folder import tidy, write_report
 from pa_npu.launcher.selftest.parts import ACCEPTANCE, PARTS, Bench, Part, run_part
 from pa_npu.platform import KINDS
 
@@ -68,8 +68,6 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
             if not finding.ok:
                 print(f"{'':<12} {finding.what}: {finding.value:.4g}, limit {finding.limit:.4g}")
         write_report(bench, parts, results)
-    draw_rewards(bench)
-    write_report(bench, parts, results)
     tidy(bench)
     failed = [result.name for result in results if not result.ok]
     print(f"{len(results) - len(failed)} of {len(results)} parts passed; the report is {folder / 'report.md'}")

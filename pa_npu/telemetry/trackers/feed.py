@@ -1,7 +1,8 @@
-"""The coordinator's end of the trackers: what they get is appended to one file, which each tracker's process follows (follow.py).
+"""Gives trackers what the run writes: one file of records, which a thread for each tracker reads as fast as its library takes them.
 
-What a tracker fails to take costs that tracker the record: it is counted (records_lost), and the first of each tracker is said in
-the log and on the console. A process that ends is started again, a few times; then this attempt goes on without this tracker. What
+Nothing that a library does holds or ends the run. The file is the queue, so no record waits in memory. A record that a tracker
+fails to take is counted (records_lost), and the first loss of each is said in the log and on the console. Threads are daemons,
+which the end of the run waits for with one deadline; the coordinator's process then ends without what libraries do at exit. What
 a tracker was not given stays in the file, and a resumed run gives it first. What it was given is not given again, except to
 TensorBoard, which can take back.
 """
@@ -11,27 +12,45 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
+import secrets
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import pa_npu
 from pa_npu.config.sections import TelemetryConfig
 from pa_npu.telemetry.metrics import drop_records
-from pa_npu.telemetry.record_file import RecordFile, json_line, note_lost, say
+from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, note_lost, say
 from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
-from pa_npu.telemetry.trackers.identity import DIRECTORY, EXPLAINED, RECORDS, KeptIdentity
 from pa_npu.telemetry.trackers.names import SAMPLES_TABLE, tracked, tracked_evaluation
+from pa_npu.telemetry.trackers.protocol import TrackedRun, Tracker, find_start
 
-STARTS = 3  # processes in a row that may end without having taken anything
+DIRECTORY = "trackers"
+RECORDS = "records.jsonl"
+"""The file in DIRECTORY that is read: {"kind": iteration or version, "step": its number, "log": ..., "table": ...}."""
 LONGEST_TEXT = 4096  # characters of a prompt or a response in a table
 FAILED_RUN_S = 2.0  # how long a run that has failed, and is to be started again, waits for its trackers
-_LOOK_S = 0.05
+_LOOK_S = 0.2
+_LONGEST_REASON = 300  # characters
 _CAN_TAKE_BACK = frozenset({"tensorboard"})
+_ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_ID_LENGTH = 21  # within what each of the trackers takes
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """id: of the run with the tracker; known: whether the tracker has it. iteration, version: the last that was given to it."""
+
+    id: str
+    project: str
+    name: str
+    known: bool = False
+    iteration: int = -1
+    version: int = -1
 
 
 class Trackers:
@@ -45,13 +64,13 @@ class Trackers:
     ) -> None:
         self._convention = telemetry.metric_names
         self._timeout_s = telemetry.tracker_timeout_s
-        self._followers: list[_Follower] = []
+        self._feeds: list[_Feed] = []
         if telemetry.trackers:
             path = Path(run_dir) / DIRECTORY / RECORDS
             drop_records(path, "step", first_iteration)
             self._file = RecordFile(path)
-            self._followers = [
-                _Follower(name, Path(run_dir), telemetry, config, first_iteration) for name in telemetry.trackers
+            self._feeds = [
+                _Feed(name, Path(run_dir), telemetry, config, first_iteration) for name in telemetry.trackers
             ]
 
     def write_iteration(self, record: Mapping[str, Any], kept: Sequence[KeptResponse] = ()) -> None:
@@ -69,13 +88,11 @@ class Trackers:
     def close(self, limit_s: float | None = None) -> None:
         """Waits until everything is where it belongs, all trackers together at most telemetry.tracker_timeout_s, or limit_s."""
         deadline_s = time.monotonic() + (self._timeout_s if limit_s is None else limit_s)
-        for follower in self._followers:
-            follower.end()
-        while any(follower.look() for follower in self._followers) and time.monotonic() < deadline_s:
-            time.sleep(_LOOK_S)
-        for follower in self._followers:
-            follower.kill()
-        if self._followers:
+        for feed in self._feeds:
+            feed.end()
+        for feed in self._feeds:
+            feed.join(deadline_s)
+        if self._feeds:
             self._file.close()
 
     def __enter__(self) -> Trackers:
@@ -85,100 +102,127 @@ class Trackers:
         self.close(None if kind is None else FAILED_RUN_S)
 
     def _write(self, message: Mapping[str, Any]) -> None:
-        if self._followers:
+        if self._feeds:
             self._file.write(json_line(message))
-        for follower in self._followers:
-            follower.look()
+        for feed in self._feeds:
+            feed.look()
 
 
-class _Follower:
-    """The process of one tracker, started again where it ends early. Its input is open as long as the run goes on."""
+class _Feed:
+    """The thread of one tracker. A tracker that cannot begin gets nothing in this attempt."""
 
     def __init__(
         self, tracker: str, run_dir: Path, telemetry: TelemetryConfig, config: Mapping[str, Any], first: int
     ) -> None:
         self._tracker = tracker
-        self._run_dir = run_dir
-        name = telemetry.run_name or run_dir.resolve().name
-        self._identity = KeptIdentity(run_dir, tracker, telemetry.project, name)
-        found = self._identity.value
-        again = {key: min(getattr(found, key), first - 1) for key in ("iteration", "version")}
-        self._identity.update(**again if tracker in _CAN_TAKE_BACK else {})
-        self._lost, self._delivered = found.lost, found.delivered
-        run = {"project": found.project, "name": found.name, "tags": list(telemetry.tags), "first_step": first}
-        self._run = json.dumps({**run, "offline": telemetry.offline, "config": config}).encode() + b"\n"
-        python = telemetry.tracker_python or sys.executable
-        self._command = [python, "-m", "pa_npu.telemetry.trackers.follow", tracker, str(run_dir)]
-        self._command.append(str(telemetry.tracker_timeout_s))
-        self._failed = 0
-        self._ending = self._done = self._said = False
-        self._process: subprocess.Popen[bytes] | None = None
-        self._start()
+        self._records = run_dir / DIRECTORY / RECORDS
+        self._file = run_dir / DIRECTORY / f"{tracker}.json"
+        self._timeout_s = telemetry.tracker_timeout_s
+        self._identity = self._read(telemetry.project, telemetry.run_name or run_dir.resolve().name)
+        if tracker in _CAN_TAKE_BACK:
+            given = {key: min(getattr(self._identity, key), first - 1) for key in ("iteration", "version")}
+            self._identity = replace(self._identity, **given)
+        self._run = TrackedRun(
+            run_dir=str(run_dir),
+            project=self._identity.project,
+            name=self._identity.name,
+            tags=telemetry.tags,
+            id=self._identity.id,
+            resumed=self._identity.known,
+            first_step=first,
+            offline=telemetry.offline,
+            config=config,
+        )
+        self._ending = threading.Event()
+        self._since_s: float | None = None  # the library was called, and has not returned
+        self._said = False
+        self._thread = threading.Thread(target=self._serve, name=f"tracker {tracker}", daemon=True)
+        self._thread.start()
 
-    def look(self) -> bool:
-        """Counts what was lost, starts the process again where it has ended; returns whether it goes on."""
-        if self._done:
-            return False
-        ended = EXPLAINED if self._process is None else self._process.poll()  # asked first: it writes before it ends
-        found = self._identity.read()
-        for _ in range(found.lost - self._lost):
-            self._lose(found.reason)
-        if ended and ended != EXPLAINED:
-            self._lose("its process ended")
-        if found.delivered > self._delivered:
-            self._failed = 0
-        self._failed += bool(ended)
-        self._lost, self._delivered = found.lost, found.delivered
-        self._done = ended == 0 or self._failed >= STARTS
-        if ended and not self._done:
-            self._start()
-        return not self._done
+    def look(self) -> None:
+        """Counts a call that has taken too long; the tracker goes on when it returns."""
+        since_s = self._since_s
+        if since_s is not None and time.monotonic() - since_s > self._timeout_s:
+            self._since_s = None
+            self._lose(f"no answer within telemetry.tracker_timeout_s = {self._timeout_s:g} s")
 
     def end(self) -> None:
         """No more messages come."""
-        self._ending = True
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+        self._ending.set()
 
-    def kill(self) -> None:
-        """Ends the process where it has not ended by itself."""
-        if self.look():
+    def join(self, deadline_s: float) -> None:
+        """Waits for the tracker to have taken all of them, until the deadline."""
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        if self._thread.is_alive():
             self._lose("the run ended before it had taken everything")
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
 
-    def _start(self) -> None:
-        root = str(Path(pa_npu.__file__).resolve().parents[1])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        log = self._run_dir / "logs" / f"tracker-{self._tracker}.log"
-        self._process = None
+    def _serve(self) -> None:
+        tracker = self._called(lambda: find_start(self._tracker)(self._run))
+        if tracker is None:
+            return
+        self._keep(id=tracker.id, known=True)
+        for message in self._messages():
+            if getattr(self._identity, message["kind"]) < message["step"]:
+                self._keep(**{message["kind"]: message["step"]})
+                self._called(lambda message=message: _deliver(tracker, message))  # type: ignore[misc]
+        self._called(tracker.finish)
+
+    def _called(self, call: Callable[[], T]) -> T | None:
+        """Calls the library; None, and a count, where it raises."""
+        self._since_s = time.monotonic()
         try:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            with log.open("ab") as output:
-                self._process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,  # so that what the library starts can be killed with it
-                    env={**os.environ, "PYTHONPATH": path},
-                )
-            assert self._process.stdin is not None
-            self._process.stdin.write(self._run)
-            self._process.stdin.flush()
-        except OSError as error:
-            self._lose(" ".join(str(error).split()))
-        if self._ending:
-            self.end()
+            return call()
+        except BaseException as error:  # a library may raise anything, also SystemExit, where it finds no key
+            self._lose(" ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON])
+            return None
+        finally:
+            self._since_s = None
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        """Yields all messages of the file, and those that are appended until the end."""
+        while not self._records.exists():
+            if self._ending.wait(_LOOK_S):
+                return
+        with self._records.open("rb") as file:
+            while True:
+                ended = self._ending.wait(_LOOK_S)  # asked first: what was written before the end is read after it
+                while line := file.readline():
+                    if not line.endswith(b"\n"):
+                        file.seek(-len(line), os.SEEK_CUR)
+                        break
+                    yield json.loads(line)
+                if ended:
+                    return
+
+    def _read(self, project: str, name: str) -> Identity:
+        """Returns what an earlier attempt kept; a new run, or a file that cannot be read, gets a new id."""
+        found = Identity("".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH)), project, name)
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            kept = json.loads(self._file.read_text(encoding="utf-8"))
+            names = {part.name for part in fields(Identity)}
+            found = Identity(**{key: value for key, value in kept.items() if key in names})
+        return found
+
+    def _keep(self, **changes: Any) -> None:
+        self._identity = replace(self._identity, **changes)
+        attempt(self._file, self._write_identity)
+
+    def _write_identity(self) -> None:
+        partial = self._file.with_suffix(".partial")
+        partial.write_text(json_line(asdict(self._identity)) + "\n", encoding="utf-8")
+        partial.replace(self._file)
 
     def _lose(self, reason: str) -> None:
         note_lost(f"telemetry.trackers: {self._tracker}", RuntimeError(reason))
         if not self._said:
             self._said = True
-            say(f"| tracker {self._tracker}: {reason}; the run goes on, see logs/tracker-{self._tracker}.log")
+            say(f"| tracker {self._tracker}: {reason}; the run goes on, see logs/coordinator.log")
+
+
+def _deliver(tracker: Tracker, message: Mapping[str, Any]) -> None:
+    tracker.log(message["step"], message["log"])
+    if "table" in message:
+        tracker.table(message["step"], **message["table"])
 
 
 def _table(name: str, iteration: int, rows: Sequence[KeptResponse]) -> dict[str, Any]:

@@ -1,8 +1,4 @@
-"""The interface of trackers: one starts a run, or goes on with one, and takes numbers and tables, in a process of its own.
-
-This module and the trackers import the standard library and the tracker's own, so that the latter may live in an environment of
-its own (telemetry.tracker_python).
-"""
+"""The interface of trackers: one starts a run, or goes on with one, and takes numbers and tables, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """One run with one tracker. Every method may raise anything, and may take as long as it likes: it is alone in its process."""
+    """One run with one tracker. Every method may raise anything, and may take as long as it likes: it is alone in its thread."""
 
     id: str
     """Names the run to the tracker. Given as TrackedRun.id, it makes a later process go on with the run, where the tracker can."""

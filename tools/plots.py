@@ -1,4 +1,4 @@
-"""The one style of every picture: the self-test, comparisons and benchmarks draw with it, to PNG and SVG.
+"""The one style of every picture: comparisons and benchmarks draw with it, to PNG and SVG.
 
 Series differ in colour, dash and marker, and bars in colour and hatch, so that they can be told apart in grey and by the
 colour-blind (colours: Okabe and Ito, "Color Universal Design", 2008). The same numbers give the same file, byte for byte.
