@@ -35,12 +35,10 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.config import Config, dump_config
-from pa_npu.control.channel import StoreChannel, connect
-from pa_npu.control.messages import BORDER, REPORT, BorderReport
+from pa_npu.control.channel import StoreChannel, connect, host_store
+from pa_npu.control.messages import BORDER, REPORT, TRAINERS_RUN_ON, BorderReport, TrainersRunOn
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
-from pa_npu.control.software import TRAINERS_RUN_ON, TrainersRunOn
-from pa_npu.control.store_server import host_store
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, VERDICT, StageManifest, TrainersReady

@@ -43,9 +43,8 @@ import torch
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
-from pa_npu.algorithm.batch import TokenBatch, token_weights
 from pa_npu.algorithm.objective import loss_sums
-from pa_npu.algorithm.policy_losses import find_policy_loss
+from pa_npu.algorithm.policy_losses import TokenBatch, find_policy_loss, token_weights
 from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec

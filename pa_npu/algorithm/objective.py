@@ -17,10 +17,15 @@ from typing import Literal, Protocol
 
 import torch
 
-from pa_npu.algorithm.batch import TokenBatch, normaliser, token_weights
 from pa_npu.algorithm.corrections import KL_ESTIMATORS, age_weights, importance_weights, k3, kl_reward_advantages
-from pa_npu.algorithm.policy_losses import PolicyLoss, find_policy_loss
-from pa_npu.algorithm.preference import PREFERENCE_METRICS
+from pa_npu.algorithm.policy_losses import (
+    PREFERENCE_METRICS,
+    PolicyLoss,
+    TokenBatch,
+    find_policy_loss,
+    normaliser,
+    token_weights,
+)
 from pa_npu.algorithm.update_sums import Differences, MetricSums, ProbeResult, Reductions, Totals
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import AlgorithmConfig

@@ -20,8 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pa_npu.config.schema import Config
+from pa_npu.config.sections import EvaluateConfig
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.messages import RUN_END, RunEnd
 from pa_npu.control.tasks import TaskScope, cancel
 from pa_npu.coordinator.episode import GroupGenerate, Rewards, run_episode, score
+from pa_npu.coordinator.record import RunRecords
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.records import CHOICE_COLUMN
 from pa_npu.engines.pool import EnginePool, Lease
@@ -33,6 +37,8 @@ from pa_npu.rewards.answers import extract_answer
 from pa_npu.rewards.choices import chosen_letter
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Sample
+from pa_npu.telemetry.metrics import read_evaluations
+from pa_npu.telemetry.timeline import Timeline, now
 
 # Beside all iterations of training, whose groups have seeds of their own.
 _SEED_ITERATION = 2**62
@@ -216,3 +222,116 @@ def final_answer(text: str, prompt: Prompt) -> str | None:
         return chosen_letter(text, str(letters))
     found = extract_answer(text, prompt.answer)
     return found.strip() if found and found.strip() else None
+
+
+class RunEvaluations:
+    """Decides which versions are evaluated and when, records the results, and says whether they end the run.
+
+    evaluator: None where there is nothing to evaluate on.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        channel: StoreChannel,
+        evaluator: Evaluator | None,
+        records: RunRecords,
+        timeline: Timeline,
+    ) -> None:
+        self._config = config
+        self._channel = channel
+        self._evaluator = evaluator
+        self._records = records
+        self._timeline = timeline
+        self._early_stop = EarlyStop(config.evaluate) if config.ends_early else None
+
+    def read_earlier(self, first: int) -> None:
+        """Evaluations of earlier attempts, of versions before `first`, count too."""
+        if self._early_stop is not None:
+            for record in read_evaluations(self._config.run.dir):
+                if record["version"] < first:
+                    self._early_stop.observe(record)
+
+    def is_due(self, version: int, last: int) -> bool:
+        """last: of the run, as far as is known."""
+        always = version in (0, last, self._config.schedule.iterations)
+        return self._evaluator is not None and (always or self._config.evaluates(version))
+
+    def is_overlapped(self, version: int, last: int) -> bool:
+        """Whether one of this version goes on beside training, with engines that have nothing else to do."""
+        return self._config.evaluate.overlap and version != last
+
+    async def evaluate(self, version: int) -> dict[str, Any]:
+        """On the version that engines hold, which have nothing else to do; returns its record."""
+        assert self._evaluator is not None
+        with self._timeline.span("evaluate", version=version):
+            return self._record(await self._evaluator.evaluate(version))
+
+    def start(self, version: int) -> None:
+        """One beside training."""
+        assert self._evaluator is not None
+        self._evaluator.start(version, self._record)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether one beside training may be under way."""
+        return self._evaluator is not None and self._evaluator.is_running
+
+    async def cut_short(self, version: int) -> None:
+        """Engines are needed for the next weights: what has been answered of an evaluation beside training is what counts."""
+        if self._evaluator is not None and (found := await self._evaluator.finish(version)) is not None:
+            self._record(found)
+
+    def end_run(self, version: int) -> bool:
+        """Whether the run ends with this version, for what evaluations said, which the trainers are told."""
+        why = self._early_stop.why if self._early_stop is not None else None
+        RUN_END.put(self._channel, RunEnd(why), version=version)
+        if why is not None:
+            self._records.say_end(version, why)
+        return why is not None
+
+    def _record(self, found: Evaluation) -> dict[str, Any]:
+        record = {**found.record(self._config.evaluate.metric), "time": time.time()}
+        if self._early_stop is not None:
+            self._early_stop.observe(record)
+            record["ends_run"] = self._early_stop.why
+        if self._config.evaluate.overlap:
+            self._timeline.complete("evaluate", now() - found.seconds, now(), "evaluation", version=found.version)
+        self._records.write_evaluation(record, found.responses)
+        return record
+
+
+class EarlyStop:
+    """When a run ends before its last iteration: an evaluation reached the target, or several in a row were no better.
+
+    The verdict follows from the evaluations up to a version alone, so a run that goes on from a checkpoint ends where the run that
+    was not interrupted does. Version 0 is what others are compared with, and ends nothing.
+
+    wishes: stop_at and patience, of which one is set at least.
+    """
+
+    def __init__(self, wishes: EvaluateConfig) -> None:
+        self._target = wishes.stop_at
+        self._patience = wishes.patience
+        self._name = wishes.metric or "accuracy"
+        self._best: tuple[float, int] | None = None
+        self._without = 0  # evaluations since the best one
+        self.why: str | None = None
+
+    def observe(self, record: Mapping[str, Any]) -> None:
+        """An evaluation's record, in the order of versions. `why` says what ends the run, once something does."""
+        version, value = int(record["version"]), float(record["best_by"])
+        if self._best is None or value > self._best[0]:
+            self._best, self._without = (value, version), 0
+        else:
+            self._without += 1
+        if version == 0 or self.why is not None:
+            return
+        if self._target is not None and value >= self._target:
+            self.why = f"{self._name} is {value:.3f}, evaluate.stop_at = {self._target:g}"
+        elif self._patience is not None and self._without >= self._patience:
+            best, at = self._best
+            self.why = (
+                f"{self._name} was not above the {best:.3f} of version {at} in {self._without} evaluations, "
+                f"evaluate.patience = {self._patience}"
+            )

@@ -4,7 +4,7 @@ Per weight version v, with keys in the store that the launcher hosts, where the 
 
     engines are asked to load v; trainers send their report of iteration v - 1, and v   border.py (control/messages.py, publish/)
     the schedule learns from iteration v - 1 and chooses for v                          iteration_end.py (planning/iteration_model)
-    evaluation of version v, where due; or beside training (evaluate.overlap)           run_evaluations.py, evaluate.py
+    evaluation of version v, where due; or beside training (evaluate.overlap)           evaluate.py
     iteration v is produced into the rollout buffer while the trainers consume it       iterations_ahead.py, producer.py
     meanwhile iteration v - 1 goes into metrics.jsonl and onto the console              iteration_end.py, record.py
 
@@ -21,9 +21,9 @@ import asyncio
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.border import Border, BorderCrossing
+from pa_npu.coordinator.evaluate import RunEvaluations
 from pa_npu.coordinator.iteration_end import IterationEnd, Window, even_if_cancelled
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
-from pa_npu.coordinator.run_evaluations import RunEvaluations
 
 
 class Coordinator:

@@ -17,18 +17,17 @@ from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import Dispatched, DispatchedGroup
-from pa_npu.coordinator.carried import restored
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.production import Produced
-from pa_npu.coordinator.updates import Updates
+from pa_npu.coordinator.updates import Updates, restored
 from pa_npu.errors import DataError
 from pa_npu.samples.columns import NONE, RunColumns
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import from_bytes
 
 CARRIED_KEY = "carried"
-"""In the numbers of what is no iteration, but groups that are carried to one (pa_npu.trainer.ahead)."""
+"""In the numbers of what is no iteration, but groups that are carried to one (pa_npu.trainer.border)."""
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,7 @@ from typing import Any, Literal
 
 from pa_npu.attention.flops import FlopsModel
 from pa_npu.families.config_json import count, flag, mapping, positive, token_ids
-from pa_npu.families.rope import parse_rope
-from pa_npu.families.shape import ModelShape
+from pa_npu.families.shape import ModelShape, parse_rope
 
 OuterRole = Literal["embedding", "final_norm", "head"]
 LayerRole = Literal[

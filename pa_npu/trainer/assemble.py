@@ -11,23 +11,20 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pa_npu.attention.runs_on import attention_kernels
+from pa_npu.attention.forms import attention_kernels
 from pa_npu.backends.protocol import TrainBackend
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
-from pa_npu.control.channel import StoreChannel, attempt_prefix
+from pa_npu.control.channel import ADDRESS_VARIABLE, StoreChannel, attempt_prefix
 from pa_npu.control.freshness import Freshness
-from pa_npu.control.messages import DISPATCHED, UPDATE_SIZE
-from pa_npu.control.software import TRAINERS_RUN_ON, TrainersRunOn
-from pa_npu.control.store_server import ADDRESS_VARIABLE
+from pa_npu.control.messages import DISPATCHED, TRAINERS_RUN_ON, UPDATE_SIZE, TrainersRunOn
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.publish.late_engines import LateEngines
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.publish.publisher import Publisher, WeightSource
 from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.open_buffer import open_buffer
-from pa_npu.samples.shards import host_shard
+from pa_npu.samples.shards import host_shard, open_buffer
 from pa_npu.telemetry.sample_store import TrainerLogprobs, kept_groups
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.objective import TrainedResponse
@@ -25,14 +27,16 @@ from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import IterationReport, ProbeReport, UpdateReport, merge_updates
 from pa_npu.errors import CheckpointError, ExportError
+from pa_npu.platform.base import Platform
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.border import Border, probe_report
 from pa_npu.trainer.checks import IterationChecks
 from pa_npu.trainer.learner import Learner, Update
-from pa_npu.trainer.profiling import IterationProfiler
 
 logger = logging.getLogger(__name__)
+
+DIRECTORY = "profile"  # of a run, where profiles go
 
 
 def train(
@@ -132,3 +136,20 @@ def consume(
     )
     report, normalisers = merge_updates([step.report for step in steps]), [step.normaliser for step in steps]
     return Consumed(report, trained, normalisers, exact, aged, steps[0].first)
+
+
+class IterationProfiler:
+    """`profiler(iteration)` is a context around the training of one iteration; it records where telemetry.profile_iterations and
+    profile_ranks ask for it."""
+
+    def __init__(self, config: Config, platform: Platform, rank: int) -> None:
+        telemetry = config.telemetry
+        self._iterations = telemetry.profile_iterations if rank in telemetry.profile_ranks else ()
+        self._directory = Path(config.run.dir) / DIRECTORY
+        self._platform = platform
+        self._rank = rank
+
+    def __call__(self, iteration: int) -> AbstractContextManager[Any]:
+        if iteration not in self._iterations:
+            return nullcontext()
+        return self._platform.profile(self._directory, f"iteration_{iteration:06d}_rank{self._rank}")

@@ -22,10 +22,9 @@ from transformers import PreTrainedTokenizerFast
 
 from pa_npu.config import Config, dump_config
 from pa_npu.control.channel import StoreChannel, connect
-from pa_npu.control.messages import BORDER, REPORT, BorderReport
+from pa_npu.control.messages import BORDER, REPORT, TRAINERS_RUN_ON, BorderReport
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
-from pa_npu.control.software import TRAINERS_RUN_ON
 from pa_npu.control.typed import Topic
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, MEMBERS, READY, VERDICT, StageManifest, TrainersReady

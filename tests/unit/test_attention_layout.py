@@ -11,7 +11,7 @@ import torch
 
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.flops import FlopsModel
-from pa_npu.attention.plan import compress
+from pa_npu.attention.layout import compress
 from pa_npu.attention.trie import pack
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from pa_npu.config.load import load_config
 from pa_npu.config.sections import EvaluateConfig
+from pa_npu.coordinator.evaluate import EarlyStop
 from pa_npu.errors import ConfigError
-from pa_npu.evaluation.early_stop import EarlyStop
 
 VALUES = {0: 0.30, 4: 0.20, 8: 0.40, 12: 0.40, 16: 0.39, 20: 0.41, 24: 0.90}
 

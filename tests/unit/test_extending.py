@@ -27,14 +27,14 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.registry import make_environment, opened
-from pa_npu.families import registry as families
+from pa_npu.families import spec as families
 from pa_npu.families.spec import ModelSpec
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.process import check_reward_functions, sample_group
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import build_microbatches
-from pa_npu.samples.open_buffer import run_columns
 from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.shards import run_columns
 from pa_npu.samples.types import SampleBuilder
 from tests.unit.test_environments import PROMPT, TOKENIZER, Scripted, episode
 

@@ -10,7 +10,7 @@ import pytest
 
 from pa_npu.config import Config
 from pa_npu.errors import ConfigError, UserError
-from pa_npu.families.rope import Rope
+from pa_npu.families.shape import Rope
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.placement import engine_ports, place, port_problem, visible_devices
 from pa_npu.launcher.run_checks import check_ports

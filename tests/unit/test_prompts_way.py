@@ -59,7 +59,7 @@ from tests.helpers.models import make_model
 from tools.stand_in import Speed, StandInEngine, serving
 
 # these import megatron, which the helper above has prepared
-from pa_npu.algorithm.batch import TokenBatch  # isort: skip
+from pa_npu.algorithm.policy_losses import TokenBatch  # isort: skip
 from pa_npu.attention import PrefixLayout  # isort: skip
 from pa_npu.backends.megatron.factory import load_stage  # isort: skip
 
@@ -73,20 +73,19 @@ QUESTION = "t3 t4 t5 t6 t7"
 MOST_FILES, MOST_WITH_HANDS, MOST_THAT_CARRY, MOST_RETURNS = 33, 42, 53, 9
 # Given the data to hand it on as it is, or to compute what the file before them asks for: no step of its own.
 HANDS_ON = {
-    "engines/patience.py": "waits for a slow engine",
+    "engines/group_session.py": "waits for a slow engine",
     "engines/answers.py": "the checks that codecs of all engines share",
     "environments/protocol.py": "adds a generation to a sample",
     "environments/time_limit.py": "bounds an environment's own work",
     "control/worker_process.py": "the pipe to a worker",
     "control/channel.py": "bytes into the store",
     "platform/ops.py": "norm and rotation on this platform",
-    "attention/plan.py": "which rows a form gathers",
-    "attention/layout.py": "what a layout knows of itself",
+    "attention/layout.py": "what a layout knows of itself, and which rows a form gathers",
 }
 # Looks at it, and nothing goes on from there.
 ASIDE = {
     "algorithm/agreement.py": "statistics of log-prob differences",
-    "algorithm/batch.py": "sums of a response's tokens",
+    "algorithm/policy_losses.py": "sums of a response's tokens",
     "algorithm/update_sums.py": "metrics",
     "backends/reductions.py": "metrics over ranks",
     "coordinator/production.py": "numbers of the iteration's record",

@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.control.channel import StoreChannel
-from pa_npu.control.store_server import host_store
+from pa_npu.control.channel import StoreChannel, host_store
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.open_buffer import payloads
 from pa_npu.samples.rollout_buffer import BufferFailed, Payloads, StoreRolloutBuffer
-from pa_npu.samples.shards import OwnShard, ShardPayloads, host_shard
+from pa_npu.samples.shards import OwnShard, ShardPayloads, host_shard, payloads
 from pa_npu.samples.wire import to_bytes
 from tests.helpers.buffer_conformance import CHECKS, Open, make_group
 

@@ -15,9 +15,9 @@ import pytest
 from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
-from pa_npu.coordinator.carried import told
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.resumed import CARRIED_KEY, carried_of
+from pa_npu.coordinator.updates import told
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.token_budget import BudgetedGroups, TokenBudget
 from pa_npu.errors import DataError, DeadlineExceeded
@@ -27,7 +27,7 @@ from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.types import Sample, SampleBuilder
 from pa_npu.samples.wire import to_bytes
-from pa_npu.trainer.ahead import _CARRIED
+from pa_npu.trainer.border import _CARRIED
 from tests.helpers.trainer_rank import make_groups
 
 

@@ -27,7 +27,7 @@ from tests.helpers.trainer_rank import make_groups
 from pa_npu.trainer import loop  # isort: skip
 from pa_npu.trainer.checks import IterationChecks
 
-from pa_npu.trainer.profiling import IterationProfiler  # isort: skip
+from pa_npu.trainer.loop import IterationProfiler  # isort: skip
 
 
 class OneLayerLearner:

@@ -7,8 +7,7 @@ from typing import Protocol
 
 import torch
 
-from pa_npu.attention.layout import PrefixLayout
-from pa_npu.attention.plan import CrossCall, Rows, VarlenCall
+from pa_npu.attention.layout import CrossCall, PrefixLayout, Rows, VarlenCall
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +32,7 @@ class VarlenKernel(Protocol):
     """
 
     name: str
-    per_depth: bool  # whether the merge plan should have one cross call per depth (see plan.merge_plan)
+    per_depth: bool  # whether the merge plan should have one cross call per depth (see layout.merge_plan)
 
     def prefers_gather(self, layout: PrefixLayout) -> bool:
         """Whether the gather form is faster than the merge form, by measurement on this platform."""

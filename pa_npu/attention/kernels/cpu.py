@@ -7,8 +7,7 @@ from functools import cache
 import torch
 
 from pa_npu.attention.kernels.base import Partial, merge_lse
-from pa_npu.attention.layout import PrefixLayout
-from pa_npu.attention.plan import CrossCall, Run, VarlenCall
+from pa_npu.attention.layout import CrossCall, PrefixLayout, Run, VarlenCall
 
 # Elements: 1 MiB in fp32.
 _LARGEST_KEPT_MASK = 2**18

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from pa_npu.attention.kernels.base import Partial, merge_lse
-from pa_npu.attention.layout import PrefixLayout
-from pa_npu.attention.plan import CrossCall, Run, VarlenCall
+from pa_npu.attention.layout import CrossCall, PrefixLayout, Run, VarlenCall
 
 MAX_SCORES = 2**26  # elements of a block of scores (256 MiB in fp32); longer queries are taken in blocks
 
