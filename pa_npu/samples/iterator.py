@@ -30,7 +30,7 @@ from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, cut, num_packed_tokens, pack
 from pa_npu.samples.replica_feed import GroupSource, LoneReader, Parsed, ReplicaFeed, ReplicaLinks, Traffic
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.wire import from_bytes, from_parts
+from pa_npu.samples.wire import from_bytes
 from pa_npu.telemetry.timeline import Timeline, now
 
 # Between looks for a group or the end of the iteration, whichever comes.
@@ -215,17 +215,14 @@ class MicrobatchIterator(Iterator[Microbatch]):
         if not self._pending and slot < self._groups:
             self._source.look_ahead(slot)
 
-    def _parse(self, data: bytes, loss: bytes | None) -> Parsed:
-        """The group in its bytes and its pieces, which remember their layouts. loss: its second part, where it comes in two."""
+    def _parse(self, data: bytes) -> Parsed:
+        """The group in its bytes and its pieces, which remember their layouts."""
         columns = self._buffer.columns
-        group = from_bytes(data, columns) if loss is None else from_parts(data, loss, columns)
-        if loss != b"":
-            group = group.made(columns.makers("trainers"))
+        group = from_bytes(data, columns).made(columns.makers("trainers"))
         pieces = cut(group if group.part is None else group[slice(*group.part)], self._responses)
         for piece in pieces:
             num_packed_tokens(piece, self._shared_prompt)
-        has_rewards = self._advantage is not None and loss != b""
-        return Parsed(group, pieces, self._checked_advantages(group) if has_rewards else None)
+        return Parsed(group, pieces, None if self._advantage is None else self._checked_advantages(group))
 
     def _checked_advantages(self, group: Group) -> list[float]:
         """Returns each sample's advantage. Raises InvariantViolation if they do not follow from the group's rewards (I7)."""

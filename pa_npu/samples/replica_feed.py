@@ -5,8 +5,7 @@ thread that goes through the iteration's slots in order, ahead of the thread tha
 
     all ranks   wait for the slot's key in the buffer    (our deadline, no collective open meanwhile)
     the reader  reads the bytes: first tensor-parallel rank of the first pipeline stage
-    all ranks   broadcast: sizes, then what every stage computes with (tokens, lengths, versions)
-    last stage  broadcast, with the reader: what only the loss needs (log-probs, advantages, rewards)
+    all ranks   broadcast: sizes, then the bytes
     all ranks   parse, and prepare the group's pieces, while the groups before it train
 
 Why that cannot deadlock. The process groups are the feed's own, used by this thread alone, in slot order, so its collectives match.
@@ -38,7 +37,6 @@ from pa_npu.config.mesh import LONE_RANK, Mesh
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.wire import split
 
 
 @dataclass(frozen=True)
@@ -94,8 +92,8 @@ Lost = Callable[[int], None]
 LONGEST_WAIT_S = 1.0
 """A slot is waited for in pieces of this length, between which is asked whether it is lost, or still wanted."""
 
-Parse = Callable[[bytes, bytes | None], Parsed]
-"""Parses a group's bytes beside training. Given the whole, and None, or the two parts of samples.wire.split."""
+Parse = Callable[[bytes], Parsed]
+"""Parses a group's bytes beside training."""
 
 
 class GroupSource(Protocol):
@@ -142,11 +140,11 @@ class LoneReader:
             waited_s = self._wait(slot)
         elif not self._buffer.ready(self._iteration, self._replica, slot):
             return None
-        return Taken(self._parse(self._read(slot), None), waited_s)
+        return Taken(self._parse(self._read(slot)), waited_s)
 
     def look_ahead(self, slot: int) -> None:
         if self._ahead is None and self._buffer.ready(self._iteration, self._replica, slot):
-            self._ahead = self._thread.submit(self._parse, self._read(slot), None)
+            self._ahead = self._thread.submit(self._parse, self._read(slot))
 
     def close(self) -> None:
         self._thread.shutdown(wait=False)
@@ -188,15 +186,13 @@ class GroupsNotPassed(PaNpuError):
 
 @dataclass(frozen=True)
 class ReplicaLinks:
-    """Connections of one replica's ranks for groups. The first two are made for this alone.
+    """Connections of one replica's ranks for groups.
 
-    replica: all its ranks; its first member is the reader. loss: the reader and the ranks of the last pipeline stage, on these
-    ranks; None on others, and without a pipeline. tensor: ranks that take microbatches in step, None where a stage has one.
-    mesh: of the trainers. stream: entered by the feed's thread, see Platform.detached_stream.
+    replica: all its ranks, made for this alone; its first member is the reader. tensor: ranks that take microbatches in step, None
+    where a stage has one. mesh: of the trainers. stream: entered by the feed's thread, see Platform.detached_stream.
     """
 
     replica: dist.ProcessGroup
-    loss: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
     mesh: Mesh = LONE_RANK
     stream: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -325,31 +321,24 @@ class ReplicaFeed:
 
     def _pass(self, slot: int) -> tuple[Parsed, Traffic]:
         self._passing = slot
-        links = self._links
-        whole = common = loss = b""
-        before = self._buffer.head_bytes
+        links, data, from_head = self._links, b"", 0
         if links.reads:
-            whole = self._buffer.read_bytes(self._iteration, self._replica, slot)
-            common, loss = split(whole, self._buffer.columns) if links.mesh.pipeline > 1 else (whole, b"")
-        try:
+            before = self._buffer.head_bytes
+            data = self._buffer.read_bytes(self._iteration, self._replica, slot)
             from_head = self._buffer.head_bytes - before
-            sizes = torch.tensor(
-                [len(whole), from_head, len(common), len(loss)], dtype=torch.int64, device=self._device
-            )
+        try:
+            sizes = torch.tensor([len(data), from_head], dtype=torch.int64, device=self._device)
             dist.broadcast(sizes, src=dist.get_global_rank(links.replica, 0), group=links.replica)
-            num_whole, from_head, num_common, num_loss = sizes.tolist()
-            common = self._broadcast(common, num_common, links.replica)
-            if links.loss is not None:
-                loss = self._broadcast(loss, num_loss, links.loss)
+            num_bytes, from_head = sizes.tolist()
+            data = self._broadcast(data, num_bytes, links.replica)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise GroupsNotPassed(
                 f"the group of slot {slot}, replica {self._replica}, iteration {self._iteration} could not be passed between the "
                 f"replica's ranks ({reason}); one of them has probably ended, see the trainers' logs"
             ) from error
-        with_loss = len(links.mesh.loss_ranks(0)) - 1
-        passed = (sizes.nbytes + num_common) * (links.size - 1) + num_loss * with_loss
-        return self._parse(common, loss if links.mesh.pipeline > 1 else None), Traffic(1, num_whole, from_head, passed)
+        passed = (sizes.nbytes + num_bytes) * (links.size - 1)
+        return self._parse(data), Traffic(1, num_bytes, from_head, passed)
 
     def _broadcast(self, data: bytes, num_bytes: int, group: dist.ProcessGroup) -> bytes:
         """data: the reader's; the same on all members afterwards."""
