@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM
 
 from pa_npu import platform as platforms
 from pa_npu.algorithm.agreement import NUM_SUMS, DifferenceSums, Limits, difference_sums, limits, stray_evidence
-from pa_npu.algorithm.objective import Columns, Objective, Outputs
+from pa_npu.algorithm.objective import Objective, Outputs, Targets
 from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
@@ -121,7 +121,7 @@ class Rows:
         self._rows: list[list[float]] = []
         self._table = np.zeros((0, 0))
 
-    def take(self, microbatch: Columns, mine: torch.Tensor, others: torch.Tensor) -> None:
+    def take(self, microbatch: Targets, mine: torch.Tensor, others: torch.Tensor) -> None:
         lengths = list(microbatch.response_lengths)
         for a, b in zip(mine.split(lengths), others.split(lengths), strict=True):
             index = torch.zeros(len(a), dtype=torch.int64)

@@ -26,7 +26,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add, sub
 from typing import Protocol
 
 import numpy as np
@@ -50,20 +51,10 @@ class Traffic:
     collective_bytes: int = 0
 
     def plus(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.reads + other.reads,
-            self.buffer_bytes + other.buffer_bytes,
-            self.head_bytes + other.head_bytes,
-            self.collective_bytes + other.collective_bytes,
-        )
+        return Traffic(*map(add, astuple(self), astuple(other)))
 
     def since(self, before: Traffic) -> Traffic:
-        return Traffic(
-            self.reads - before.reads,
-            self.buffer_bytes - before.buffer_bytes,
-            self.head_bytes - before.head_bytes,
-            self.collective_bytes - before.collective_bytes,
-        )
+        return Traffic(*map(sub, astuple(self), astuple(before)))
 
 
 @dataclass(frozen=True)

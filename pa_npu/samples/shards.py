@@ -33,7 +33,7 @@ from pa_npu.control.messages import SHARD, ShardAddress
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 from pa_npu.samples.columns import LOGPROBS, NONE, RunColumns
 from pa_npu.samples.group import Group
-from pa_npu.samples.rollout_buffer import BufferFailed, Payloads, RolloutBuffer, StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import BufferFailed, Payloads, RolloutBuffer
 from pa_npu.samples.routes import routes_of
 from pa_npu.samples.wire import from_tensors, tensor_names, tensors_of
 
@@ -57,13 +57,13 @@ def open_buffer(
     """Opens the buffer as this process uses it.
 
     Args:
-        readers, ahead: as StoreRolloutBuffer.
+        readers, ahead: as RolloutBuffer.
         trains: whether groups are read for the loss, and no columns that it does not read.
         own: the shard that this process hosts.
     """
     place = payloads(config, channel, own)
     columns = trained_columns(config) if trains else run_columns(config)
-    return StoreRolloutBuffer(channel, _NAME, readers, ahead, place, columns)
+    return RolloutBuffer(channel, _NAME, readers, ahead, place, columns)
 
 
 def run_columns(config: Config) -> RunColumns:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pa_npu.algorithm.update_sums import ProbeResult
+from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
@@ -127,9 +127,9 @@ class Border:
         return self._ahead(version)
 
 
-def probe_report(result: ProbeResult) -> ProbeReport:
+def probe_report(result: DifferenceSums) -> ProbeReport:
     """result: over all ranks."""
-    return ProbeReport(result.difference_max, result.differences.absolute_mean)
+    return ProbeReport(result.largest, result.absolute_mean)
 
 
 def probe_microbatches(probe: Probe, version: int, config: Config, replica: int) -> list[Microbatch]:
@@ -182,7 +182,7 @@ class PublishWhen:
         """Decides whether to publish `version`, which the policy holds now. An empty report if every version is published."""
         if self._config.publish.when == "every":
             return DivergenceReport()
-        kl = self._learner.probe(list(self._probe)).differences.k3_mean if self._probe else None
+        kl = self._learner.probe(list(self._probe)).k3_mean if self._probe else None
         return DivergenceReport(kl, self._skips(version, kl))
 
     def _skips(self, version: int, kl: float | None) -> bool:

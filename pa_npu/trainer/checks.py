@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.objective import TrainedResponse
-from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import DISPATCHED, UPDATE_SIZE, AgreementReport
@@ -29,7 +28,7 @@ class IterationChecks:
         """Before anything of `iteration` is trained: what rounding can do, where that is to be measured."""
         self._agreement.measure(iteration, microbatches.first)
 
-    def check_first(self, iteration: int, first: ProbeResult) -> None:
+    def check_first(self, iteration: int, first: DifferenceSums) -> None:
         """first: of this replica's first microbatch, where that is the probe of the version. Raises InvariantViolation."""
         self._agreement.check_probe(iteration, first)
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from pa_npu.algorithm.agreement import DifferenceSums
-from pa_npu.algorithm.objective import Columns, Objective, Outputs, PolicyState, TrainedResponse, measure
-from pa_npu.algorithm.update_sums import MetricSums, ProbeResult, Statistics, Totals
+from pa_npu.algorithm.objective import Objective, Outputs, PolicyState, Targets, TrainedResponse, measure
+from pa_npu.algorithm.update_sums import MetricSums, Statistics, Totals
 from pa_npu.backends.protocol import MicrobatchSource, Routing, Step, TrainBackend
 from pa_npu.checkpoints.saving import PlannedSave
 from pa_npu.config.schema import Config
@@ -44,7 +44,7 @@ class Update:
     report: UpdateReport
     differences: DifferenceSums
     exact: bool
-    first: ProbeResult
+    first: DifferenceSums
     normaliser: float
 
 
@@ -82,7 +82,7 @@ class Learner:
         self._kept = kept
 
     def accumulate(
-        self, microbatches: MicrobatchSource, judge_first: Callable[[ProbeResult], None] | None = None
+        self, microbatches: MicrobatchSource, judge_first: Callable[[DifferenceSums], None] | None = None
     ) -> list[TrainedResponse]:
         """Forward and backward over one update's microbatches as they arrive; gradients stay unnormalised sums.
 
@@ -133,11 +133,11 @@ class Learner:
             self._name_policy(PolicyState(self._policy.version, self._policy.updates + 1))
         return update
 
-    def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
+    def probe(self, microbatches: list[Microbatch]) -> DifferenceSums:
         """Log-probs of the current policy against the engines' for the same tokens, over all ranks; changes nothing."""
         sums = MetricSums(self.backend.device)
 
-        def take(microbatch: Columns, outputs: Outputs) -> None:
+        def take(microbatch: Targets, outputs: Outputs) -> None:
             sums.add({}, measure(microbatch, outputs.policy.values), microbatch.ages.max())
 
         self.backend.evaluate(microbatches, take)
@@ -147,12 +147,12 @@ class Learner:
         """How far the trainers' log-probs are from those in a wider type, over all ranks; None where the device has none."""
         sums = MetricSums(self.backend.device)
 
-        def take(microbatch: Columns, narrow: torch.Tensor, wide: torch.Tensor) -> None:
+        def take(microbatch: Targets, narrow: torch.Tensor, wide: torch.Tensor) -> None:
             sums.add({}, measure(microbatch, narrow, wide), microbatch.ages.max())
 
         if not self.backend.rounding(microbatches, take):
             return None
-        return sums.over_ranks(self.backend.reductions).all.differences
+        return sums.over_ranks(self.backend.reductions).all
 
     def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
         """Send the weights to all engines, if there are any, and freeze them as the old policy where needed.
@@ -261,4 +261,4 @@ class Learner:
         )
         moved = self._policy is not None and self._policy.updates > 0
         exact = not statistics.age_max and ("old" in self._config.frozen_models or not moved)
-        return Update(report, statistics.all.differences, exact, statistics.first, normaliser)
+        return Update(report, statistics.all, exact, statistics.first, normaliser)

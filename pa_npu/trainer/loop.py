@@ -22,7 +22,6 @@ from typing import Any
 
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.objective import TrainedResponse
-from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import IterationReport, ProbeReport, UpdateReport, merge_updates
@@ -104,7 +103,7 @@ class Consumed:
     normalisers: list[float]
     exact: DifferenceSums
     aged: DifferenceSums
-    first: ProbeResult
+    first: DifferenceSums
 
 
 def consume(
@@ -112,7 +111,7 @@ def consume(
     microbatches: MicrobatchIterator,
     updates: int,
     measure: Callable[[MicrobatchIterator], None] = lambda _: None,
-    judge_first: Callable[[ProbeResult], None] | None = None,
+    judge_first: Callable[[DifferenceSums], None] | None = None,
     before_step: Callable[[], None] = lambda: None,
 ) -> Consumed:
     """Train an iteration's groups in `updates` equal shares, one optimizer step after each.

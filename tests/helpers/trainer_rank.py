@@ -127,7 +127,7 @@ def main(job_file: str) -> None:
     from pa_npu.control.channel import StoreChannel, connect
     from pa_npu.control.messages import UPDATE_SIZE, UpdateSize
     from pa_npu.families.spec import ModelSpec
-    from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+    from pa_npu.samples.rollout_buffer import RolloutBuffer
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import rollout_source
     from pa_npu.trainer.exactly_once import check_dispatched, check_trained
@@ -159,7 +159,7 @@ def main(job_file: str) -> None:
     reports = []
     for iteration in range(job["first"], job["last"]):
         if rank == 0:
-            buffer = StoreRolloutBuffer(channel, "run", readers=1)
+            buffer = RolloutBuffer(channel, "run", readers=1)
             dispatched = put_groups(config, buffer, iteration, job["order"], job.get("sizes"), job.get("fault"))
             DISPATCHED.put(channel, dispatched, iteration=iteration)
             if "sizes" in job:

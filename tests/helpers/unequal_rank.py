@@ -67,7 +67,7 @@ def main(job_file: str) -> None:
             columns=run_columns(config),
         )
         report = consume(learner, rollouts, config.schedule.updates_per_iteration).report
-        reports.append(numbers(report) | {"probe_max": probed.difference_max})
+        reports.append(numbers(report) | {"probe_max": probed.largest})
     backend.export(Path(job["export"]))
     if rank == 0:
         Path(job["out"]).write_text(json.dumps(reports))

@@ -28,7 +28,7 @@ from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.replica_feed import GroupsNotPassed, ReplicaLinks
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.shards import ShardPayloads, host_shard
 from pa_npu.samples.wire import to_bytes
 from tests.helpers.rank_processes import rank_processes
@@ -94,7 +94,7 @@ def made_up_in_order(microbatch: Microbatch) -> bool:
     return bool((microbatch.columns["made_up"].numpy() == wanted).all())
 
 
-class WatchedBuffer(StoreRolloutBuffer):
+class WatchedBuffer(RolloutBuffer):
     """Counts how often this rank fetches a group's bytes from the store; in iteration 2 the process ends there."""
 
     num_reads = 0
@@ -119,11 +119,9 @@ def rank_main(rank: int, port: int) -> None:
     channel = StoreChannel(connect("127.0.0.1", port, 30.0))
     buffer = WatchedBuffer(channel, "run", readers=RANKS, columns=COLUMNS)
     own = host_shard(channel, 0, "127.0.0.1") if rank == 0 else None
-    in_shards = StoreRolloutBuffer(
-        channel, "shards", RANKS, payloads=ShardPayloads(channel, 30.0, own), columns=COLUMNS
-    )
+    in_shards = RolloutBuffer(channel, "shards", RANKS, payloads=ShardPayloads(channel, 30.0, own), columns=COLUMNS)
 
-    def iterator(iteration: int, timeout_s: float, source: StoreRolloutBuffer = buffer) -> MicrobatchIterator:
+    def iterator(iteration: int, timeout_s: float, source: RolloutBuffer = buffer) -> MicrobatchIterator:
         return MicrobatchIterator(
             source,
             replica=0,
@@ -175,10 +173,10 @@ def test_every_group_is_read_once_for_its_replica_and_each_rank_gets_it() -> Non
     """From a producer that is late. Then a group that never comes, and a reader that ends while it reads."""
     with rank_processes(__file__, RANKS, timeout_s=120) as ranks:
         ranks.wait_until_all_have_added("ready")
-        buffer = StoreRolloutBuffer(ranks.channel, "run", readers=RANKS, ahead=2, columns=COLUMNS)
+        buffer = RolloutBuffer(ranks.channel, "run", readers=RANKS, ahead=2, columns=COLUMNS)
         groups = [make_group(index) for index in range(GROUPS)]
         sizes = [len(to_bytes(group, COLUMNS)) for group in groups]
-        sharded = StoreRolloutBuffer(
+        sharded = RolloutBuffer(
             ranks.channel, "shards", readers=RANKS, payloads=ShardPayloads(ranks.channel, 30.0), columns=COLUMNS
         )
         for slot, group in enumerate(groups):

@@ -49,7 +49,7 @@ from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.types import Sample, SampleBuilder
 from pa_npu.telemetry.timeline import Timeline
 from tests.helpers.backend import learner_of
@@ -191,7 +191,7 @@ def make_config(directory: Path) -> Config:
     )
 
 
-async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: StoreRolloutBuffer) -> None:
+async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: RolloutBuffer) -> None:
     """The coordinator's half: from a row to bytes in the buffer."""
     engine = StandInEngine(Speed(), vocab_size=spec.vocab_size)
     async with (
@@ -234,7 +234,7 @@ def test_a_prompt_takes_the_way_that_is_documented_and_it_is_short(tmp_path: Pat
     with single_process(config):
         stage = load_stage(config, spec, PLATFORM)
         learner = learner_of(stage, config, spec)
-        buffer = StoreRolloutBuffer(StoreChannel(dist.HashStore()), "run", readers=1)
+        buffer = RolloutBuffer(StoreChannel(dist.HashStore()), "run", readers=1)
         with watched() as seen:
             asyncio.run(produce(config, spec, tokenizer, buffer))
             reward_worker(config)

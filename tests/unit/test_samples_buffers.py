@@ -15,7 +15,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, host_store
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.rollout_buffer import BufferFailed, Payloads, StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import BufferFailed, Payloads, RolloutBuffer
 from pa_npu.samples.shards import OwnShard, ShardPayloads, host_shard, payloads
 from pa_npu.samples.wire import to_bytes
 from tests.helpers.buffer_conformance import CHECKS, Open, make_group
@@ -71,7 +71,7 @@ def no_shard_stays() -> Iterator[None]:
 @pytest.mark.parametrize("backend", ["store", "shards"])
 def test_every_backend_conforms(backend: str, check: Callable[[Open], None], channel: StoreChannel) -> None:
     place = place_of(backend, channel)
-    check(lambda readers: StoreRolloutBuffer(channel, "run", readers, payloads=place))
+    check(lambda readers: RolloutBuffer(channel, "run", readers, payloads=place))
 
 
 @pytest.mark.parametrize("backend", ["store", "shards"])
@@ -81,7 +81,7 @@ def test_groups_pass_the_store_on_the_head_only_where_there_are_no_shards(
     """The coordinator and two readers on other nodes, each of which hosts the shard of its replica."""
     place = place_of(backend, channel)
     empty = [shard.server.num_keys() for shard in HOSTED]
-    coordinator = StoreRolloutBuffer(channel, "run", 1, payloads=place)
+    coordinator = RolloutBuffer(channel, "run", 1, payloads=place)
     groups = [make_group(index, longest=900) for index in range(4)]
     payload = [len(to_bytes(group)) for group in groups]
     head.values.clear()
@@ -90,7 +90,7 @@ def test_groups_pass_the_store_on_the_head_only_where_there_are_no_shards(
     assert [shard.server.num_keys() > none for shard, none in zip(HOSTED, empty, strict=True)] == [True] * len(HOSTED)
     for replica in range(2):
         own = ShardPayloads(channel, 30.0, HOSTED[replica]) if HOSTED else None
-        reader = StoreRolloutBuffer(channel, "run", 1, payloads=own)
+        reader = RolloutBuffer(channel, "run", 1, payloads=own)
         iterator = MicrobatchIterator(
             reader,
             **{"replica": replica, "num_replicas": 2, "iteration": 0, "groups": 2, "order": "prompt"},

@@ -22,7 +22,7 @@ from pa_npu.samples.columns import ADVANTAGES, STORED, Column, GroupFormatError,
 from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import build_microbatches, pack
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.shards import open_buffer
 from pa_npu.samples.types import Sample, SampleBuilder
 from pa_npu.samples.wire import from_bytes, to_bytes
@@ -254,7 +254,7 @@ def test_coordinator_and_trainers_make_columns_and_advantages_of_whole_groups(wh
     """A piece of the group has the values of the whole."""
     made = Column("share", "float32", (), where, "a test", make=share)
     columns = RunColumns((made, replace(ADVANTAGES, filled_by=where, make=of_length)))
-    buffer = StoreRolloutBuffer(StoreChannel(dist.HashStore()), "run", 1, columns=columns)
+    buffer = RolloutBuffer(StoreChannel(dist.HashStore()), "run", 1, columns=columns)
     group = group_of([two_turns(number, ()) for number in range(4)])
     buffer.put(group, 0, 0)
     travels = b"share" in buffer.read_bytes(0, 0, 0)

@@ -12,7 +12,6 @@ import torch
 
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.objective import TrainedResponse
-from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport, CheckpointReport, IterationReport, ProbeReport
 from pa_npu.samples.microbatch import build_microbatches
@@ -38,7 +37,7 @@ class OneLayerLearner:
         return []
 
     def step(self) -> Update:
-        return Update(update_report(), DifferenceSums(), True, ProbeResult(0.0, DifferenceSums()), 1.0)
+        return Update(update_report(), DifferenceSums(), True, DifferenceSums(), 1.0)
 
     backend = SimpleNamespace(export=lambda *_: None)
 
