@@ -41,6 +41,7 @@ from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import from_bytes, to_bytes
+from tools.groups import group_of_responses
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -66,7 +67,7 @@ class Measured:
 def group_of(responses: int, length: int, index: int) -> Group:
     """A group of random tokens with the columns of every run."""
     rng, total = np.random.default_rng([37, index]), np.arange(responses, dtype=np.float32) % 2
-    return Group.of_responses(
+    return group_of_responses(
         iteration=0,
         version=0,
         index=index,

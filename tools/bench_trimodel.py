@@ -50,6 +50,7 @@ from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from tools.groups import group_of_responses
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.hardware import processor
@@ -242,7 +243,7 @@ def make_groups(case: Case) -> list[Group]:
         lengths = rng.integers(max(1, case.response // 2), case.response + 1, case.responses).astype(np.int32)
         total = int(lengths.sum())
         groups.append(
-            Group.of_responses(
+            group_of_responses(
                 iteration=0,
                 version=0,
                 index=index,

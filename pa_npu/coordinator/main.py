@@ -39,12 +39,10 @@ from pa_npu.coordinator.assembly import (
 )
 from pa_npu.coordinator.border import BorderCrossing
 from pa_npu.coordinator.evaluate import Evaluator, RunEvaluations
-from pa_npu.coordinator.iteration_end import IterationEnd
-from pa_npu.coordinator.iterations_ahead import IterationsAhead
-from pa_npu.coordinator.loop import Coordinator
+from pa_npu.coordinator.iterations_ahead import IterationsAhead, take_up
+from pa_npu.coordinator.loop import Coordinator, IterationEnd
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.record import RunRecords
-from pa_npu.coordinator.resumed import take_up
 from pa_npu.coordinator.roles import make_roles
 from pa_npu.data.mixture import training_stream
 from pa_npu.data.prompts import PromptSet, load_prompts, load_training

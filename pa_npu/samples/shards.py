@@ -145,10 +145,11 @@ class ShardPayloads:
         self._channel = channel
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._clients: dict[int, _Client] = {}
+        # by replica: its shard, and what makes calls to it, which have no deadline of their own
+        self._clients: dict[int, tuple[StoreShard, Callable[[Callable[[], Any]], Any]]] = {}
         if own is not None:
             # asked without a thread between: what stops the shard stops this process
-            self._clients[own.replica] = _Client(StoreShard(StoreChannel(own.server, "")), _at_once)
+            self._clients[own.replica] = StoreShard(StoreChannel(own.server, "")), lambda call: call()
 
     def put(self, key: str, replica: int, group: Group, columns: RunColumns = NONE) -> bytes:
         cells = tensors_of(group, columns)
@@ -167,9 +168,9 @@ class ShardPayloads:
         self._ask(replica, f"to drop {key}", lambda shard: shard.drop(key, names))
 
     def _ask(self, replica: int, what: str, call: Callable[[StoreShard], T]) -> T:
-        client = self._client(replica)
+        shard, bounded = self._client(replica)
         try:
-            return client.bounded(lambda: call(client.shard))
+            return bounded(lambda: call(shard))
         except NoAnswer as error:
             reason = f"it does not answer within {self._timeout_s:g} s" if error.asked else str(error)
             raise BufferFailed(
@@ -178,7 +179,7 @@ class ShardPayloads:
         except StoreError as error:
             raise BufferFailed(f"the shard of replica {replica} was asked {what}: {error}") from error
 
-    def _client(self, replica: int) -> _Client:
+    def _client(self, replica: int) -> tuple[StoreShard, Callable[[Callable[[], Any]], Any]]:
         with self._lock:
             if replica not in self._clients:
                 where = SHARD.wait(self._channel, self._timeout_s, replica=replica)
@@ -190,20 +191,8 @@ class ShardPayloads:
                         f"{self._timeout_s:g} s; does its trainer rank still run, and can this machine reach that node?"
                     ) from None
                 calls = BoundedCalls(f"shard of replica {replica}", self._timeout_s)
-                self._clients[replica] = _Client(StoreShard(StoreChannel(store, "")), calls)
+                self._clients[replica] = StoreShard(StoreChannel(store, "")), calls
             return self._clients[replica]
-
-
-@dataclass(frozen=True)
-class _Client:
-    """bounded: makes a call to the shard, which has no deadline of its own."""
-
-    shard: StoreShard
-    bounded: Callable[[Callable[[], Any]], Any]
-
-
-def _at_once(call: Callable[[], Any]) -> Any:
-    return call()
 
 
 def _sizes(cells: Cells) -> dict[str, int]:

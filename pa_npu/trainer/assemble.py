@@ -29,8 +29,8 @@ from pa_npu.telemetry.sample_store import TrainerLogprobs, kept_groups
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.border import Border
-from pa_npu.trainer.checks import IterationChecks
 from pa_npu.trainer.learner import Learner, late_source
+from pa_npu.trainer.loop import IterationChecks
 from pa_npu.weight_transfer.transport import HOST_BACKEND
 
 # A publish keeps up to four buckets in the leader's memory: two on the wire, two being gathered over TP. With this share

@@ -40,6 +40,7 @@ from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.shards import open_buffer
+from pa_npu.samples.types import SampleBuilder
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.learner import Learner
@@ -135,19 +136,13 @@ def probe_report(result: DifferenceSums) -> ProbeReport:
 def probe_microbatches(probe: Probe, version: int, config: Config, replica: int) -> list[Microbatch]:
     """One microbatch with the probe's prompt and the replica's share of its responses, in the packing that training uses."""
     responses = probe.responses[config.mesh.turns_of(replica, len(probe.responses))]
-    group = Group.of_responses(
-        iteration=version,
-        version=version,
-        index=0,
-        prompt_id=0,
-        prompt_tokens=np.asarray(probe.prompt_tokens, np.int32),
-        response_tokens=np.concatenate([np.asarray(r.tokens, np.int32) for r in responses]),
-        response_lengths=np.asarray([len(r.tokens) for r in responses], np.int32),
-        logprobs=np.concatenate([np.asarray(r.logprobs, np.float32) for r in responses]),
-        rewards=np.zeros(len(responses), np.float32),
-        advantages=np.zeros(len(responses), np.float32),
-        finished=np.zeros(len(responses), np.uint8),
-    )
+    samples = []
+    for response in responses:
+        sample = SampleBuilder(np.asarray(probe.prompt_tokens, np.int32))
+        sample.write(np.asarray(response.tokens, np.int32), np.asarray(response.logprobs, np.float32), version)
+        samples.append(sample.finish(False, ""))
+    none = np.zeros(len(samples), np.float32)
+    group = Group.of_samples(samples, none, none, run_seed=0, iteration=version, index=0, prompt_id=0)
     return build_microbatches(group, len(responses), config.attention.shared_prompt, config.pad_multiple)
 
 
@@ -194,7 +189,7 @@ class PublishWhen:
         return near and self._freshness.may_skip(version, self._published)
 
 
-# pa_npu.coordinator.resumed reads it.
+# pa_npu.coordinator.iterations_ahead reads it.
 _CARRIED = "carried"
 
 

@@ -27,6 +27,7 @@ from tests.helpers.gradient_faults import put_advantages
 from tests.helpers.groups import with_trained
 from tests.helpers.preloaded import start_rank
 from tests.helpers.reports import numbers
+from tools.groups import group_of_responses
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,7 +45,7 @@ def make_groups(iteration: int, count: int, responses: int, seed: int, vocab: in
         lengths = rng.integers(1, 9, responses).astype(np.int32)
         total = int(lengths.sum())
         groups.append(
-            Group.of_responses(
+            group_of_responses(
                 iteration=iteration,
                 version=iteration,
                 index=index,

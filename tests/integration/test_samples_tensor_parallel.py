@@ -32,6 +32,7 @@ from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.shards import ShardPayloads, host_shard
 from pa_npu.samples.wire import to_bytes
 from tests.helpers.rank_processes import rank_processes
+from tools.groups import group_of_responses
 
 TENSOR_PARALLEL, PIPELINE_PARALLEL = 2, 2
 RANKS = TENSOR_PARALLEL * PIPELINE_PARALLEL
@@ -58,7 +59,7 @@ def bare_group(index: int) -> Group:
     lengths = random.integers(1, 200_000 if index == GROUPS - 1 else 50, RESPONSES, dtype=np.int32)
     lengths[0] = 400_000 if index == GROUPS - 1 else lengths[0]
     total = int(lengths.sum())
-    return Group.of_responses(
+    return group_of_responses(
         iteration=0,
         version=0,
         index=index,

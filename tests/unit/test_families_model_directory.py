@@ -22,13 +22,14 @@ from pa_npu.errors import DataError
 from pa_npu.families.hf_checkpoint import HfCheckpoint
 from pa_npu.families.model_directory import (
     INDEX_FILE,
+    LARGEST_HEADER_BYTES,
     SINGLE_FILE,
     check_end_tokens,
     check_plain_files,
     check_tokenizer,
     check_weights,
+    read_header,
 )
-from pa_npu.families.safetensors_header import LARGEST_HEADER_BYTES, read_header
 from pa_npu.families.spec import ModelSpec
 from tests.helpers.models import make_model
 from tests.helpers.mutations import changed_bytes, json_near

@@ -24,10 +24,11 @@ from pa_npu.samples.replica_feed import ReplicaLinks
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import from_bytes, from_tensors, tensors_of, to_bytes
 from pa_npu.telemetry.timeline import Timeline
+from tools.groups import group_of_responses
 
 
 def group(index: int, iteration: int = 2, responses: int = 4) -> Group:
-    return Group.of_responses(
+    return group_of_responses(
         iteration=iteration,
         version=iteration,
         index=index,

@@ -21,6 +21,7 @@ from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import to_bytes
+from tools.groups import group_of_responses
 
 PROMPT = 2
 Packs = list[list[tuple[int, int]]]  # per microbatch (group, tokens of one response) of each response
@@ -29,7 +30,7 @@ Packs = list[list[tuple[int, int]]]  # per microbatch (group, tokens of one resp
 def make_group(index: int, lengths: list[int]) -> Group:
     """A prompt of PROMPT tokens; the advantage of a response is its own length, so that a microbatch tells its content."""
     total = sum(lengths)
-    return Group.of_responses(
+    return group_of_responses(
         iteration=0,
         version=0,
         index=index,

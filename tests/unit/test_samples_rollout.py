@@ -13,6 +13,7 @@ from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
+from tools.groups import group_of_responses
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def server() -> dist.TCPStore:
 
 
 def group(index: int, iteration: int = 0) -> Group:
-    return Group.of_responses(
+    return group_of_responses(
         iteration=iteration,
         version=iteration,
         index=index,

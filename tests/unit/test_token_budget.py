@@ -16,7 +16,7 @@ from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.resumed import CARRIED_KEY, carried_of
+from pa_npu.coordinator.iterations_ahead import CARRIED_KEY, carried_of
 from pa_npu.coordinator.updates import told
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.token_budget import BudgetedGroups, TokenBudget

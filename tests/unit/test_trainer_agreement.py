@@ -22,14 +22,14 @@ from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
 from pa_npu.errors import InvariantViolation
 from pa_npu.samples.group import Group
-from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.microbatch import build_microbatches
+from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.trainer.agreement import YARDSTICK_EVERY, Agreement
 from tests.helpers.backend import make_learner
 from tests.helpers.groups import with_trained
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.shelf import shelf_iterator
+from tools.groups import group_of_responses
 
 from pa_npu.trainer.loop import Consumed, consume  # isort: skip
 
@@ -88,7 +88,7 @@ class Engine:
         table = (self._model(sequences).logits[:, :-1].float() / self._temperature).log_softmax(-1)
         logprobs = table.gather(-1, sequences[:, 1:, None])[:, prompts[0].size - 1 :, 0]
         return [
-            Group.of_responses(
+            group_of_responses(
                 iteration=iteration,
                 version=version,
                 index=index,
@@ -130,8 +130,8 @@ class Run:
         freshness = Freshness(self.config.schedule.max_staleness)
         microbatches = shelf_iterator(groups, number, responses=RESPONSES, freshness=freshness)
 
-        def measure(share: MicrobatchIterator) -> None:
-            self.agreement.measure(number, share.first)
+        def measure(first: Callable[[int], list[Microbatch]]) -> None:
+            self.agreement.measure(number, first)
 
         def judge(first: DifferenceSums) -> None:
             self.agreement.check_probe(number, first)
