@@ -1,7 +1,7 @@
-"""Sources of an iteration's groups for the iterator: LoneReader for a replica of one rank, ReplicaFeed for one of several.
+"""ReplicaFeed: one rank's way to the groups of its replica in one iteration, prepared beside training.
 
-There one reader takes each group from the buffer once and passes it on over the device's collectives. Every rank has a feed, a
-thread that goes through the iteration's slots in order, ahead of the thread that trains:
+One reader of a replica takes each group from the buffer once and passes it on over the device's collectives, where the replica has
+other ranks. Every rank has a feed, a thread that goes through the iteration's slots in order, ahead of the thread that trains:
 
     all ranks   wait for the slot's key in the buffer    (our deadline, no collective open meanwhile)
     the reader  reads the bytes: first tensor-parallel rank of the first pipeline stage
@@ -23,12 +23,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from operator import add, sub
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -69,14 +66,6 @@ class Parsed:
     advantages: list[float] | None = None
 
 
-@dataclass(frozen=True)
-class Taken:
-    """waited_s: how long this rank stood still for it; None where the group was parsed before it was asked for."""
-
-    parsed: Parsed
-    waited_s: float | None
-
-
 Lost = Callable[[int], None]
 """Raises InvariantViolation where a slot is empty although the coordinator has filled it; asked while the slot is waited for."""
 
@@ -87,90 +76,6 @@ Parse = Callable[[bytes], Parsed]
 """Parses a group's bytes beside training."""
 
 
-class GroupSource(Protocol):
-    """One rank's way to the groups of its replica in one iteration, asked for in slot order, by one thread."""
-
-    @property
-    def traffic(self) -> Traffic:
-        """The traffic of the groups taken so far, equal on all ranks of the replica."""
-
-    def take(self, slot: int, wait: bool) -> Taken | None:
-        """The slot's group; without `wait` None where it has not arrived, on all ranks of a tensor-parallel group alike.
-
-        Raises DeadlineExceeded (no group in time), GroupFormatError (damaged bytes), GroupsNotPassed (a rank is gone).
-        """
-
-    def look_ahead(self, slot: int) -> None:
-        """Prepare the slot's group beside training, if it is there."""
-
-    def close(self) -> None:
-        """Nothing more will be taken."""
-
-
-class LoneReader:
-    """The only rank of its replica: it reads when it needs a group, and a thread prepares the next one where that is there."""
-
-    def __init__(
-        self, buffer: RolloutBuffer, *, replica: int, iteration: int, timeout_s: float, parse: Parse, lost: Lost
-    ) -> None:
-        self._buffer = buffer
-        self._lost = lost
-        self._replica, self._iteration, self._timeout_s = replica, iteration, timeout_s
-        self._parse = parse
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="groups ahead")
-        self._ahead: Future[Parsed] | None = None
-        self.traffic = Traffic()
-
-    def take(self, slot: int, wait: bool) -> Taken | None:
-        if self._ahead is not None:
-            parsed = self._prepared(self._ahead, slot)
-            self._ahead = None
-            return Taken(parsed, None)
-        waited_s = 0.0
-        if wait:
-            waited_s = self._wait(slot)
-        elif not self._buffer.ready(self._iteration, self._replica, slot):
-            return None
-        return Taken(self._parse(self._read(slot)), waited_s)
-
-    def look_ahead(self, slot: int) -> None:
-        if self._ahead is None and self._buffer.ready(self._iteration, self._replica, slot):
-            self._ahead = self._thread.submit(self._parse, self._read(slot))
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False)
-
-    def _wait(self, slot: int) -> float:
-        start_s = time.monotonic()
-        while True:
-            passed_s = time.monotonic() - start_s
-            try:
-                piece_s = min(LONGEST_WAIT_S, self._timeout_s - passed_s)
-                return passed_s + self._buffer.wait(self._iteration, self._replica, slot, piece_s)
-            except DeadlineExceeded:
-                self._lost(slot)
-                if time.monotonic() - start_s >= self._timeout_s:
-                    raise DeadlineExceeded(
-                        f"waited for the group of slot {slot}, replica {self._replica}, iteration {self._iteration}, from the "
-                        f"coordinator: deadline of {self._timeout_s:g} s reached"
-                    ) from None
-
-    def _read(self, slot: int) -> bytes:
-        before = self._buffer.head_bytes
-        data = self._buffer.read_bytes(self._iteration, self._replica, slot)
-        self.traffic = self.traffic.plus(Traffic(1, len(data), self._buffer.head_bytes - before))
-        return data
-
-    def _prepared(self, ahead: Future[Parsed], slot: int) -> Parsed:
-        try:
-            return ahead.result(self._timeout_s)
-        except FutureTimeout:
-            raise DeadlineExceeded(
-                f"the group of slot {slot} of replica {self._replica} in iteration {self._iteration} was not parsed within "
-                f"{self._timeout_s:g} s; is the machine out of memory?"
-            ) from None
-
-
 class GroupsNotPassed(PaNpuError):
     """A group could not be passed between the ranks of its replica."""
 
@@ -179,22 +84,23 @@ class GroupsNotPassed(PaNpuError):
 class ReplicaLinks:
     """Connections of one replica's ranks for groups.
 
-    replica: all its ranks, made for this alone; its first member is the reader. tensor: ranks that take microbatches in step, None
-    where a stage has one. mesh: of the trainers. stream: entered by the feed's thread, see Platform.detached_stream.
+    replica: all its ranks, made for this alone; its first member is the reader. None where a replica is one rank.
+    tensor: ranks that take microbatches in step, None where a stage has one. mesh: of the trainers.
+    stream: entered by the feed's thread, see Platform.detached_stream.
     """
 
-    replica: dist.ProcessGroup
+    replica: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
     mesh: Mesh = LONE_RANK
     stream: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def size(self) -> int:
-        return dist.get_world_size(self.replica)
+        return 1 if self.replica is None else dist.get_world_size(self.replica)
 
     @property
     def reads(self) -> bool:
-        return dist.get_rank(self.replica) == 0
+        return self.replica is None or dist.get_rank(self.replica) == 0
 
     @property
     def ahead(self) -> int:
@@ -203,7 +109,7 @@ class ReplicaLinks:
 
 
 class ReplicaFeed:
-    """GroupSource of one rank of a replica of several. `groups`: the iteration's, of this replica."""
+    """groups: the iteration's, of this replica. traffic: of the groups taken so far, equal on all ranks of the replica."""
 
     def __init__(
         self,
@@ -233,7 +139,12 @@ class ReplicaFeed:
         # no executor's thread: the end of the program would wait for a feed whose peer is gone
         threading.Thread(target=self._run, name=f"groups of iteration {iteration}", daemon=True).start()
 
-    def take(self, slot: int, wait: bool) -> Taken | None:
+    def take(self, slot: int, wait: bool) -> tuple[Parsed, float] | None:
+        """The slot's group, and how long this rank stood still for it; slots in order, by one thread.
+
+        Without `wait` None where it has not arrived, on all ranks of a tensor-parallel group alike. Raises DeadlineExceeded (no
+        group in time), GroupFormatError (damaged bytes), GroupsNotPassed (a rank is gone).
+        """
         if not wait and not self._leader_finds(slot):
             return None
         start_s = time.monotonic()
@@ -246,7 +157,7 @@ class ReplicaFeed:
             raise arrived
         parsed, traffic = arrived
         self.traffic = self.traffic.plus(traffic)
-        return Taken(parsed, time.monotonic() - start_s)
+        return parsed, time.monotonic() - start_s
 
     def _wait_until_passed(self, slot: int) -> None:
         deadline_s = time.monotonic() + self._timeout_s
@@ -260,10 +171,8 @@ class ReplicaFeed:
                     raise self._too_late(slot)
             self._lost(slot)
 
-    def look_ahead(self, slot: int) -> None:
-        """The feed does, always."""
-
     def close(self) -> None:
+        """Nothing more will be taken."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -317,6 +226,8 @@ class ReplicaFeed:
             before = self._buffer.head_bytes
             data = self._buffer.read_bytes(self._iteration, self._replica, slot)
             from_head = self._buffer.head_bytes - before
+        if links.replica is None:
+            return self._parse(data), Traffic(1, len(data), from_head)
         try:
             sizes = torch.tensor([len(data), from_head], dtype=torch.int64, device=self._device)
             dist.broadcast(sizes, src=dist.get_global_rank(links.replica, 0), group=links.replica)
@@ -345,7 +256,7 @@ class ReplicaFeed:
         limit = f"deadline of {self._timeout_s:g} s reached"
         if self._passing == slot:
             return DeadlineExceeded(
-                f"waited for {what}, which is in the buffer, to be passed between the replica's ranks: {limit}; one of them has "
-                f"probably ended or hangs, see the trainers' logs"
+                f"waited for {what}, which is in the buffer, to be read and passed between the replica's ranks: {limit}; one of "
+                f"them has probably ended or hangs, see the trainers' logs"
             )
         return DeadlineExceeded(f"waited for {what}, from the coordinator: {limit}")
