@@ -146,10 +146,6 @@ class PrefixLayout:
             for length, offset in zip(self.lengths, self.offsets, strict=True)
         )
 
-    def flops(self, per_token: float, per_pair: float) -> float:
-        """Work of one pass: `per_token` for what is linear in tokens, `per_pair` for attention (see FlopsModel)."""
-        return self.total * per_token + self.pairs * per_pair
-
     # Tensors, one entry per row
 
     def position_ids(self, device: torch.device | str | None = None) -> torch.Tensor:

@@ -282,6 +282,10 @@ UPDATE_SIZE = Topic(
 )
 
 
+CARRIED_KEY = "carried"
+"""In the numbers of what a checkpoint has that is no iteration, but groups that are carried to one."""
+
+
 @dataclass(frozen=True)
 class CarriedGroups:
     """Groups that wait for a later update than those that have been produced when a version is saved; they lie in the buffer.

@@ -21,6 +21,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import (
+    CARRIED_KEY,
     DATA_POSITION,
     DISPATCHED,
     PRODUCED_AHEAD,
@@ -42,6 +43,8 @@ from pa_npu.samples.columns import NONE, RunColumns
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import from_bytes
 from pa_npu.telemetry.timeline import Timeline
+
+logger = logging.getLogger(__name__)
 
 # Trainers that cross the border of version v ask for positions from v on, when that of v + max_staleness + 1 may be there already.
 _POSITIONS_KEPT = 3
@@ -199,12 +202,6 @@ class IterationsAhead:
         past = iteration - self._freshness.max_staleness - _POSITIONS_KEPT
         if self._config.data.skip != "none" and past >= 0:  # else they are a few bytes each
             DATA_POSITION.delete(self._channel, iteration=past)
-
-
-CARRIED_KEY = "carried"
-"""In the numbers of what is no iteration, but groups that are carried to one (pa_npu.trainer.border)."""
-
-logger = logging.getLogger(__name__)
 
 
 def take_up(

@@ -151,7 +151,7 @@ class FlopsModel:
 
     def step(self, layout: PrefixLayout, predictions: int) -> float:
         """Work of one step over the layout with that many predicted tokens."""
-        return layout.flops(self.per_token, self.per_pair) + predictions * self.per_prediction
+        return layout.total * self.per_token + layout.pairs * self.per_pair + predictions * self.per_prediction
 
     def group(self, prompt: int, responses: Sequence[int], *, shared: bool) -> float:
         """`step` over a prompt with these responses, all of them predicted, in closed form: no layout is made for it."""

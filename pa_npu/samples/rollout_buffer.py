@@ -10,12 +10,12 @@ All ranks of a replica wait for the key, so the key may go only when each of the
 of ranks of a replica (tensor x pipeline parallel), and every rank calls `done` once per slot, after it has the group.
 
 What is filled, and who is done, is always in the store that the launcher hosts on the head; the groups themselves lie there too,
-or elsewhere (`Payloads`), in shards on the nodes.
+or in shards on the nodes (samples/shards.py).
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import InvariantViolation, PaNpuError
@@ -23,21 +23,8 @@ from pa_npu.samples.columns import NONE, RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.wire import from_bytes, to_bytes
 
-
-class Payloads(Protocol):
-    """A place for groups that the store knows of. A group put under a key is there for `get` once `put` returns, until `drop`.
-
-    replica: that trains the group. columns: as RolloutBuffer.
-    All raise BufferFailed where the place does not answer in time, or has lost the key.
-    """
-
-    def put(self, key: str, replica: int, group: Group, columns: RunColumns) -> bytes:
-        """Returns what the store is to say of it."""
-
-    def get(self, key: str, replica: int, said: bytes, columns: RunColumns) -> bytes:
-        """The wire format, without columns that are not read. said: by the store."""
-
-    def drop(self, key: str, replica: int, columns: RunColumns) -> None: ...
+if TYPE_CHECKING:
+    from pa_npu.samples.shards import ShardPayloads
 
 
 class BufferFailed(PaNpuError):
@@ -59,7 +46,7 @@ class RolloutBuffer:
         run_id: str,
         readers: int,
         ahead: int = 0,
-        payloads: Payloads | None = None,
+        payloads: ShardPayloads | None = None,
         columns: RunColumns = NONE,
     ) -> None:
         if readers < 1:

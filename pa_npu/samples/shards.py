@@ -33,7 +33,7 @@ from pa_npu.control.messages import SHARD, ShardAddress
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 from pa_npu.samples.columns import LOGPROBS, NONE, RunColumns
 from pa_npu.samples.group import Group
-from pa_npu.samples.rollout_buffer import BufferFailed, Payloads, RolloutBuffer
+from pa_npu.samples.rollout_buffer import BufferFailed, RolloutBuffer
 from pa_npu.samples.routes import routes_of
 from pa_npu.samples.wire import from_tensors, tensor_names, tensors_of
 
@@ -83,7 +83,7 @@ def trained_columns(config: Config) -> RunColumns:
     return columns.reading([LOGPROBS.name, *(column.name for column in loss.declared)])
 
 
-def payloads(config: Config, channel: StoreChannel, own: OwnShard | None = None) -> Payloads | None:
+def payloads(config: Config, channel: StoreChannel, own: OwnShard | None = None) -> ShardPayloads | None:
     """Opens the place that groups lie in; None is the store itself."""
     return ShardPayloads(channel, _SHARD_TIMEOUT_S, own) if config.has_shards else None
 
@@ -136,9 +136,10 @@ class StoreShard:
 
 
 class ShardPayloads:
-    """Payloads of one attempt of a run, in the shards of its replicas.
+    """The groups of one attempt of a run in the shards of its replicas: one put under a key is there for `get` until `drop`.
 
     channel: to the run's store, which knows where shards are. timeout_s: of finding a shard, and of every call to it.
+    replica, everywhere: that trains the group. All raise BufferFailed where a shard does not answer in time, or has lost the key.
     """
 
     def __init__(self, channel: StoreChannel, timeout_s: float, own: OwnShard | None = None) -> None:
@@ -152,11 +153,13 @@ class ShardPayloads:
             self._clients[own.replica] = StoreShard(StoreChannel(own.server, "")), lambda call: call()
 
     def put(self, key: str, replica: int, group: Group, columns: RunColumns = NONE) -> bytes:
+        """Returns what the store is to say of it."""
         cells = tensors_of(group, columns)
         self._ask(replica, f"to take {group}", lambda shard: shard.put(key, cells))
         return msgspec.json.encode(_sizes(cells))
 
     def get(self, key: str, replica: int, said: bytes, columns: RunColumns = NONE) -> bytes:
+        """The wire format, without columns that are not read. said: by the store."""
         cells = self._ask(replica, f"for {key}", lambda shard: shard.get(key, tensor_names(columns)))
         sizes, put = _sizes(cells), msgspec.json.decode(said)
         if sizes != (put if columns.reads is None else {name: put.get(name) for name in sizes}):

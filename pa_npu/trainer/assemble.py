@@ -89,11 +89,11 @@ def assemble_rank(
             stage = backend.place.stage
             LATE_MANIFEST.put(channel, late_publisher.manifest(), stage=stage)
             MANIFEST.put(channel, publisher.manifest(), stage=stage)
-        learner.attach(publisher)
+        learner.publisher = publisher
     kept = None
     if config.telemetry.samples and backend.place.is_last_stage and backend.place.is_tensor_leader:
         kept = TrainerLogprobs(config.run.dir, rank, kept_groups(config.telemetry.samples))
-        learner.keep_logprobs(kept)
+        learner.kept = kept
     agreement = Agreement(config, learner)
     border = Border(config, learner, channel, timeline, rank, agreement)
     checks = IterationChecks(config, channel, agreement, backend.place.replica)

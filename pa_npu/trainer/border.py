@@ -23,6 +23,7 @@ from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import (
     BORDER,
     CARRIED,
+    CARRIED_KEY,
     DATA_POSITION,
     DISPATCHED,
     PRODUCED_AHEAD,
@@ -189,10 +190,6 @@ class PublishWhen:
         return near and self._freshness.may_skip(version, self._published)
 
 
-# pa_npu.coordinator.iterations_ahead reads it.
-_CARRIED = "carried"
-
-
 class RolloutsAhead:
     """Collects groups that were produced ahead of a version, for a checkpoint of it. One rank asks, once for each version.
 
@@ -232,4 +229,4 @@ class RolloutsAhead:
         for index in range(len(carried.groups)):
             groups.append(buffer.read_bytes(carried.iteration, 0, index))
             buffer.done(carried.iteration, 0, index)
-        return AheadIteration(carried.iteration, {_CARRIED: asdict(carried)}, [], {}, groups)
+        return AheadIteration(carried.iteration, {CARRIED_KEY: asdict(carried)}, [], {}, groups)

@@ -65,21 +65,15 @@ class Learner:
         self._platform = platform
         self._timeline = timeline
         self.gate = VersionGate(config.border_timeout_s)
-        self._publisher: Publisher | None = None
-        self._kept: TrainerLogprobs | None = None
+        self.publisher: Publisher | None = None
+        """`publish` sends through it; without one no engine is sent anything."""
+        self.kept: TrainerLogprobs | None = None
+        """Gets the log-probs of what is trained from here on; of use on a last stage's tensor leader only."""
         self._source: MicrobatchSource | None = None
         self._seen_traffic = Traffic()
         self._policy: PolicyState | None = None  # unknown until the first publish
         self._reference_version = 0  # the policy's that the reference was last made equal to; 0 is the HF model
         platform.take_memory_peak()  # what loading took is no iteration's
-
-    def attach(self, publisher: Publisher) -> None:
-        """Let `publish` send through it; without one no engine is sent anything."""
-        self._publisher = publisher
-
-    def keep_logprobs(self, kept: TrainerLogprobs) -> None:
-        """Give `kept` the log-probs of what is trained from here on; of use on a last stage's tensor leader only."""
-        self._kept = kept
 
     def accumulate(
         self, microbatches: MicrobatchSource, judge_first: Callable[[DifferenceSums], None] | None = None
@@ -90,7 +84,7 @@ class Learner:
         the last pipeline stage); it may raise. Returns what this replica has trained, counted where gradients pass (I2). Raises
         InvariantViolation where that is not what it was given (I7).
         """
-        keep = None if self._kept is None else self._kept.add
+        keep = None if self.kept is None else self.kept.add
         self._objective = Objective(self._config, self.backend.device, judge_first, keep)
         start = time.perf_counter()
         waited_s = microbatches.waited_s
@@ -102,8 +96,8 @@ class Learner:
         self._source, self._seen_traffic = microbatches, microbatches.traffic
         self._traffic = self._seen_traffic.since(traffic)
         self._expected_advantages = dict(microbatches.advantages)
-        if self._kept is not None:
-            self._kept.write()
+        if self.kept is not None:
+            self.kept.write()
         self._sum = GradientSum(self._where())
         self._sum.check_passed(self._objective.entered, self._objective.trained)
         self._sum.check_reduced(reduced, self.backend.place.mesh.data, self.backend.reductions)
@@ -169,9 +163,9 @@ class Learner:
             if self._config.keeps_published:
                 self._keep_published()
             self.gate.open(version)
-        if self._publisher is None or members is None:
+        if self.publisher is None or members is None:
             return None
-        return self._publisher.publish(version, members)
+        return self.publisher.publish(version, members)
 
     def skip_publish(self, version: int) -> None:
         """The policy is that of `version`: the old policy and the reference follow it where they are due.

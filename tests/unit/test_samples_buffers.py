@@ -15,7 +15,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, host_store
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.rollout_buffer import BufferFailed, Payloads, RolloutBuffer
+from pa_npu.samples.rollout_buffer import BufferFailed, RolloutBuffer
 from pa_npu.samples.shards import OwnShard, ShardPayloads, host_shard, payloads
 from pa_npu.samples.wire import to_bytes
 from tests.helpers.buffer_conformance import CHECKS, Open, make_group
@@ -50,7 +50,7 @@ def channel(head: Counted) -> StoreChannel:
     return StoreChannel(head)  # type: ignore[arg-type]
 
 
-def place_of(backend: str, channel: StoreChannel) -> Payloads | None:
+def place_of(backend: str, channel: StoreChannel) -> ShardPayloads | None:
     """For a process that hosts nothing. With shards there are those of two replicas, which live as long as the channel's store."""
     if backend == "shards":
         HOSTED.extend(host_shard(channel, replica, "127.0.0.1") for replica in range(2))
@@ -144,7 +144,7 @@ def test_a_shard_that_stops_ends_or_never_came_is_one_line_in_time(channel: Stor
 
 
 def test_shards_are_for_several_nodes_unless_told(channel: StoreChannel) -> None:
-    def found(shards: str, **placement: object) -> Payloads | None:
+    def found(shards: str, **placement: object) -> ShardPayloads | None:
         tree = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"engines": 1}, "trainer": {"devices": 1}}
         config = Config.model_validate(tree | {"buffer": {"shards": shards}, "placement": placement})
         return payloads(config, channel)

@@ -77,3 +77,13 @@ def merge_lse(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse
     else:
         rows.put_(out, torch.lerp(old.to(weight.dtype), part.to(weight.dtype), weight).to(out.dtype))
     rows.put_(lse, torch.logaddexp(old_lse, part_lse))
+
+
+class MergesByLse:
+    """Merging of kernels whose stats are (log-sum-exp [rows, heads],)."""
+
+    def merge(self, running: Partial, part: Partial, cross: CrossCall) -> None:
+        merge_lse(running.out, running.stats[0], part.out, part.stats[0], cross.q_rows)
+
+    def select(self, running: Partial, cross: CrossCall) -> Partial:
+        return Partial(cross.q_rows.take(running.out), (cross.q_rows.take(running.stats[0]),), cross.call)
