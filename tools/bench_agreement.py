@@ -40,14 +40,14 @@ from transformers import AutoModelForCausalLM
 
 from pa_npu import platform as platforms
 from pa_npu.algorithm.agreement import NUM_SUMS, DifferenceSums, Limits, difference_sums, limits, stray_evidence
-from pa_npu.algorithm.objective import Columns, Objective, Outputs
+from pa_npu.algorithm.objective import Objective, Outputs, Targets
 from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
-from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import FALSE_STOP_RATE, YARDSTICK_EVERY, YARDSTICK_RESPONSES
+from tools.groups import group_of_responses
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.hardware import processor
@@ -97,7 +97,7 @@ def sampled(
     found = []
     for index, start in enumerate(range(0, pool, GROUP)):
         rows = slice(start, start + GROUP)
-        group = Group.of_responses(
+        group = group_of_responses(
             iteration=0,
             version=0,
             index=index,
@@ -121,7 +121,7 @@ class Rows:
         self._rows: list[list[float]] = []
         self._table = np.zeros((0, 0))
 
-    def take(self, microbatch: Columns, mine: torch.Tensor, others: torch.Tensor) -> None:
+    def take(self, microbatch: Targets, mine: torch.Tensor, others: torch.Tensor) -> None:
         lengths = list(microbatch.response_lengths)
         for a, b in zip(mine.split(lengths), others.split(lengths), strict=True):
             index = torch.zeros(len(a), dtype=torch.int64)

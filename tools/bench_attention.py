@@ -32,8 +32,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from pa_npu import platform
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
-from pa_npu.attention.flops import FlopsModel
 from pa_npu.errors import UserError
+from pa_npu.families.shape import FlopsModel
 
 ROPE_THETA = 1e6
 DENSE_LIMIT = 2048  # above it the dense form's score matrices take gigabytes and minutes

@@ -67,7 +67,7 @@ from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.columns import RunColumns
 from pa_npu.samples.group import Group
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.routes import routes
 from pa_npu.samples.types import Sample
 from pa_npu.samples.wire import to_bytes
@@ -263,7 +263,7 @@ async def produce_for(
     profiler: cProfile.Profile | None,
 ) -> tuple[int, float, float]:
     """(groups, wall seconds, CPU seconds) of whole iterations, after one that warms everything up."""
-    buffer = StoreRolloutBuffer(channel, "run", readers=1)
+    buffer = RolloutBuffer(channel, "run", readers=1)
     with ThreadPoolExecutor(1) as store_thread:
         async with EnginePool([EngineClient(url, VOCABULARY) for url in urls]) as pool:
             for engine in pool.engines:
@@ -397,7 +397,7 @@ def host_store() -> None:
 
 def consume(port: int) -> None:
     """Takes every group out of the buffer and parses it, as one trainer rank does, until it is killed."""
-    buffer = StoreRolloutBuffer(StoreChannel(connect(HOST, port, STARTUP_S)), "run", readers=1)
+    buffer = RolloutBuffer(StoreChannel(connect(HOST, port, STARTUP_S)), "run", readers=1)
     print("consumer ready", flush=True)
     iteration = 0
     while True:

@@ -31,24 +31,24 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.config import Config, dump_config
-from pa_npu.control.channel import StoreChannel, connect
+from pa_npu.control.channel import StoreChannel, connect, host_store
 from pa_npu.control.messages import (
     BORDER,
     REPORT,
+    TRAINERS_RUN_ON,
     AgreementReport,
     BorderReport,
     IterationReport,
     ProbeReport,
+    TrainersRunOn,
     UpdateReport,
 )
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
-from pa_npu.control.software import TRAINERS_RUN_ON, TrainersRunOn
-from pa_npu.control.store_server import host_store
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, VERDICT, StageManifest, TrainersReady
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.telemetry.metrics import read_records
 
 # a script sees its own directory only
@@ -130,7 +130,7 @@ class Job:
         (run_dir / "api_key").write_text(self._key)
         self._server = host_store(HOST, 0)
         self._channel = StoreChannel(connect(HOST, self._server.port, WAIT_S))
-        self._buffer = StoreRolloutBuffer(self._channel, "run", readers=1)
+        self._buffer = RolloutBuffer(self._channel, "run", readers=1)
         roster = Roster(StoreChannel(connect(HOST, self._server.port, WAIT_S), ROSTER_PREFIX), self._key)
         roster.publish_config(self.config.model_dump(mode="json"))
         for kind, topic in (("publish", MANIFEST), ("late", LATE_MANIFEST)):

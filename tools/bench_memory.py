@@ -30,6 +30,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.memory import trainer_memory
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import build_microbatches
+from tools.groups import group_of_responses
 
 # Backend, dtype, recomputation, KL term, rank of adapters.
 CASES = (
@@ -190,7 +191,7 @@ def settings(arguments: argparse.Namespace) -> argparse.Namespace:
 def at_full_length(group: Group, arguments: argparse.Namespace, vocab_size: int) -> Group:
     """The estimate is for responses at their longest."""
     total = arguments.responses * arguments.response
-    return Group.of_responses(
+    return group_of_responses(
         iteration=group.iteration,
         version=group.version_range[0],
         index=group.index,

@@ -42,8 +42,7 @@ from pa_npu import platform as platforms
 from pa_npu.backends.megatron.weights import hf_map
 from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.config.mesh import Mesh
-from pa_npu.families.rope import Rope
-from pa_npu.families.shape import Experts
+from pa_npu.families.shape import Experts, Rope
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.publish_time import Link, publish_seconds, weight_bytes
 from pa_npu.publish.messages import PublishMembers

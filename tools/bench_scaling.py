@@ -35,16 +35,14 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.config import Config, dump_config
-from pa_npu.control.channel import StoreChannel, connect
-from pa_npu.control.messages import BORDER, REPORT, BorderReport
+from pa_npu.control.channel import StoreChannel, connect, host_store
+from pa_npu.control.messages import BORDER, REPORT, TRAINERS_RUN_ON, BorderReport, TrainersRunOn
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
-from pa_npu.control.software import TRAINERS_RUN_ON, TrainersRunOn
-from pa_npu.control.store_server import host_store
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, VERDICT, StageManifest, TrainersReady
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.telemetry.metrics import read_records
 
 # run as a file, this folder's parent is not on the path
@@ -197,7 +195,7 @@ class Job:
         key = secrets.token_hex(16)
         self._server = host_store(HOST, 0)
         self._channel = self._connected("")
-        self._buffers = [StoreRolloutBuffer(self._connected(""), "run", readers=1) for _ in range(replicas)]
+        self._buffers = [RolloutBuffer(self._connected(""), "run", readers=1) for _ in range(replicas)]
         for kind, topic in (("publish", MANIFEST), ("late", LATE_MANIFEST)):
             topic.put(self._channel, StageManifest(f"{kind}-0", {}), stage=0)
         played = TrainersRunOn(

@@ -48,6 +48,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.replica_feed import Traffic
+from tools.groups import group_of_responses
 
 PROFILE_GROUPS = {
     "linear layers": ("aten::mm", "aten::addmm", "aten::linear", "aten::bmm", "mkldnn"),
@@ -317,7 +318,7 @@ def make_groups(args: argparse.Namespace, vocab_size: int) -> list[Group]:
         lengths = rng.integers(max(1, args.response // 2), args.response + 1, args.responses).astype(np.int32)
         total = int(lengths.sum())
         groups.append(
-            Group.of_responses(
+            group_of_responses(
                 iteration=0,
                 version=0,
                 index=index,

@@ -6,7 +6,7 @@
 A row GxR has groups of G responses of R tokens. A producer makes each group's bytes known, a consumer in a process of its own takes
 them and parses the group, both in turn and at most --ahead of one another, as coordinator and trainer do:
 
-    store        StoreRolloutBuffer on the c10d store of a third process: what runs use
+    store        RolloutBuffer on the c10d store of a third process: what runs use
     actor        an actor that keeps bytes by key: the producer puts them, the consumer asks for them
     references   the producer puts bytes into the object store, an actor keeps references, the consumer gets the object
 
@@ -39,8 +39,9 @@ import torch.distributed as dist
 
 from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.samples.group import Group
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import from_bytes, to_bytes
+from tools.groups import group_of_responses
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -66,7 +67,7 @@ class Measured:
 def group_of(responses: int, length: int, index: int) -> Group:
     """A group of random tokens with the columns of every run."""
     rng, total = np.random.default_rng([37, index]), np.arange(responses, dtype=np.float32) % 2
-    return Group.of_responses(
+    return group_of_responses(
         iteration=0,
         version=0,
         index=index,
@@ -124,7 +125,7 @@ def by_store(shape: tuple[int, int], groups: int, ahead: int) -> Measured:
         consumer.start()
         with ended(consumer):
             await_one(taken)
-            buffer = StoreRolloutBuffer(StoreChannel(connect(HOST, port, LIMIT_S)), "run", readers=1)
+            buffer = RolloutBuffer(StoreChannel(connect(HOST, port, LIMIT_S)), "run", readers=1)
             some = [group_of(*shape, index) for index in range(8)]
             return pump(lambda index: buffer.put(some[index % len(some)], 0, index), taken, groups, ahead)
 
@@ -136,7 +137,7 @@ def host_store(told: Connection) -> None:
 
 
 def take_from_store(port: int, told: Connection) -> None:
-    buffer = StoreRolloutBuffer(StoreChannel(connect(HOST, port, LIMIT_S)), "run", readers=1)
+    buffer = RolloutBuffer(StoreChannel(connect(HOST, port, LIMIT_S)), "run", readers=1)
     told.send("ready")
     slot = 0
     while True:

@@ -43,14 +43,14 @@ import torch
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
-from pa_npu.algorithm.batch import TokenBatch, token_weights
 from pa_npu.algorithm.objective import loss_sums
-from pa_npu.algorithm.policy_losses import find_policy_loss
+from pa_npu.algorithm.policy_losses import TokenBatch, find_policy_loss, token_weights
 from pa_npu.backends.megatron.patches import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from tools.groups import group_of_responses
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.hardware import processor
@@ -243,7 +243,7 @@ def make_groups(case: Case) -> list[Group]:
         lengths = rng.integers(max(1, case.response // 2), case.response + 1, case.responses).astype(np.int32)
         total = int(lengths.sum())
         groups.append(
-            Group.of_responses(
+            group_of_responses(
                 iteration=0,
                 version=0,
                 index=index,

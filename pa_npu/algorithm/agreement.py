@@ -83,7 +83,8 @@ class DifferenceSums:
         own         strays                     others   tokens more than STRAY from a neighbour's log-prob
         expected    strays that its tokens' ages allow
 
-    The last two are maxima over responses: of k, and of the evidence, in nats, that a response has more strays than allowed.
+    The last three are maxima: over responses of k, and of the evidence, in nats, that one has more strays than allowed; over tokens
+    of |d|.
     Adds up over microbatches, replicas and updates.
     """
 
@@ -106,6 +107,7 @@ class DifferenceSums:
     expected: float = 0.0
     k_largest: float = 0.0
     strays: float = 0.0
+    largest: float = 0.0
 
     def __add__(self, other: DifferenceSums) -> DifferenceSums:
         pairs = list(zip(astuple(self), astuple(other), strict=True))
@@ -144,7 +146,7 @@ class DifferenceSums:
         return self.slope_deviation and self.slope_deviation * _student(z, max(2.0, self.responses - 1))
 
 
-NUM_MAXIMA = 2
+NUM_MAXIMA = 3
 NUM_SUMS = len(fields(DifferenceSums)) - NUM_MAXIMA
 _FEWEST_FOR_SLOPE = 4
 
@@ -156,7 +158,7 @@ def difference_sums(
     num_responses: int,
     ages: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The fields of DifferenceSums for one microbatch in their order, fp32; the last two are maxima, no sums.
+    """The fields of DifferenceSums for one microbatch in their order, fp32; the last NUM_MAXIMA are maxima, no sums.
 
     logprobs, engine_logprobs: [tokens] fp32, ordered by response. response_index: int64 [tokens]. ages: [tokens], 0 where None.
     """
@@ -180,7 +182,13 @@ def difference_sums(
     others[1:] += 0.5 * (together & ((logprobs[1:] - engine_logprobs[:-1]).abs() > STRAY))
     counts = [summed(value) for value in (own, others, expected)]
     columns = [(n > 0).float(), n, n * n, a, a * a, a * n, k, k * k, k * n, p, p * p, q, q * q, p * q, *counts]
-    return torch.stack([*(column.sum() for column in columns), k.max(), stray_evidence(n, *counts).max()])
+    maxima = [k.max(), stray_evidence(n, *counts).max(), difference.abs().max()]
+    return torch.stack([*(column.sum() for column in columns), *maxima])
+
+
+def added(sums: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Two of `difference_sums` as one, as DifferenceSums adds."""
+    return torch.cat([sums[:NUM_SUMS] + other[:NUM_SUMS], torch.maximum(sums[NUM_SUMS:], other[NUM_SUMS:])])
 
 
 def stray_evidence(n: torch.Tensor, own: torch.Tensor, others: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

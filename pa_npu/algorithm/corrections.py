@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pa_npu.algorithm.batch import TokenBatch
+from pa_npu.algorithm.policy_losses import TokenBatch
 from pa_npu.config.sections import AlgorithmConfig
 
 

@@ -10,18 +10,24 @@ passes backward is counted where its gradient does (invariant I7), so that a bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
-from pa_npu.algorithm.batch import TokenBatch, normaliser, token_weights
+from pa_npu.algorithm.agreement import DifferenceSums, difference_sums
 from pa_npu.algorithm.corrections import KL_ESTIMATORS, age_weights, importance_weights, k3, kl_reward_advantages
-from pa_npu.algorithm.policy_losses import PolicyLoss, find_policy_loss
-from pa_npu.algorithm.preference import PREFERENCE_METRICS
-from pa_npu.algorithm.update_sums import Differences, MetricSums, ProbeResult, Reductions, Totals
+from pa_npu.algorithm.policy_losses import (
+    PREFERENCE_METRICS,
+    PolicyLoss,
+    TokenBatch,
+    find_policy_loss,
+    normaliser,
+    token_weights,
+)
+from pa_npu.algorithm.update_sums import MetricSums, Reductions, Totals
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.control.freshness import Freshness
@@ -57,41 +63,36 @@ class Outputs:
     frozen: dict[str, Logprobs]
 
 
-class Columns(Protocol):
-    """The columns of a microbatch that the objective reads; see samples.microbatch.Microbatch."""
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """The N targets of a microbatch, the trained tokens of its samples, with all that the objective reads of them.
+
+    columns: [N, *shape] by name: "logprobs" (the engine's), "advantages", and every declared column.
+    ages: float32 [N], by how many versions the weights that sampled a target are behind those that the iteration trains.
+    response_index: int64 [N], the sample's number in this microbatch, from 0.
+    response_lengths: trained tokens of each sample, its response. versions: oldest and newest weight version of a target.
+    group_indices: dispatch indices of the groups that the samples come from, each once.
+    sources: of each sample its group's dispatch index and its number in the group.
+    num_computed_tokens: tokens of the microbatch that go through the model, padding left out.
+    """
+
+    columns: dict[str, torch.Tensor]
+    ages: torch.Tensor
+    response_index: torch.Tensor
+    response_lengths: tuple[int, ...]
+    iteration: int
+    versions: tuple[int, int]
+    group_indices: tuple[int, ...]
+    sources: tuple[tuple[int, int], ...]
+    num_computed_tokens: int
 
     @property
-    def engine_logprobs(self) -> torch.Tensor: ...
+    def engine_logprobs(self) -> torch.Tensor:
+        return self.columns["logprobs"]
 
     @property
-    def advantages(self) -> torch.Tensor: ...
-
-    @property
-    def columns(self) -> Mapping[str, torch.Tensor]: ...
-
-    @property
-    def ages(self) -> torch.Tensor: ...
-
-    @property
-    def response_index(self) -> torch.Tensor: ...
-
-    @property
-    def response_lengths(self) -> Sequence[int]: ...
-
-    @property
-    def iteration(self) -> int: ...
-
-    @property
-    def versions(self) -> tuple[int, int]: ...
-
-    @property
-    def group_indices(self) -> tuple[int, ...]: ...
-
-    @property
-    def sources(self) -> Sequence[tuple[int, int]]: ...
-
-    @property
-    def num_computed_tokens(self) -> int: ...
+    def advantages(self) -> torch.Tensor:
+        return self.columns["advantages"]
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Objective:
         self,
         config: Config,
         device: torch.device,
-        judge_first: Callable[[ProbeResult], None] | None = None,
+        judge_first: Callable[[DifferenceSums], None] | None = None,
         keep: Keep | None = None,
     ) -> None:
         """judge_first: called with the first microbatch's differences before its backward; it may raise."""
@@ -139,18 +140,18 @@ class Objective:
         """Whether gradients flow through the entropy."""
         return self._config.algorithm.entropy_coef > 0
 
-    def balance(self, microbatch: Columns) -> float:
+    def balance(self, microbatch: Targets) -> float:
         """The factor of the routers' auxiliary loss: with the microbatch's part of the normaliser, its weight in their mean."""
         lengths, algorithm = microbatch.response_lengths, self._config.algorithm
         most = self._config.rollout.max_response_tokens
         return algorithm.router_aux_coef * normaliser(algorithm.aggregation, sum(lengths), len(lengths), most)
 
-    def sent(self, microbatch: Columns, hidden: torch.Tensor) -> torch.Tensor:
+    def sent(self, microbatch: Targets, hidden: torch.Tensor) -> torch.Tensor:
         """Returns `hidden` unchanged, as a stage sends it to the next; its gradient comes back from there."""
         self._enter(microbatch, hidden)
         return hidden
 
-    def loss(self, microbatch: Columns, outputs: Outputs) -> torch.Tensor:
+    def loss(self, microbatch: Targets, outputs: Outputs) -> torch.Tensor:
         """The sum over the microbatch's tokens, whose gradient the backend computes, undivided. Raises InvariantViolation."""
         algorithm = self._config.algorithm
         denominator = self._denominator(microbatch, outputs)
@@ -183,7 +184,7 @@ class Objective:
         self.sums.add(sums.metrics, differences, microbatch.ages.max())
         if self._judge_first is not None:
             judge, self._judge_first = self._judge_first, None
-            judge(differences.read())
+            judge(DifferenceSums(*differences.tolist()))  # waits for the device
         self._enter(microbatch, sums.loss)
         if sums.loss.requires_grad:
             sums.loss.register_hook(self._arrived)
@@ -200,7 +201,7 @@ class Objective:
             self._config.rollout.max_response_tokens,
         )
 
-    def _enter(self, microbatch: Columns, output: torch.Tensor) -> None:
+    def _enter(self, microbatch: Targets, output: torch.Tensor) -> None:
         responses = [
             TrainedResponse(group, number, tokens)
             for (group, number), tokens in zip(microbatch.sources, microbatch.response_lengths, strict=True)
@@ -217,7 +218,7 @@ class Objective:
         """factor: the gradient that comes to a loss, which nothing but its sum may be made of."""
         self.sums.factor_error = torch.maximum(self.sums.factor_error, (factor.float() - 1.0).abs())
 
-    def _denominator(self, microbatch: Columns, outputs: Outputs) -> Logprobs:
+    def _denominator(self, microbatch: Targets, outputs: Outputs) -> Logprobs:
         """Log-probs of the policy that ratios are taken against.
 
         The proximal one is the policy at the iteration's beginning; with one update per iteration the policy itself: ratio 1.
@@ -229,7 +230,7 @@ class Objective:
         return replace(outputs.policy, values=outputs.policy.values.detach())
 
     def _check_denominator(
-        self, microbatch: Columns, found: Logprobs, policy: PolicyState | Literal["engine"] | None
+        self, microbatch: Targets, found: Logprobs, policy: PolicyState | Literal["engine"] | None
     ) -> None:
         """Raises InvariantViolation where these are not of the policy that the algorithm names (I7)."""
         if not isinstance(policy, PolicyState):
@@ -253,12 +254,11 @@ def _named(weights: PolicyState | str | None) -> str:
     return "what the engines reported" if weights == "engine" else "weights that nobody has named"
 
 
-def measure(microbatch: Columns, logprobs: torch.Tensor, others: torch.Tensor | None = None) -> Differences:
-    """How far the trainers' log-probs are from `others`, where None from the engines' (I5)."""
+def measure(microbatch: Targets, logprobs: torch.Tensor, others: torch.Tensor | None = None) -> torch.Tensor:
+    """How far the trainers' log-probs are from `others`, where None from the engines' (I5): see difference_sums."""
     others = microbatch.engine_logprobs if others is None else others
-    return Differences.of(
-        logprobs.detach(), others, microbatch.response_index, len(microbatch.response_lengths), microbatch.ages
-    )
+    of_responses = microbatch.response_index, len(microbatch.response_lengths), microbatch.ages
+    return difference_sums(logprobs.detach().float(), others.float(), *of_responses)
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,85 @@
-"""Policy-gradient losses per token: one function per algorithm, registered under the config value that selects it.
+"""The trained tokens of a microbatch, their weights, and the losses: one function per algorithm, registered under its config value.
 
 A loss is `(TokenBatch, AlgorithmConfig) -> PolicyTerms`. r is the ratio to the old policy, A the advantage; the old policy is the
 policy itself (ratio 1) when an iteration makes one update. How tokens are weighted is aggregation's business, not the loss's.
 A loss of your own: write such a function anywhere importable and set algorithm.loss=module:function.
+
+The loss of an iteration is sum_t w_t l_t / N (invariant I3). The weights w depend on one response only and N is known when the
+iteration ends, so the sum can be accumulated over any cut into microbatches and replicas and divided once, at the step.
+
+| aggregation   | w_t            | N                        | source                          |
+|---------------|----------------|--------------------------|---------------------------------|
+| token-mean    | 1              | response tokens          | DAPO, arXiv 2503.14476, eq. 8   |
+| sequence-mean | 1 / len(o_i)   | responses                | GRPO, arXiv 2402.03300, eq. 3   |
+| sequence-sum  | 1              | responses                | RLOO, arXiv 2402.14740          |
+| dr-grpo       | 1              | responses x max length   | Dr.GRPO, arXiv 2503.20783       |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
+from torch.nn.functional import logsigmoid
 
-from pa_npu.algorithm.batch import TokenBatch
-from pa_npu.algorithm.preference import preference_loss
 from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.config.user_code import find_function
+
+Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"]
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Every field is [tokens] fp32 unless stated; tokens are ordered by response."""
+
+    logprobs: torch.Tensor  # of the policy, with gradient
+    entropy: torch.Tensor  # of the policy's next-token distribution, in nats
+    old_logprobs: torch.Tensor  # of the policy that the ratio is taken against, proximal or sampling, no gradient
+    reference_logprobs: torch.Tensor | None  # of the reference, no gradient; None where there is none
+    engine_logprobs: torch.Tensor  # what the engine reported when it sampled the token
+    advantages: torch.Tensor
+    weights: torch.Tensor  # of token_weights
+    response_index: torch.Tensor  # int64, which response of the microbatch a token belongs to, from 0
+    num_responses: int
+    group_size: int  # responses of a prompt; they are consecutive, though a microbatch may hold a part of a group
+    ages: torch.Tensor | None = (
+        None  # by how many versions a token is older than what it trains; None with max_staleness=0
+    )
+    columns: Mapping[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # declared columns by name, [tokens, *shape], their dtype
+
+    def response_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """[tokens] -> [responses]."""
+        sums = torch.zeros(self.num_responses, dtype=values.dtype, device=values.device)
+        return sums.index_add(0, self.response_index, values)
+
+    def response_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """[tokens] -> [responses]."""
+        return self.response_sum(values) / self.response_sum(torch.ones_like(values))
+
+    def per_token(self, response_values: torch.Tensor) -> torch.Tensor:
+        """[responses] -> [tokens]."""
+        return response_values.index_select(0, self.response_index)
+
+
+def token_weights(response_lengths: Sequence[int], aggregation: Aggregation, device: torch.device) -> torch.Tensor:
+    """Weights [sum of response_lengths] fp32, in the order of the responses."""
+    lengths = torch.tensor(response_lengths, dtype=torch.int64)
+    if aggregation == "sequence-mean":
+        return (1.0 / lengths.float()).repeat_interleave(lengths).to(device)
+    return torch.ones(int(lengths.sum()), device=device)
+
+
+def normaliser(aggregation: Aggregation, num_tokens: int, num_responses: int, max_response_tokens: int) -> float:
+    """N of the table above, from the iteration's totals over all replicas."""
+    if aggregation == "token-mean":
+        return float(num_tokens)
+    if aggregation in ("sequence-mean", "sequence-sum"):
+        return float(num_responses)
+    return float(num_responses * max_response_tokens)
 
 
 @dataclass(frozen=True)
@@ -24,6 +88,9 @@ class PolicyTerms:
     clipped: torch.Tensor  # [tokens] bool, where the clip changes the gradient
     metrics: dict[str, torch.Tensor] = field(default_factory=dict)  # sums by name, of losses that have their own
 
+
+PREFERENCE_METRICS = ("preference_pairs", "preference_margin", "preference_right")
+"""Sums over pairs: 1, the margin, and whether it is positive."""
 
 PolicyLoss = Callable[[TokenBatch, AlgorithmConfig], PolicyTerms]
 
@@ -63,12 +130,39 @@ def reinforce(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
 
 
 def dpo(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
-    """-log sigmoid(beta (log-ratio of the group's best response - that of its worst)), ratios to the reference: online DPO.
+    """-log sigmoid(m) of each group's pair, spread evenly over the tokens of its two responses: online DPO.
 
-    See pa_npu.algorithm.preference. Whole groups only; the update's loss is the mean over pairs.
+        m = beta (h(best) - h(worst)),   h(o) = log pi(o) - log pi_reference(o), sums over the response
+
+    Best and worst by advantage, which orders responses as their reward does; of equal ones the first. Where all are equal there is
+    no preference: the group's tokens have the loss 0, and it is no pair, of which the update's loss is the mean. Whole groups only.
+
+    DPO: Rafailov et al., arXiv 2305.18290, eq. 7; best and worst of K online samples, trained asynchronously: arXiv 2410.18252.
     """
-    loss, metrics = preference_loss(batch, config)
-    return PolicyTerms(loss, torch.zeros_like(batch.logprobs, dtype=torch.bool), metrics)
+    size = batch.group_size
+    if batch.reference_logprobs is None or batch.num_responses % size:
+        raise ValueError(
+            f"a preference needs reference log-probs and whole groups of {size}, not {batch.num_responses} responses"
+        )
+    lengths = batch.response_sum(torch.ones_like(batch.logprobs))
+    first_tokens = (lengths.cumsum(0) - lengths).round().long()
+    scores = batch.advantages.index_select(0, first_tokens).view(-1, size)
+    # argmax promises no order among equal values
+    earlier = torch.arange(size, 0, -1, device=scores.device)
+    highest, lowest = scores.max(dim=1, keepdim=True).values, scores.min(dim=1, keepdim=True).values
+    best, worst = (((scores == value) * earlier).argmax(dim=1, keepdim=True) for value in (highest, lowest))
+    is_pair = (highest > lowest).squeeze(1).to(batch.logprobs.dtype)
+
+    gained = batch.response_sum(batch.logprobs - batch.reference_logprobs).view(-1, size)
+    margin = config.dpo_beta * (gained.gather(1, best) - gained.gather(1, worst)).squeeze(1)
+    loss = -logsigmoid(margin) * is_pair
+    chosen = torch.zeros_like(scores, dtype=lengths.dtype).scatter(1, best, 1.0).scatter(1, worst, 1.0)
+    num_tokens = (chosen * lengths.view(-1, size)).sum(dim=1)
+    token_loss = batch.per_token(((loss / num_tokens)[:, None] * chosen).flatten())
+    margin = margin.detach()
+    sums = (is_pair.sum(), (margin * is_pair).sum(), ((margin > 0) * is_pair).sum())
+    clipped = torch.zeros_like(batch.logprobs, dtype=torch.bool)
+    return PolicyTerms(token_loss, clipped, dict(zip(PREFERENCE_METRICS, sums, strict=True)))
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {

@@ -17,7 +17,7 @@ from pa_npu.control.trial import ask, serve
 from pa_npu.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pa_npu.algorithm.batch import TokenBatch
+    from pa_npu.algorithm.policy_losses import TokenBatch
 
 TIME_LIMIT_S = 60.0  # importing torch and a user's modules on a busy machine
 _LENGTHS = (3, 5, 2, 4)  # tokens of the made-up batch's responses, a group of four
@@ -101,7 +101,7 @@ def _made_up_batch() -> TokenBatch:
     """A TokenBatch of one group, on the policy that sampled for half of the tokens and near it for the others."""
     import torch
 
-    from pa_npu.algorithm.batch import TokenBatch  # brings torch, which the launcher need not wait for
+    from pa_npu.algorithm.policy_losses import TokenBatch  # brings torch, which the launcher need not wait for
 
     index = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
     num_tokens = len(index)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
 
-from pa_npu.algorithm.agreement import NUM_MAXIMA, NUM_SUMS, DifferenceSums, difference_sums
+from pa_npu.algorithm.agreement import NUM_SUMS, DifferenceSums, added
 from pa_npu.algorithm.corrections import effective_sample_size
 
 # A sum over a gradient takes one element in so many. A prime, so that they fall into all rows and columns: whole columns of the LM
@@ -30,14 +30,6 @@ class Reductions(Protocol):
 
     def ranks(self, values: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
         """Over all trainer ranks."""
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    """Differences of engine and trainer log-probs over some tokens (I5), in nats. difference_max: the largest absolute one."""
-
-    difference_max: float
-    differences: DifferenceSums
 
 
 @dataclass(frozen=True)
@@ -72,52 +64,14 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Differences:
-    """From the engines' log-probs, on the device. sums: [NUM_SUMS], the fields of DifferenceSums that add up. largest: the largest
-    |trainer - engine|, then the fields that are maxima."""
-
-    sums: torch.Tensor
-    largest: torch.Tensor
-
-    @classmethod
-    def of(
-        cls,
-        logprobs: torch.Tensor,
-        others: torch.Tensor,
-        response_index: torch.Tensor,
-        num_responses: int,
-        ages: torch.Tensor,
-    ) -> Differences:
-        """See difference_sums."""
-        fields = difference_sums(logprobs.float(), others.float(), response_index, num_responses, ages)
-        largest = (logprobs - others).abs().max().float()
-        return cls(fields[:NUM_SUMS], torch.cat([largest[None], fields[NUM_SUMS:]]))
-
-    @classmethod
-    def zeros(cls, device: torch.device) -> Differences:
-        return cls(torch.zeros(NUM_SUMS, device=device), torch.zeros(1 + NUM_MAXIMA, device=device))
-
-    def plus(self, other: Differences) -> Differences:
-        return Differences(self.sums + other.sums, torch.maximum(self.largest, other.largest))
-
-    @staticmethod
-    def result(sums: Sequence[float], largest: Sequence[float]) -> ProbeResult:
-        return ProbeResult(largest[0], DifferenceSums(*sums, *largest[1:]))
-
-    def read(self) -> ProbeResult:
-        """Waits for the device."""
-        return self.result(self.sums.tolist(), self.largest.tolist())
-
-
-@dataclass(frozen=True)
 class Statistics:
     """An update's MetricSums over all ranks. sums: by name. all, first: differences from the engines' log-probs (I5), of all
     microbatches and of every replica's first. age_max: by how many versions the oldest token is behind what it trains.
     factor_error: by how much a gradient that came to a loss was not 1. moved: whether any ratio was not 1."""
 
     sums: dict[str, float]
-    all: ProbeResult
-    first: ProbeResult
+    all: DifferenceSums
+    first: DifferenceSums
     age_max: int
     factor_error: float
     moved: bool
@@ -139,9 +93,9 @@ class Statistics:
             "kl": per_token("kl") or 0.0,
             "entropy": per_token("entropy"),
             "clip_ratio": per_token("clipped"),
-            "logprob_diff_mean": self.all.differences.absolute_mean,
-            "logprob_diff_max": self.all.difference_max,
-            "logprob_k3": self.all.differences.k3_mean,
+            "logprob_diff_mean": self.all.absolute_mean,
+            "logprob_diff_max": self.all.largest,
+            "logprob_k3": self.all.k3_mean,
             "importance_weight_mean": per_token("importance_weight"),
             "importance_truncated_ratio": per_token("importance_cut"),
             "effective_sample_size": effective_sample_size(sums["weight"], sums["weight_squared"], tokens)
@@ -157,13 +111,16 @@ class Statistics:
 
 @dataclass
 class MetricSums:
-    """Named sums, and differences from the engines' log-probs, that only the last pipeline stage computes. All on the device."""
+    """Named sums, and differences from the engines' log-probs, that only the last pipeline stage computes. All on the device.
+
+    all, first: of all microbatches and of the first, as `difference_sums` gives them.
+    """
 
     device: torch.device
     names: tuple[str, ...] = ()
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    all: Differences | None = None
-    first: Differences | None = None
+    all: torch.Tensor | None = None
+    first: torch.Tensor | None = None
     age_max: torch.Tensor = field(init=False)
     factor_error: torch.Tensor = field(init=False)
     moved: torch.Tensor = field(init=False)
@@ -171,13 +128,13 @@ class MetricSums:
     def __post_init__(self) -> None:
         self.age_max = self.factor_error = self.moved = torch.zeros((), device=self.device)
 
-    def add(self, metrics: dict[str, torch.Tensor], differences: Differences, age_max: torch.Tensor) -> None:
+    def add(self, metrics: dict[str, torch.Tensor], differences: torch.Tensor, age_max: torch.Tensor) -> None:
         """One microbatch."""
         for name in self.names:
             value = metrics[name].float()
             self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self.first = self.first or differences
-        self.all = differences if self.all is None else self.all.plus(differences)
+        self.first = differences if self.first is None else self.first
+        self.all = differences if self.all is None else added(self.all, differences)
         self.age_max = torch.maximum(self.age_max, age_max)
 
     def total(self, name: str, reductions: Reductions) -> float:
@@ -188,18 +145,18 @@ class MetricSums:
     def over_ranks(self, reductions: Reductions) -> Statistics:
         """Sums over replicas and overall maxima, known to every rank afterwards (collective over replicas and stages)."""
         zero = torch.zeros((), device=self.device)
-        parts = [part or Differences.zeros(self.device) for part in (self.all, self.first)]
-        vector = torch.cat([*(self.sums.get(name, zero)[None] for name in self.names), *(p.sums for p in parts)])
+        none = torch.zeros(len(fields(DifferenceSums)), device=self.device)
+        parts = [none if part is None else part for part in (self.all, self.first)]
+        named = [self.sums.get(name, zero)[None] for name in self.names]
+        vector = torch.cat([*named, *(part[:NUM_SUMS] for part in parts)])
         extremes = torch.stack([self.age_max, self.factor_error, self.moved])
-        largest = torch.cat([*(part.largest for part in parts), extremes])
+        largest = torch.cat([extremes, *(part[NUM_SUMS:] for part in parts)])
         # stages other than the last hold zeros, so the sum over the pipeline is a broadcast of the last stage's values
         vector = reductions.stages(reductions.replicas(vector))
         largest = reductions.stages(reductions.replicas(largest, largest=True), largest=True)
-        values, (*maxima, oldest, factor_error, moved) = vector.tolist(), largest.tolist()
-        named = dict(zip(self.names, values[: len(self.names)], strict=True))
-        kinds = 1 + NUM_MAXIMA
-        every, first = (
-            Differences.result(values[start : start + NUM_SUMS], maxima[number * kinds : (number + 1) * kinds])
-            for number, start in enumerate(range(len(self.names), len(values), NUM_SUMS))
-        )
-        return Statistics(named, every, first, int(oldest), factor_error, bool(moved))
+        values, (oldest, factor_error, moved, *maxima) = vector.tolist(), largest.tolist()
+        sums, half = values[len(self.names) :], len(maxima) // 2
+        every = DifferenceSums(*sums[:NUM_SUMS], *maxima[:half])
+        first = DifferenceSums(*sums[NUM_SUMS:], *maxima[half:])
+        by_name = dict(zip(self.names, values, strict=False))
+        return Statistics(by_name, every, first, int(oldest), factor_error, bool(moved))

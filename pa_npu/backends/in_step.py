@@ -34,6 +34,7 @@ def filler(tokens: int, device: torch.device) -> Microbatch:
         versions=(0, 0),
         group_indices=(),
         sources=(),
+        num_computed_tokens=tokens,
     )
 
 

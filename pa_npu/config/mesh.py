@@ -103,11 +103,6 @@ class Mesh:
         """The ranks of a replica, stage after stage. The first one reads its groups for all."""
         return self.at(data=number).group("tensor", "context", "pipeline")
 
-    def loss_ranks(self, replica: int) -> tuple[int, ...]:
-        """The ranks of a replica that need what only the loss reads: its reader, and the last stage's."""
-        reader, *others = self.replica(replica)
-        return reader, *(rank for rank in others if self.place(rank).is_last_stage)
-
     def senders(self) -> tuple[int, ...]:
         """Ranks whose weights together are the policy: replica 0's without its context copies, and each expert once."""
         return tuple(rank for rank in range(self.size) if self.place(rank).sends)

@@ -1,12 +1,13 @@
-"""The messages between trainers and coordinator that are not part of a publish: reports, what was dispatched, data position.
+"""The messages between trainers and coordinator that are not part of a publish: reports, what was dispatched, what each runs with.
 
 Each message is a frozen dataclass with its topic below it. Those of the publish are in publish/messages.py, those about engines in
-control/roster.py, what a run runs with in control/software.py. Every topic here lives under the prefix of one attempt of the run
+control/roster.py. Every topic here lives under the prefix of one attempt of the run
 (control.channel.attempt_prefix).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -267,6 +268,10 @@ UPDATE_SIZE = Topic(
 )
 
 
+CARRIED_KEY = "carried"
+"""In the numbers of what a checkpoint has that is no iteration, but groups that are carried to one."""
+
+
 @dataclass(frozen=True)
 class CarriedGroups:
     """Groups that wait for a later update than those that have been produced when a version is saved; they lie in the buffer.
@@ -297,3 +302,63 @@ class ShardAddress:
 SHARD = Topic(
     "buffer/shards/{replica}", ShardAddress, "trainers: the reader of replica {replica} to say where its groups may lie"
 )
+
+
+@dataclass(frozen=True)
+class TrainersRunOn:
+    """Rank 0's. device: its kind. collectives: their backend. backend: training backend with its version.
+
+    kernel, merge: of attention (attention/forms.py); fallback: why the merge is not the platform's fast one, or empty.
+    """
+
+    ranks: int
+    device: str
+    collectives: str
+    python: str
+    torch: str
+    backend: str
+    dtype: str
+    attention: str
+    kernel: str
+    merge: str
+    fallback: str
+
+    def line(self) -> str:
+        text = (
+            f"trainers: {self.ranks} x {self.device} ({self.collectives}), {self.backend}, torch {self.torch}, "
+            f"Python {self.python}, {self.dtype}; attention {self.attention} on {self.kernel}, merged by {self.merge}"
+        )
+        return f"{text} (fallback: {self.fallback})" if self.fallback else text
+
+
+TRAINERS_RUN_ON = Topic("trainers/run_on", TrainersRunOn, "trainers: rank 0 to say what they run with")
+
+
+@dataclass(frozen=True)
+class EngineRunsOn:
+    """One engine. name: its URL. kind: rollout.backend; version: of its software, None where it does not say. device: as
+    rollout.engine_settings has it, None where that says nothing."""
+
+    name: str
+    kind: str
+    version: str | None
+    device: str | None = None
+
+
+@dataclass(frozen=True)
+class RunsOn:
+    """RUN/runs_on.json: devices, software and kernels of a run, as trainers and engines say them themselves, once, at the start.
+
+    Fallbacks are no errors, but nobody should have to guess: the coordinator prints these lines and keeps them.
+    """
+
+    trainers: TrainersRunOn
+    engines: tuple[EngineRunsOn, ...]
+
+    def lines(self) -> list[str]:
+        """One of the trainers, one of each kind of engine and device."""
+        kinds = Counter(
+            f"{engine.kind} {engine.version or '(version unknown)'}{f' on {engine.device}' if engine.device else ''}"
+            for engine in self.engines
+        )
+        return [self.trainers.line(), *(f"engines: {count} x {kind}" for kind, count in kinds.items())]

@@ -1,12 +1,17 @@
-"""Structured concurrency for Python 3.10: tasks that never outlive the block or the call that started them."""
+"""Structured concurrency for Python 3.10: tasks that never outlive the block or the call that started them; and a program's end."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+# The launcher kills what is left after 5 s (GRACE_S of its process tree).
+LONGEST_S = 4.0
 
 
 class TaskScope:
@@ -91,3 +96,41 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
+
+
+def run_until_terminated(work: Coroutine[Any, Any, None]) -> None:
+    """asyncio.run, in the main thread; with SIGTERM the work is cancelled, and when it has ended the process ends by SIGTERM.
+
+    The launcher stops all processes of a run as soon as one fails or the run is over, which may be right after an iteration. The
+    cancelled work closes every file that it owns. LONGEST_S after the first SIGTERM, or with a second one, the process ends
+    whatever it is doing.
+    """
+    terminated = False
+
+    async def watched() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+        def terminate() -> None:
+            nonlocal terminated
+            terminated = True
+            loop.remove_signal_handler(signal.SIGTERM)  # from here on it has its usual effect
+            timer = threading.Timer(LONGEST_S, _end)
+            timer.daemon = True
+            timer.start()
+            assert task is not None
+            task.cancel()
+
+        loop.add_signal_handler(signal.SIGTERM, terminate)
+        await work
+
+    try:
+        asyncio.run(watched())
+    except BaseException:
+        if not terminated:
+            raise  # else it is what came of cancelling
+    if terminated:
+        _end()
+
+
+def _end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)

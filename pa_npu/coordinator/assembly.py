@@ -11,9 +11,8 @@ from pa_npu.agents.sessions import Sessions
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
-from pa_npu.coordinator.carried import BudgetedUpdates
 from pa_npu.coordinator.served_run import ServedRun
-from pa_npu.coordinator.updates import InformativeUpdates, Updates
+from pa_npu.coordinator.updates import BudgetedUpdates, InformativeUpdates, Updates
 from pa_npu.data.stream import TrainingStream
 from pa_npu.engines.handing_on import Decode
 from pa_npu.engines.http_server import KEY_FILE

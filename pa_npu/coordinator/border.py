@@ -20,7 +20,7 @@ from typing import Any
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.tasks import cancel
-from pa_npu.coordinator.run_evaluations import RunEvaluations
+from pa_npu.coordinator.evaluate import RunEvaluations
 from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.membership import Fleet

@@ -1,4 +1,4 @@
-"""The iterations that are produced and not trained yet: begun when they are due, told to the trainers, put into checkpoints.
+"""The iterations that are produced and not trained yet: begun when due, told to trainers, kept in and taken from checkpoints.
 
 One is produced whole, by the version that engines hold; or until engines have all its groups, which they finish beside the next
 border (publish.swap=rolling).
@@ -7,22 +7,44 @@ border (publish.swap=rolling).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from pa_npu.checkpoints.ahead import AheadIteration, read_ahead
+from pa_npu.checkpoints.directories import read_meta
+from pa_npu.checkpoints.provenance import Change, change_of, differences
+from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
-from pa_npu.control.messages import DATA_POSITION, DISPATCHED, PRODUCED_AHEAD, DataPosition, ProducedAhead
+from pa_npu.control.messages import (
+    CARRIED_KEY,
+    DATA_POSITION,
+    DISPATCHED,
+    PRODUCED_AHEAD,
+    DataPosition,
+    Dispatched,
+    DispatchedGroup,
+    ProducedAhead,
+)
 from pa_npu.control.tasks import TaskScope
+from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.production import Produced
-from pa_npu.coordinator.updates import Updates
+from pa_npu.coordinator.updates import Updates, restored
 from pa_npu.coordinator.variants import Variant
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.stream import TrainingStream
+from pa_npu.errors import DataError
+from pa_npu.samples.columns import NONE, RunColumns
+from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.samples.wire import from_bytes
 from pa_npu.telemetry.timeline import Timeline
+
+logger = logging.getLogger(__name__)
 
 
 class AllDispatched(Variant):
@@ -174,3 +196,65 @@ class IterationsAhead:
     def _put_position(self, iteration: int) -> None:
         """Which prompts were taken before an iteration, for checkpoints."""
         DATA_POSITION.put(self._channel, DataPosition(self._train.state()), iteration=iteration)
+
+
+def take_up(
+    config: Config,
+    freshness: Freshness,
+    ahead: IterationsAhead,
+    updates: Updates,
+    buffer: RolloutBuffer,
+) -> None:
+    """Puts the groups that the run had produced ahead of the checkpoint that it goes on from into the buffer again.
+
+    Only with schedule.max_staleness: otherwise a checkpoint lies between two iterations, and nothing is ahead of it.
+    """
+    found = usable_ahead(config, freshness)
+    whole = [one for one in found if CARRIED_KEY not in one.numbers]
+    for produced, state in put_back(whole, buffer, config.mesh):
+        ahead.resume(produced, state)
+    for one in found[len(whole) :]:
+        updates.carry_on(*carried_of(one, buffer.columns))
+
+
+def usable_ahead(config: Config, freshness: Freshness) -> list[AheadIteration]:
+    """The iterations that checkpoint.load has ahead of its version, by number, where this run may train them.
+
+    None where the run's keys are others, so that these groups would not be its own: they are produced anew, from the same prompts.
+    """
+    if not config.checkpoint.load or not freshness.max_staleness:
+        return []
+    directory = Path(config.checkpoint.load)
+    found = read_ahead(directory)
+    changed = [key for key in differences(read_meta(directory).config, config) if change_of(key) is Change.NEW_RUN]
+    if found and changed:
+        logger.info("iterations ahead of %s are produced anew: %s differ", directory, ", ".join(changed))
+        return []
+    return found
+
+
+def put_back(
+    ahead: Sequence[AheadIteration], buffer: RolloutBuffer, mesh: Mesh
+) -> Iterator[tuple[Produced, dict[str, Any]]]:
+    """Their groups into the buffer, in the same order and as many for each replica; yields what was produced, and data."""
+    for one in ahead:
+        dispatched = []
+        for number, data in enumerate(one.groups):
+            group, (replica, slot) = from_bytes(data, buffer.columns), mesh.slot_of(number)
+            buffer.put(group, replica, slot)
+            lengths = tuple(int(length) for length in group.trained_lengths)
+            dispatched.append(DispatchedGroup(group.index, replica, lengths))
+        yield Produced(one.iteration, one.numbers, one.samples, Dispatched(one.iteration, tuple(dispatched))), one.data
+
+
+def carried_of(one: AheadIteration, columns: RunColumns = NONE) -> tuple[list[ScoredGroup], float | None]:
+    """The groups that are carried, and TokenBudget.group_tokens. Raises DataError where they cannot be read."""
+    try:
+        carried = one.numbers[CARRIED_KEY]
+        told = zip(one.groups, carried["groups"], strict=True)
+        groups = [restored(from_bytes(data, columns), about) for data, about in told]
+        return groups, carried["group_tokens"]
+    except (LookupError, TypeError, ValueError) as error:
+        raise DataError(
+            f"groups that a checkpoint carries cannot be read ({error}); take an earlier checkpoint"
+        ) from error

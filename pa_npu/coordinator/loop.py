@@ -3,10 +3,10 @@
 Per weight version v, with keys in the store that the launcher hosts, where the roster of engines is too:
 
     engines are asked to load v; trainers send their report of iteration v - 1, and v   border.py (control/messages.py, publish/)
-    the schedule learns from iteration v - 1 and chooses for v                          iteration_end.py (planning/iteration_model)
-    evaluation of version v, where due; or beside training (evaluate.overlap)           run_evaluations.py, evaluate.py
+    the schedule learns from iteration v - 1 and chooses for v                          IterationEnd (planning/iteration_model)
+    evaluation of version v, where due; or beside training (evaluate.overlap)           evaluate.py
     iteration v is produced into the rollout buffer while the trainers consume it       iterations_ahead.py, producer.py
-    meanwhile iteration v - 1 goes into metrics.jsonl and onto the console              iteration_end.py, record.py
+    meanwhile iteration v - 1 goes into metrics.jsonl and onto the console              IterationEnd, record.py
 
 With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. With publish.when=divergence trainers
 may say that engines keep the version that they have; then that version produces what is due. With publish.swap=rolling the border
@@ -17,13 +17,21 @@ begin with iteration v + k + 1. The last version is only published and evaluated
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
 
 from pa_npu.config.schema import Config
-from pa_npu.control.tasks import TaskScope
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.messages import BORDER, REPORT, IterationReport
+from pa_npu.control.tasks import TaskScope, cancel
 from pa_npu.coordinator.border import Border, BorderCrossing
-from pa_npu.coordinator.iteration_end import IterationEnd, Window, even_if_cancelled
+from pa_npu.coordinator.evaluate import RunEvaluations
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
-from pa_npu.coordinator.run_evaluations import RunEvaluations
+from pa_npu.coordinator.production import Produced
+from pa_npu.coordinator.record import RunRecords, iteration_record
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.iteration_model.messages import IterationTimes, Prediction
 
 
 class Coordinator:
@@ -112,3 +120,100 @@ class Coordinator:
             await preparing
         if before is not None:
             self._iteration_end.end(self._ahead.trained(version - 1), before, border, version)
+
+
+# How long the record of a finished iteration may still take when the run fails, or is ended, after it.
+_LAST_RECORD_S = 2.0
+
+
+@dataclass(frozen=True)
+class Window:
+    """From one publish to the next. border: the publish that began it. produced: the iteration, where it was one."""
+
+    evaluation: dict[str, Any] | None
+    border: Border
+    produced: int | None
+
+
+class IterationEnd:
+    """Ends a trained iteration beside the next one: the schedule learns from it, and its record is written, one at a time."""
+
+    def __init__(
+        self, config: Config, channel: StoreChannel, controller: ScheduleController, records: RunRecords
+    ) -> None:
+        self._config = config
+        self._channel = channel
+        self._controller = controller
+        self._records = records
+        self._recording: asyncio.Task[None] | None = None
+
+    def end(self, produced: Produced, start: Window, end: Border, version: int) -> None:
+        """Begins the record of the iteration between two publishes, the second of `version`; the schedule learns from it."""
+        report = REPORT.get(self._channel, iteration=version - 1)
+        iteration_s = end.held.done_s - start.border.held.done_s
+        prediction = Prediction("", None, None)
+        if start.produced is not None:
+            evaluation_s = start.evaluation["seconds"] if start.evaluation else 0.0
+            prediction = self._controller.end_iteration(
+                IterationTimes(
+                    iteration_s=iteration_s - evaluation_s,
+                    border_s=end.publish_s,
+                    train_s=report.training.train_s,
+                    step_s=report.training.step_s,
+                ),
+                start.produced,
+            )
+        recording = self._record(produced, report, prediction, iteration_s, start, end, version)
+        self._recording = asyncio.create_task(recording, name=f"record of iteration {produced.iteration}")
+
+    async def recorded(self) -> None:
+        """The last iteration that was ended has its record. Raises what went wrong with that."""
+        if self._recording is not None:
+            await self._recording
+            self._recording = None
+
+    async def close(self) -> None:
+        """A record that is under way may take a moment more."""
+        if self._recording is not None:
+            await asyncio.wait({self._recording}, timeout=_LAST_RECORD_S)
+            await cancel([self._recording])
+
+    async def _record(
+        self,
+        produced: Produced,
+        report: IterationReport,
+        prediction: Prediction,
+        iteration_s: float,
+        start: Window,
+        end: Border,
+        version: int,
+    ) -> None:
+        """The iteration's record; the trainers' account of the border comes when they have crossed it."""
+        border = await BORDER.wait_async(self._channel, self._config.trainer.wait_timeout_s, version=version)
+        record = iteration_record(
+            self._config,
+            produced,
+            report,
+            border,
+            prediction,
+            iteration_s=iteration_s,
+            publish=end.held,
+            evaluation=start.evaluation,
+            use_before=start.border.use,
+            use_after=end.use,
+            devices=self._config.trainer.devices + start.border.engines * self._config.rollout.tensor_parallel,
+        )
+        self._records.write_iteration(record, produced.samples, produced.kept)
+
+
+async def even_if_cancelled(work: Coroutine[Any, Any, None]) -> None:
+    """The work, which a cancellation lets go on for a moment."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task}, timeout=_LAST_RECORD_S)
+        await cancel([task])
+        if not task.cancelled():
+            task.exception()  # nobody else looks at it
+        raise

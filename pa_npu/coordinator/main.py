@@ -4,7 +4,7 @@
 
 The launcher names its store in PA_NPU_STORE (host:port), where the roster of engines is too. Engines may die, hang, leave and join
 while the loop runs (engines/membership.py). Any other failure ends the process with one line; the launcher starts coordinator and
-trainers again from the newest checkpoint. SIGTERM ends it when the last iteration's record is written (termination.py).
+trainers again from the newest checkpoint. SIGTERM ends it when the last iteration's record is written (run_until_terminated).
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.freshness import Freshness
+from pa_npu.control.messages import TRAINERS_RUN_ON, RunsOn
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
-from pa_npu.control.software import TRAINERS_RUN_ON, RunsOn
+from pa_npu.control.tasks import run_until_terminated
 from pa_npu.control.typed import Topic
 from pa_npu.coordinator.assembly import (
     decoder,
@@ -38,16 +39,12 @@ from pa_npu.coordinator.assembly import (
     make_updates,
 )
 from pa_npu.coordinator.border import BorderCrossing
-from pa_npu.coordinator.evaluate import Evaluator
-from pa_npu.coordinator.iteration_end import IterationEnd
-from pa_npu.coordinator.iterations_ahead import IterationsAhead
-from pa_npu.coordinator.loop import Coordinator
+from pa_npu.coordinator.evaluate import Evaluator, RunEvaluations
+from pa_npu.coordinator.iterations_ahead import IterationsAhead, take_up
+from pa_npu.coordinator.loop import Coordinator, IterationEnd
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.record import RunRecords
-from pa_npu.coordinator.resumed import take_up
 from pa_npu.coordinator.roles import make_roles
-from pa_npu.coordinator.run_evaluations import RunEvaluations
-from pa_npu.coordinator.termination import run_until_terminated
 from pa_npu.data.mixture import training_stream
 from pa_npu.data.prompts import PromptSet, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
@@ -68,8 +65,8 @@ from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engine_groups import Connection
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, StageManifest
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.samples.open_buffer import open_buffer
 from pa_npu.samples.routes import routes_of
+from pa_npu.samples.shards import open_buffer
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.config.schema import Config
-from pa_npu.control.messages import BorderReport, IterationReport
-from pa_npu.control.software import RunsOn
+from pa_npu.control.messages import BorderReport, IterationReport, RunsOn
 from pa_npu.coordinator.production import Produced
 from pa_npu.engines.pool import EngineUse
 from pa_npu.evaluation.results import Judged, Progress, kept_versions, results_file, write_results

@@ -1,23 +1,30 @@
-"""A group's requests to the engine that it has been given: moved where that engine is gone or rests, joined where several wrote."""
+"""A group's requests to the engine that it has been given: moved where that engine is gone or rests, joined where several wrote.
+
+A slow engine gets more time, one that hangs is given up, and no group takes for ever.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.control.tasks import gather
+from pa_npu.config.sections import CUT_SHARE, SLOWEST_TOKEN_S
+from pa_npu.control.tasks import cancel, gather
 from pa_npu.engines.handing_on import NOTHING, joined, left_of, written_of
-from pa_npu.engines.patience import generate_patiently
 from pa_npu.engines.protocol import EngineError, EngineGone, Generation, RolloutEngine, Sampling
-from pa_npu.errors import InvariantViolation
+from pa_npu.errors import DeadlineExceeded, InvariantViolation, UserError
 
 if TYPE_CHECKING:
     from pa_npu.engines.pool import EnginePool, Lease
+
+logger = logging.getLogger(__name__)
 
 # Responses may be handed on unbegun whenever a device changes its role. An engine that does so of itself is broken.
 _MAX_UNASKED = 16
@@ -174,3 +181,85 @@ class GroupSession:
             version=self._version,
         )
         self.lease.first = first
+
+
+class GroupTooLong(UserError):
+    """An engine that works did not finish a group within the limit. Another would not either: responses follow from the seed."""
+
+
+async def generate_patiently(
+    engine: RolloutEngine,
+    prompt_tokens: npt.NDArray[np.int32],
+    n: int,
+    seed: int,
+    sampling: Sampling,
+    *,
+    deadline_s: float,
+    probe_timeout_s: float,
+    what: str,
+    cut: bool = False,
+    written: npt.NDArray[np.int32] = NOTHING,
+) -> list[Generation]:
+    """engine.generate, and past deadline_s a probe: one that answers it has SLOWEST_TOKEN_S more for every token of a response.
+
+    written: as in RolloutEngine.generate. what: the group, for messages. cut: at the limit it is generated once more, with fewer
+    tokens: the beginnings of the same responses, which follow from the seed. Raises EngineGone when the engine does not answer the
+    probe, GroupTooLong at the limit.
+    """
+    more = {"written": written} if len(written) else {}
+
+    def ask(sampling: Sampling, within_s: float) -> Awaitable[list[Generation]]:
+        return engine.generate(prompt_tokens, n, seed, sampling, deadline_s=within_s, **more)
+
+    try:
+        return await _until_limit(ask, engine, n, sampling, deadline_s, probe_timeout_s, what)
+    except GroupTooLong as error:
+        shorter = replace(sampling, max_tokens=sampling.max_tokens // CUT_SHARE)
+        if not cut or not shorter.max_tokens:
+            raise
+        reason = str(error).partition(";")[0]
+        logger.warning("%s; it is cut to %d tokens and generated again (rollout.too_long)", reason, shorter.max_tokens)
+        return await _until_limit(ask, engine, n, shorter, deadline_s, probe_timeout_s, f"{what}, cut,")
+
+
+async def _until_limit(
+    ask: Callable[[Sampling, float], Awaitable[list[Generation]]],
+    engine: RolloutEngine,
+    n: int,
+    sampling: Sampling,
+    deadline_s: float,
+    probe_timeout_s: float,
+    what: str,
+) -> list[Generation]:
+    limit_s = deadline_s + SLOWEST_TOKEN_S * sampling.max_tokens
+    # past the limit the task is cancelled here, so that its own deadline never comes first
+    task = asyncio.ensure_future(ask(sampling, 2 * limit_s))
+    try:
+        await asyncio.wait({task}, timeout=deadline_s)
+        if not task.done():
+            await _probe(engine, deadline_s, probe_timeout_s, what)
+            logger.warning(
+                "%s is slow: engine %s works, but has not finished it after %g s (rollout.request_timeout_s); waiting up to %g s",
+                *(what, engine.name, deadline_s, limit_s),
+            )
+            await asyncio.wait({task}, timeout=limit_s - deadline_s)
+        if not task.done():
+            await _probe(engine, limit_s, probe_timeout_s, what)
+        if not task.done():
+            raise GroupTooLong(
+                f"{what} is too long: engine {engine.name} works, but has not finished {n} responses of up to "
+                f"{sampling.max_tokens} tokens within {limit_s:g} s; raise rollout.request_timeout_s (now {deadline_s:g}), "
+                f"lower rollout.window or rollout.max_response_tokens, or set rollout.too_long=cut"
+            )
+        return await task
+    finally:
+        await cancel([task])
+
+
+async def _probe(engine: RolloutEngine, waited_s: float, timeout_s: float, what: str) -> None:
+    try:
+        await engine.probe(deadline_s=timeout_s)
+    except (EngineError, DeadlineExceeded) as error:
+        raise EngineGone(
+            f"engine {engine.name}: {what} not answered within {waited_s:g} s, nor a probe after it: {error}"
+        ) from None

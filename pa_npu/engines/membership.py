@@ -23,8 +23,8 @@ from functools import partial
 from typing import Literal
 
 from pa_npu.config.sections import RolloutConfig
+from pa_npu.control.messages import EngineRunsOn
 from pa_npu.control.roster import Entry, Roster
-from pa_npu.control.software import EngineRunsOn
 from pa_npu.control.tasks import cancel, gather
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineCapabilities, EngineError, EngineGone, RolloutEngine

@@ -13,8 +13,7 @@ from typing import Any
 from pa_npu.errors import DataError
 from pa_npu.families.config_json import mapping, token_ids
 from pa_npu.families.dense import DenseDecoder
-from pa_npu.families.rope import Rope
-from pa_npu.families.shape import ModelShape
+from pa_npu.families.shape import ModelShape, Rope
 
 PREFIX = "transformers "
 # What transformers' configurations call experts, and how many of them a token passes through.

@@ -26,10 +26,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pa_npu.attention.flops import FlopsModel
 from pa_npu.families.config_json import count, flag, mapping, positive, token_ids
-from pa_npu.families.rope import parse_rope
-from pa_npu.families.shape import ModelShape
+from pa_npu.families.shape import FlopsModel, ModelShape, parse_rope
 
 OuterRole = Literal["embedding", "final_norm", "head"]
 LayerRole = Literal[

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pa_npu.attention.flops import FlopsModel
 from pa_npu.families.config_json import count, flag
 from pa_npu.families.dense import DenseDecoder, LayerActivations, LayerRole, Weight
-from pa_npu.families.shape import Experts, ModelShape
+from pa_npu.families.shape import Experts, FlopsModel, ModelShape
 
 # transformers 5 writes the second name, everything before it the first.
 _NUM_EXPERTS = ("num_experts", "num_local_experts")

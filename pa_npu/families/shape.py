@@ -2,10 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Literal, cast
 
-from pa_npu.families.rope import Rope
+from pa_npu.attention.layout import PrefixLayout
+from pa_npu.families.config_json import count, mapping, positive
+
+Kind = Literal["default", "linear", "llama3"]
+KINDS: tuple[Kind, ...] = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: inverse frequency i of head_dim / 2 is theta ** (-2i / head_dim), scaled as `kind` says.
+
+    linear divides all by factor. llama3 divides those whose wavelength exceeds original_positions / low_freq_factor, keeps those
+    below original_positions / high_freq_factor, and interpolates between.
+    """
+
+    theta: float = 10000.0
+    kind: Kind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+
+
+def parse_rope(raw: dict[str, Any]) -> Rope:
+    """The Rope of a config.json, in each of the forms that transformers reads.
+
+        transformers 5    rope_parameters: {rope_type, rope_theta, ...}
+        transformers 4    rope_theta beside rope_scaling: {rope_type or type, factor, ...} or null
+
+    As in transformers (RotaryEmbeddingConfigMixin): where both objects are given, rope_scaling counts; rope_theta inside the object
+    counts before the one beside it; `type` is the old name of `rope_type`. KeyError names a missing key; ValueError says what is
+    malformed or not supported.
+    """
+    rope = mapping(raw, "rope_scaling") or mapping(raw, "rope_parameters")
+    theta = positive(rope, "rope_theta", positive(raw, "rope_theta", 10000.0))
+    for place in (rope, raw):
+        if positive(place, "partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError("partial_rotary_factor: rotating a part of each head is not supported")
+    nested = [key for key, value in rope.items() if isinstance(value, dict)]
+    if nested:
+        raise ValueError(f"rope_parameters: a rotation of its own for {nested[0]!r:.40} layers is not supported")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in KINDS:
+        raise ValueError(f"rope scaling {kind!r:.40} is not supported, only {', '.join(KINDS)} are")
+    if kind == "default":
+        return Rope(theta)
+    factor = positive(rope, "factor")
+    if kind == "linear":
+        return Rope(theta, "linear", factor)
+    low, high = positive(rope, "low_freq_factor"), positive(rope, "high_freq_factor")
+    if not low < high:
+        raise ValueError(f"rope scaling llama3: low_freq_factor {low:g} is not below high_freq_factor {high:g}")
+    # the one beside the object counts first, as transformers has it for models that keep it there
+    name = "original_max_position_embeddings"
+    original = count(raw, name, count(rope, name, count(raw, "max_position_embeddings")))
+    return Rope(theta, cast(Kind, kind), factor, low, high, original)
 
 
 @dataclass(frozen=True)
@@ -57,3 +114,50 @@ class ModelShape:
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer in self.experts.layers
+
+
+@dataclass(frozen=True)
+class FlopsModel:
+    """Matrix-multiplication work of a decoder with gated MLP and grouped-query attention; forward and backward.
+
+    A multiply-add is two operations. Backward of a linear layer is twice its forward; of attention 2.5 times, because
+    flash attention computes the scores again. Norms, rotary and activations are left out, as usual in MFU figures.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int = 0
+
+    @cached_property
+    def per_token(self) -> float:
+        """Linear layers of all transformer layers, per packed token."""
+        qkv_and_proj = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.ffn_size
+        return 3.0 * 2.0 * self.num_layers * (qkv_and_proj + mlp)
+
+    @cached_property
+    def per_pair(self) -> float:
+        """Attention of all layers, per (query, key) pair that is visible."""
+        return (1.0 + 2.5) * 4.0 * self.num_layers * self.num_heads * self.head_dim
+
+    @cached_property
+    def per_prediction(self) -> float:
+        """LM head, per token whose log-prob is computed."""
+        return 3.0 * 2.0 * self.hidden_size * self.vocab_size
+
+    def step(self, layout: PrefixLayout, predictions: int) -> float:
+        """Work of one step over the layout with that many predicted tokens."""
+        return layout.total * self.per_token + layout.pairs * self.per_pair + predictions * self.per_prediction
+
+    def group(self, prompt: int, responses: Sequence[int], *, shared: bool) -> float:
+        """`step` over a prompt with these responses, all of them predicted, in closed form: no layout is made for it."""
+        written = sum(responses)
+        own_pairs = sum(length * (length + 1) for length in responses) // 2
+        prompts = 1 if shared else len(responses)
+        tokens = written + prompts * prompt
+        pairs = own_pairs + written * prompt + prompts * (prompt * (prompt + 1) // 2)
+        return tokens * self.per_token + pairs * self.per_pair + written * self.per_prediction

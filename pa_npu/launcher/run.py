@@ -27,10 +27,9 @@ from pa_npu.checkpoints import directories
 from pa_npu.checkpoints.digests import content_problem
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
-from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
+from pa_npu.control.channel import StoreChannel, attempt_prefix, connect, host_store
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
-from pa_npu.control.store_server import host_store
 from pa_npu.errors import ConfigError, DataError
 from pa_npu.launcher.cluster.local import Cluster, LocalCluster
 from pa_npu.launcher.cluster.ray_cluster import ray_cluster

@@ -114,20 +114,15 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
             ("activations", activations),
             ("working set", working_set),
             ("publish buckets", 2 * min(_bucket_bytes(config), weights * element)),
-            ("reader's groups", _reader_bytes(config, stage)),
+            ("reader's groups", _reader_bytes(config)),
         ),
         config.optimizer.offload and config.run.device != "cpu",
     )
 
 
-def _reader_bytes(config: Config, stage: int) -> int:
-    """Buffers of the process groups over which a replica's reader passes rollouts to its other ranks (samples.replica_feed): one of
-    all ranks, and with stages one of the reader, which is on the first, and the last stage, which alone computes the loss."""
-    stages = config.mesh.pipeline
-    if config.mesh.replica_size == 1:
-        return 0
-    num_groups = 1 + (stages > 1 and stage in (0, stages - 1))
-    return num_groups * group_buffer_bytes(config.run.device)
+def _reader_bytes(config: Config) -> int:
+    """Buffers of the process group over which a replica's reader passes rollouts to its other ranks (samples.replica_feed)."""
+    return group_buffer_bytes(config.run.device) if config.mesh.replica_size > 1 else 0
 
 
 def _stage_parameters(config: Config, spec: ModelSpec, stage: int) -> tuple[int, int]:

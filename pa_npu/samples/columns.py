@@ -50,7 +50,7 @@ class Column:
     tokens: "trained" ones have a value and it travels for these alone; or "all" do, a prompt's and an environment's too.
     So do those of "context", which an engine gives of all that it was given too, from the sequence's first token on: they follow
     from the tokens, and a shared beginning has them once.
-    elsewhere: the value of tokens that nobody gave one. every_stage: whether all pipeline stages read it, or the last one.
+    elsewhere: the value of tokens that nobody gave one.
     make: computes the array from the whole group, in the process that `filled_by` names: coordinator or trainers.
     """
 
@@ -61,7 +61,6 @@ class Column:
     read_by: str = ""
     tokens: Literal["trained", "all", "context"] = "trained"
     elsewhere: float = 0
-    every_stage: bool = False
     make: Callable[[Group], np.ndarray] | None = None
 
     def __hash__(self) -> int:
@@ -106,10 +105,10 @@ class Column:
             raise ConfigError(f"column {self.name}, which {self.read_by} reads: {problem}; correct its declaration")
 
 
-TOKENS = Column("tokens", "int32", read_by="the model", tokens="all", every_stage=True)
-TRAINED = Column("trained", "bool", read_by="the loss", tokens="all", every_stage=True)
+TOKENS = Column("tokens", "int32", read_by="the model", tokens="all")
+TRAINED = Column("trained", "bool", read_by="the loss", tokens="all")
 LOGPROBS = Column("logprobs", "float32", filled_by="engine", read_by="the loss")
-VERSIONS = Column("versions", "int32", filled_by="engine", read_by="I1", elsewhere=NO_VERSION, every_stage=True)
+VERSIONS = Column("versions", "int32", filled_by="engine", read_by="I1", elsewhere=NO_VERSION)
 ADVANTAGES = Column("advantages", "float32", filled_by="coordinator", read_by="the loss")
 FIXED = (TOKENS, TRAINED, LOGPROBS, VERSIONS, ADVANTAGES)
 """The columns of every run. They are attributes of Sample and Group; what follows from runs of tokens travels once per run."""
@@ -169,16 +168,16 @@ class RunColumns:
             f"that reads it declare it"
         )
 
-    def check(self, found: Collection[Column], what: str, every_stage: bool = False) -> None:
+    def check(self, found: Collection[Column], what: str) -> None:
         """Raises GroupFormatError for an unknown column, and for one that should travel and does not.
 
-        found: LOGPROBS among them. every_stage: whether only columns of every stage must be there.
+        found: LOGPROBS among them.
         """
         for column in found:
             if column != LOGPROBS and column not in self.carried and self.named(column.name, what) != column:
                 raise GroupFormatError(f"{what}: column {column.name} differs from its declaration; import that one")
         for column in (LOGPROBS, *self.carried):
-            if column not in found and self.wants(column) and (column.every_stage or not every_stage):
+            if column not in found and self.wants(column):
                 raise GroupFormatError(
                     f"{what}: column {column.name}, which {column.read_by or 'a feature'} reads, is missing; "
                     f"{_FILLERS[column.filled_by]}"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pa_npu.samples.columns import ADVANTAGES, FIXED, LOGPROBS, VERSIONS, Column, GroupFormatError, Values
-from pa_npu.samples.types import Sample, SampleBuilder, SampleRow, checked
+from pa_npu.samples.types import Sample, SampleRow, checked
 
 T = TypeVar("T")
 
@@ -109,35 +109,6 @@ class Group:
             finished=np.array([sample.finished for sample in samples], np.bool_),
             columns=row.columns,
         )
-
-    @classmethod
-    def of_responses(
-        cls,
-        *,
-        iteration: int,
-        version: int,
-        index: int,
-        prompt_id: int,
-        prompt_tokens: np.ndarray,
-        response_tokens: np.ndarray,
-        response_lengths: np.ndarray,
-        logprobs: np.ndarray,
-        rewards: np.ndarray,
-        advantages: np.ndarray,
-        finished: np.ndarray,
-        run_seed: int = 0,
-    ) -> Group:
-        """One prompt with G responses, which stand one after another in response_tokens and logprobs."""
-        ends = np.cumsum(response_lengths)[:-1]
-        samples = []
-        for number, (tokens, sampled) in enumerate(
-            zip(np.split(response_tokens, ends), np.split(logprobs, ends), strict=True)
-        ):
-            sample = SampleBuilder(prompt_tokens)
-            sample.write(tokens, sampled, version)
-            samples.append(sample.finish(bool(finished[number]), ""))
-        identity = {"run_seed": run_seed, "iteration": iteration, "index": index, "prompt_id": prompt_id}
-        return cls.of_samples(samples, rewards, advantages, **identity)
 
     def _check_sizes(self) -> None:
         num_samples = len(self.lengths)

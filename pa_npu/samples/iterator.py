@@ -1,9 +1,8 @@
 """MicrobatchIterator: feeds the training step with one replica's microbatches of one iteration, as groups arrive.
 
-Every rank of a replica has one, and all of them get every group: from the buffer where the replica is one rank (LoneReader), from
-the replica's reader over collectives where it has several (ReplicaFeed). Here a group is checked (I1, I2), cut into pieces, packed.
-Both prepare the next group beside training; what it is checked for, and what is wrong with it, comes to light when its turn has
-come.
+Every rank of a replica has one, and all of them get every group, from the replica's reader (ReplicaFeed), which prepares the next
+one beside training. Here a group is checked (I1, I2), cut into pieces, packed. What is wrong with it comes to light when its turn
+has come.
 
 Packing: pieces go into a microbatch in slot order, the next one as long as it fits into max_tokens; what does not fit
 begins the next microbatch, and a piece that is larger than max_tokens goes alone. With order "prompt" a microbatch that
@@ -28,9 +27,9 @@ from pa_npu.control.messages import Dispatched
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, cut, num_packed_tokens, pack
-from pa_npu.samples.replica_feed import GroupSource, LoneReader, Parsed, ReplicaFeed, ReplicaLinks, Traffic
+from pa_npu.samples.replica_feed import Parsed, ReplicaFeed, ReplicaLinks, Traffic
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.wire import from_bytes, from_parts
+from pa_npu.samples.wire import from_bytes
 from pa_npu.telemetry.timeline import Timeline, now
 
 # Between looks for a group or the end of the iteration, whichever comes.
@@ -99,28 +98,17 @@ class MicrobatchIterator(Iterator[Microbatch]):
         self._size = size
         self._dispatched = dispatched
         self._pending: deque[Group] = deque()
-        self._source: GroupSource
-        if links is None:
-            self._source = LoneReader(
-                buffer,
-                replica=replica,
-                iteration=iteration,
-                timeout_s=timeout_s,
-                parse=self._parse,
-                lost=self._check_lost,
-            )
-        else:
-            self._source = ReplicaFeed(
-                buffer,
-                links,
-                replica=replica,
-                iteration=iteration,
-                groups=groups,
-                timeout_s=timeout_s,
-                parse=self._parse,
-                lost=self._check_lost,
-                device=self._device,
-            )
+        self._source = ReplicaFeed(
+            buffer,
+            links or ReplicaLinks(),
+            replica=replica,
+            iteration=iteration,
+            groups=groups,
+            timeout_s=timeout_s,
+            parse=self._parse,
+            lost=self._check_lost,
+            device=self._device,
+        )
         self._ready: deque[Microbatch] = deque()
         self._indices: list[int] = []
         self._begin, self._end = 0, groups
@@ -165,9 +153,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
                 break
             pieces.append(self._pending.popleft())
             num_tokens += num_packed_tokens(piece, self._shared_prompt)
-        microbatch = pack(pieces, self._shared_prompt, self._pad_multiple).to(self._device)
-        self._look_ahead()
-        return microbatch
+        return pack(pieces, self._shared_prompt, self._pad_multiple).to(self._device)
 
     def updates(self, number: int) -> Iterator[MicrobatchIterator]:
         """This iterator, `number` times, each time ending after an equal share of the groups, in slot order.
@@ -209,23 +195,14 @@ class MicrobatchIterator(Iterator[Microbatch]):
             self._pending.extend(self._take(len(self._indices), wait))
         return self._pending[0] if self._pending else None
 
-    def _look_ahead(self) -> None:
-        """Have the next group prepared meanwhile, if it is there."""
-        slot = len(self._indices)
-        if not self._pending and slot < self._groups:
-            self._source.look_ahead(slot)
-
-    def _parse(self, data: bytes, loss: bytes | None) -> Parsed:
-        """The group in its bytes and its pieces, which remember their layouts. loss: its second part, where it comes in two."""
+    def _parse(self, data: bytes) -> Parsed:
+        """The group in its bytes and its pieces, which remember their layouts."""
         columns = self._buffer.columns
-        group = from_bytes(data, columns) if loss is None else from_parts(data, loss, columns)
-        if loss != b"":
-            group = group.made(columns.makers("trainers"))
+        group = from_bytes(data, columns).made(columns.makers("trainers"))
         pieces = cut(group if group.part is None else group[slice(*group.part)], self._responses)
         for piece in pieces:
             num_packed_tokens(piece, self._shared_prompt)
-        has_rewards = self._advantage is not None and loss != b""
-        return Parsed(group, pieces, self._checked_advantages(group) if has_rewards else None)
+        return Parsed(group, pieces, None if self._advantage is None else self._checked_advantages(group))
 
     def _checked_advantages(self, group: Group) -> list[float]:
         """Returns each sample's advantage. Raises InvariantViolation if they do not follow from the group's rewards (I7)."""
@@ -252,17 +229,18 @@ class MicrobatchIterator(Iterator[Microbatch]):
         taken = self._source.take(slot, wait)
         if taken is None:
             return []
-        if wait and taken.waited_s is not None:
-            waited_s = taken.waited_s + looked_s
+        parsed, waited_s = taken
+        if wait:
+            waited_s += looked_s
             self.waited_s += waited_s
             self._timeline.complete("wait for group", start_s, start_s + waited_s, lane="wait", slot=slot)
-        group = taken.parsed.group
+        group = parsed.group
         self._check(group, slot)
-        if taken.parsed.advantages is not None:
-            self.advantages[group.index] = taken.parsed.advantages
+        if parsed.advantages is not None:
+            self.advantages[group.index] = parsed.advantages
         self._buffer.done(self._iteration, self._replica, slot)
         self._indices.append(group.index)
-        return taken.parsed.pieces
+        return parsed.pieces
 
     def _check_lost(self, slot: int) -> None:
         """Raises InvariantViolation where the coordinator has filled the slot and it is empty (I2)."""

@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from pa_npu.algorithm.objective import Targets
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.trie import PackedSequences
 from pa_npu.attention.trie import pack as pack_trie
@@ -28,40 +29,18 @@ _LEAST_COMMON = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Microbatch:
+class Microbatch(Targets):
     """T packed tokens of which N are targets: the trained tokens of its samples.
 
     tokens: int64 [T], padding included. rows: int64 [N], the packed row whose hidden state predicts targets: int64 [N].
-    columns: of the targets, [N, *shape] by name: "logprobs" (the engine's), "advantages", and every declared column.
     packed: declared columns of all tokens, [T, *shape] by name, beside `tokens`; a shared prefix has its first sample's.
-    ages: float32 [N], by how many versions the weights that sampled a target are behind those that the iteration trains.
-    response_index: int64 [N], the sample's number in this microbatch, from 0.
-    response_lengths: trained tokens of each sample, its response. versions: oldest and newest weight version of a target.
-    group_indices: dispatch indices of the groups that the samples come from, each once.
-    sources: of each sample its group's dispatch index and its number in the group.
     """
 
     layout: PrefixLayout
     tokens: torch.Tensor
     rows: torch.Tensor
     targets: torch.Tensor
-    columns: dict[str, torch.Tensor]
     packed: dict[str, torch.Tensor]
-    ages: torch.Tensor
-    response_index: torch.Tensor
-    response_lengths: tuple[int, ...]
-    iteration: int
-    versions: tuple[int, int]
-    group_indices: tuple[int, ...]
-    sources: tuple[tuple[int, int], ...]
-
-    @property
-    def engine_logprobs(self) -> torch.Tensor:
-        return self.columns["logprobs"]
-
-    @property
-    def advantages(self) -> torch.Tensor:
-        return self.columns["advantages"]
 
     @property
     def num_samples(self) -> int:
@@ -71,11 +50,6 @@ class Microbatch:
     def is_filler(self) -> bool:
         """Whether it belongs to no response: one that is computed so that other ranks may go on."""
         return not self.response_lengths
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens that go through the model, padding left out."""
-        return self.layout.total - self.layout.padding
 
     def to(self, device: torch.device | str) -> Microbatch:
         """The same with its tensors on device; the layout stays on the host and caches its own per-device indices."""
@@ -134,6 +108,7 @@ def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Mic
         versions=(min(oldest for oldest, _ in ranges), max(newest for _, newest in ranges)),
         group_indices=tuple(dict.fromkeys(piece.index for piece in pieces)),
         sources=tuple((piece.index, piece.first + number) for piece in pieces for number in range(piece.num_samples)),
+        num_computed_tokens=layout.total - layout.padding,
     )
 
 

@@ -1,12 +1,11 @@
-"""Sources of an iteration's groups for the iterator: LoneReader for a replica of one rank, ReplicaFeed for one of several.
+"""ReplicaFeed: one rank's way to the groups of its replica in one iteration, prepared beside training.
 
-There one reader takes each group from the buffer once and passes it on over the device's collectives. Every rank has a feed, a
-thread that goes through the iteration's slots in order, ahead of the thread that trains:
+One reader of a replica takes each group from the buffer once and passes it on over the device's collectives, where the replica has
+other ranks. Every rank has a feed, a thread that goes through the iteration's slots in order, ahead of the thread that trains:
 
     all ranks   wait for the slot's key in the buffer    (our deadline, no collective open meanwhile)
     the reader  reads the bytes: first tensor-parallel rank of the first pipeline stage
-    all ranks   broadcast: sizes, then what every stage computes with (tokens, lengths, versions)
-    last stage  broadcast, with the reader: what only the loss needs (log-probs, advantages, rewards)
+    all ranks   broadcast: sizes, then the bytes
     all ranks   parse, and prepare the group's pieces, while the groups before it train
 
 Why that cannot deadlock. The process groups are the feed's own, used by this thread alone, in slot order, so its collectives match.
@@ -24,11 +23,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import astuple, dataclass
+from operator import add, sub
 
 import numpy as np
 import torch
@@ -38,7 +35,6 @@ from pa_npu.config.mesh import LONE_RANK, Mesh
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.wire import split
 
 
 @dataclass(frozen=True)
@@ -52,20 +48,10 @@ class Traffic:
     collective_bytes: int = 0
 
     def plus(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.reads + other.reads,
-            self.buffer_bytes + other.buffer_bytes,
-            self.head_bytes + other.head_bytes,
-            self.collective_bytes + other.collective_bytes,
-        )
+        return Traffic(*map(add, astuple(self), astuple(other)))
 
     def since(self, before: Traffic) -> Traffic:
-        return Traffic(
-            self.reads - before.reads,
-            self.buffer_bytes - before.buffer_bytes,
-            self.head_bytes - before.head_bytes,
-            self.collective_bytes - before.collective_bytes,
-        )
+        return Traffic(*map(sub, astuple(self), astuple(before)))
 
 
 @dataclass(frozen=True)
@@ -80,106 +66,14 @@ class Parsed:
     advantages: list[float] | None = None
 
 
-@dataclass(frozen=True)
-class Taken:
-    """waited_s: how long this rank stood still for it; None where the group was parsed before it was asked for."""
-
-    parsed: Parsed
-    waited_s: float | None
-
-
 Lost = Callable[[int], None]
 """Raises InvariantViolation where a slot is empty although the coordinator has filled it; asked while the slot is waited for."""
 
 LONGEST_WAIT_S = 1.0
 """A slot is waited for in pieces of this length, between which is asked whether it is lost, or still wanted."""
 
-Parse = Callable[[bytes, bytes | None], Parsed]
-"""Parses a group's bytes beside training. Given the whole, and None, or the two parts of samples.wire.split."""
-
-
-class GroupSource(Protocol):
-    """One rank's way to the groups of its replica in one iteration, asked for in slot order, by one thread."""
-
-    @property
-    def traffic(self) -> Traffic:
-        """The traffic of the groups taken so far, equal on all ranks of the replica."""
-
-    def take(self, slot: int, wait: bool) -> Taken | None:
-        """The slot's group; without `wait` None where it has not arrived, on all ranks of a tensor-parallel group alike.
-
-        Raises DeadlineExceeded (no group in time), GroupFormatError (damaged bytes), GroupsNotPassed (a rank is gone).
-        """
-
-    def look_ahead(self, slot: int) -> None:
-        """Prepare the slot's group beside training, if it is there."""
-
-    def close(self) -> None:
-        """Nothing more will be taken."""
-
-
-class LoneReader:
-    """The only rank of its replica: it reads when it needs a group, and a thread prepares the next one where that is there."""
-
-    def __init__(
-        self, buffer: RolloutBuffer, *, replica: int, iteration: int, timeout_s: float, parse: Parse, lost: Lost
-    ) -> None:
-        self._buffer = buffer
-        self._lost = lost
-        self._replica, self._iteration, self._timeout_s = replica, iteration, timeout_s
-        self._parse = parse
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="groups ahead")
-        self._ahead: Future[Parsed] | None = None
-        self.traffic = Traffic()
-
-    def take(self, slot: int, wait: bool) -> Taken | None:
-        if self._ahead is not None:
-            parsed = self._prepared(self._ahead, slot)
-            self._ahead = None
-            return Taken(parsed, None)
-        waited_s = 0.0
-        if wait:
-            waited_s = self._wait(slot)
-        elif not self._buffer.ready(self._iteration, self._replica, slot):
-            return None
-        return Taken(self._parse(self._read(slot), None), waited_s)
-
-    def look_ahead(self, slot: int) -> None:
-        if self._ahead is None and self._buffer.ready(self._iteration, self._replica, slot):
-            self._ahead = self._thread.submit(self._parse, self._read(slot), None)
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False)
-
-    def _wait(self, slot: int) -> float:
-        start_s = time.monotonic()
-        while True:
-            passed_s = time.monotonic() - start_s
-            try:
-                piece_s = min(LONGEST_WAIT_S, self._timeout_s - passed_s)
-                return passed_s + self._buffer.wait(self._iteration, self._replica, slot, piece_s)
-            except DeadlineExceeded:
-                self._lost(slot)
-                if time.monotonic() - start_s >= self._timeout_s:
-                    raise DeadlineExceeded(
-                        f"waited for the group of slot {slot}, replica {self._replica}, iteration {self._iteration}, from the "
-                        f"coordinator: deadline of {self._timeout_s:g} s reached"
-                    ) from None
-
-    def _read(self, slot: int) -> bytes:
-        before = self._buffer.head_bytes
-        data = self._buffer.read_bytes(self._iteration, self._replica, slot)
-        self.traffic = self.traffic.plus(Traffic(1, len(data), self._buffer.head_bytes - before))
-        return data
-
-    def _prepared(self, ahead: Future[Parsed], slot: int) -> Parsed:
-        try:
-            return ahead.result(self._timeout_s)
-        except FutureTimeout:
-            raise DeadlineExceeded(
-                f"the group of slot {slot} of replica {self._replica} in iteration {self._iteration} was not parsed within "
-                f"{self._timeout_s:g} s; is the machine out of memory?"
-            ) from None
+Parse = Callable[[bytes], Parsed]
+"""Parses a group's bytes beside training."""
 
 
 class GroupsNotPassed(PaNpuError):
@@ -188,26 +82,25 @@ class GroupsNotPassed(PaNpuError):
 
 @dataclass(frozen=True)
 class ReplicaLinks:
-    """Connections of one replica's ranks for groups. The first two are made for this alone.
+    """Connections of one replica's ranks for groups.
 
-    replica: all its ranks; its first member is the reader. loss: the reader and the ranks of the last pipeline stage, on these
-    ranks; None on others, and without a pipeline. tensor: ranks that take microbatches in step, None where a stage has one.
-    mesh: of the trainers. stream: entered by the feed's thread, see Platform.detached_stream.
+    replica: all its ranks, made for this alone; its first member is the reader. None where a replica is one rank.
+    tensor: ranks that take microbatches in step, None where a stage has one. mesh: of the trainers.
+    stream: entered by the feed's thread, see Platform.detached_stream.
     """
 
-    replica: dist.ProcessGroup
-    loss: dist.ProcessGroup | None = None
+    replica: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
     mesh: Mesh = LONE_RANK
     stream: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def size(self) -> int:
-        return dist.get_world_size(self.replica)
+        return 1 if self.replica is None else dist.get_world_size(self.replica)
 
     @property
     def reads(self) -> bool:
-        return dist.get_rank(self.replica) == 0
+        return self.replica is None or dist.get_rank(self.replica) == 0
 
     @property
     def ahead(self) -> int:
@@ -216,7 +109,7 @@ class ReplicaLinks:
 
 
 class ReplicaFeed:
-    """GroupSource of one rank of a replica of several. `groups`: the iteration's, of this replica."""
+    """groups: the iteration's, of this replica. traffic: of the groups taken so far, equal on all ranks of the replica."""
 
     def __init__(
         self,
@@ -246,7 +139,12 @@ class ReplicaFeed:
         # no executor's thread: the end of the program would wait for a feed whose peer is gone
         threading.Thread(target=self._run, name=f"groups of iteration {iteration}", daemon=True).start()
 
-    def take(self, slot: int, wait: bool) -> Taken | None:
+    def take(self, slot: int, wait: bool) -> tuple[Parsed, float] | None:
+        """The slot's group, and how long this rank stood still for it; slots in order, by one thread.
+
+        Without `wait` None where it has not arrived, on all ranks of a tensor-parallel group alike. Raises DeadlineExceeded (no
+        group in time), GroupFormatError (damaged bytes), GroupsNotPassed (a rank is gone).
+        """
         if not wait and not self._leader_finds(slot):
             return None
         start_s = time.monotonic()
@@ -259,7 +157,7 @@ class ReplicaFeed:
             raise arrived
         parsed, traffic = arrived
         self.traffic = self.traffic.plus(traffic)
-        return Taken(parsed, time.monotonic() - start_s)
+        return parsed, time.monotonic() - start_s
 
     def _wait_until_passed(self, slot: int) -> None:
         deadline_s = time.monotonic() + self._timeout_s
@@ -273,10 +171,8 @@ class ReplicaFeed:
                     raise self._too_late(slot)
             self._lost(slot)
 
-    def look_ahead(self, slot: int) -> None:
-        """The feed does, always."""
-
     def close(self) -> None:
+        """Nothing more will be taken."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -325,31 +221,26 @@ class ReplicaFeed:
 
     def _pass(self, slot: int) -> tuple[Parsed, Traffic]:
         self._passing = slot
-        links = self._links
-        whole = common = loss = b""
-        before = self._buffer.head_bytes
+        links, data, from_head = self._links, b"", 0
         if links.reads:
-            whole = self._buffer.read_bytes(self._iteration, self._replica, slot)
-            common, loss = split(whole, self._buffer.columns) if links.mesh.pipeline > 1 else (whole, b"")
-        try:
+            before = self._buffer.head_bytes
+            data = self._buffer.read_bytes(self._iteration, self._replica, slot)
             from_head = self._buffer.head_bytes - before
-            sizes = torch.tensor(
-                [len(whole), from_head, len(common), len(loss)], dtype=torch.int64, device=self._device
-            )
+        if links.replica is None:
+            return self._parse(data), Traffic(1, len(data), from_head)
+        try:
+            sizes = torch.tensor([len(data), from_head], dtype=torch.int64, device=self._device)
             dist.broadcast(sizes, src=dist.get_global_rank(links.replica, 0), group=links.replica)
-            num_whole, from_head, num_common, num_loss = sizes.tolist()
-            common = self._broadcast(common, num_common, links.replica)
-            if links.loss is not None:
-                loss = self._broadcast(loss, num_loss, links.loss)
+            num_bytes, from_head = sizes.tolist()
+            data = self._broadcast(data, num_bytes, links.replica)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise GroupsNotPassed(
                 f"the group of slot {slot}, replica {self._replica}, iteration {self._iteration} could not be passed between the "
                 f"replica's ranks ({reason}); one of them has probably ended, see the trainers' logs"
             ) from error
-        with_loss = len(links.mesh.loss_ranks(0)) - 1
-        passed = (sizes.nbytes + num_common) * (links.size - 1) + num_loss * with_loss
-        return self._parse(common, loss if links.mesh.pipeline > 1 else None), Traffic(1, num_whole, from_head, passed)
+        passed = (sizes.nbytes + num_bytes) * (links.size - 1)
+        return self._parse(data), Traffic(1, num_bytes, from_head, passed)
 
     def _broadcast(self, data: bytes, num_bytes: int, group: dist.ProcessGroup) -> bytes:
         """data: the reader's; the same on all members afterwards."""
@@ -365,7 +256,7 @@ class ReplicaFeed:
         limit = f"deadline of {self._timeout_s:g} s reached"
         if self._passing == slot:
             return DeadlineExceeded(
-                f"waited for {what}, which is in the buffer, to be passed between the replica's ranks: {limit}; one of them has "
-                f"probably ended or hangs, see the trainers' logs"
+                f"waited for {what}, which is in the buffer, to be read and passed between the replica's ranks: {limit}; one of "
+                f"them has probably ended or hangs, see the trainers' logs"
             )
         return DeadlineExceeded(f"waited for {what}, from the coordinator: {limit}")

@@ -56,6 +56,5 @@ def routes(experts: Experts) -> Routes:
         read_by="algorithm.router_replay",
         tokens="context",
         elsewhere=int(np.iinfo(dtype).max),
-        every_stage=True,
     )
     return Routes(column, experts.count, experts.layers)

@@ -1,4 +1,6 @@
-"""Groups in shards on the nodes: each in the memory of the process that reads it, the first rank of the replica that trains it.
+"""open_buffer: the run's rollout buffer, whose groups lie in its store or in shards on the nodes, as buffer.shards says.
+
+A shard is in the memory of the process that reads it, the first rank of the replica that trains its groups:
 
     coordinator ──columns──> shard of replica r ──> reader of replica r ──collectives──> its other ranks
          └──the columns' names and sizes──> store on the head <──who waits, and who is done── all ranks of replica r
@@ -12,7 +14,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,18 +25,67 @@ import numpy as np
 import torch.distributed as dist
 from safetensors.numpy import load, save
 
-from pa_npu.control.bounded_calls import BoundedCalls, NoAnswer
-from pa_npu.control.channel import StoreChannel, StoreError, connect
+from pa_npu.algorithm.advantages import find_group_advantage
+from pa_npu.algorithm.policy_losses import find_policy_loss
+from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel, StoreError, connect, host_store
 from pa_npu.control.messages import SHARD, ShardAddress
-from pa_npu.control.store_server import host_store
-from pa_npu.errors import DeadlineExceeded
-from pa_npu.samples.columns import NONE, RunColumns
+from pa_npu.errors import DeadlineExceeded, PaNpuError
+from pa_npu.samples.columns import LOGPROBS, NONE, RunColumns
 from pa_npu.samples.group import Group
-from pa_npu.samples.rollout_buffer import BufferFailed
+from pa_npu.samples.rollout_buffer import BufferFailed, RolloutBuffer
+from pa_npu.samples.routes import routes_of
 from pa_npu.samples.wire import from_tensors, tensor_names, tensors_of
 
 T = TypeVar("T")
 Cells = Mapping[str, np.ndarray]
+# Its keys are those of one attempt of the run, which the channel's prefix is.
+_NAME = "run"
+# Of a shard to take or give one group, and to start.
+_SHARD_TIMEOUT_S = 120.0
+
+
+def open_buffer(
+    config: Config,
+    channel: StoreChannel,
+    *,
+    readers: int = 1,
+    ahead: int = 0,
+    trains: bool = False,
+    own: OwnShard | None = None,
+) -> RolloutBuffer:
+    """Opens the buffer as this process uses it.
+
+    Args:
+        readers, ahead: as RolloutBuffer.
+        trains: whether groups are read for the loss, and no columns that it does not read.
+        own: the shard that this process hosts.
+    """
+    place = payloads(config, channel, own)
+    columns = trained_columns(config) if trains else run_columns(config)
+    return RolloutBuffer(channel, _NAME, readers, ahead, place, columns)
+
+
+def run_columns(config: Config) -> RunColumns:
+    """The run's routes, and the columns that loss and advantage declare. Raises ConfigError for those that no run can have."""
+    features: list[Any] = [find_policy_loss(config.algorithm.loss)]
+    if config.algorithm.advantage != "batch-std":  # which is of no group
+        features.append(find_group_advantage(config.algorithm.advantage))
+    return RunColumns.of_features([*features, routes_of(config)])
+
+
+def trained_columns(config: Config) -> RunColumns:
+    """The same for trainers: of columns that only the advantage reads nothing travels to them, unless they make some column."""
+    columns = run_columns(config)
+    if any(column.filled_by == "trainers" for column in columns.declared):
+        return columns
+    loss = RunColumns.of_features([find_policy_loss(config.algorithm.loss), routes_of(config)])
+    return columns.reading([LOGPROBS.name, *(column.name for column in loss.declared)])
+
+
+def payloads(config: Config, channel: StoreChannel, own: OwnShard | None = None) -> ShardPayloads | None:
+    """Opens the place that groups lie in; None is the store itself."""
+    return ShardPayloads(channel, _SHARD_TIMEOUT_S, own) if config.has_shards else None
 
 
 @dataclass(frozen=True)
@@ -82,26 +136,30 @@ class StoreShard:
 
 
 class ShardPayloads:
-    """Payloads of one attempt of a run, in the shards of its replicas.
+    """The groups of one attempt of a run in the shards of its replicas: one put under a key is there for `get` until `drop`.
 
     channel: to the run's store, which knows where shards are. timeout_s: of finding a shard, and of every call to it.
+    replica, everywhere: that trains the group. All raise BufferFailed where a shard does not answer in time, or has lost the key.
     """
 
     def __init__(self, channel: StoreChannel, timeout_s: float, own: OwnShard | None = None) -> None:
         self._channel = channel
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._clients: dict[int, _Client] = {}
+        # by replica: its shard, and what makes calls to it, which have no deadline of their own
+        self._clients: dict[int, tuple[StoreShard, Callable[[Callable[[], Any]], Any]]] = {}
         if own is not None:
             # asked without a thread between: what stops the shard stops this process
-            self._clients[own.replica] = _Client(StoreShard(StoreChannel(own.server, "")), _at_once)
+            self._clients[own.replica] = StoreShard(StoreChannel(own.server, "")), lambda call: call()
 
     def put(self, key: str, replica: int, group: Group, columns: RunColumns = NONE) -> bytes:
+        """Returns what the store is to say of it."""
         cells = tensors_of(group, columns)
         self._ask(replica, f"to take {group}", lambda shard: shard.put(key, cells))
         return msgspec.json.encode(_sizes(cells))
 
     def get(self, key: str, replica: int, said: bytes, columns: RunColumns = NONE) -> bytes:
+        """The wire format, without columns that are not read. said: by the store."""
         cells = self._ask(replica, f"for {key}", lambda shard: shard.get(key, tensor_names(columns)))
         sizes, put = _sizes(cells), msgspec.json.decode(said)
         if sizes != (put if columns.reads is None else {name: put.get(name) for name in sizes}):
@@ -113,9 +171,9 @@ class ShardPayloads:
         self._ask(replica, f"to drop {key}", lambda shard: shard.drop(key, names))
 
     def _ask(self, replica: int, what: str, call: Callable[[StoreShard], T]) -> T:
-        client = self._client(replica)
+        shard, bounded = self._client(replica)
         try:
-            return client.bounded(lambda: call(client.shard))
+            return bounded(lambda: call(shard))
         except NoAnswer as error:
             reason = f"it does not answer within {self._timeout_s:g} s" if error.asked else str(error)
             raise BufferFailed(
@@ -124,7 +182,7 @@ class ShardPayloads:
         except StoreError as error:
             raise BufferFailed(f"the shard of replica {replica} was asked {what}: {error}") from error
 
-    def _client(self, replica: int) -> _Client:
+    def _client(self, replica: int) -> tuple[StoreShard, Callable[[Callable[[], Any]], Any]]:
         with self._lock:
             if replica not in self._clients:
                 where = SHARD.wait(self._channel, self._timeout_s, replica=replica)
@@ -136,21 +194,54 @@ class ShardPayloads:
                         f"{self._timeout_s:g} s; does its trainer rank still run, and can this machine reach that node?"
                     ) from None
                 calls = BoundedCalls(f"shard of replica {replica}", self._timeout_s)
-                self._clients[replica] = _Client(StoreShard(StoreChannel(store, "")), calls)
+                self._clients[replica] = StoreShard(StoreChannel(store, "")), calls
             return self._clients[replica]
-
-
-@dataclass(frozen=True)
-class _Client:
-    """bounded: makes a call to the shard, which has no deadline of its own."""
-
-    shard: StoreShard
-    bounded: Callable[[Callable[[], Any]], Any]
-
-
-def _at_once(call: Callable[[], Any]) -> Any:
-    return call()
 
 
 def _sizes(cells: Cells) -> dict[str, int]:
     return {name: cell.nbytes for name, cell in cells.items()}
+
+
+class NoAnswer(PaNpuError):
+    """asked: the call was made and did not return in time; else it was not made, because one before it had not."""
+
+    def __init__(self, asked: bool) -> None:
+        super().__init__("it does not answer" if asked else "it did not answer before")
+        self.asked = asked
+
+
+class BoundedCalls:
+    """Gives a deadline to calls that have none of their own, of a store whose process has been stopped for one.
+
+    Calls one after another in a thread of this name. timeout_s: how long a caller waits for its own.
+    """
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        # one thread, because what is called keeps one connection, and no executor's, because the end of the program would wait
+        # for a call that never returns
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._gave_up = False
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def __call__(self, call: Callable[[], T]) -> T:
+        """Call it: return what it returns, raise what it raises. Raises NoAnswer after timeout_s, and from then on at once."""
+        if self._gave_up:  # whoever comes next need not wait as long again
+            raise NoAnswer(asked=False)
+        future: Future[T] = Future()
+        self._calls.put((call, future))
+        try:
+            return future.result(self._timeout_s)
+        except FutureTimeout:
+            if future.done():  # at the last moment, or this timeout is the call's own
+                return future.result()
+            self._gave_up = True
+            raise NoAnswer(asked=True) from None
+
+    def _serve(self) -> None:
+        while True:
+            call, future = self._calls.get()
+            try:
+                future.set_result(call())
+            except BaseException as error:  # whatever it is, the caller has to hear of it
+                future.set_exception(error)

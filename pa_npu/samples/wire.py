@@ -1,6 +1,6 @@
 """The bytes in which a group travels from coordinator to trainers.
 
-Little endian: a 16-byte envelope - magic `PAGR`, format version u16, part u16 (0: whole), CRC-32 of the rest u32, reserved u32 -
+Little endian: a 16-byte envelope - magic `PAGR`, format version u16, reserved u16, CRC-32 of the rest u32, reserved u32 -
 followed by a safetensors file. What samples share is sent once, what only trained tokens have is sent for these alone, and
 what stays the same along a run of trained tokens once per run. A run is one sample's: its first token is never trained.
 
@@ -14,10 +14,8 @@ what stays the same along a run of trained tokens once per run. A run is one sam
     NAME       its dtype         every declared column: of the trained tokens, of all, or of context, of those that a sample does
                                  not share (samples/columns.py)
 
-Shared are leading tokens that are not trained. Between pipeline stages a group goes in two parts: numbers, spans, tokens and the
-columns that every stage computes with, and values and the columns that only the last one does. A reader that names the columns of
-its task gets those and no others. The envelope makes every damaged or foreign payload a GroupFormatError before anything is parsed;
-there is no pickle anywhere.
+Shared are leading tokens that are not trained. A reader that names the columns of its task gets those and no others. The envelope
+makes every damaged or foreign payload a GroupFormatError before anything is parsed; there is no pickle anywhere.
 """
 
 from __future__ import annotations
@@ -47,8 +45,6 @@ _FRAME: dict[str, tuple[str, str, int]] = {
 }
 _STORED = {np.dtype(name): stored for name, stored in STORED.items()}
 _SPAN_NUMBERS = 3
-_WHOLE, _COMMON, _LOSS = range(3)
-_PARTS = {_WHOLE: tuple(_FRAME), _COMMON: ("numbers", "spans", "tokens"), _LOSS: ("values",)}
 Tensors = dict[str, np.ndarray]
 # A group of more tokens than this is damage, not data.
 _MOST_TOKENS = 2**31 - 1
@@ -100,12 +96,10 @@ def _sent(column: Column, values: np.ndarray, trained: np.ndarray, own: list[sli
 
 
 def from_tensors(tensors: Mapping[str, np.ndarray]) -> bytes:
-    """The wire format of `tensors_of`."""
-    return _enveloped(_WHOLE, tensors)
+    """The wire format of `tensors_of`.
 
-
-def _enveloped(part: int, tensors: Mapping[str, np.ndarray]) -> bytes:
-    """The safetensors file is written here, and copied once: safetensors' own `save` takes twice as long, and copies it twice."""
+    The safetensors file is written here, and copied once: safetensors' own `save` takes twice as long, and copies it twice.
+    """
     header, end = {}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
@@ -115,31 +109,7 @@ def _enveloped(part: int, tensors: Mapping[str, np.ndarray]) -> bytes:
     checksum = 0
     for piece in pieces:
         checksum = zlib.crc32(piece, checksum)
-    return b"".join([_ENVELOPE.pack(_MAGIC, FORMAT_VERSION, part, checksum, 0), *pieces])
-
-
-def split(data: bytes, columns: RunColumns = NONE) -> tuple[bytes, bytes]:
-    """A group's bytes as the part that every pipeline stage computes with, and the part that only the last one does.
-
-    Columns that the task does not read are left out. Raises GroupFormatError.
-    """
-    tensors, of_tokens = _read(data, _WHOLE, columns)
-    common, loss = ({name: tensors[name] for name in _PARTS[part]} for part in (_COMMON, _LOSS))
-    for column, values in of_tokens.items():
-        (common if column.every_stage else loss)[column.name] = values
-    return _enveloped(_COMMON, common), _enveloped(_LOSS, loss)
-
-
-def from_parts(common: bytes, loss: bytes, columns: RunColumns = NONE) -> Group:
-    """The group of `split`; with b"" for `loss` its log-probs, advantages and rewards are 0, and columns of the last stage missing.
-
-    Raises GroupFormatError.
-    """
-    tensors, of_tokens = _read(common, _COMMON, columns)
-    if loss:
-        values, of_last = _read(loss, _LOSS, columns)
-        tensors, of_tokens = tensors | values, of_tokens | of_last
-    return _group(tensors, of_tokens, columns, every_stage=not loss)
+    return b"".join([_ENVELOPE.pack(_MAGIC, FORMAT_VERSION, 0, checksum, 0), *pieces])
 
 
 def from_bytes(data: bytes | bytearray | memoryview, columns: RunColumns = NONE) -> Group:
@@ -148,23 +118,21 @@ def from_bytes(data: bytes | bytearray | memoryview, columns: RunColumns = NONE)
     Raises GroupFormatError, and nothing else, for any bytes that `to_bytes` of this format version did not write. columns: what the
     run declares; those that the task does not read are left out.
     """
-    return _group(*_read(data, _WHOLE, columns), columns)
+    return _group(*_read(data, columns), columns)
 
 
-def _read(
-    data: bytes | bytearray | memoryview, part: int, columns: RunColumns
-) -> tuple[Tensors, dict[Column, np.ndarray]]:
-    """The arrays of one part: the frame's, and the columns that the task reads."""
+def _read(data: bytes | bytearray | memoryview, columns: RunColumns) -> tuple[Tensors, dict[Column, np.ndarray]]:
+    """The arrays of the frame, and the columns that the task reads."""
     view = memoryview(data)
     if len(view) < _ENVELOPE.size:
         raise GroupFormatError(f"group bytes: {len(view)} bytes are shorter than the envelope of {_ENVELOPE.size}")
-    magic, version, found_part, checksum, reserved = _ENVELOPE.unpack_from(view)
+    magic, version, flags, checksum, reserved = _ENVELOPE.unpack_from(view)
     if magic != _MAGIC:
         raise GroupFormatError(f"group bytes: start with {magic!r} instead of {_MAGIC!r}, this is no group")
-    if version != FORMAT_VERSION or found_part != part or reserved:
+    if version != FORMAT_VERSION or flags or reserved:
         raise GroupFormatError(
-            f"group bytes: format version {version} (part {found_part}, {reserved}), this program reads part {part} of version "
-            f"{FORMAT_VERSION}; run coordinator and trainers from the same installation"
+            f"group bytes: format version {version} ({flags}, {reserved}), this program reads version {FORMAT_VERSION}; run "
+            f"coordinator and trainers from the same installation"
         )
     payload = bytes(view[_ENVELOPE.size :])
     if zlib.crc32(payload) != checksum:
@@ -175,11 +143,11 @@ def _read(
         tensors = dict(safetensors.deserialize(payload))
     except safetensors.SafetensorError as error:
         raise GroupFormatError(f"group bytes: payload is not safetensors ({error})") from error
-    frame = {name: tensors.pop(name) for name in _PARTS[part] if name in tensors}
+    frame = {name: tensors.pop(name) for name in _FRAME if name in tensors}
     found = {columns.named(name, "group bytes"): tensor for name, tensor in tensors.items()}
     # in the order of their declaration: safetensors gives them in none
     named = [(column, found[column]) for column in (LOGPROBS, *columns.carried) if column in found]
-    return _arrays(frame, part), {column: _array(column, one) for column, one in named if columns.wants(column)}
+    return _arrays(frame), {column: _array(column, one) for column, one in named if columns.wants(column)}
 
 
 def _shared(group: Group) -> list[int]:
@@ -208,10 +176,10 @@ def _array(column: Column, tensor: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(tensor["data"], column.type).reshape(shape)
 
 
-def _arrays(tensors: dict[str, Any], part: int) -> Tensors:
+def _arrays(tensors: dict[str, Any]) -> Tensors:
     """The tensors as arrays of the types and dimensions that they must have."""
-    if len(tensors) != len(_PARTS[part]):
-        raise GroupFormatError(f"group bytes: tensors {sorted(tensors)}, expected {sorted(_PARTS[part])}")
+    if len(tensors) != len(_FRAME):
+        raise GroupFormatError(f"group bytes: tensors {sorted(tensors)}, expected {sorted(_FRAME)}")
     arrays = {}
     for name, tensor in tensors.items():
         stored, dtype, dimensions = _FRAME[name]
@@ -220,21 +188,18 @@ def _arrays(tensors: dict[str, Any], part: int) -> Tensors:
             wanted = f"[n, {_SPAN_NUMBERS}]" if dimensions == 2 else "[n]"
             raise GroupFormatError(f"group bytes: {name} is {tensor['dtype']} {shape}, expected {stored} {wanted}")
         arrays[name] = np.frombuffer(tensor["data"], dtype).reshape(shape)
-    if "numbers" in arrays and len(arrays["numbers"]) not in (len(IDENTITY) + 1, len(IDENTITY) + 3):
+    if len(arrays["numbers"]) not in (len(IDENTITY) + 1, len(IDENTITY) + 3):
         raise GroupFormatError(
             f"group bytes: numbers has {len(arrays['numbers'])} values, expected {len(IDENTITY) + 1} or {len(IDENTITY) + 3}"
         )
     return arrays
 
 
-def _group(
-    arrays: Tensors, of_tokens: Mapping[Column, np.ndarray], columns: RunColumns, every_stage: bool = False
-) -> Group:
-    """Undoes what `to_bytes` left out. every_stage: what only the last stage computes with is not there."""
+def _group(arrays: Tensors, of_tokens: Mapping[Column, np.ndarray], columns: RunColumns) -> Group:
+    """Undoes what `to_bytes` left out."""
     numbers = arrays["numbers"].tolist()
     identity, num_samples, part = numbers[: len(IDENTITY)], numbers[len(IDENTITY)], tuple(numbers[len(IDENTITY) + 1 :])
-    spans = arrays["spans"]
-    values = np.zeros(len(spans), "<f4") if every_stage else arrays["values"]
+    spans, values = arrays["spans"], arrays["values"]
     if not 0 < num_samples <= len(spans) or len(values) != len(spans):
         raise GroupFormatError(f"group bytes: {len(spans)} spans and {len(values)} values for {num_samples} samples")
     lengths, finished = spans[:num_samples, 0].copy(), spans[:num_samples, 2]
@@ -269,7 +234,7 @@ def _group(
         part=part or None,
         columns=full,
     )
-    columns.check(tuple(of_tokens), str(group), every_stage)
+    columns.check(tuple(of_tokens), str(group))
     return group
 
 

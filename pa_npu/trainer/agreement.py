@@ -25,7 +25,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from pa_npu.algorithm.agreement import DifferenceSums, Limits, aged_limits, limits
-from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport
 from pa_npu.errors import InvariantViolation
@@ -69,7 +68,7 @@ class Agreement:
             self._yardstick.k3_mean,
         )
 
-    def check_requests(self, version: int, microbatches: list[Microbatch]) -> ProbeResult:
+    def check_requests(self, version: int, microbatches: list[Microbatch]) -> DifferenceSums:
         """Compare a probe of requests of its own. Collective. Raises InvariantViolation."""
         probe = self._learner.probe(microbatches)
         self.check_probe(version, probe, None if self._margin is None else self._rounding(microbatches))
@@ -77,23 +76,23 @@ class Agreement:
             self._aging.append((version, microbatches))
         return probe
 
-    def check_probe(self, version: int, probe: ProbeResult, yardstick: DifferenceSums | None = None) -> None:
+    def check_probe(self, version: int, probe: DifferenceSums, yardstick: DifferenceSums | None = None) -> None:
         """Raises InvariantViolation where engines that have just loaded `version` compute other log-probs than the trainers.
 
         probe: of its own requests, or of the first microbatch that came from them. yardstick: of the probe's own tokens.
         """
         tolerance = self._config.publish.probe_tolerance
         what = f"the probe after publishing version {version}"
-        if tolerance is not None and not probe.difference_max <= tolerance:
+        if tolerance is not None and not probe.largest <= tolerance:
             raise _disagreement(
-                what, f"difference of {probe.difference_max:.4g}, more than publish.probe_tolerance = {tolerance:g}"
+                what, f"difference of {probe.largest:.4g}, more than publish.probe_tolerance = {tolerance:g}"
             )
         yardstick = yardstick or self._yardstick
         if self._margin is None or yardstick is None:
             return
-        bound = limits(yardstick, probe.differences, self._margin, self._rate, self._probes)
+        bound = limits(yardstick, probe, self._margin, self._rate, self._probes)
         # K3 says nothing about a few responses
-        self._judge(what, probe.differences, Limits(bound.absolute, slope=bound.slope, strays=bound.strays), yardstick)
+        self._judge(what, probe, Limits(bound.absolute, slope=bound.slope, strays=bound.strays), yardstick)
 
     def check_trained(self, iteration: int, exact: DifferenceSums, aged: DifferenceSums) -> AgreementReport:
         """The same for all tokens of `iteration`. Collective.
@@ -121,7 +120,7 @@ class Agreement:
             self._aging.popleft()
         if not self._aging or self._aging[0][0] >= iteration:
             return None
-        return self._learner.probe(list(self._aging[0][1])).differences
+        return self._learner.probe(list(self._aging[0][1]))
 
     def _judge(self, what: str, sums: DifferenceSums, bound: Limits, yardstick: DifferenceSums | None) -> None:
         reason = bound.broken(sums)

@@ -11,29 +11,26 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from pa_npu.attention.runs_on import attention_kernels
+from pa_npu.attention.forms import attention_kernels
 from pa_npu.backends.protocol import TrainBackend
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
-from pa_npu.control.channel import StoreChannel, attempt_prefix
+from pa_npu.control.channel import ADDRESS_VARIABLE, StoreChannel, attempt_prefix
 from pa_npu.control.freshness import Freshness
-from pa_npu.control.messages import DISPATCHED, UPDATE_SIZE
-from pa_npu.control.software import TRAINERS_RUN_ON, TrainersRunOn
-from pa_npu.control.store_server import ADDRESS_VARIABLE
+from pa_npu.control.messages import DISPATCHED, TRAINERS_RUN_ON, UPDATE_SIZE, TrainersRunOn
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.publish.late_engines import LateEngines
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.publish.publisher import Publisher, WeightSource
 from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.open_buffer import open_buffer
-from pa_npu.samples.shards import host_shard
+from pa_npu.samples.shards import host_shard, open_buffer
 from pa_npu.telemetry.sample_store import TrainerLogprobs, kept_groups
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.border import Border
-from pa_npu.trainer.checks import IterationChecks
 from pa_npu.trainer.learner import Learner, late_source
+from pa_npu.trainer.loop import IterationChecks
 from pa_npu.weight_transfer.transport import HOST_BACKEND
 
 # A publish keeps up to four buckets in the leader's memory: two on the wire, two being gathered over TP. With this share
@@ -92,11 +89,11 @@ def assemble_rank(
             stage = backend.place.stage
             LATE_MANIFEST.put(channel, late_publisher.manifest(), stage=stage)
             MANIFEST.put(channel, publisher.manifest(), stage=stage)
-        learner.attach(publisher)
+        learner.publisher = publisher
     kept = None
     if config.telemetry.samples and backend.place.is_last_stage and backend.place.is_tensor_leader:
         kept = TrainerLogprobs(config.run.dir, rank, kept_groups(config.telemetry.samples))
-        learner.keep_logprobs(kept)
+        learner.kept = kept
     agreement = Agreement(config, learner)
     border = Border(config, learner, channel, timeline, rank, agreement)
     checks = IterationChecks(config, channel, agreement, backend.place.replica)

@@ -2,28 +2,34 @@
 
     report of the iteration before ─> publish: engines hold the version ─> checkpoint ─> probe, where one came with it
 
-With publish.when=divergence a version may be left out (pa_npu.trainer.publish_when): then engines go on with theirs. What comes
-after the publish no engine waits for: they generate already.
+With publish.when=divergence a version may be left out (PublishWhen): then engines go on with theirs. What comes after the publish
+no engine waits for: they generate already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
-from pa_npu.algorithm.update_sums import ProbeResult
+from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
+from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import (
     BORDER,
+    CARRIED,
+    CARRIED_KEY,
     DATA_POSITION,
+    DISPATCHED,
+    PRODUCED_AHEAD,
     REPORT,
     BorderReport,
     CheckpointReport,
+    DivergenceReport,
     IterationReport,
     ProbeReport,
 )
@@ -31,12 +37,12 @@ from pa_npu.publish.messages import Probe
 from pa_npu.publish.trainer_side import TrainerPublish
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
-from pa_npu.samples.open_buffer import open_buffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.samples.shards import open_buffer
+from pa_npu.samples.types import SampleBuilder
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
-from pa_npu.trainer.ahead import RolloutsAhead
 from pa_npu.trainer.learner import Learner
-from pa_npu.trainer.publish_when import PublishWhen
 
 
 class Border:
@@ -110,25 +116,104 @@ class Border:
         return self._ahead(version)
 
 
-def probe_report(result: ProbeResult) -> ProbeReport:
+def probe_report(result: DifferenceSums) -> ProbeReport:
     """result: over all ranks."""
-    return ProbeReport(result.difference_max, result.differences.absolute_mean)
+    return ProbeReport(result.largest, result.absolute_mean)
 
 
 def probe_microbatches(probe: Probe, version: int, config: Config, replica: int) -> list[Microbatch]:
     """One microbatch with the probe's prompt and the replica's share of its responses, in the packing that training uses."""
     responses = probe.responses[config.mesh.turns_of(replica, len(probe.responses))]
-    group = Group.of_responses(
-        iteration=version,
-        version=version,
-        index=0,
-        prompt_id=0,
-        prompt_tokens=np.asarray(probe.prompt_tokens, np.int32),
-        response_tokens=np.concatenate([np.asarray(r.tokens, np.int32) for r in responses]),
-        response_lengths=np.asarray([len(r.tokens) for r in responses], np.int32),
-        logprobs=np.concatenate([np.asarray(r.logprobs, np.float32) for r in responses]),
-        rewards=np.zeros(len(responses), np.float32),
-        advantages=np.zeros(len(responses), np.float32),
-        finished=np.zeros(len(responses), np.uint8),
-    )
+    samples = []
+    for response in responses:
+        sample = SampleBuilder(np.asarray(probe.prompt_tokens, np.int32))
+        sample.write(np.asarray(response.tokens, np.int32), np.asarray(response.logprobs, np.float32), version)
+        samples.append(sample.finish(False, ""))
+    none = np.zeros(len(samples), np.float32)
+    group = Group.of_samples(samples, none, none, run_seed=0, iteration=version, index=0, prompt_id=0)
     return build_microbatches(group, len(responses), config.attention.shared_prompt, config.pad_multiple)
+
+
+class PublishWhen:
+    """Whether a version is published at all (publish.when=divergence): engines keep theirs while it is near the trainers' policy.
+
+        publish of version e ──> probe: responses that e sampled, and their log-probs
+        border of version v  ──> KL(e || v) over the probe, by K3, under the weights that train now
+                                 below publish.divergence: engines keep e, the trainers go on
+
+    Published in any case: the first and the last version, one that is evaluated or saved (so that a run that continues from it does
+    what the one that was not interrupted does), and one without which tokens would be older than schedule.max_staleness. Not
+    published in any other case: one by which nothing is generated any more. All ranks decide alike, and from numbers that do not
+    depend on time or on which engines serve.
+
+    The idea is that of adaptive actor policy synchronisation: ClusterEnv, arXiv 2507.10990.
+    Every public method is called by all ranks in the same order; `decide` is collective.
+    """
+
+    def __init__(self, config: Config, learner: Learner) -> None:
+        self._config = config
+        self._learner = learner
+        self._freshness = Freshness.of(config)
+        self._published: int | None = None  # by this process
+        self._probe: Sequence[Microbatch] = ()
+
+    def published(self, version: int, probe: Sequence[Microbatch]) -> None:
+        """Engines hold `version`, and have sampled `probe` by it."""
+        self._published, self._probe = version, probe
+
+    def decide(self, version: int) -> DivergenceReport:
+        """Decides whether to publish `version`, which the policy holds now. An empty report if every version is published."""
+        if self._config.publish.when == "every":
+            return DivergenceReport()
+        kl = self._learner.probe(list(self._probe)).k3_mean if self._probe else None
+        return DivergenceReport(kl, self._skips(version, kl))
+
+    def _skips(self, version: int, kl: float | None) -> bool:
+        if self._published is None or kl is None or self._config.always_publishes(version):
+            return False
+        if version + self._freshness.iterations_ahead >= self._config.schedule.iterations:
+            return True  # nothing is left to generate
+        near = kl < (self._config.publish.divergence or 0.0)
+        return near and self._freshness.may_skip(version, self._published)
+
+
+class RolloutsAhead:
+    """Collects groups that were produced ahead of a version, for a checkpoint of it. One rank asks, once for each version.
+
+    With schedule.max_staleness = k these are iterations v to v + k - 1 at the border before iteration v, or fewer where producing
+    runs fewer iterations ahead (Config.iterations_ahead): all of them are complete by then, or will be before the next publish,
+    which waits for them too. With schedule.tokens_per_update there are also groups that were carried to a later update.
+    """
+
+    def __init__(self, config: Config, channel: StoreChannel, buffer: RolloutBuffer) -> None:
+        self._config = config
+        self._channel = channel
+        self._buffer = buffer
+
+    def __call__(self, version: int) -> list[AheadIteration]:
+        """Iterations that are produced by versions before `version` and trained from it on. Raises DeadlineExceeded."""
+        schedule = self._config.schedule
+        end = min(version + self._config.iterations_ahead, schedule.iterations)
+        found = [self._iteration(iteration) for iteration in range(version, end)]
+        if self._config.trained_groups is None and version < schedule.iterations:
+            found.append(self._carried(version))
+        return found
+
+    def _iteration(self, iteration: int) -> AheadIteration:
+        limit_s = self._config.trainer.wait_timeout_s
+        produced = PRODUCED_AHEAD.wait(self._channel, limit_s, iteration=iteration)
+        data = DATA_POSITION.wait(self._channel, limit_s, iteration=iteration + 1).state
+        mesh = self._config.mesh
+        numbers = range(len(DISPATCHED.wait(self._channel, limit_s, iteration=iteration).groups))
+        groups = [self._buffer.read_bytes(iteration, *mesh.slot_of(number)) for number in numbers]
+        return AheadIteration(iteration, produced.numbers, produced.samples, data, groups)
+
+    def _carried(self, version: int) -> AheadIteration:
+        """Groups that no update before this version has trained, and no iteration that is produced by then."""
+        carried = CARRIED.wait(self._channel, self._config.trainer.wait_timeout_s, version=version)
+        buffer = self._buffer.written(version)
+        groups = []
+        for index in range(len(carried.groups)):
+            groups.append(buffer.read_bytes(carried.iteration, 0, index))
+            buffer.done(carried.iteration, 0, index)
+        return AheadIteration(carried.iteration, {CARRIED_KEY: asdict(carried)}, [], {}, groups)

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from pa_npu.algorithm.batch import normaliser
 from pa_npu.algorithm.objective import TrainedResponse
+from pa_npu.algorithm.policy_losses import normaliser
 from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import Dispatched

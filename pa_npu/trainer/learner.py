@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from pa_npu.algorithm.agreement import DifferenceSums
-from pa_npu.algorithm.objective import Columns, Objective, Outputs, PolicyState, TrainedResponse, measure
-from pa_npu.algorithm.update_sums import MetricSums, ProbeResult, Statistics, Totals
+from pa_npu.algorithm.objective import Objective, Outputs, PolicyState, Targets, TrainedResponse, measure
+from pa_npu.algorithm.update_sums import MetricSums, Statistics, Totals
 from pa_npu.backends.protocol import MicrobatchSource, Routing, Step, TrainBackend
 from pa_npu.checkpoints.saving import PlannedSave
 from pa_npu.config.schema import Config
@@ -44,7 +44,7 @@ class Update:
     report: UpdateReport
     differences: DifferenceSums
     exact: bool
-    first: ProbeResult
+    first: DifferenceSums
     normaliser: float
 
 
@@ -65,24 +65,18 @@ class Learner:
         self._platform = platform
         self._timeline = timeline
         self.gate = VersionGate(config.border_timeout_s)
-        self._publisher: Publisher | None = None
-        self._kept: TrainerLogprobs | None = None
+        self.publisher: Publisher | None = None
+        """`publish` sends through it; without one no engine is sent anything."""
+        self.kept: TrainerLogprobs | None = None
+        """Gets the log-probs of what is trained from here on; of use on a last stage's tensor leader only."""
         self._source: MicrobatchSource | None = None
         self._seen_traffic = Traffic()
         self._policy: PolicyState | None = None  # unknown until the first publish
         self._reference_version = 0  # the policy's that the reference was last made equal to; 0 is the HF model
         platform.take_memory_peak()  # what loading took is no iteration's
 
-    def attach(self, publisher: Publisher) -> None:
-        """Let `publish` send through it; without one no engine is sent anything."""
-        self._publisher = publisher
-
-    def keep_logprobs(self, kept: TrainerLogprobs) -> None:
-        """Give `kept` the log-probs of what is trained from here on; of use on a last stage's tensor leader only."""
-        self._kept = kept
-
     def accumulate(
-        self, microbatches: MicrobatchSource, judge_first: Callable[[ProbeResult], None] | None = None
+        self, microbatches: MicrobatchSource, judge_first: Callable[[DifferenceSums], None] | None = None
     ) -> list[TrainedResponse]:
         """Forward and backward over one update's microbatches as they arrive; gradients stay unnormalised sums.
 
@@ -90,7 +84,7 @@ class Learner:
         the last pipeline stage); it may raise. Returns what this replica has trained, counted where gradients pass (I2). Raises
         InvariantViolation where that is not what it was given (I7).
         """
-        keep = None if self._kept is None else self._kept.add
+        keep = None if self.kept is None else self.kept.add
         self._objective = Objective(self._config, self.backend.device, judge_first, keep)
         start = time.perf_counter()
         waited_s = microbatches.waited_s
@@ -102,8 +96,8 @@ class Learner:
         self._source, self._seen_traffic = microbatches, microbatches.traffic
         self._traffic = self._seen_traffic.since(traffic)
         self._expected_advantages = dict(microbatches.advantages)
-        if self._kept is not None:
-            self._kept.write()
+        if self.kept is not None:
+            self.kept.write()
         self._sum = GradientSum(self._where())
         self._sum.check_passed(self._objective.entered, self._objective.trained)
         self._sum.check_reduced(reduced, self.backend.place.mesh.data, self.backend.reductions)
@@ -133,11 +127,11 @@ class Learner:
             self._name_policy(PolicyState(self._policy.version, self._policy.updates + 1))
         return update
 
-    def probe(self, microbatches: list[Microbatch]) -> ProbeResult:
+    def probe(self, microbatches: list[Microbatch]) -> DifferenceSums:
         """Log-probs of the current policy against the engines' for the same tokens, over all ranks; changes nothing."""
         sums = MetricSums(self.backend.device)
 
-        def take(microbatch: Columns, outputs: Outputs) -> None:
+        def take(microbatch: Targets, outputs: Outputs) -> None:
             sums.add({}, measure(microbatch, outputs.policy.values), microbatch.ages.max())
 
         self.backend.evaluate(microbatches, take)
@@ -147,12 +141,12 @@ class Learner:
         """How far the trainers' log-probs are from those in a wider type, over all ranks; None where the device has none."""
         sums = MetricSums(self.backend.device)
 
-        def take(microbatch: Columns, narrow: torch.Tensor, wide: torch.Tensor) -> None:
+        def take(microbatch: Targets, narrow: torch.Tensor, wide: torch.Tensor) -> None:
             sums.add({}, measure(microbatch, narrow, wide), microbatch.ages.max())
 
         if not self.backend.rounding(microbatches, take):
             return None
-        return sums.over_ranks(self.backend.reductions).all.differences
+        return sums.over_ranks(self.backend.reductions).all
 
     def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
         """Send the weights to all engines, if there are any, and freeze them as the old policy where needed.
@@ -169,9 +163,9 @@ class Learner:
             if self._config.keeps_published:
                 self._keep_published()
             self.gate.open(version)
-        if self._publisher is None or members is None:
+        if self.publisher is None or members is None:
             return None
-        return self._publisher.publish(version, members)
+        return self.publisher.publish(version, members)
 
     def skip_publish(self, version: int) -> None:
         """The policy is that of `version`: the old policy and the reference follow it where they are due.
@@ -261,4 +255,4 @@ class Learner:
         )
         moved = self._policy is not None and self._policy.updates > 0
         exact = not statistics.age_max and ("old" in self._config.frozen_models or not moved)
-        return Update(report, statistics.all.differences, exact, statistics.first, normaliser)
+        return Update(report, statistics.all, exact, statistics.first, normaliser)

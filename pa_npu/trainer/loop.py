@@ -13,26 +13,41 @@ loop is the same for both.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.objective import TrainedResponse
-from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
-from pa_npu.control.messages import IterationReport, ProbeReport, UpdateReport, merge_updates
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.messages import (
+    DISPATCHED,
+    UPDATE_SIZE,
+    AgreementReport,
+    IterationReport,
+    ProbeReport,
+    UpdateReport,
+    merge_updates,
+)
 from pa_npu.errors import CheckpointError, ExportError
+from pa_npu.platform.base import Platform
 from pa_npu.samples.iterator import MicrobatchIterator
+from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.border import Border, probe_report
-from pa_npu.trainer.checks import IterationChecks
+from pa_npu.trainer.exactly_once import check_dispatched, check_trained
+from pa_npu.trainer.gradient_sum import check_normalisers
 from pa_npu.trainer.learner import Learner, Update
-from pa_npu.trainer.profiling import IterationProfiler
 
 logger = logging.getLogger(__name__)
+
+DIRECTORY = "profile"  # of a run, where profiles go
 
 
 def train(
@@ -56,9 +71,9 @@ def train(
             break
         with timeline.span("iteration", iteration=version), profiler(version):
             rides = config.probe_rides and probe == ProbeReport()
-            judge = partial(checks.check_first, version) if rides else None
+            judge = partial(checks.agreement.check_probe, version) if rides else None
             updates = config.schedule.updates_per_iteration
-            measure = partial(checks.measure, version)
+            measure = partial(checks.agreement.measure, version)
             consumed = consume(learner, rollouts(version), updates, measure, judge, border.before_step)
             probe = probe_report(consumed.first) if rides else probe
         agreement = checks(version, consumed.trained, consumed.normalisers, consumed.exact, consumed.aged)
@@ -96,21 +111,21 @@ class Consumed:
     normalisers: list[float]
     exact: DifferenceSums
     aged: DifferenceSums
-    first: ProbeResult
+    first: DifferenceSums
 
 
 def consume(
     learner: Learner,
     microbatches: MicrobatchIterator,
     updates: int,
-    measure: Callable[[MicrobatchIterator], None] = lambda _: None,
-    judge_first: Callable[[ProbeResult], None] | None = None,
+    measure: Callable[[Callable[[int], list[Microbatch]]], None] = lambda _: None,
+    judge_first: Callable[[DifferenceSums], None] | None = None,
     before_step: Callable[[], None] = lambda: None,
 ) -> Consumed:
     """Train an iteration's groups in `updates` equal shares, one optimizer step after each.
 
     Args:
-        measure: called with the first share before anything is trained.
+        measure: given what gives the first share's first microbatches, before anything is trained.
         judge_first: as Learner.accumulate, for the first share.
         before_step: called before every step.
     """
@@ -118,7 +133,7 @@ def consume(
     steps: list[Update] = []
     for share in microbatches.updates(updates):
         if not steps:
-            measure(share)
+            measure(share.first)
         trained += learner.accumulate(share, None if steps else judge_first)
         before_step()
         steps.append(learner.step())
@@ -128,3 +143,57 @@ def consume(
     )
     report, normalisers = merge_updates([step.report for step in steps]), [step.normaliser for step in steps]
     return Consumed(report, trained, normalisers, exact, aged, steps[0].first)
+
+
+class IterationProfiler:
+    """`profiler(iteration)` is a context around the training of one iteration; it records where telemetry.profile_iterations and
+    profile_ranks ask for it."""
+
+    def __init__(self, config: Config, platform: Platform, rank: int) -> None:
+        telemetry = config.telemetry
+        self._iterations = telemetry.profile_iterations if rank in telemetry.profile_ranks else ()
+        self._directory = Path(config.run.dir) / DIRECTORY
+        self._platform = platform
+        self._rank = rank
+
+    def __call__(self, iteration: int) -> AbstractContextManager[Any]:
+        if iteration not in self._iterations:
+            return nullcontext()
+        return self._platform.profile(self._directory, f"iteration_{iteration:06d}_rank{self._rank}")
+
+
+class IterationChecks:
+    """Checks an iteration before its weights go anywhere: I2, I7 (its normalisers) and I5.
+
+    replica: this rank's data-parallel replica. agreement: judges log-probs while the iteration trains, too.
+    """
+
+    def __init__(self, config: Config, channel: StoreChannel, agreement: Agreement, replica: int) -> None:
+        self._config = config
+        self._channel = channel
+        self.agreement = agreement
+        self._replica = replica
+
+    def __call__(
+        self,
+        iteration: int,
+        trained: Sequence[TrainedResponse],
+        normalisers: Sequence[float],
+        exact: DifferenceSums,
+        aged: DifferenceSums,
+    ) -> AgreementReport:
+        """trained: by this replica. normalisers: of the iteration's updates. exact, aged: Agreement.check_trained, of all
+        replicas' tokens.
+
+        Raises InvariantViolation.
+        """
+        # put when the last group was, so this waits for as long as the store takes
+        dispatched = DISPATCHED.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=iteration)
+        size = self._config.groups_per_replica
+        if self._config.trained_groups is None:
+            size = UPDATE_SIZE.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=iteration).groups
+        unequal = self._config.unequal_groups and self._config.streams(iteration)
+        check_dispatched(dispatched, iteration, self._config.mesh.data, size, unequal=unequal)
+        check_trained(dispatched, self._replica, trained)
+        check_normalisers(dispatched, normalisers, self._config)
+        return self.agreement.check_trained(iteration, exact, aged)

@@ -20,8 +20,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.assemble import assemble_rank
-from pa_npu.trainer.loop import train
-from pa_npu.trainer.profiling import IterationProfiler
+from pa_npu.trainer.loop import IterationProfiler, train
 from pa_npu.weight_transfer.transport import run_and_exit
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from pa_npu.attention import PrefixLayout, shared_prompt_attention
 from pa_npu.attention.forms import gather_attention, kernel_for, kernel_name, merge_attention
 from pa_npu.attention.kernels import cuda
 from pa_npu.attention.kernels.base import merge_lse
-from pa_npu.attention.plan import Rows
+from pa_npu.attention.layout import Rows
 
 LAYOUTS = {
     "group": PrefixLayout.from_groups([(300, [40, 1, 260])]),

@@ -12,6 +12,7 @@ from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import to_bytes
+from tools.groups import group_of_responses
 
 Open = Callable[[int], RolloutBuffer]
 """From `readers` to a buffer; all that it opens within one check are the same one."""
@@ -21,7 +22,7 @@ def make_group(index: int, iteration: int = 0, longest: int = 9) -> Group:
     rng = np.random.default_rng((index, iteration))
     lengths = rng.integers(1, longest, 4).astype(np.int32)
     total = int(lengths.sum())
-    return Group.of_responses(
+    return group_of_responses(
         iteration=iteration,
         version=iteration,
         index=index,

@@ -56,7 +56,7 @@ class Attempt:
         from pa_npu.checkpoints.saving import Checkpointing
         from pa_npu.control.channel import StoreChannel
         from pa_npu.families.spec import ModelSpec
-        from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+        from pa_npu.samples.rollout_buffer import RolloutBuffer
         from pa_npu.telemetry.timeline import Timeline
         from pa_npu.trainer.assemble import rollout_source
         from pa_npu.trainer.learner import Learner
@@ -65,7 +65,7 @@ class Attempt:
         spec, timeline, device = ModelSpec.read(config.model.path), Timeline(None, ""), platform.device(0)
         channel = StoreChannel(dist.PrefixStore(name, store))
         stage = load_stage(config, spec, platform)
-        self.buffer = StoreRolloutBuffer(channel, "run", readers=1)
+        self.buffer = RolloutBuffer(channel, "run", readers=1)
         self.backend = MegatronBackend(stage, config, spec, platform, device, timeline)
         self.learner = Learner(config, self.backend, platform, timeline)
         self.rollouts = rollout_source(config, channel, self.learner, timeline)

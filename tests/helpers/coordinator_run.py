@@ -22,15 +22,14 @@ from transformers import PreTrainedTokenizerFast
 
 from pa_npu.config import Config, dump_config
 from pa_npu.control.channel import StoreChannel, connect
-from pa_npu.control.messages import BORDER, REPORT, BorderReport
+from pa_npu.control.messages import BORDER, REPORT, TRAINERS_RUN_ON, BorderReport
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
-from pa_npu.control.software import TRAINERS_RUN_ON
 from pa_npu.control.typed import Topic
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, MEMBERS, READY, VERDICT, StageManifest, TrainersReady
 from pa_npu.samples.group import Group
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
 from tests.helpers.reports import iteration_report, trainers_run_on
 from tests.helpers.stand_in_engine import API_KEY, Served
 
@@ -127,7 +126,7 @@ class Run:
                 shutil.copy(before / name, self.dir)
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.channel = StoreChannel(connect("127.0.0.1", self.server.port, 10.0))
-        self.buffer = StoreRolloutBuffer(self.channel, "run", readers=1)
+        self.buffer = RolloutBuffer(self.channel, "run", readers=1)
         self.roster = Roster(StoreChannel(connect("127.0.0.1", self.server.port, 10.0), ROSTER_PREFIX), API_KEY)
         self.roster.publish_config(self.config.model_dump(mode="json"))
         for engine in engines:

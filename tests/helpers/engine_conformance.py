@@ -29,7 +29,7 @@ from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineCapabilities, EngineError, EngineGone, Generation, Sampling
 from pa_npu.engines.registry import EngineKind
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
-from pa_npu.families.safetensors_header import read_header
+from pa_npu.families.model_directory import read_header
 from pa_npu.weight_transfer.adapters import Base, StoredWeight, merge, stored_digest
 from tests.helpers.models import make_model
 from tests.helpers.weight_sender import WeightSender, tensors_of

@@ -141,9 +141,8 @@ def parent(pid: int) -> int:
 def main(arguments: Sequence[str]) -> int:
     from pa_npu import platform as platforms
     from pa_npu.config import Config
-    from pa_npu.control.channel import StoreChannel, connect
+    from pa_npu.control.channel import StoreChannel, connect, host_store
     from pa_npu.control.roster import PREFIX, Roster
-    from pa_npu.control.store_server import host_store
     from pa_npu.errors import PaNpuError
     from pa_npu.launcher.cluster.ray_cluster import ray_cluster
     from pa_npu.launcher.cluster.ray_connection import connected

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from pa_npu.control.messages import AgreementReport, IterationReport, ProbeReport, UpdateReport
-from pa_npu.control.software import TrainersRunOn
+from pa_npu.control.messages import AgreementReport, IterationReport, ProbeReport, TrainersRunOn, UpdateReport
 
 
 def trainers_run_on(fallback: str = "") -> TrainersRunOn:

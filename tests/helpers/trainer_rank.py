@@ -27,6 +27,7 @@ from tests.helpers.gradient_faults import put_advantages
 from tests.helpers.groups import with_trained
 from tests.helpers.preloaded import start_rank
 from tests.helpers.reports import numbers
+from tools.groups import group_of_responses
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,7 +45,7 @@ def make_groups(iteration: int, count: int, responses: int, seed: int, vocab: in
         lengths = rng.integers(1, 9, responses).astype(np.int32)
         total = int(lengths.sum())
         groups.append(
-            Group.of_responses(
+            group_of_responses(
                 iteration=iteration,
                 version=iteration,
                 index=index,
@@ -127,7 +128,7 @@ def main(job_file: str) -> None:
     from pa_npu.control.channel import StoreChannel, connect
     from pa_npu.control.messages import UPDATE_SIZE, UpdateSize
     from pa_npu.families.spec import ModelSpec
-    from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+    from pa_npu.samples.rollout_buffer import RolloutBuffer
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import rollout_source
     from pa_npu.trainer.exactly_once import check_dispatched, check_trained
@@ -159,7 +160,7 @@ def main(job_file: str) -> None:
     reports = []
     for iteration in range(job["first"], job["last"]):
         if rank == 0:
-            buffer = StoreRolloutBuffer(channel, "run", readers=1)
+            buffer = RolloutBuffer(channel, "run", readers=1)
             dispatched = put_groups(config, buffer, iteration, job["order"], job.get("sizes"), job.get("fault"))
             DISPATCHED.put(channel, dispatched, iteration=iteration)
             if "sizes" in job:

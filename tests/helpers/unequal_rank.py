@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.samples.microbatch import pack
-from pa_npu.samples.open_buffer import run_columns
 from pa_npu.samples.routes import routes_of
+from pa_npu.samples.shards import run_columns
 from tests.helpers.groups import with_random_routes
 from tests.helpers.reports import numbers
 from tests.helpers.shelf import shelf_iterator
@@ -67,7 +67,7 @@ def main(job_file: str) -> None:
             columns=run_columns(config),
         )
         report = consume(learner, rollouts, config.schedule.updates_per_iteration).report
-        reports.append(numbers(report) | {"probe_max": probed.difference_max})
+        reports.append(numbers(report) | {"probe_max": probed.largest})
     backend.export(Path(job["export"]))
     if rank == 0:
         Path(job["out"]).write_text(json.dumps(reports))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pa_npu.control.messages import BORDER, REPORT, BorderReport
-from pa_npu.coordinator.termination import LONGEST_S
+from pa_npu.control.tasks import LONGEST_S
 from pa_npu.publish.messages import READY, TrainersReady
 from pa_npu.telemetry.timeline import read_events
 from tests.helpers.coordinator_run import GROUPS, Run

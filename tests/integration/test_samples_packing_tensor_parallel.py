@@ -20,7 +20,7 @@ from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch, cut, pack
 from pa_npu.samples.replica_feed import ReplicaLinks
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
 from tests.helpers.rank_processes import rank_processes
 from tests.helpers.trainer_rank import make_groups
 
@@ -38,7 +38,7 @@ def digest(microbatch: Microbatch) -> str:
     return sha.hexdigest()
 
 
-class BlindBuffer(StoreRolloutBuffer):
+class BlindBuffer(RolloutBuffer):
     """A peer's: it must not look for itself, because the answer may have changed since the leader looked."""
 
     def ready(self, iteration: int, replica: int, slot: int) -> bool:
@@ -54,7 +54,7 @@ def rank_main(rank: int, port: int) -> None:
     group = dist.new_group(list(range(RANKS)), timeout=timeout)
     channel = StoreChannel(connect("127.0.0.1", port, 30.0))
     microbatches = MicrobatchIterator(
-        (BlindBuffer if rank else StoreRolloutBuffer)(channel, "run", readers=RANKS),
+        (BlindBuffer if rank else RolloutBuffer)(channel, "run", readers=RANKS),
         replica=0,
         num_replicas=1,
         iteration=0,
@@ -79,7 +79,7 @@ def rank_main(rank: int, port: int) -> None:
 @pytest.mark.integration
 def test_tensor_parallel_ranks_pack_what_the_leader_found() -> None:
     with rank_processes(__file__, RANKS, timeout_s=60) as ranks:
-        buffer = StoreRolloutBuffer(ranks.channel, "run", readers=RANKS)
+        buffer = RolloutBuffer(ranks.channel, "run", readers=RANKS)
         for number, slots in enumerate(ARRIVALS):
             if number:
                 ranks.wait_until_all_have_added(f"taken/{number - 1}")

@@ -14,7 +14,7 @@ from pa_npu.checkpoints.provenance import config_tree
 from pa_npu.control.messages import DATA_POSITION, UPDATE_SIZE
 from pa_npu.samples.group import Group
 from pa_npu.samples.wire import to_bytes
-from pa_npu.trainer.ahead import RolloutsAhead
+from pa_npu.trainer.border import RolloutsAhead
 from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, WAIT_S, Run
 from tests.helpers.stand_in_engine import stand_in_engines
 from tools.stand_in import Speed

@@ -64,7 +64,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     from pa_npu.control.channel import StoreChannel, connect
     from pa_npu.families.spec import ModelSpec
     from pa_npu.publish.publisher import Publisher
-    from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+    from pa_npu.samples.rollout_buffer import RolloutBuffer
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import bucket_bytes, rollout_source
     from pa_npu.trainer.learner import Learner
@@ -112,7 +112,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     reports = []
     for iteration in range(ITERATIONS):
         if rank == 0:
-            put_groups(config, StoreRolloutBuffer(StoreChannel(store), "run", readers=1), iteration, None)
+            put_groups(config, RolloutBuffer(StoreChannel(store), "run", readers=1), iteration, None)
         learner.publish(iteration)
         reports.append(numbers(consume(learner, rollouts(iteration), 1).report))
     backend.export(directory / "hf")

@@ -13,10 +13,19 @@ import pytest
 import torch
 
 from pa_npu.algorithm.advantages import STD_EPSILON, batch_advantages, group_advantages
-from pa_npu.algorithm.batch import TokenBatch, normaliser, token_weights
 from pa_npu.algorithm.corrections import age_weights, effective_sample_size, importance_weights, k1, k2, k3
 from pa_npu.algorithm.objective import loss_sums, metric_names
-from pa_npu.algorithm.policy_losses import PolicyTerms, cispo, clip, find_policy_loss, gspo, reinforce
+from pa_npu.algorithm.policy_losses import (
+    PolicyTerms,
+    TokenBatch,
+    cispo,
+    clip,
+    find_policy_loss,
+    gspo,
+    normaliser,
+    reinforce,
+    token_weights,
+)
 from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.errors import ConfigError
 
@@ -320,7 +329,7 @@ def test_an_unknown_loss_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"algorithm.loss: 'nope' is none of clip, gspo"):
         find_policy_loss("nope")
     with pytest.raises(ConfigError, match="cannot be imported"):
-        find_policy_loss("pa_npu.algorithm.batch:missing")
+        find_policy_loss("pa_npu.algorithm.policy_losses:missing")
     assert find_policy_loss("pa_npu.algorithm.policy_losses:clip") is clip
 
 

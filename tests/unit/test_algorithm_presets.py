@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from pa_npu.algorithm.advantages import batch_advantages, group_advantages
-from pa_npu.algorithm.batch import TokenBatch, normaliser, token_weights
 from pa_npu.algorithm.objective import loss_sums
-from pa_npu.algorithm.policy_losses import find_policy_loss
+from pa_npu.algorithm.policy_losses import TokenBatch, find_policy_loss, normaliser, token_weights
 from pa_npu.config import Config, dump_config, load_config
 from pa_npu.config.help import keys_help
 from pa_npu.config.presets import PRESETS, PresetName

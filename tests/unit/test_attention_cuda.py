@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
 from pa_npu.attention.forms import gather_attention, merge_attention
 from pa_npu.attention.kernels import cuda
-from pa_npu.attention.plan import compress
+from pa_npu.attention.layout import compress
 from pa_npu.errors import UserError
 
 LAYOUTS = {
@@ -148,7 +148,7 @@ TRITON_CHECK = """
 import torch
 from ops.triton.lse_merge import lse_merge_
 from pa_npu.attention.kernels.base import merge_lse
-from pa_npu.attention.plan import Rows
+from pa_npu.attention.layout import Rows
 
 torch.manual_seed(0)
 for dtype, bound in ((torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):

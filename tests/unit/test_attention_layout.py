@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pa_npu.attention import PrefixLayout
-from pa_npu.attention.flops import FlopsModel
-from pa_npu.attention.plan import compress
+from pa_npu.attention.layout import compress
 from pa_npu.attention.trie import pack
+from pa_npu.families.shape import FlopsModel
 
 
 def random_layout(seed: int) -> PrefixLayout:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pa_npu.attention import runs_on
+from pa_npu.attention import forms as runs_on
+from pa_npu.attention.forms import AttentionKernels, attention_kernels
 from pa_npu.attention.kernels import cuda
-from pa_npu.attention.runs_on import AttentionKernels, attention_kernels
 
 CPU = torch.device("cpu")
 

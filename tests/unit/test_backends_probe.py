@@ -10,12 +10,13 @@ import torch
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from tests.helpers.megatron import PLATFORM  # noqa: F401 - prepares megatron
+from tools.groups import group_of_responses
 
 from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
 
 
 def probe_group() -> Group:
-    return Group.of_responses(
+    return group_of_responses(
         iteration=1,
         version=1,
         index=0,

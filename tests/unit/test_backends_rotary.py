@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from pa_npu.backends.megatron.layers import RotaryTable, inverse_frequencies
 from pa_npu.errors import DataError
-from pa_npu.families.rope import Rope
+from pa_npu.families.shape import Rope
 from pa_npu.families.spec import ModelSpec
 
 SPEC = ModelSpec(

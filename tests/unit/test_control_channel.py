@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from pa_npu.control.channel import CHUNK_BYTES, StoreChannel, StoreError, connect
-from pa_npu.control.store_server import host_store
+from pa_npu.control.channel import CHUNK_BYTES, StoreChannel, StoreError, connect, host_store
 from pa_npu.errors import DeadlineExceeded
 
 

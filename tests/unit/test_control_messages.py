@@ -12,13 +12,13 @@ import pytest
 import torch.distributed as dist
 
 import pa_npu
-from pa_npu.control import messages, roster, software
+from pa_npu.control import messages, roster
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.typed import Counter, MessageError, Topic
 from pa_npu.publish import messages as publish_messages
 from tests.helpers.reports import iteration_report
 
-ROOMS = (messages, publish_messages, roster, software)
+ROOMS = (messages, publish_messages, roster)
 TOPICS = {
     f"{room.__name__}.{name}": value for room in ROOMS for name, value in vars(room).items() if isinstance(value, Topic)
 }
@@ -57,7 +57,7 @@ def test_every_message_comes_back_equal(name: str) -> None:
 
 def test_no_key_belongs_to_two_messages() -> None:
     """Under one prefix: the roster's keys have another than those of an attempt."""
-    for rooms in ((messages, publish_messages, software), (roster,)):
+    for rooms in ((messages, publish_messages), (roster,)):
         keys = [value.key for room in rooms for value in vars(room).values() if isinstance(value, (Topic, Counter))]
         patterns = {re.sub(r"\{\w+\}", "{}", key) for key in keys}
         assert len(patterns) == len(keys), f"some key twice in {sorted(keys)}"
@@ -92,11 +92,11 @@ def test_another_installations_report_is_one_clear_error() -> None:
 
 
 def test_what_a_run_runs_with_is_said_in_a_line_for_trainers_and_one_for_each_kind_of_engine() -> None:
-    trainers = software.TrainersRunOn(
+    trainers = messages.TrainersRunOn(
         2, "npu", "hccl", "3.10.9", "2.7.1", "megatron-core 0.12.1", "bf16", "auto", "npu-fusion", "torch", "not built"
     )
-    engines = tuple(software.EngineRunsOn(f"http://{n}", "vllm", "0.23.0" if n else None) for n in range(3))
-    assert software.RunsOn(trainers, engines).lines() == [
+    engines = tuple(messages.EngineRunsOn(f"http://{n}", "vllm", "0.23.0" if n else None) for n in range(3))
+    assert messages.RunsOn(trainers, engines).lines() == [
         "trainers: 2 x npu (hccl), megatron-core 0.12.1, torch 2.7.1, Python 3.10.9, bf16; attention auto on npu-fusion, merged by "
         "torch (fallback: not built)",
         "engines: 1 x vllm (version unknown)",

@@ -10,8 +10,8 @@ import pytest
 
 PROGRAM = """
 import asyncio, sys
-from pa_npu.coordinator import termination
-termination.LONGEST_S = 0.3
+from pa_npu.control import tasks
+tasks.LONGEST_S = 0.3
 
 async def returns(): pass
 async def fails(): raise ValueError("its own failure")
@@ -34,7 +34,7 @@ async def never_ends():
         except asyncio.CancelledError:
             print("goes on", flush=True)
 
-termination.run_until_terminated(globals()[sys.argv[1]]())
+tasks.run_until_terminated(globals()[sys.argv[1]]())
 print("returned", flush=True)
 """
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.engines import patience
+from pa_npu.engines import group_session
 from pa_npu.engines.client import EngineClient
-from pa_npu.engines.patience import GroupTooLong, generate_patiently
+from pa_npu.engines.group_session import GroupTooLong, generate_patiently
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.errors import BAD_INPUT, DeadlineExceeded, exit_code
@@ -90,7 +90,7 @@ async def test_only_an_engine_that_does_not_answer_the_probe_is_gone():
 
 
 async def test_a_group_that_is_too_long_ends_the_run_in_one_line_that_names_it(monkeypatch, caplog):
-    monkeypatch.setattr(patience, "SLOWEST_TOKEN_S", 0.02)  # 0.05 + 8 * 0.02 = 0.21 s
+    monkeypatch.setattr(group_session, "SLOWEST_TOKEN_S", 0.02)  # 0.05 + 8 * 0.02 = 0.21 s
     engine = Engine("slow", 60.0)
     began = time.monotonic()
     with pytest.raises(
@@ -100,7 +100,7 @@ async def test_a_group_that_is_too_long_ends_the_run_in_one_line_that_names_it(m
         await ask(engine)
     assert 0.2 < time.monotonic() - began < 50 and engine.cancelled
     # another attempt would generate the same group
-    assert exit_code(raised.value, patience.logger) == BAD_INPUT
+    assert exit_code(raised.value, group_session.logger) == BAD_INPUT
 
 
 async def test_whoever_is_cancelled_while_it_waits_is_cancelled_and_not_judged():
@@ -128,7 +128,7 @@ class Slow(Engine):
 
 
 async def test_a_group_that_is_too_long_is_cut_where_that_is_chosen_with_one_line_that_names_it(monkeypatch, caplog):
-    monkeypatch.setattr(patience, "SLOWEST_TOKEN_S", 0.02)  # 0.05 + 8 * 0.02 = 0.21 s
+    monkeypatch.setattr(group_session, "SLOWEST_TOKEN_S", 0.02)  # 0.05 + 8 * 0.02 = 0.21 s
     engine = Slow("slow", 0.0)
     (first, _) = await ask(engine, cut=True)
     assert first.tokens.tolist() == [0, 1] and engine.asked == 2 and engine.cancelled
@@ -181,7 +181,7 @@ async def test_a_hung_engine_is_lost_and_the_next_one_answers():
 
 
 async def test_a_group_that_is_too_long_is_not_tried_on_the_next_engine(monkeypatch):
-    monkeypatch.setattr(patience, "SLOWEST_TOKEN_S", 0.01)
+    monkeypatch.setattr(group_session, "SLOWEST_TOKEN_S", 0.01)
     other = Engine("b", 60.0)
     pool, lost = pool_of(Engine("a", 60.0), other)
     with pytest.raises(GroupTooLong):

@@ -16,8 +16,7 @@ from pa_npu.engines.vllm import command as engine
 from pa_npu.engines.vllm.command import EngineCommand
 from pa_npu.engines.vllm.versions import VERSIONS, EngineVersion
 from pa_npu.errors import ConfigError
-from pa_npu.families.rope import Rope
-from pa_npu.families.shape import Experts
+from pa_npu.families.shape import Experts, Rope
 from pa_npu.families.spec import ModelSpec
 
 SPEC = ModelSpec(

@@ -27,14 +27,14 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.registry import make_environment, opened
-from pa_npu.families import registry as families
+from pa_npu.families import spec as families
 from pa_npu.families.spec import ModelSpec
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.process import check_reward_functions, sample_group
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import build_microbatches
-from pa_npu.samples.open_buffer import run_columns
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.samples.shards import run_columns
 from pa_npu.samples.types import SampleBuilder
 from tests.unit.test_environments import PROMPT, TOKENIZER, Scripted, episode
 
@@ -93,7 +93,7 @@ def test_a_column() -> None:
     sample.write(np.arange(3, dtype=np.int32), -np.ones(3, np.float32), 0, {column: values})
     samples, zeros = [sample.finish(True, "")], np.zeros(1, np.float32)
     group = Group.of_samples(samples, zeros, zeros + 1, run_seed=0, iteration=0, index=0, prompt_id=0)
-    buffer = StoreRolloutBuffer(StoreChannel(dist.HashStore()), "run", 1, columns=run_columns(own))
+    buffer = RolloutBuffer(StoreChannel(dist.HashStore()), "run", 1, columns=run_columns(own))
     buffer.put(group, 0, 0)
     (microbatch,) = build_microbatches(buffer.read(0, 0, 0), 1, True, 1)
     batch = replace(_made_up_batch(), **{"columns": microbatch.columns, "advantages": microbatch.advantages})

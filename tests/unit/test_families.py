@@ -16,7 +16,7 @@ from pa_npu.attention import PrefixLayout
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
-from pa_npu.families import registry
+from pa_npu.families import spec as registry
 from pa_npu.families.llama import Llama
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.memory import trainer_memory

@@ -27,8 +27,8 @@ from pa_npu.families.model_directory import (
     check_plain_files,
     check_tokenizer,
     check_weights,
+    read_header,
 )
-from pa_npu.families.safetensors_header import read_header
 from pa_npu.families.spec import ModelSpec
 from tests.helpers.models import make_model
 from tests.helpers.mutations import changed_bytes, json_near

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from pa_npu.config.schema import Config
-from pa_npu.control.store_server import host_store
+from pa_npu.control.channel import host_store
 from tests.helpers.sockets import listening, outside_loopback
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's table of sockets is read from /proc")

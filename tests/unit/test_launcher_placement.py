@@ -10,7 +10,7 @@ import pytest
 
 from pa_npu.config import Config
 from pa_npu.errors import ConfigError, UserError
-from pa_npu.families.rope import Rope
+from pa_npu.families.shape import Rope
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.placement import engine_ports, place, port_problem, visible_devices
 from pa_npu.launcher.run_checks import check_ports
@@ -223,7 +223,7 @@ def test_recompute_and_pipeline_lower_what_a_rank_holds() -> None:
     [
         ({"devices": 4}, "npu", 0),
         ({"devices": 4, "tensor_parallel": 4}, "npu", 2 * 200),
-        ({"devices": 4, "pipeline_parallel": 4}, "npu", 2 * 2 * 200),
+        ({"devices": 4, "pipeline_parallel": 4}, "npu", 2 * 200),
         ({"devices": 4, "tensor_parallel": 4}, "cuda", 0),
         ({"devices": 4, "tensor_parallel": 4}, "cpu", 0),
     ],
@@ -231,7 +231,7 @@ def test_recompute_and_pipeline_lower_what_a_rank_holds() -> None:
 def test_groups_that_pass_rollouts_inside_a_replica_take_hccl_buffers(
     trainer: dict[str, object], kind: str, expected_mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A buffer for each direction; the fullest rank of a pipeline is on its first or last stage, which are in two groups."""
+    """A buffer for each direction."""
     monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
     config = make_config(trainer=trainer, run={"device": kind})
     memory = trainer_memory(config, QWEN_7B)

@@ -74,8 +74,6 @@ def test_each_stage_has_one_publisher_and_each_replica_one_reader(sizes: tuple[i
     for replica in range(mesh.data):
         reader = mesh.place(mesh.replica(replica)[0])
         assert (reader.replica, reader.stage, reader.is_tensor_leader) == (replica, 0, True)
-        last = [rank for rank in mesh.replica(replica) if mesh.place(rank).is_last_stage]
-        assert set(mesh.loss_ranks(replica)) == {reader.rank, *last} and mesh.loss_ranks(replica)[0] == reader.rank
     # every shard of the dense weights, and every shard of every expert, is on exactly one rank that sends it or a copy of it
     sent = [mesh.place(rank) for rank in mesh.senders()]
     dense = [place for place in sent if place.coordinate("context") == place.replica == 0]

@@ -13,9 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pa_npu.algorithm.batch import TokenBatch, token_weights
 from pa_npu.algorithm.objective import loss_sums, metric_names
-from pa_npu.algorithm.policy_losses import dpo, find_policy_loss
+from pa_npu.algorithm.policy_losses import TokenBatch, dpo, find_policy_loss, token_weights
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.control.freshness import Freshness

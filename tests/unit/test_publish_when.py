@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from pa_npu.algorithm.agreement import DifferenceSums
-from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.config.schema import Config
 from pa_npu.config.tree import PROBE_RESPONSES
 from pa_npu.control.freshness import Freshness
 from pa_npu.telemetry.summary import saved_publishes_line
-from pa_npu.trainer.publish_when import PublishWhen
+from pa_npu.trainer.border import PublishWhen
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import make_groups
@@ -64,8 +63,8 @@ class Scripted:
     def __init__(self, kls: list[float]) -> None:
         self._kls = iter(kls)
 
-    def probe(self, microbatches: list[Any]) -> ProbeResult:
-        return ProbeResult(0.0, DifferenceSums(n=100.0, k=100.0 * next(self._kls)))
+    def probe(self, microbatches: list[Any]) -> DifferenceSums:
+        return DifferenceSums(n=100.0, k=100.0 * next(self._kls))
 
 
 def published(config: Config, kls: list[float], first: int = 0) -> list[int]:
@@ -160,7 +159,7 @@ def test_trainers_keep_what_engines_hold_measure_the_divergence_and_go_on(model:
             microbatch.tokens[None], microbatch.layout, microbatch.rows, microbatch.targets, temperature=1.0, chunk=64
         ).logprobs
     sampled = microbatch.engine_logprobs.copy_(before)
-    assert learner.probe([microbatch]).differences.k3_mean == pytest.approx(0.0, abs=1e-9), "an engine of this version"
+    assert learner.probe([microbatch]).k3_mean == pytest.approx(0.0, abs=1e-9), "an engine of this version"
     consume(learner, source(make_groups(3, GROUPS, RESPONSES, seed=5), 3), 2)
     learner.skip_publish(4)
     with torch.no_grad():
@@ -170,7 +169,7 @@ def test_trainers_keep_what_engines_hold_measure_the_divergence_and_go_on(model:
     difference = (after - sampled).double()
     by_hand = (difference.exp() - 1 - difference).mean().item()
     assert by_hand > 1e-6
-    assert learner.probe([microbatch]).differences.k3_mean == pytest.approx(by_hand, rel=1e-3)
+    assert learner.probe([microbatch]).k3_mean == pytest.approx(by_hand, rel=1e-3)
     assert learner.gate.hold(3), "an engine that comes late still gets the version that was published"
     learner.gate.release()
     policy = dict(stage.policy.named_parameters())

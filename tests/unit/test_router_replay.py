@@ -30,10 +30,10 @@ from pa_npu.planning.plan_text import derived_lines
 from pa_npu.samples.columns import NONE, RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
-from pa_npu.samples.open_buffer import run_columns, trained_columns
 from pa_npu.samples.routes import NO_ROUTE, routes, routes_of
+from pa_npu.samples.shards import run_columns, trained_columns
 from pa_npu.samples.types import SampleBuilder
-from pa_npu.samples.wire import from_bytes, from_parts, split, to_bytes
+from pa_npu.samples.wire import from_bytes, to_bytes
 from pa_npu.trainer.loop import consume
 from tests.helpers.backend import make_learner
 from tests.helpers.engine_conformance import make_engine_model
@@ -231,9 +231,6 @@ def test_a_shared_prompts_routes_travel_once_per_group() -> None:
     np.testing.assert_array_equal(parsed.columns[ROUTES.column], group.columns[ROUTES.column])
     own = len(group.tokens) - 3 * group.prompt_lengths()[0]
     assert len(data) - len(to_bytes(replace(group, columns={}))) < own * SPARSE * TAKEN + 120  # and a header
-    common, loss = split(data, RUN)
-    for columns in (from_parts(common, loss, RUN).columns, from_parts(common, b"", RUN).columns):
-        np.testing.assert_array_equal(columns[ROUTES.column], group.columns[ROUTES.column])
 
 
 def test_many_experts_have_two_bytes() -> None:
@@ -311,10 +308,10 @@ def test_what_cannot_replay_is_refused_in_a_line(model: Path, tmp_path: Path) ->
 NO_ROUTES = replace(engine_kind("transformers"), records_routes=False)
 
 
-def test_a_runs_columns_have_the_routes_for_all_stages_and_for_trainers(model: Path) -> None:
+def test_a_runs_columns_have_the_routes_for_trainers_too(model: Path) -> None:
     config = model_config(model, algorithm=REPLAY)
     assert run_columns(config).declared == (ROUTES.column,)
-    assert trained_columns(config).wants(ROUTES.column) and ROUTES.column.every_stage
+    assert trained_columns(config).wants(ROUTES.column)
     assert routes_of(model_config(model)) is None and not run_columns(model_config(model)).declared
 
 

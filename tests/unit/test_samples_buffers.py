@@ -12,13 +12,11 @@ from typing import Any
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.control.channel import StoreChannel
-from pa_npu.control.store_server import host_store
+from pa_npu.control.channel import StoreChannel, host_store
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.open_buffer import payloads
-from pa_npu.samples.rollout_buffer import BufferFailed, Payloads, StoreRolloutBuffer
-from pa_npu.samples.shards import OwnShard, ShardPayloads, host_shard
+from pa_npu.samples.rollout_buffer import BufferFailed, RolloutBuffer
+from pa_npu.samples.shards import OwnShard, ShardPayloads, host_shard, payloads
 from pa_npu.samples.wire import to_bytes
 from tests.helpers.buffer_conformance import CHECKS, Open, make_group
 
@@ -52,7 +50,7 @@ def channel(head: Counted) -> StoreChannel:
     return StoreChannel(head)  # type: ignore[arg-type]
 
 
-def place_of(backend: str, channel: StoreChannel) -> Payloads | None:
+def place_of(backend: str, channel: StoreChannel) -> ShardPayloads | None:
     """For a process that hosts nothing. With shards there are those of two replicas, which live as long as the channel's store."""
     if backend == "shards":
         HOSTED.extend(host_shard(channel, replica, "127.0.0.1") for replica in range(2))
@@ -73,7 +71,7 @@ def no_shard_stays() -> Iterator[None]:
 @pytest.mark.parametrize("backend", ["store", "shards"])
 def test_every_backend_conforms(backend: str, check: Callable[[Open], None], channel: StoreChannel) -> None:
     place = place_of(backend, channel)
-    check(lambda readers: StoreRolloutBuffer(channel, "run", readers, payloads=place))
+    check(lambda readers: RolloutBuffer(channel, "run", readers, payloads=place))
 
 
 @pytest.mark.parametrize("backend", ["store", "shards"])
@@ -83,7 +81,7 @@ def test_groups_pass_the_store_on_the_head_only_where_there_are_no_shards(
     """The coordinator and two readers on other nodes, each of which hosts the shard of its replica."""
     place = place_of(backend, channel)
     empty = [shard.server.num_keys() for shard in HOSTED]
-    coordinator = StoreRolloutBuffer(channel, "run", 1, payloads=place)
+    coordinator = RolloutBuffer(channel, "run", 1, payloads=place)
     groups = [make_group(index, longest=900) for index in range(4)]
     payload = [len(to_bytes(group)) for group in groups]
     head.values.clear()
@@ -92,7 +90,7 @@ def test_groups_pass_the_store_on_the_head_only_where_there_are_no_shards(
     assert [shard.server.num_keys() > none for shard, none in zip(HOSTED, empty, strict=True)] == [True] * len(HOSTED)
     for replica in range(2):
         own = ShardPayloads(channel, 30.0, HOSTED[replica]) if HOSTED else None
-        reader = StoreRolloutBuffer(channel, "run", 1, payloads=own)
+        reader = RolloutBuffer(channel, "run", 1, payloads=own)
         iterator = MicrobatchIterator(
             reader,
             **{"replica": replica, "num_replicas": 2, "iteration": 0, "groups": 2, "order": "prompt"},
@@ -146,7 +144,7 @@ def test_a_shard_that_stops_ends_or_never_came_is_one_line_in_time(channel: Stor
 
 
 def test_shards_are_for_several_nodes_unless_told(channel: StoreChannel) -> None:
-    def found(shards: str, **placement: object) -> Payloads | None:
+    def found(shards: str, **placement: object) -> ShardPayloads | None:
         tree = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"engines": 1}, "trainer": {"devices": 1}}
         config = Config.model_validate(tree | {"buffer": {"shards": shards}, "placement": placement})
         return payloads(config, channel)

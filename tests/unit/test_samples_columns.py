@@ -22,13 +22,13 @@ from pa_npu.samples.columns import ADVANTAGES, STORED, Column, GroupFormatError,
 from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import build_microbatches, pack
-from pa_npu.samples.open_buffer import open_buffer
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.samples.shards import open_buffer
 from pa_npu.samples.types import Sample, SampleBuilder
-from pa_npu.samples.wire import from_bytes, from_parts, split, to_bytes
+from pa_npu.samples.wire import from_bytes, to_bytes
 
 MADE_UP = Column("made_up", "int16", (3, 2), "environment", "my_loss", elsewhere=-1)
-ROUTES = Column("routes", "uint8", (4,), "engine", "the router", tokens="all", elsewhere=255, every_stage=True)
+ROUTES = Column("routes", "uint8", (4,), "engine", "the router", tokens="all", elsewhere=255)
 RUN = RunColumns((MADE_UP, ROUTES))
 IDENTITY = {"run_seed": 0, "iteration": 0, "index": 0, "prompt_id": 0}
 PROMPT = np.arange(3, dtype=np.int32)
@@ -98,9 +98,8 @@ def test_columns_of_any_type_and_shape_survive_the_wire_bit_for_bit_whole_in_par
         shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=3)))
         tokens: Any = data.draw(st.sampled_from(["trained", "all"]))
         dtype = data.draw(st.sampled_from(sorted(STORED)))
-        last = data.draw(st.booleans())
         elsewhere = data.draw(st.sampled_from([0, 1]))
-        declared.append(Column(f"column_{number}", dtype, shape, "environment", "a test", tokens, elsewhere, last))
+        declared.append(Column(f"column_{number}", dtype, shape, "environment", "a test", tokens, elsewhere))
     columns = RunColumns(tuple(declared))
 
     def values(column: Column, length: int) -> np.ndarray:
@@ -118,15 +117,12 @@ def test_columns_of_any_type_and_shape_survive_the_wire_bit_for_bit_whole_in_par
         samples.append(sample.finish(True, ""))
     group = group_of(samples)
     data_bytes = to_bytes(group, columns)
-    common, loss = split(data_bytes, columns)
-    for found in (from_bytes(data_bytes, columns), from_parts(common, loss, columns)):
-        assert to_bytes(found, columns) == data_bytes
-        for column in declared:
-            assert found.columns[column].tobytes() == group.columns[column].tobytes()
-            rest = b"".join(sample.columns[column].tobytes() for sample in samples[1:])
-            assert len(samples) == 1 or found[1:].columns[column].tobytes() == rest
-    first_stage = from_parts(common, b"", columns)
-    assert set(first_stage.columns) == {column for column in declared if column.every_stage}
+    found = from_bytes(data_bytes, columns)
+    assert to_bytes(found, columns) == data_bytes
+    for column in declared:
+        assert found.columns[column].tobytes() == group.columns[column].tobytes()
+        rest = b"".join(sample.columns[column].tobytes() for sample in samples[1:])
+        assert len(samples) == 1 or found[1:].columns[column].tobytes() == rest
     if declared:
         with pytest.raises(GroupFormatError, match="is unknown"):
             from_bytes(data_bytes)
@@ -215,9 +211,6 @@ def test_a_task_gets_the_columns_that_it_names_and_no_others() -> None:
     task = RUN.reading(["made_up"])
     found = from_bytes(data, task)
     assert set(found.columns) == {MADE_UP} and not found.logprobs.any()
-    whole, parts = split(data, RUN), split(data, task)
-    assert [len(task_part) < len(part) for task_part, part in zip(parts, whole, strict=True)] == [True, True]
-    assert set(from_parts(*parts, task).columns) == {MADE_UP}
     with pytest.raises(ConfigError, match=r"a task reads \['teacher'\], which no feature of this run declares"):
         RUN.reading(["teacher"])
 
@@ -261,7 +254,7 @@ def test_coordinator_and_trainers_make_columns_and_advantages_of_whole_groups(wh
     """A piece of the group has the values of the whole."""
     made = Column("share", "float32", (), where, "a test", make=share)
     columns = RunColumns((made, replace(ADVANTAGES, filled_by=where, make=of_length)))
-    buffer = StoreRolloutBuffer(StoreChannel(dist.HashStore()), "run", 1, columns=columns)
+    buffer = RolloutBuffer(StoreChannel(dist.HashStore()), "run", 1, columns=columns)
     group = group_of([two_turns(number, ()) for number in range(4)])
     buffer.put(group, 0, 0)
     travels = b"share" in buffer.read_bytes(0, 0, 0)

@@ -17,17 +17,18 @@ import torch.distributed as dist
 from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
-from pa_npu.samples.columns import NONE, GroupFormatError
+from pa_npu.samples.columns import NONE, GroupFormatError, RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.replica_feed import ReplicaLinks
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import from_bytes, from_tensors, tensors_of, to_bytes
 from pa_npu.telemetry.timeline import Timeline
+from tools.groups import group_of_responses
 
 
 def group(index: int, iteration: int = 2, responses: int = 4) -> Group:
-    return Group.of_responses(
+    return group_of_responses(
         iteration=iteration,
         version=iteration,
         index=index,
@@ -47,38 +48,30 @@ def of_version(group: Group, version: int) -> Group:
 
 
 class MemoryBuffer:
-    """A RolloutBuffer in memory; a slot that is missing is a deadline that has passed. early: slots that are there before they are
-    waited for."""
+    """A RolloutBuffer in memory; a slot that is missing is a deadline that has passed. late_s: until a slot is there."""
 
     readers, head_bytes, columns = 1, 0, NONE
 
-    def __init__(self, groups: list[Group], replica: int = 0, early: tuple[int, ...] = ()) -> None:
-        self.early = early
+    def __init__(self, groups: list[Group], replica: int = 0, late_s: float = 0.0) -> None:
         self.slots = {(2, replica, slot): to_bytes(member) for slot, member in enumerate(groups)}
         self.finished: list[int] = []
-
-    def put(self, group: Group, replica: int, slot: int) -> None:
-        self.slots[group.iteration, replica, slot] = to_bytes(group)
+        self._late_s = late_s
 
     def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
-        if (iteration, replica, slot) not in self.slots:
+        is_there = self.ready(iteration, replica, slot)
+        time.sleep(self._late_s if is_there else min(timeout_s, 0.05))
+        if not is_there:
             raise DeadlineExceeded(f"slot {slot}: {timeout_s}")
-        return 0.25
+        return self._late_s
 
     def ready(self, iteration: int, replica: int, slot: int) -> bool:
-        return slot in self.early and (iteration, replica, slot) in self.slots
+        return (iteration, replica, slot) in self.slots
 
     def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
         return self.slots[iteration, replica, slot]
 
-    def read(self, iteration: int, replica: int, slot: int) -> Group:
-        return from_bytes(self.read_bytes(iteration, replica, slot))
-
     def done(self, iteration: int, replica: int, slot: int) -> None:
         self.finished.append(slot)
-
-    def written(self, version: int) -> RolloutBuffer:
-        raise NotImplementedError
 
 
 def iterator(buffer: RolloutBuffer, **changes: Any) -> MicrobatchIterator:
@@ -126,55 +119,56 @@ def test_a_part_that_is_none_is_refused_at_both_ends(part: tuple[int, int]) -> N
 
 
 def test_groups_come_in_slot_order_each_cut_into_its_microbatches(tmp_path: Path) -> None:
-    buffer = MemoryBuffer([group(4), group(0), group(2)])
+    buffer = MemoryBuffer([group(4), group(0), group(2)], late_s=0.2)
     with Timeline.for_run(tmp_path, "trainer") as timeline:
         microbatches = iterator(buffer, timeline=timeline)
         found = [(m.group_indices, m.advantages.tolist()) for m in microbatches]
     assert found == [((index,), advantages) for index in (4, 0, 2) for advantages in ([0.0, 1.0], [2.0, 3.0])]
     microbatches.finish()
     assert microbatches.indices == (4, 0, 2)
-    assert microbatches.waited_s == pytest.approx(0.75)
+    assert 0.5 < microbatches.waited_s < 60.0
     assert buffer.finished == [0, 1, 2], "every slot must be marked done once"
     waits = [json.loads(line) for line in (tmp_path / "timeline" / "trainer.jsonl").read_text().splitlines()[1:]]
     assert [wait["args"]["slot"] for wait in waits] == [0, 1, 2]
-    assert waits[0]["end"] - waits[0]["start"] == pytest.approx(0.25)
+    assert sum(wait["end"] - wait["start"] for wait in waits) == pytest.approx(microbatches.waited_s, abs=0.01)
 
 
-def test_the_next_group_is_parsed_by_a_thread_while_a_microbatch_trains_and_everything_else_is_the_same(
+def test_groups_are_parsed_by_a_thread_beside_training_and_none_is_given_back_before_its_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    groups = [group(4), group(0), group(2)]
     threads: list[str] = []
-    monkeypatch.setattr(
-        "pa_npu.samples.iterator.from_bytes",
-        lambda data, columns: threads.append(threading.current_thread().name) or from_bytes(data, columns),
-    )
+    parsed = threading.Semaphore(0)
 
-    def run(early: tuple[int, ...]) -> list[Any]:
-        nonlocal buffer
-        buffer = MemoryBuffer(groups, early=early)
-        microbatches = iterator(buffer)
-        found = []
-        for microbatch in microbatches:
-            found.append((microbatch.sources, microbatch.tokens.tolist(), buffer.finished[:], microbatches.is_last))
-        microbatches.finish()
-        return found
+    def parse(data: bytes, columns: RunColumns) -> Group:
+        threads.append(threading.current_thread().name)
+        parsed.release()
+        return from_bytes(data, columns)
 
-    buffer = MemoryBuffer([])
-    plain = run(())
-    assert [is_last for *_, is_last in plain] == [False] * 5 + [True] and set(threads) == {"MainThread"}
-    threads.clear()
-    assert run((0, 1, 2)) == plain, "and no slot is given back before its turn"
-    assert [name.partition("_")[0] for name in threads] == ["MainThread", "groups ahead", "groups ahead"]
+    monkeypatch.setattr("pa_npu.samples.iterator.from_bytes", parse)
+    buffer = MemoryBuffer([group(4), group(0), group(2)])
+    microbatches = iterator(buffer)
+    found = []
+    for _ in range(2):
+        assert parsed.acquire(timeout=30.0), "the first two are parsed before training asks for any"
+    for microbatch in microbatches:
+        found.append((microbatch.group_indices, buffer.finished[:], microbatches.is_last))
+    microbatches.finish()
+    assert found == [
+        *[((4,), [0], False)] * 2,
+        *[((0,), [0, 1], False)] * 2,
+        ((2,), [0, 1, 2], False),
+        ((2,), [0, 1, 2], True),
+    ]
+    assert set(threads) == {"groups of iteration 2"} and len(threads) == 3
 
 
 def test_what_is_wrong_with_a_group_that_was_parsed_ahead_shows_at_its_own_turn() -> None:
-    buffer = MemoryBuffer([group(0), of_version(group(1), 1)], early=(1,))
+    buffer = MemoryBuffer([group(0), of_version(group(1), 1)])
     microbatches = iterator(buffer)
     next(microbatches), next(microbatches)
     with pytest.raises(InvariantViolation, match="I1 version: group 1"):
         next(microbatches)
-    damaged = MemoryBuffer([group(0), group(1)], early=(1,))
+    damaged = MemoryBuffer([group(0), group(1)])
     damaged.slots[2, 0, 1] = damaged.slots[2, 0, 1][:-1] + b"x"
     microbatches = iterator(damaged)
     next(microbatches), next(microbatches)

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches, cut, num_packed_tokens, pack
+from tools.groups import group_of_responses
 
 
 def make_group(prompt: int, lengths: tuple[int, ...], index: int = 7) -> Group:
     """All tokens of the group differ, so that a token says where it comes from; so do those of groups 0 to 9."""
     total = sum(lengths)
-    return Group.of_responses(
+    return group_of_responses(
         iteration=3,
         version=3,
         index=index,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,12 +16,13 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
 from pa_npu.planning.amounts import work
 from pa_npu.planning.plan_text import derived_lines
-from pa_npu.samples.columns import NONE
 from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch
-from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.samples.replica_feed import Parsed, Traffic
 from pa_npu.samples.wire import to_bytes
+from tests.helpers.shelf import Shelf
+from tools.groups import group_of_responses
 
 PROMPT = 2
 Packs = list[list[tuple[int, int]]]  # per microbatch (group, tokens of one response) of each response
@@ -29,7 +31,7 @@ Packs = list[list[tuple[int, int]]]  # per microbatch (group, tokens of one resp
 def make_group(index: int, lengths: list[int]) -> Group:
     """A prompt of PROMPT tokens; the advantage of a response is its own length, so that a microbatch tells its content."""
     total = sum(lengths)
-    return Group.of_responses(
+    return group_of_responses(
         iteration=0,
         version=0,
         index=index,
@@ -44,43 +46,32 @@ def make_group(index: int, lengths: list[int]) -> Group:
     )
 
 
-class ScriptedBuffer:
-    """A RolloutBuffer that holds everything and says of a slot whether it is ready as `ready` decides."""
+class ScriptedFeed:
+    """In the place of ReplicaFeed: it has everything, and `ready` decides of a slot whether it has arrived. waits: for others."""
 
-    readers, head_bytes, columns = 1, 0, NONE
+    traffic = Traffic()
 
-    def __init__(self, groups: list[Group], ready: Callable[[int], bool]) -> None:
-        self._groups = groups
+    def __init__(self, groups: list[Group], ready: Callable[[int], bool], parse: Callable[[bytes], Parsed]) -> None:
+        self.groups = groups
         self._ready = ready
+        self._parse = parse
         self.waits: list[int] = []
 
-    def put(self, group: Group, replica: int, slot: int) -> None:
-        raise NotImplementedError
+    def take(self, slot: int, wait: bool) -> tuple[Parsed, float] | None:
+        if not self._ready(slot):
+            if not wait:
+                return None
+            self.waits.append(slot)
+        return self._parse(to_bytes(self.groups[slot])), 0.0
 
-    def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
-        self.waits.append(slot)
-        return 0.0
-
-    def ready(self, iteration: int, replica: int, slot: int) -> bool:
-        return self._ready(slot)
-
-    def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
-        return to_bytes(self._groups[slot])
-
-    def read(self, iteration: int, replica: int, slot: int) -> Group:
-        return self._groups[slot]
-
-    def done(self, iteration: int, replica: int, slot: int) -> None:
+    def close(self) -> None:
         pass
-
-    def written(self, version: int) -> RolloutBuffer:
-        raise NotImplementedError
 
 
 def iterator(
     groups: list[list[int]], ready: Callable[[int], bool] = lambda slot: True, **changes: Any
-) -> tuple[MicrobatchIterator, ScriptedBuffer]:
-    buffer = ScriptedBuffer([make_group(index, lengths) for index, lengths in enumerate(groups)], ready)
+) -> tuple[MicrobatchIterator, ScriptedFeed]:
+    members = [make_group(index, lengths) for index, lengths in enumerate(groups)]
     arguments: dict[str, Any] = {
         "replica": 0,
         "num_replicas": 1,
@@ -92,7 +83,15 @@ def iterator(
         "pad_multiple": 1,
         "timeout_s": 1.0,
     }
-    return MicrobatchIterator(buffer, **{**arguments, **changes}), buffer
+    feeds: list[ScriptedFeed] = []
+
+    def feed(*_: Any, parse: Callable[[bytes], Parsed], **__: Any) -> ScriptedFeed:
+        feeds.append(ScriptedFeed(members, ready, parse))
+        return feeds[0]
+
+    with patch("pa_npu.samples.iterator.ReplicaFeed", feed):
+        microbatches = MicrobatchIterator(Shelf(members), **{**arguments, **changes})
+    return microbatches, feeds[0]
 
 
 def content(microbatch: Microbatch) -> list[tuple[int, int]]:
@@ -144,12 +143,12 @@ def test_order_prompt_packs_by_the_groups_alone(
         "max_tokens": budget,
     }
     calls = iter(arrivals * 100)
-    microbatches, buffer = iterator(groups, lambda slot: next(calls), **changes)
+    microbatches, feed = iterator(groups, lambda slot: next(calls), **changes)
     found = list(microbatches)
     microbatches.finish()
     assert [content(m) for m in found] == next_fit(groups, responses, shared, pad, budget)
     assert all(m.layout.total <= budget or m.num_samples == responses for m in found)
-    assert buffer.waits == sorted(set(buffer.waits)), "no slot is waited for twice; those that are there ahead never"
+    assert feed.waits == sorted(set(feed.waits)), "no slot is waited for twice"
 
 
 @given(groups=GROUPS, budget=st.integers(1, 60), arrivals=st.lists(st.booleans(), min_size=1))
@@ -170,24 +169,24 @@ def test_order_completion_goes_as_soon_as_the_next_group_has_not_arrived() -> No
     """It waits only when it has nothing: for a group that begins a microbatch."""
     arrived = {0}
     groups = [[1, 1]] * 6  # 4 tokens each; room for three
-    microbatches, buffer = iterator(groups, lambda slot: slot in arrived, max_tokens=12)
+    microbatches, feed = iterator(groups, lambda slot: slot in arrived, max_tokens=12)
     assert next(microbatches).group_indices == (0,)
     arrived |= {1, 2, 3, 4}
     assert next(microbatches).group_indices == (1, 2, 3), "full"
-    assert buffer.waits == [0, 1], "2 and 3 were there, nobody may wait for them"
+    assert feed.waits == [], "they were there, nobody may wait for them"
     assert next(microbatches).group_indices == (4,), "5 has not arrived"
     assert next(microbatches).group_indices == (5,)
-    assert buffer.waits == [0, 1, 5], "4 was taken ahead, while 1 to 3 train"
+    assert feed.waits == [5]
     microbatches.finish()
 
 
 def test_what_did_not_fit_begins_the_next_microbatch_without_a_wait() -> None:
     """Pieces of one response: 3 tokens each. The second of group 1 waits for room, not for group 2."""
-    microbatches, buffer = iterator([[1, 1]] * 3, lambda slot: slot < 2, max_tokens=9, responses_per_microbatch=1)
+    microbatches, feed = iterator([[1, 1]] * 3, lambda slot: slot < 2, max_tokens=9, responses_per_microbatch=1)
     assert [m.group_indices for m in (next(microbatches), next(microbatches))] == [(0, 1), (1,)]
-    assert buffer.waits == [0]
+    assert feed.waits == []
     assert next(microbatches).group_indices == (2,)
-    assert buffer.waits == [0, 2]
+    assert feed.waits == [2]
 
 
 def test_a_piece_larger_than_the_budget_goes_alone() -> None:
@@ -211,14 +210,14 @@ def test_the_budget_counts_padding_and_every_copy_of_a_prompt() -> None:
 def test_without_the_key_every_piece_is_a_microbatch_and_nothing_is_waited_for_early() -> None:
     for order in ("prompt", "completion"):
         late = lambda slot: False  # noqa: E731
-        microbatches, buffer = iterator([[1, 1]] * 2, late, order=order, responses_per_microbatch=1)
-        seen = [(m.group_indices, len(buffer.waits)) for m in microbatches]
+        microbatches, feed = iterator([[1, 1]] * 2, late, order=order, responses_per_microbatch=1)
+        seen = [(m.group_indices, len(feed.waits)) for m in microbatches]
         assert seen == [((0,), 1), ((0,), 1), ((1,), 2), ((1,), 2)]
 
 
 def test_a_group_that_comes_twice_inside_a_microbatch_stops_the_run() -> None:
-    microbatches, buffer = iterator([[1, 1]] * 2, max_tokens=100)
-    buffer._groups[1] = buffer._groups[0]
+    microbatches, feed = iterator([[1, 1]] * 2, max_tokens=100)
+    feed.groups[1] = feed.groups[0]
     with pytest.raises(InvariantViolation, match=r"I2 exactly once: group 0 .* already trained from slot 0"):
         next(microbatches)
 

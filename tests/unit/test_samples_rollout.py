@@ -12,7 +12,8 @@ import torch.distributed as dist
 from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.group import Group
-from pa_npu.samples.rollout_buffer import StoreRolloutBuffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer
+from tools.groups import group_of_responses
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def server() -> dist.TCPStore:
 
 
 def group(index: int, iteration: int = 0) -> Group:
-    return Group.of_responses(
+    return group_of_responses(
         iteration=iteration,
         version=iteration,
         index=index,
@@ -38,7 +39,7 @@ def group(index: int, iteration: int = 0) -> Group:
 
 def test_the_last_reader_removes_the_slot_and_nothing_of_it_stays(server: dist.TCPStore) -> None:
     keys_before = server.num_keys()
-    buffer = StoreRolloutBuffer(StoreChannel(server), "run", readers=3)
+    buffer = RolloutBuffer(StoreChannel(server), "run", readers=3)
     buffer.put(group(5), replica=1, slot=2)
     for reader in range(3):
         assert buffer.wait(0, 1, 2, timeout_s=0.0) < 1.0, f"the slot was gone before reader {reader}"
@@ -50,13 +51,13 @@ def test_the_last_reader_removes_the_slot_and_nothing_of_it_stays(server: dist.T
 
 
 def test_a_wait_that_ends_names_iteration_slot_and_replica(server: dist.TCPStore) -> None:
-    buffer = StoreRolloutBuffer(StoreChannel(server), "run", readers=1)
+    buffer = RolloutBuffer(StoreChannel(server), "run", readers=1)
     with pytest.raises(DeadlineExceeded, match="the group of slot 2, replica 1, iteration 4, from the coordinator"):
         buffer.wait(4, 1, 2, timeout_s=0.01)
 
 
 def test_a_slot_filled_twice_violates_exactly_once_even_after_it_was_read(server: dist.TCPStore) -> None:
-    buffer = StoreRolloutBuffer(StoreChannel(server), "run", readers=1)
+    buffer = RolloutBuffer(StoreChannel(server), "run", readers=1)
     buffer.put(group(0), 0, 0)
     with pytest.raises(InvariantViolation, match=r"I2 .*group 9 .*slot 0 of replica 0.* group 0 of that iteration"):
         buffer.put(group(9), 0, 0)
@@ -71,6 +72,6 @@ def test_a_slot_filled_twice_violates_exactly_once_even_after_it_was_read(server
 
 def test_attempts_of_a_run_do_not_see_each_other(server: dist.TCPStore) -> None:
     channel = StoreChannel(server)
-    StoreRolloutBuffer(channel, "attempt-1", readers=1).put(group(0), 0, 0)
+    RolloutBuffer(channel, "attempt-1", readers=1).put(group(0), 0, 0)
     with pytest.raises(DeadlineExceeded):
-        StoreRolloutBuffer(channel, "attempt-2", readers=1).wait(0, 0, 0, timeout_s=0.0)
+        RolloutBuffer(channel, "attempt-2", readers=1).wait(0, 0, 0, timeout_s=0.0)

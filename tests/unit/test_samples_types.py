@@ -18,7 +18,7 @@ from safetensors.numpy import load, save
 from pa_npu.samples.columns import GroupFormatError
 from pa_npu.samples.group import IDENTITY, PER_SAMPLE, PER_TOKEN, Group
 from pa_npu.samples.types import SampleBuilder
-from pa_npu.samples.wire import FORMAT_VERSION, from_bytes, from_parts, split, to_bytes
+from pa_npu.samples.wire import FORMAT_VERSION, from_bytes, to_bytes
 
 ENVELOPE_BYTES = 16
 
@@ -262,18 +262,3 @@ def test_serialisation_does_not_loop_over_tokens_in_python() -> None:
 
     lines_executed(1)  # imports and caches
     assert lines_executed(2000) == lines_executed(20) > 0
-
-
-def test_a_group_in_two_parts_is_whole_again_and_without_the_second_has_all_but_what_the_loss_needs() -> None:
-    group = make_group()
-    data = to_bytes(group)
-    common, loss = split(data)
-    assert to_bytes(from_parts(common, loss)) == data
-    without = from_parts(common, b"")
-    for name in ("tokens", "trained", "versions", "lengths", "finished"):
-        assert np.array_equal(getattr(without, name), getattr(group, name)), name
-    for name in ("logprobs", "advantages", "rewards"):
-        assert getattr(group, name).any() and not getattr(without, name).any(), name
-    for bad in (lambda: from_bytes(common), lambda: from_parts(data, b""), lambda: from_parts(common, common)):
-        with pytest.raises(GroupFormatError, match="part"):
-            bad()

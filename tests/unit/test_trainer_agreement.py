@@ -7,6 +7,7 @@ rounding of two implementations, in fp32 and in bf16. 32 responses an iteration,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pa_npu.algorithm.agreement import DifferenceSums
-from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
 from pa_npu.errors import InvariantViolation
 from pa_npu.samples.group import Group
-from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.microbatch import build_microbatches
+from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.trainer.agreement import YARDSTICK_EVERY, Agreement
 from tests.helpers.backend import make_learner
 from tests.helpers.groups import with_trained
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.shelf import shelf_iterator
+from tools.groups import group_of_responses
 
 from pa_npu.trainer.loop import Consumed, consume  # isort: skip
 
@@ -88,7 +88,7 @@ class Engine:
         table = (self._model(sequences).logits[:, :-1].float() / self._temperature).log_softmax(-1)
         logprobs = table.gather(-1, sequences[:, 1:, None])[:, prompts[0].size - 1 :, 0]
         return [
-            Group.of_responses(
+            group_of_responses(
                 iteration=iteration,
                 version=version,
                 index=index,
@@ -130,10 +130,10 @@ class Run:
         freshness = Freshness(self.config.schedule.max_staleness)
         microbatches = shelf_iterator(groups, number, responses=RESPONSES, freshness=freshness)
 
-        def measure(share: MicrobatchIterator) -> None:
-            self.agreement.measure(number, share.first)
+        def measure(first: Callable[[int], list[Microbatch]]) -> None:
+            self.agreement.measure(number, first)
 
-        def judge(first: ProbeResult) -> None:
+        def judge(first: DifferenceSums) -> None:
             self.agreement.check_probe(number, first)
 
         rides = judge if self.config.probe_rides else None
@@ -146,7 +146,7 @@ class Run:
     def tokens(self) -> int:
         return self.config.rollout.max_response_tokens
 
-    def probe(self, version: int, engine: Engine) -> ProbeResult:
+    def probe(self, version: int, engine: Engine) -> DifferenceSums:
         group = engine.group(version, version, 99, responses=self.config.probe_responses, tokens=PROBE_TOKENS)
         return self.agreement.check_requests(version, build_microbatches(group, group.num_samples, True, 1))
 
@@ -390,7 +390,7 @@ def test_in_bf16_the_yardstick_is_the_distance_to_the_same_weights_in_fp32(model
     (microbatch,) = build_microbatches(with_trained(group, logprobs=exact), RESPONSES, True, 1)
     found = run.learner.rounding([microbatch])
     assert found is not None
-    assert found.a == pytest.approx(run.learner.probe([microbatch]).differences.a, rel=2e-3)
+    assert found.a == pytest.approx(run.learner.probe([microbatch]).a, rel=2e-3)
 
 
 class Fixed:
@@ -443,14 +443,14 @@ def test_without_a_margin_everything_is_recorded_and_nothing_judged(model: Path,
     agreement = Agreement(configuration(model, tmp_path, publish={"noise_margin": None}), learner)
     agreement.measure(0, lambda number: [])
     assert agreement.check_trained(0, sums(1.0), sums(1.0)).logprob_diff_limit is None and not learner.asked
-    agreement.check_probe(0, ProbeResult(5.0, sums(1.0)))
+    agreement.check_probe(0, replace(sums(1.0), largest=5.0))
 
 
 def test_an_absolute_tolerance_holds_beside_the_yardstick(model: Path, tmp_path: Path) -> None:
     learner: Any = Fixed()
     agreement = Agreement(configuration(model, tmp_path, publish={"probe_tolerance": 0.1}), learner)
-    agreement.check_probe(0, ProbeResult(0.09, sums(1e-7)))
+    agreement.check_probe(0, replace(sums(1e-7), largest=0.09))
     with pytest.raises(InvariantViolation, match=r"difference of 0.11, more than publish.probe_tolerance = 0.1"):
-        agreement.check_probe(0, ProbeResult(0.11, sums(1e-7)))
+        agreement.check_probe(0, replace(sums(1e-7), largest=0.11))
     with pytest.raises(InvariantViolation, match="probe_tolerance"):
-        agreement.check_probe(0, ProbeResult(float("nan"), sums(1e-7)))
+        agreement.check_probe(0, replace(sums(1e-7), largest=float("nan")))

@@ -17,8 +17,8 @@ from pa_npu.control.messages import DISPATCHED, Dispatched, DispatchedGroup
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.trainer.agreement import Agreement
-from pa_npu.trainer.checks import IterationChecks
 from pa_npu.trainer.exactly_once import check_dispatched, check_trained
+from pa_npu.trainer.loop import IterationChecks
 from tests.helpers.backend import Source, make_learner
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model

@@ -12,22 +12,19 @@ import torch
 
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.objective import TrainedResponse
-from pa_npu.algorithm.update_sums import ProbeResult
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport, CheckpointReport, IterationReport, ProbeReport
-from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Update
 from tests.helpers.megatron import PLATFORM, model_config
 from tests.helpers.models import make_model
 from tests.helpers.reports import update_report
-from tests.helpers.trainer_rank import make_groups
 
 # these import megatron, which the helper above has prepared
 from pa_npu.trainer import loop  # isort: skip
-from pa_npu.trainer.checks import IterationChecks
+from pa_npu.trainer.loop import IterationChecks
 
-from pa_npu.trainer.profiling import IterationProfiler  # isort: skip
+from pa_npu.trainer.loop import IterationProfiler  # isort: skip
 
 
 class OneLayerLearner:
@@ -38,7 +35,7 @@ class OneLayerLearner:
         return []
 
     def step(self) -> Update:
-        return Update(update_report(), DifferenceSums(), True, ProbeResult(0.0, DifferenceSums()), 1.0)
+        return Update(update_report(), DifferenceSums(), True, DifferenceSums(), 1.0)
 
     backend = SimpleNamespace(export=lambda *_: None)
 
@@ -70,9 +67,8 @@ class NoCheckpoints:
 
 
 class NoChecks(IterationChecks):
-    def __init__(self) -> None: ...
-
-    def measure(self, *_: Any) -> None: ...
+    def __init__(self) -> None:
+        self.agreement: Any = SimpleNamespace(measure=lambda *_: None, check_probe=lambda *_: None)
 
     def __call__(self, *_: Any) -> AgreementReport:
         return AgreementReport()
@@ -82,7 +78,7 @@ class NoMicrobatches:
     first = None
 
     def updates(self, number: int) -> list[Any]:
-        return [build_microbatches(make_groups(0, 1, 2, 0)[0], 2, True, 1)]
+        return [self] * number
 
     def finish(self) -> None: ...
 

@@ -9,7 +9,7 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import EngineSettings, RolloutConfig
-from pa_npu.control.software import EngineRunsOn, RunsOn
+from pa_npu.control.messages import EngineRunsOn, RunsOn
 from pa_npu.dispatch.schedule import Reach, Schedule, same_windows, with_own_windows
 from pa_npu.engines.membership import Member
 from pa_npu.engines.pool import EnginePool

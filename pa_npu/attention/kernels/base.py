@@ -7,8 +7,7 @@ from typing import Protocol
 
 import torch
 
-from pa_npu.attention.layout import PrefixLayout
-from pa_npu.attention.plan import CrossCall, Rows, VarlenCall
+from pa_npu.attention.layout import CrossCall, PrefixLayout, Rows, VarlenCall
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +32,7 @@ class VarlenKernel(Protocol):
     """
 
     name: str
-    per_depth: bool  # whether the merge plan should have one cross call per depth (see plan.merge_plan)
+    per_depth: bool  # whether the merge plan should have one cross call per depth (see layout.merge_plan)
 
     def prefers_gather(self, layout: PrefixLayout) -> bool:
         """Whether the gather form is faster than the merge form, by measurement on this platform."""
@@ -78,3 +77,13 @@ def merge_lse(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse
     else:
         rows.put_(out, torch.lerp(old.to(weight.dtype), part.to(weight.dtype), weight).to(out.dtype))
     rows.put_(lse, torch.logaddexp(old_lse, part_lse))
+
+
+class MergesByLse:
+    """Merging of kernels whose stats are (log-sum-exp [rows, heads],)."""
+
+    def merge(self, running: Partial, part: Partial, cross: CrossCall) -> None:
+        merge_lse(running.out, running.stats[0], part.out, part.stats[0], cross.q_rows)
+
+    def select(self, running: Partial, cross: CrossCall) -> Partial:
+        return Partial(cross.q_rows.take(running.out), (cross.q_rows.take(running.stats[0]),), cross.call)

@@ -6,9 +6,8 @@ from functools import cache
 
 import torch
 
-from pa_npu.attention.kernels.base import Partial, merge_lse
-from pa_npu.attention.layout import PrefixLayout
-from pa_npu.attention.plan import CrossCall, Run, VarlenCall
+from pa_npu.attention.kernels.base import MergesByLse, Partial
+from pa_npu.attention.layout import PrefixLayout, Run, VarlenCall
 
 # Elements: 1 MiB in fp32.
 _LARGEST_KEPT_MASK = 2**18
@@ -16,7 +15,7 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class CpuFlash:
+class CpuFlash(MergesByLse):
     """Stats are (log-sum-exp [rows, heads],).
 
     Two traps of the operator: its causal mask is aligned top-left, so unequal lengths need an explicit mask; an empty
@@ -44,12 +43,6 @@ class CpuFlash:
             outs.append(_unbatch(out))
             lses.append(lse.transpose(1, 2).flatten(0, 1))
         return Partial(_join(outs), (_join(lses),), call)
-
-    def merge(self, running: Partial, part: Partial, cross: CrossCall) -> None:
-        merge_lse(running.out, running.stats[0], part.out, part.stats[0], cross.q_rows)
-
-    def select(self, running: Partial, cross: CrossCall) -> Partial:
-        return Partial(cross.q_rows.take(running.out), (cross.q_rows.take(running.stats[0]),), cross.call)
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: Partial, scale: float

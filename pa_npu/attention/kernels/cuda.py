@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from pa_npu.attention.kernels.base import Partial, merge_lse
-from pa_npu.attention.layout import PrefixLayout
-from pa_npu.attention.plan import CrossCall, VarlenCall
+from pa_npu.attention.layout import CrossCall, PrefixLayout, VarlenCall
 from pa_npu.errors import UserError
 
 # Positional arguments, the same from torch 2.7 to 2.13. Later versions add keywords with defaults to the forward and

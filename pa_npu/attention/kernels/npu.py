@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from pa_npu.attention.kernels.base import Partial
-from pa_npu.attention.layout import PrefixLayout
+from pa_npu.attention.layout import CrossCall, PrefixLayout, VarlenCall
 from pa_npu.attention.lse_merge import lse_merge_
-from pa_npu.attention.plan import CrossCall, VarlenCall
 from pa_npu.errors import UserError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

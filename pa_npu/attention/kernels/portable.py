@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from pa_npu.attention.kernels.base import Partial, merge_lse
-from pa_npu.attention.layout import PrefixLayout
-from pa_npu.attention.plan import CrossCall, Run, VarlenCall
+from pa_npu.attention.kernels.base import MergesByLse, Partial
+from pa_npu.attention.layout import PrefixLayout, Run, VarlenCall
 
 MAX_SCORES = 2**26  # elements of a block of scores (256 MiB in fp32); longer queries are taken in blocks
 
 
-class Portable:
+class Portable(MergesByLse):
     """Stats are (log-sum-exp [rows, heads],). Any device and floating dtype; scores and sums in fp32, fp64 for fp64.
 
     The backward is that of FlashAttention (Dao et al. 2022, algorithm 4) without the tiling over keys.
@@ -38,12 +37,6 @@ class Portable:
                 _put(out, run, first, stop, block)
                 _put(lse, run, first, stop, block_lse)
         return Partial(out, (lse,), call)
-
-    def merge(self, running: Partial, part: Partial, cross: CrossCall) -> None:
-        merge_lse(running.out, running.stats[0], part.out, part.stats[0], cross.q_rows)
-
-    def select(self, running: Partial, cross: CrossCall) -> Partial:
-        return Partial(cross.q_rows.take(running.out), (cross.q_rows.take(running.stats[0]),), cross.call)
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: Partial, scale: float

@@ -16,8 +16,7 @@ from pa_npu.backends.fsdp.lora import PREFIX, Adapted
 from pa_npu.backends.fsdp.optimizer import local
 from pa_npu.backends.fsdp.weights import Rows, rows_of
 from pa_npu.errors import DataError
-from pa_npu.families.model_directory import weight_files
-from pa_npu.families.safetensors_header import read_header
+from pa_npu.families.model_directory import read_header, weight_files
 from pa_npu.families.wire_names import WireWeight
 from pa_npu.weight_transfer.adapters import Base, StoredWeight, merge, stored_digest
 

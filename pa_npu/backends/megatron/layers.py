@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import (
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
 from pa_npu.backends.megatron.experts import MixtureMLP
 from pa_npu.backends.megatron.replay import Replay
-from pa_npu.families.rope import Rope
+from pa_npu.families.shape import Rope
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import FusedOps
 

@@ -110,19 +110,10 @@ def replica_links(platform: Platform, device: torch.device, timeout_s: float) ->
     if mesh.replica_size == 1:
         return None
     timeout = datetime.timedelta(seconds=platform.group_timeout_s(timeout_s))
-    found: dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup | None]] = {}
-    for replica in range(mesh.data):
-        with_loss = mesh.loss_ranks(replica)
-        group = dist.new_group(list(mesh.replica(replica)), timeout=timeout)
-        loss = dist.new_group(list(with_loss), timeout=timeout) if mesh.pipeline > 1 else None
-        found[replica] = group, loss if here.rank in with_loss else None
-    group, loss = found[here.replica]
-    # communicators come into being with their first collective: here, in one order on all ranks, not beside training's first ones
-    for made in (group, loss):
-        if made is not None:
-            dist.all_reduce(torch.zeros(1, device=device), group=made)
-    tensor_ranks = tensor_group() if mesh.tensor > 1 else None
-    return ReplicaLinks(group, loss, tensor_ranks, mesh, platform.detached_stream)
+    group = [dist.new_group(list(mesh.replica(n)), timeout=timeout) for n in range(mesh.data)][here.replica]
+    # a communicator comes into being with its first collective: here, on all ranks, not beside training's first ones
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return ReplicaLinks(group, tensor_group() if mesh.tensor > 1 else None, mesh, platform.detached_stream)
 
 
 def pipeline_group() -> dist.ProcessGroup:

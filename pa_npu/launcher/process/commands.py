@@ -13,8 +13,7 @@ from typing import Literal
 import psutil
 
 from pa_npu.config.schema import Config
-from pa_npu.control.channel import attempt_prefix
-from pa_npu.control.store_server import ADDRESS_VARIABLE
+from pa_npu.control.channel import ADDRESS_VARIABLE, attempt_prefix
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.registry import engine_kind
 from pa_npu.families.spec import ModelSpec

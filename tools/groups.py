@@ -1,0 +1,36 @@
+"""A group put together from arrays of prompt and responses, for benchmarks and tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pa_npu.samples.group import Group
+from pa_npu.samples.types import SampleBuilder
+
+
+def group_of_responses(
+    *,
+    iteration: int,
+    version: int,
+    index: int,
+    prompt_id: int,
+    prompt_tokens: np.ndarray,
+    response_tokens: np.ndarray,
+    response_lengths: np.ndarray,
+    logprobs: np.ndarray,
+    rewards: np.ndarray,
+    advantages: np.ndarray,
+    finished: np.ndarray,
+    run_seed: int = 0,
+) -> Group:
+    """One prompt with G responses, which stand one after another in response_tokens and logprobs."""
+    ends = np.cumsum(response_lengths)[:-1]
+    samples = []
+    for number, (tokens, sampled) in enumerate(
+        zip(np.split(response_tokens, ends), np.split(logprobs, ends), strict=True)
+    ):
+        sample = SampleBuilder(prompt_tokens)
+        sample.write(tokens, sampled, version)
+        samples.append(sample.finish(bool(finished[number]), ""))
+    identity = {"run_seed": run_seed, "iteration": iteration, "index": index, "prompt_id": prompt_id}
+    return Group.of_samples(samples, rewards, advantages, **identity)
