@@ -21,7 +21,7 @@ from typing import IO
 
 from pa_npu.control import keeper
 from pa_npu.errors import PaNpuError, printable
-from pa_npu.launcher.process.commands import Command, Startable
+from pa_npu.launcher.process.commands import Command, Role, Startable
 from pa_npu.launcher.process.log_tail import last_lines
 from pa_npu.launcher.process.processes import Process as AnyProcess
 from pa_npu.telemetry.logs import LAST_ERROR
@@ -90,6 +90,7 @@ class ProcessTree:
     def __init__(self, log_dir: Path, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """grace_s: from SIGTERM to SIGKILL. hurry: asked while stopping; true ends the grace."""
         self.processes: list[Process] = []
+        self.build: Callable[[Role], Command] | None = None  # the commands of the roles that are started here
         self._log_dir = log_dir
         self._grace_s = grace_s
         self._hurry = hurry
@@ -148,8 +149,9 @@ class ProcessTree:
         return True
 
     def launch(self, command: Startable) -> Process:
-        if not isinstance(command, Command):
-            raise TypeError(f"{command.name} is for node {command.node}, not for this one")
+        if isinstance(command, Role):
+            assert self.build is not None, f"{command.name} is for node {command.node}, not for this one"
+            command = self.build(command)
         return self.start(command.name, command.argv, command.env, command.cores, command.scratch_env)
 
     def ended(self) -> list[Process]:
