@@ -31,7 +31,7 @@ from pa_npu.control.channel import StoreChannel, attempt_prefix, connect, host_s
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.errors import ConfigError, DataError
-from pa_npu.launcher.cluster.local import Cluster, LocalCluster
+from pa_npu.launcher.cluster.cluster import Cluster, local_cluster
 from pa_npu.launcher.cluster.ray_cluster import ray_cluster
 from pa_npu.launcher.cluster.ray_connection import RayConnection, connected
 from pa_npu.launcher.engine_key import engine_key, key_file, run_key_file
@@ -116,8 +116,8 @@ def _open_cluster(
 ) -> Iterator[Cluster | None]:
     """Opens the machine or the cluster for engines and trainers; None if a signal came before all nodes were there."""
     if connection is None:
-        assert findings.spec and findings.placement
-        yield LocalCluster(config, findings.spec, platform, findings.placement, local, store, key)
+        assert findings.placement
+        yield local_cluster(config, platform, findings.placement, local, store, key)
         return
     with ray_cluster(config, platform, connection, local, store, console, signals) as cluster:
         yield cluster
@@ -126,7 +126,7 @@ def _open_cluster(
 def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
     """Start everything and see it through."""
     config, console, cluster = plan.config, plan.console, plan.cluster
-    engines = [] if config.rollout.attach else list(cluster.engines())
+    engines = cluster.engines()
     urls = [cluster.engine_url(engine) for engine in engines] or list(config.rollout.attach)
     roster = announce(config, plan.store, urls, plan.key)
     console.say(f"engines can join with: pa-npu join {plan.store.address}")

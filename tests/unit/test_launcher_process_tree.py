@@ -247,25 +247,16 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path, number: signal.Signals
 @pytest.mark.parametrize(
     ("code", "expected"), [("pass", 0), ("raise SystemExit(7)", 7), ("os.kill(os.getpid(), 9)", -9)]
 )
-def test_a_stopped_keeper_does_not_hide_its_commands_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, expected: int
-) -> None:
+def test_a_stopped_keeper_does_not_hide_its_commands_end(tmp_path: Path, code: str, expected: int) -> None:
     """The keeper is stopped while its command works; the command's own end comes out, and nothing is left."""
-    monkeypatch.setattr("pa_npu.launcher.process.kept_command._LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr("pa_npu.launcher.process.kept_command.LEFT_LYING_S", 0.2)
     go = tmp_path / "go"
     program = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n{code}"
     with ProcessTree(tmp_path / "logs", 1.0) as tree:
         process = tree.start("trainer-0", [sys.executable, "-S", "-c", program], dict(os.environ))
-        deadline = time.monotonic() + 20
-        while process.command._found is None:
-            assert process.exit_code is None and time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: keeper.descendants(process.popen.pid) != [], "the keeper has started its command")
         os.kill(process.popen.pid, signal.SIGSTOP)
         go.touch()
-        while process.exit_code is None:
-            assert time.monotonic() < deadline, "the launcher would wait for ever"
-            time.sleep(0.01)
+        wait_until(lambda: process.exit_code is not None, "the launcher would wait for ever", timeout_s=20.0)
         assert process.exit_code == expected
         assert process.describe_end() == ("killed by SIGKILL" if expected < 0 else f"exit code {expected}")
         assert tree.ended() == [process]

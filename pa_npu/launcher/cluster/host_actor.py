@@ -18,16 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.config.load import load_tree
-from pa_npu.config.schema import Config
 from pa_npu.errors import BAD_INPUT, PaNpuError, UserError
-from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.cluster.node_report import NodeReport, all_versions, differing_versions, inspect_node
 from pa_npu.launcher.engine_key import run_key
-from pa_npu.launcher.placement import Placement, engine_ports
-from pa_npu.launcher.process.commands import Command, Role, Store, engine_command, trainer_command
+from pa_npu.launcher.process.commands import Command, NodeCommands, Role, Store
 from pa_npu.launcher.process.process_tree import GRACE_S, Process, ProcessTree
 from pa_npu.launcher.run_checks import check_share, resolve_device
-from pa_npu.platform.base import Platform
 
 _TICK_S = 0.05
 _LOG_LINES = 20
@@ -58,7 +54,6 @@ class HostActor:
         self._lock = threading.Lock()
         self._hurry = False
         self._tree: ProcessTree | None = None
-        self._build: Callable[[Role], Command] | None = None
         self._processes: dict[int, Process] = {}
         self._ended: list[tuple[int, int, list[str]]] = []
 
@@ -94,24 +89,23 @@ class HostActor:
         report = inspect_node(config, platform, share, int(order["node"]), str(order["token"]))
         if report.problems:
             return report
-        ports = [] if config.rollout.attach else engine_ports(config, share.engines)
         store = Store(str(order["store"][0]), int(order["store"][1]))
-        commands = NodeCommands(config, platform, share, store, int(order["node"]), ports)
+        commands = NodeCommands(config, platform, share, store, int(order["node"]), lambda: run_key(config))
         self.make_ready(Path(config.run.dir) / "logs", commands)
-        return replace(report, ports=ports)
+        return replace(report, ports=list(commands.ports.values()))
 
     def make_ready(self, log_dir: Path, build: Callable[[Role], Command]) -> None:
         """From now on roles can be started. build: the command of a role."""
         self._tree = ProcessTree(log_dir, self._grace_s, lambda: self._hurry)
-        self._build = build
+        self._tree.build = build
 
     def start(self, number: int, role: dict[str, Any]) -> None:
         """Start a role; `number` is the launcher's name for this start. A failure is told as the process's end."""
-        assert self._tree and self._build
+        assert self._tree
         named = Role(**role)
         try:
             with self._lock:
-                self._processes[number] = self._tree.launch(self._build(named))
+                self._processes[number] = self._tree.launch(named)
         except UserError as error:
             self._ended.append((number, BAD_INPUT, [str(error)]))
         except (PaNpuError, OSError) as error:
@@ -167,36 +161,3 @@ def _enter(directory: str) -> None:
             f"the launcher's working directory {directory} is not there ({error.strerror}); start the run in a directory that all "
             f"nodes share"
         ) from None
-
-
-class NodeCommands:
-    """The commands of the roles that a node has."""
-
-    def __init__(
-        self, config: Config, platform: Platform, share: Placement, store: Store, node: int, ports: list[int]
-    ) -> None:
-        self._config = config
-        self._platform = platform
-        self._share = share
-        self._store = store
-        self._node = node
-        self._ports = dict(zip(share.engines, ports, strict=False))
-
-    def __call__(self, role: Role) -> Command:
-        """Raises UserError for a role that this node does not have, or without the engines' key."""
-        return _without_ray(self._command(role))
-
-    def _command(self, role: Role) -> Command:
-        if role.kind == "trainer" and role.index in self._share.ranks:
-            store = Store(self._store.host, self._store.port, role.attempt)
-            return trainer_command(self._config, self._platform, self._share, store, role.index, self._node)
-        if role.kind == "engine" and role.index in self._ports:
-            spec, port = ModelSpec.of(self._config), self._ports[role.index]
-            key = run_key(self._config)
-            return engine_command(self._config, spec, self._platform, self._share, role.index, port, key)
-        raise UserError(f"{role.name} is not of node {self._node}")
-
-
-def _without_ray(command: Command) -> Command:
-    """A process that finds Ray's variables would take itself for one of its workers."""
-    return replace(command, env={name: value for name, value in command.env.items() if not name.startswith("RAY_")})

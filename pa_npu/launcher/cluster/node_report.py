@@ -6,7 +6,6 @@ directory, which every node must find there: that is how a directory is known to
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import socket
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu import __version__
+from pa_npu.checkpoints.provenance import model_fingerprint
 from pa_npu.config.schema import Config
 from pa_npu.errors import PaNpuError, UserError
 from pa_npu.launcher.placement import Placement
@@ -66,11 +66,11 @@ def all_versions() -> dict[str, str]:
 
 def inspect_node(config: Config, platform: Platform, share: Placement, node: int, token: str) -> NodeReport:
     """Everything that can be wrong with this node; `share` is what the run has on it. The config has this node's address."""
-    found = (_shared_directory(config, node, token), _ports(config, share))
+    found, model = (_shared_directory(config, node, token), _ports(config, share)), Path(config.model.path)
     return NodeReport(
         host=socket.gethostname(),
         address=config.placement.address,
-        model=_model_fingerprint(Path(config.model.path)),
+        model=model_fingerprint(model) if (model / "config.json").is_file() else "",
         versions=all_versions(),
         problems=[problem for problem in found if problem],
         notes=[*trainer_problems(platform.name), *device_notes(platform, share)],
@@ -123,14 +123,3 @@ def _ports(config: Config, share: Placement) -> str | None:
     except PaNpuError as error:
         return str(error)
     return None
-
-
-def _model_fingerprint(directory: Path) -> str:
-    """Digests config.json's content and the weight files' names and sizes; empty if there is no model."""
-    config = directory / "config.json"
-    if not config.is_file():
-        return ""
-    digest = hashlib.sha256(config.read_bytes())
-    for file in sorted(directory.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-    return digest.hexdigest()[:16]

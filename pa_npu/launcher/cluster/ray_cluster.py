@@ -16,12 +16,13 @@ from pathlib import Path
 from pa_npu.checkpoints.provenance import config_tree
 from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
+from pa_npu.launcher.cluster.cluster import Cluster
 from pa_npu.launcher.cluster.host_actor import forwarded_environment
 from pa_npu.launcher.cluster.node_report import TOKEN_FILE, all_versions, inspect_node, leave_token
 from pa_npu.launcher.cluster.ray_connection import HostFailed, HostGone, RayConnection
 from pa_npu.launcher.cluster.ray_nodes import Node, NodesMissing, RayNodes
 from pa_npu.launcher.placement import Placement, place_extra_engine, place_nodes
-from pa_npu.launcher.process.commands import Role, Startable, Store, engine_url
+from pa_npu.launcher.process.commands import Role, Startable, Store
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.log_tail import last_lines
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree, describe_end
@@ -145,6 +146,23 @@ class RayProcesses:
         keys = [key for key in self._running if key[0] == node.number]
         _lose([self._running.pop(key) for key in keys], f"lost with {node.name}")
 
+    def listens(self, engine: Role) -> tuple[str, int]:
+        """Host and port of an engine, as its node has reported them."""
+        node = self._node_of(engine)
+        assert node.report is not None
+        return node.report.address, node.report.ports[node.share.engines.index(engine.index)]
+
+    def await_nodes(self) -> None:
+        """Until there is a node for each trainer, and one for an engine. Raises Failure after placement.join_timeout_s."""
+        nodes = [node for node in self.nodes.nodes if node.share.ranks]
+        hosts = [node for node in self.nodes.nodes if node.share.engines]
+        if hosts and not any(node.present for node in hosts):
+            nodes += [node for node in hosts if node.extra is None and node not in nodes]
+        try:
+            self.nodes.await_present(nodes, patient=True)
+        except NodesMissing as error:
+            raise Failure(str(error)) from None
+
     def _node_of(self, role: Role) -> Node:
         return self.nodes.nodes[role.node]
 
@@ -171,48 +189,6 @@ class RayProcesses:
             time.sleep(0.02)
         self._connection.done(pending, max(0.0, deadline - time.monotonic()))
         _lose([process for process in processes if process.code is None], "its node did not say that it ended")
-
-
-@dataclass(frozen=True)
-class RayCluster:
-    """The roles of a run by node."""
-
-    config: Config
-    processes: RayProcesses
-
-    def engines(self) -> list[Role]:
-        return [] if self.config.rollout.attach else self._roles("engine", 0, extra=False)
-
-    def extra_engines(self) -> list[Role]:
-        return self._roles("engine", 0, extra=True)
-
-    def trainers(self, attempt: int) -> list[Role]:
-        return self._roles("trainer", attempt, extra=False)
-
-    def engine_url(self, engine: Startable) -> str:
-        assert isinstance(engine, Role)
-        node = self.processes.nodes.nodes[engine.node]
-        assert node.report is not None
-        return engine_url(node.report.address, node.report.ports[node.share.engines.index(engine.index)])
-
-    def await_nodes(self) -> None:
-        nodes = [node for node in self.processes.nodes.nodes if node.share.ranks]
-        hosts = [node for node in self.processes.nodes.nodes if node.share.engines]
-        if hosts and not any(node.present for node in hosts):
-            nodes += [node for node in hosts if node.extra is None and node not in nodes]
-        try:
-            self.processes.nodes.await_present(nodes, patient=True)
-        except NodesMissing as error:
-            raise Failure(str(error)) from None
-
-    def _roles(self, kind: str, attempt: int, *, extra: bool) -> list[Role]:
-        roles = [
-            Role(node.number, "engine" if kind == "engine" else "trainer", index, attempt)
-            for node in self.processes.nodes.nodes
-            if (node.extra is not None) == extra
-            for index in (node.share.engines if kind == "engine" else node.share.ranks)
-        ]
-        return sorted(roles, key=lambda role: role.index)
 
 
 def wanted_nodes(config: Config, platform: Platform) -> list[Node]:
@@ -242,7 +218,7 @@ def ray_cluster(
     store: Store,
     console: Console,
     signals: StopSignals,
-) -> Iterator[RayCluster | None]:
+) -> Iterator[Cluster | None]:
     """The cluster with its nodes present, all of which are given back in the end; None when a signal came first.
 
     Raises UserError when the cluster does not give what the run needs, or a node cannot take part.
@@ -269,7 +245,9 @@ def ray_cluster(
                 ready = processes.nodes.reserve() and processes.nodes.await_present(fixed, patient=False)
             except NodesMissing as error:
                 raise UserError(str(error)) from None
-            yield RayCluster(config, processes) if ready else None
+            shares = [node.share for node in nodes]
+            cluster = Cluster(config, processes, shares, len(fixed), processes.listens, processes.await_nodes)
+            yield cluster if ready else None
             processes.stop()
         finally:
             processes.nodes.close()

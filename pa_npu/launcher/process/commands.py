@@ -6,7 +6,8 @@ import ipaddress
 import os
 import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,8 +17,9 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import ADDRESS_VARIABLE, attempt_prefix
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.registry import engine_kind
+from pa_npu.errors import UserError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.launcher.placement import Placement, visible_devices
+from pa_npu.launcher.placement import Placement, engine_ports, visible_devices
 from pa_npu.platform.base import Platform
 from pa_npu.weight_transfer import collectives
 
@@ -112,6 +114,38 @@ def trainer_command(
     env[ADDRESS_VARIABLE] = config.placement.address  # this node's; config.yaml has the launcher's
     argv = (sys.executable, "-m", "pa_npu.trainer.main", "--config", _config_file(config))
     return Command(f"trainer-{rank}", argv, env, placement.trainer_cores[local])
+
+
+class NodeCommands:
+    """The commands of the roles that a node has. ports: of its engines, by index. key: asked for when an engine starts."""
+
+    def __init__(
+        self, config: Config, platform: Platform, share: Placement, store: Store, node: int, key: Callable[[], str]
+    ) -> None:
+        self.ports = (
+            {} if config.rollout.attach else dict(zip(share.engines, engine_ports(config, share.engines), strict=True))
+        )
+        self._config = config
+        self._platform = platform
+        self._share = share
+        self._store = store
+        self._node = node
+        self._key = key
+
+    def __call__(self, role: Role) -> Command:
+        """Raises UserError for a role that this node does not have, or without the engines' key."""
+        command = self._command(role)
+        # a process that finds Ray's variables would take itself for one of its workers
+        return replace(command, env={name: value for name, value in command.env.items() if not name.startswith("RAY_")})
+
+    def _command(self, role: Role) -> Command:
+        here = (self._config, self._platform, self._share)
+        if role.kind == "trainer" and role.index in self._share.ranks:
+            return trainer_command(*here, replace(self._store, attempt=role.attempt), role.index, self._node)
+        if role.kind == "engine" and role.index in self.ports:
+            spec = ModelSpec.of(self._config)
+            return engine_command(self._config, spec, *here[1:], role.index, self.ports[role.index], self._key())
+        raise UserError(f"{role.name} is not of node {self._node}")
 
 
 def _config_file(config: Config) -> str:

@@ -14,15 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from pa_npu.control import keeper
 from pa_npu.errors import PaNpuError, printable
-from pa_npu.launcher.process.commands import Command, Startable
-from pa_npu.launcher.process.kept_command import KeptCommand
+from pa_npu.launcher.process.commands import Command, Role, Startable
 from pa_npu.launcher.process.log_tail import last_lines
 from pa_npu.launcher.process.processes import Process as AnyProcess
 from pa_npu.telemetry.logs import LAST_ERROR
@@ -53,28 +52,14 @@ class Process:
     popen: subprocess.Popen[bytes]
     last_error: IO[bytes]
     scratch: Path | None = None
-    command: KeptCommand = field(init=False)
-    adopted_code: int | None = None
-
-    def __post_init__(self) -> None:
-        self.command = KeptCommand(self.popen.pid)
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs; negative for a signal."""
-        if self.adopted_code is not None:
-            return self.adopted_code
         code = self.popen.poll()
-        if code is None and self.command.is_left_lying():
-            self.adopted_code = self._take_over()
-            return self.adopted_code
+        if code is None:
+            self.popen.send_signal(signal.SIGCONT)  # a keeper that was stopped would hide its command's end
         return code
-
-    def _take_over(self) -> int:
-        """The end of a command whose keeper does not reap it: with the keeper gone, the command is this process's to reap."""
-        self.popen.kill()
-        self.popen.wait()
-        return self.command.reap()
 
     def describe_end(self) -> str:
         """For example "exit code 1" or "killed by SIGKILL"."""
@@ -105,6 +90,7 @@ class ProcessTree:
     def __init__(self, log_dir: Path, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
         """grace_s: from SIGTERM to SIGKILL. hurry: asked while stopping; true ends the grace."""
         self.processes: list[Process] = []
+        self.build: Callable[[Role], Command] | None = None  # the commands of the roles that are started here
         self._log_dir = log_dir
         self._grace_s = grace_s
         self._hurry = hurry
@@ -163,8 +149,9 @@ class ProcessTree:
         return True
 
     def launch(self, command: Startable) -> Process:
-        if not isinstance(command, Command):
-            raise TypeError(f"{command.name} is for node {command.node}, not for this one")
+        if isinstance(command, Role):
+            assert self.build is not None, f"{command.name} is for node {command.node}, not for this one"
+            command = self.build(command)
         return self.start(command.name, command.argv, command.env, command.cores, command.scratch_env)
 
     def ended(self) -> list[Process]:

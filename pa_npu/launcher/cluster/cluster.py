@@ -1,0 +1,75 @@
+"""The machines that engines and trainer ranks run on: which roles of a run there are, by node, and the addresses of engines.
+
+The coordinator is not a cluster's business: it always runs beside the launcher, as the run's store does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pa_npu.config.schema import Config
+from pa_npu.launcher.placement import Placement
+from pa_npu.launcher.process.commands import NodeCommands, Role, Startable, Store, engine_url
+from pa_npu.launcher.process.process_tree import ProcessTree
+from pa_npu.launcher.process.processes import Processes
+from pa_npu.platform.base import Platform
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Places for engines and trainer ranks.
+
+    Args:
+        config: the run's.
+        processes: all processes of the run, wherever they are; every role can be launched there.
+        shares: what of the run each node has; from `num_nodes` on those of nodes that come when there are free devices.
+        num_nodes: how many the run starts with.
+        listens: host and port of an engine; they change when a lost node is replaced by another.
+        await_nodes: called before coordinator and trainers are started again; returns when there is a node for each of
+            them, and raises Failure when that takes longer than placement.join_timeout_s.
+    """
+
+    config: Config
+    processes: Processes
+    shares: Sequence[Placement]
+    num_nodes: int
+    listens: Callable[[Role], tuple[str, int]]
+    await_nodes: Callable[[], None]
+
+    def engines(self) -> list[Role]:
+        """The engines that the run starts with, in order."""
+        return [] if self.config.rollout.attach else self._roles("engine", range(self.num_nodes))
+
+    def extra_engines(self) -> list[Role]:
+        """Engines that can be launched once there are free devices for them; until then `can_launch` says no."""
+        return self._roles("engine", range(self.num_nodes, len(self.shares)))
+
+    def trainers(self, attempt: int) -> list[Role]:
+        """The ranks of an attempt of the run, in order."""
+        return self._roles("trainer", range(self.num_nodes), attempt)
+
+    def engine_url(self, engine: Startable) -> str:
+        assert isinstance(engine, Role)
+        return engine_url(*self.listens(engine))
+
+    def _roles(self, kind: Literal["engine", "trainer"], nodes: range, attempt: int = 0) -> list[Role]:
+        roles = [
+            Role(node, kind, index, attempt)
+            for node in nodes
+            for index in (self.shares[node].engines if kind == "engine" else self.shares[node].ranks)
+        ]
+        return sorted(roles, key=lambda role: role.index)
+
+
+def local_cluster(
+    config: Config, platform: Platform, placement: Placement, tree: ProcessTree, store: Store, key: str
+) -> Cluster:
+    """This machine alone: every process is a child of the launcher. key: of the engines."""
+    commands = NodeCommands(config, platform, placement, store, 0, lambda: key)
+    tree.build = commands
+    host = config.placement.address
+    return Cluster(
+        config, tree, [placement], 1, lambda engine: (host, commands.ports[engine.index]), await_nodes=lambda: None
+    )
