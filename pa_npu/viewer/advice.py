@@ -121,7 +121,7 @@ def _window(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Ad
                 "window",
                 "The window holds the whole iteration",
                 f"rollout.window={window} takes all {sequences} sequences at once, so that groups end together and nothing "
-                f"overlaps; rollout.window=auto chooses by simulation.",
+                f"overlaps; rollout.window=auto chooses by prediction.",
             )
     if waste is not None and waste > MUCH_TAIL_WASTE:
         yield Advice(
