@@ -154,3 +154,7 @@ def _spec(path: str, where: str) -> ModelSpec:
 
 def _kind(name: str) -> str:
     return "cuda" if name in ("A100", "H100") else "cpu" if name == "a core" else "npu"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -64,7 +64,7 @@ def chosen(engines: Cluster, groups: list[VirtualGroup], places: int) -> Schedul
 def test_slower_engines_that_take_what_they_end_in_time_end_generation_near_its_bound(
     waves: int, speeds: tuple[float, ...]
 ) -> None:
-    """Lengths are known here; slower ones are taken to have two thirds of the time, as groups may become longer."""
+    """Lengths are known here, so that slower ones are taken to need no longer than is expected."""
     engines, ratios, plain = cluster(*speeds), [], []
     places = GROUPS // (len(speeds) * waves)
     for seed in range(8):
@@ -79,7 +79,7 @@ def test_slower_engines_that_take_what_they_end_in_time_end_generation_near_its_
         ratios.append(outcome.generated_s / bound)
         same = Schedule("longest-first", schedule.order, schedule.windows)
         plain.append(simulate(engines, groups, same).generated_s / bound)
-    assert np.mean(ratios) <= 1.2, ratios
+    assert np.mean(ratios) <= (1.1 if waves == 2 else 1.06), ratios
     if waves == 2:
         assert np.mean(plain) > np.mean(ratios) + 0.05, (
             "negative control: longest first alone gives slow engines long groups"

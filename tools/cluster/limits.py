@@ -16,9 +16,9 @@ from pa_npu.platform.typical import TypicalSpeed
 # The coordinator's processor time: per group, per response and per response token; per group and engine when a group is dispatched;
 # per engine at a border (a request to load, its answer, digests).
 _GROUP_S, _RESPONSE_S, _TOKEN_S, _ENGINE_CHOICE_S, _ENGINE_BORDER_S = 4e-4, 3e-5, 2.35e-7, 2.5e-7, 1.5e-3
-# Choosing the schedule of an iteration, beside training: no more than this share of it, whatever the cluster's size; and per group,
-# for making what is chosen and for learning, measured with 16,384 groups on 512 engines.
-_CHOICE_SHARE, _SCHEDULE_GROUP_S = 0.03, 1.1e-4
+# Choosing the schedule of an iteration, beside training, and learning from the one before, per group; measured with 16,384 groups on
+# 512 engines.
+_SCHEDULE_GROUP_S = 2e-4
 # Bytes of a token in the rollout buffer: its id, mask, log-prob, version and advantage.
 _TOKEN_BYTES = 17
 # Of the store's host: bytes per second through one thread, and connections that a process may have open by default.
@@ -47,7 +47,7 @@ def limits(config: Config, predicted: Predicted, response_tokens: float, typical
     group_s = _GROUP_S + responses * _RESPONSE_S + engines * _ENGINE_CHOICE_S
     ranks = config.trainer.devices
     bytes_read = predicted.tokens * _TOKEN_BYTES * (1 + config.trainer.pipeline_parallel)
-    choice_s = _CHOICE_SHARE * predicted.iteration_s + groups * _SCHEDULE_GROUP_S
+    choice_s = groups * _SCHEDULE_GROUP_S
     return [
         # one process, whose threads take turns
         Limit("coordinator: groups, and the next schedule", groups * group_s + tokens * _TOKEN_S + choice_s, False),

@@ -47,7 +47,7 @@ class ScheduleConfig(Section):
     dispatch: Literal["auto", "longest-first", "in-order"] = Field(
         "auto",
         description="Order in which prompts go to engines, by the length that earlier responses let expect; it changes no sample. "
-        "auto takes the order that lets the iteration end first, in a simulation of it.",
+        "auto goes longest first where engines are the slower side, else shortest first, and in order with schedule.order=prompt.",
     )
     dynamic_sampling: bool = Field(
         False,

@@ -92,7 +92,7 @@ class RolloutConfig(Section):
     window: Literal["auto"] | int = Field(
         "auto",
         description="Sequences in flight per engine; auto chooses them for each iteration, with turns and order of dispatch, by "
-        "simulating it with what was learned of engines, trainers and lengths.",
+        "predicting it with what was learned of engines, trainers and lengths.",
     )
     max_num_batched_tokens: int = Field(
         32768, ge=1, description="vLLM's token budget per step; no prompt may be chunked."

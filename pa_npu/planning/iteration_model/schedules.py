@@ -29,10 +29,10 @@ _TRAINERS_BOUND = 0.9
 # Trainers are taken to need so much of their time when turns are made, but for one engine whose groups are of one length: which
 # engine has how many groups is not known beforehand, and engines that stay a little ahead keep trainers busy.
 _SLACK = 0.95
-# For engines of unequal speed: the window, of the widest; the planned end over the bound; and the part of the time that slower
-# ones are taken to have, as groups may become longer than expected. In virtual time these were the best of 18, or within 2% of it,
-# in four clusters of two and four engines, with few waves and with many.
-_UNEQUAL_WINDOW, _UNEQUAL_END, _UNEQUAL_TIME = 0.75, 1.1, 0.65
+# For engines of unequal speed: the window, of the widest; the planned end over the bound; and by how many standard deviations of what
+# groups' longest responses are over what was expected slower ones are taken to need longer. In virtual time, on four clusters of two
+# and four engines with few waves and with many, within 2% of the best of 18 such choices.
+_UNEQUAL_WINDOW, _UNEQUAL_END, _UNEQUAL_DEVIATIONS = 0.75, 1.1, 2.0
 # The schedule before is kept, and the widest window taken, where another is predicted to be better by less.
 _BETTER = 0.99
 # In the first iteration engines that have room for nearly half of their share get what they have room for; and windows of fewer
@@ -69,7 +69,7 @@ def choose(
         varies: whether lengths differ from each other or from what was expected.
         last: the choice before, which is kept where nothing is better by 1%.
     """
-    found = _candidates(rules, cluster, outlook, expected, varies=varies)
+    found = _candidates(rules, cluster, outlook, expected, _spread(expected, draws) if varies else None)
     if last is not None:
         # what a step takes with far fewer sequences than were seen is extrapolated: one disturbed iteration can make small windows
         # look free, and the next border can go on from there
@@ -94,27 +94,30 @@ def flow_of(cluster: Cluster, groups: Sequence[VirtualGroup], schedule: Schedule
 
 
 def _candidates(
-    rules: Rules, cluster: Cluster, outlook: IterationOutlook, expected: Sequence[VirtualGroup], *, varies: bool
+    rules: Rules, cluster: Cluster, outlook: IterationOutlook, expected: Sequence[VirtualGroup], spread: float | None
 ) -> list[tuple[Schedule, int]]:
-    """(schedule, groups per engine), the usual one first."""
+    """(schedule, groups per engine), the usual one first. spread: of lengths over what is expected; None where none varies."""
+    varies = spread is not None
     longest = [group.longest for group in expected]
     most = most_places(rules, outlook, varies=varies)
     streams, alike = outlook.streams, not unequal(cluster)
 
-    def made(places: int, order: OrderName, name: str = "") -> Schedule:
+    def made(places: int, order: OrderName) -> Schedule:
         indices = tuple(dispatch_order(order, longest, rules.updates))
         at = {n: 1.0 / (s.step_s + s.sequence_s * places * rules.responses) for n, s in cluster.engines.items()}
         windows = windows_by_speed(at, places, most, rules.responses)
-        schedule = Schedule(name or _name(places, order), indices, (windows,))
+        schedule = Schedule(_name(places, order), indices, (windows,))
         return with_own_windows(schedule, outlook.windows)
 
     order = _order(rules, cluster, expected, most, streams, varies)
+    if not alike and spread is not None and rules.updates == 1 and order != "in-order":
+        places = math.ceil(_UNEQUAL_WINDOW * most) if rules.window == "auto" else rules.window // rules.responses
+        usual = made(places, "longest-first")
+        if rules.window != "auto":
+            usual = fixed_schedule(rules, outlook, rules.window, "longest-first")
+        return [(_with_reach(cluster, expected, usual, 1.0 + _UNEQUAL_DEVIATIONS * spread), places)]
     if rules.window != "auto":
         return [(fixed_schedule(rules, outlook, rules.window, order), rules.window // rules.responses)]
-    if not alike and varies and rules.updates == 1 and order != "in-order":
-        places = math.ceil(_UNEQUAL_WINDOW * most)
-        usual = made(places, "longest-first", _name(places, "longest-first, slower engines what they end in time"))
-        return [(_with_reach(cluster, expected, usual), places)]
     shares = _SHARES if varies and streams else _SHARES[:1]
     found = [(made(places, order), places) for places in dict.fromkeys(math.ceil(share * most) for share in shares)]
     if streams and alike and rules.updates == 1 and (rules.dispatch == "auto" or not varies):
@@ -194,15 +197,22 @@ def first_schedule(rules: Rules, outlook: IterationOutlook) -> Schedule:
     return with_own_windows(Schedule(f"{half}, then {_name(places, order)}", tuple(indices), windows), outlook.windows)
 
 
-def _with_reach(cluster: Cluster, expected: Sequence[VirtualGroup], schedule: Schedule) -> Schedule:
-    """`schedule`, whose order is longest first, with what slower engines take."""
+def _spread(expected: Sequence[VirtualGroup], draws: Sequence[Sequence[VirtualGroup]]) -> float:
+    """The standard deviation of groups' longest responses over what is expected of them."""
+    ratios = [drawn.longest / group.longest for groups in draws for drawn, group in zip(groups, expected, strict=False)]
+    return statistics.pstdev(ratios)
+
+
+def _with_reach(cluster: Cluster, expected: Sequence[VirtualGroup], schedule: Schedule, longer: float) -> Schedule:
+    """`schedule`, whose order is longest first, with what slower engines take, each so much longer than is expected."""
     size, lengths = len(expected[0].lengths), tuple(group.longest for group in expected)
     sequences = {name: min(schedule.windows[0].of(name), cluster.max_num_seqs) for name in cluster.engines}
     places = {name: max(1, count // size) for name, count in sequences.items()}
     token_s = {n: s.step_s + s.sequence_s * places[n] * size for n, s in cluster.engines.items()}
-    slower = {n: s / _UNEQUAL_TIME for n, s in token_s.items() if s >= EQUAL_SPEED * min(token_s.values())}
+    slower = {n: longer * s for n, s in token_s.items() if s >= EQUAL_SPEED * min(token_s.values())}
     end_s = _UNEQUAL_END * bound_s(lengths, {name: (token_s[name], places[name]) for name in places})
-    return Schedule(schedule.name, schedule.order, schedule.windows, reach=Reach(lengths, slower, end_s))
+    name = f"{schedule.name}, slower engines what they end in time"
+    return Schedule(name, schedule.order, schedule.windows, reach=Reach(lengths, slower, end_s))
 
 
 def bound_s(lengths: Sequence[float], places: Mapping[str, tuple[float, int]]) -> float:

@@ -3,7 +3,6 @@
 costs          what engines and trainers take for a piece of work, and how that goes over to another model, layout or device
 calibration    costs of one configuration, by published figures or fitted to records
 workload       prompts and lengths, assumed or like those that were seen
-virtual_run    some iterations of a configuration in virtual time, under the schedules that the run's own controller chooses
-divisions      how to divide a number of devices; limits: what there is only once, however many devices
-rehearsal      the plan's word on who would wait for whom
+virtual_run    some iterations of a configuration, under the schedules that its coordinator would choose
+divisions      how to divide a number of devices
 """
