@@ -30,6 +30,7 @@ REMOVED: dict[str, str] = {
     "rollout.probe_every_s": "use rollout.probe_timeout_s, in which an engine is probed twice",
     "rollout.restart_window_s": "rollout.restarts counts within an hour",
     "rollout.shared_engines": "use placement.colocate, with which every device decodes, then trains",
+    "rollout.too_long": "a group that is too long ends the run; raise rollout.request_timeout_s, or lower max_response_tokens",
     "rollout.top_k": "engines sample from the whole distribution, which trainers match exactly; use rollout.temperature",
     "rollout.top_p": "engines sample from the whole distribution, which trainers match exactly; use rollout.temperature",
     "run.restart_window_s": "run.restarts counts within an hour",

@@ -117,7 +117,6 @@ class GroupSession:
                         deadline_s=self._deadline_s,
                         probe_timeout_s=self._pool.probe_timeout_s,
                         what=self._what,
-                        cut=self._pool.cuts,
                     )
             except EngineGone as error:
                 if sends == _MAX_SENDS:
