@@ -9,7 +9,7 @@ REMOVED: dict[str, str] = {
     "algorithm.name=ppo": "use algorithm.name=critic-free-ppo; it always had the group's mean reward where PPO has a critic",
     "buffer.backend": "groups lie in the store, or with buffer.shards=node with the replicas that train them",
     "buffer.timeout_s": "with buffer.shards=node a shard has two minutes to take or give one group",
-    "checkpoint.asynchronous": "checkpoints are written while training goes on",
+    "checkpoint.asynchronous": "checkpoints are written while training goes on, each within checkpoint.timeout_s",
     "data.skip_after": "data.skip goes by the last epoch in which a prompt was asked",
     "data.skip_epochs": "data.skip passes over a prompt until fewer remain than an iteration takes",
     "environment.name=clients": "use environment.name=agents, whose programs ask the run's policy (docs/agents.md)",
@@ -19,7 +19,7 @@ REMOVED: dict[str, str] = {
     "placement.master_addr": "use placement.host",
     "placement.node_rank": "a cluster's nodes have no rank to set; use placement.cluster=ray",
     "publish.false_stop_rate": "use publish.noise_margin",
-    "publish.shared_through": "engines on the trainers' devices get weights through host memory, or with gloo in everyone's group",
+    "publish.shared_through": "engines of placement.colocate get weights through host memory, or with gloo in everyone's group",
     "reward.code.files_mib": "a program may write 16 MiB into files, and has reward.code.memory_mib beside them",
     "reward.code.output_kib": "a program may write 256 KiB of output, and of errors; reward.code.timeout_s ends it",
     "reward.code.processes": "a program may have 32 processes and threads, which share reward.code.memory_mib",
@@ -39,7 +39,7 @@ REMOVED: dict[str, str] = {
     "schedule.tokens_per_version": "a response is written by one version, up to rollout.max_response_tokens",
     "telemetry.samples_per_iteration": "use telemetry.samples",
     "telemetry.tensorboard": "use telemetry.trackers, such as [tensorboard] or []",
-    "trainer.expert_dispatch": "tokens go to the ranks that have their experts",
+    "trainer.expert_dispatch": "with trainer.expert_parallel tokens go to the ranks that have their experts",
 }
 
 
