@@ -47,7 +47,7 @@ from pa_npu.launcher.placement import free_ports
 from pa_npu.planning.prediction.calibration import Calibration
 from pa_npu.planning.prediction.virtual_run import Predicted, predict
 from pa_npu.planning.prediction.workload import Shape, Workload
-from pa_npu.platform.typical import published_speed
+from pa_npu.platform.typical import typical_speed
 from pa_npu.telemetry.metrics import read_records
 from tools.bench_schedule import MOST_OF_MEAN, drawn_lengths, median_for
 from tools.cluster.fit import against_itself, calibrate
@@ -193,7 +193,7 @@ def row_of(case: Case, predicted: Predicted, records: Sequence[dict[str, Any]]) 
 
 def predict_all(bench: Bench, directory: Path, cases: Sequence[Case]) -> dict[str, Predicted]:
     """By a case's name, from the records of the calibration run."""
-    typical = published_speed("cpu")
+    typical = typical_speed("cpu")
     run = read_run(directory)
     spec = ModelSpec.read(str(bench.model("small")))
     seen = seen_workload(run)
@@ -223,7 +223,7 @@ def predict_case(config: Config, spec: ModelSpec, case: Case, calibration: Calib
         lengths = [drawn_lengths(number, 0, RESPONSES, median, limit) for number in range(len(prompts))]
     shapes = tuple(Shape(prompt, tuple(group)) for prompt, group in zip(prompts, lengths, strict=True))
     workload = Workload(shapes, "measured")
-    return predict(config, spec, calibration, workload, published_speed("cpu"), streams=case.stream)
+    return predict(config, spec, calibration, workload, typical_speed("cpu"), streams=case.stream)
 
 
 class Bench:

@@ -20,7 +20,7 @@ from pa_npu.launcher.subcommands import configuration
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.prediction.calibration import published
 from pa_npu.planning.prediction.workload import assumed_workload
-from pa_npu.platform.typical import published_speed
+from tools.cluster.hardware import published_speed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.cluster.fit import against_itself, calibrate

@@ -53,7 +53,7 @@ CHANGES: dict[str, Change] = {
             "data": "test max_test_rows",
             "rollout": "backend engines max_engines attach engine_settings tensor_parallel python "
             "window max_num_batched_tokens max_num_seqs memory_fraction shared_memory_fraction sleep kv_cache_gib graph_mode "
-            "prefix_caching batch_invariant too_long extra_args env",
+            "prefix_caching batch_invariant extra_args env",
             "environment": "timeout_s",
             "agent": "container_options concurrent programs timeout_s output_kib",
             "reward": "timeout_s max_failing_share judge.url judge.on_failure code.memory_mib "

@@ -9,7 +9,7 @@ REMOVED: dict[str, str] = {
     "algorithm.name=ppo": "use algorithm.name=critic-free-ppo; it always had the group's mean reward where PPO has a critic",
     "buffer.backend": "groups lie in the store, or with buffer.shards=node with the replicas that train them",
     "buffer.timeout_s": "with buffer.shards=node a shard has two minutes to take or give one group",
-    "checkpoint.asynchronous": "checkpoints are written while training goes on",
+    "checkpoint.asynchronous": "checkpoints are written while training goes on, each within checkpoint.timeout_s",
     "data.skip": "use schedule.dynamic_sampling, which replaces groups that are all right or all wrong",
     "data.skip_after": "use schedule.dynamic_sampling, which replaces groups that are all right or all wrong",
     "data.skip_epochs": "use schedule.dynamic_sampling, which replaces groups that are all right or all wrong",
@@ -22,7 +22,7 @@ REMOVED: dict[str, str] = {
     "placement.master_addr": "use placement.host",
     "placement.node_rank": "a cluster's nodes have no rank to set; use placement.cluster=ray",
     "publish.false_stop_rate": "use publish.noise_margin",
-    "publish.shared_through": "engines on the trainers' devices get weights through host memory, or with gloo in everyone's group",
+    "publish.shared_through": "engines of placement.colocate get weights through host memory, or with gloo in everyone's group",
     "reward.code.files_mib": "a program may write 16 MiB into files, and has reward.code.memory_mib beside them",
     "reward.code.output_kib": "a program may write 256 KiB of output, and of errors; reward.code.timeout_s ends it",
     "reward.code.processes": "a program may have 32 processes and threads, which share reward.code.memory_mib",
@@ -33,6 +33,7 @@ REMOVED: dict[str, str] = {
     "rollout.probe_every_s": "use rollout.probe_timeout_s, in which an engine is probed twice",
     "rollout.restart_window_s": "rollout.restarts counts within an hour",
     "rollout.shared_engines": "use placement.colocate, with which every device decodes, then trains",
+    "rollout.too_long": "a group that is too long ends the run; raise rollout.request_timeout_s, or lower max_response_tokens",
     "rollout.top_k": "engines sample from the whole distribution, which trainers match exactly; use rollout.temperature",
     "rollout.top_p": "engines sample from the whole distribution, which trainers match exactly; use rollout.temperature",
     "run.restart_window_s": "run.restarts counts within an hour",
@@ -42,7 +43,7 @@ REMOVED: dict[str, str] = {
     "telemetry.samples_per_iteration": "use telemetry.samples",
     "telemetry.tensorboard": "use telemetry.trackers, such as [tensorboard] or []",
     "telemetry.tracker_python": "install trackers beside pa_npu; engines that need other versions have rollout.python",
-    "trainer.expert_dispatch": "tokens go to the ranks that have their experts",
+    "trainer.expert_dispatch": "with trainer.expert_parallel tokens go to the ranks that have their experts",
 }
 
 

@@ -7,7 +7,6 @@ from typing import Literal
 
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.sections import (
-    CUT_SHARE,
     LONGEST_JUDGE_PAUSE_S,
     SLOWEST_TOKEN_S,
     AgentConfig,
@@ -237,8 +236,8 @@ class ConfigTree(Section):
 
     @property
     def request_limit_s(self) -> float:
-        """The longest that a request is waited for on an engine that works, and where groups are cut, a second one."""
-        return request_limit_s(self.rollout.request_timeout_s, self.rollout.max_response_tokens, self.rollout.too_long)
+        """The longest that a request is waited for on an engine that works."""
+        return request_limit_s(self.rollout.request_timeout_s, self.rollout.max_response_tokens)
 
     @property
     def reward_limit_s(self) -> float:
@@ -363,12 +362,9 @@ class ConfigTree(Section):
         return self.placement.devices_per_node or self.num_devices // self.placement.nnodes
 
 
-def request_limit_s(request_timeout_s: float, max_response_tokens: int, too_long: str) -> float:
-    """Seconds that a request of this length may take; where groups are cut, with the time of a second one."""
-    limit_s = request_timeout_s + SLOWEST_TOKEN_S * max_response_tokens
-    if too_long != "cut":
-        return limit_s
-    return limit_s + request_timeout_s + SLOWEST_TOKEN_S * (max_response_tokens // CUT_SHARE)
+def request_limit_s(request_timeout_s: float, max_response_tokens: int) -> float:
+    """Seconds that a request of this length may take."""
+    return request_timeout_s + SLOWEST_TOKEN_S * max_response_tokens
 
 
 def reward_limit_s(reward: RewardConfig, responses: int) -> float:

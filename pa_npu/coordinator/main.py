@@ -100,9 +100,7 @@ async def run(config: Config) -> None:
         environment = make_environment(config, tokenizer)
         channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, limit_s), ROSTER_PREFIX), key or "")
-        pool = await stack.enter_async_context(
-            EnginePool((), config.rollout.probe_timeout_s, config.rollout.too_long == "cut", decoder(tokenizer))
-        )
+        pool = await stack.enter_async_context(EnginePool((), config.rollout.probe_timeout_s, decoder(tokenizer)))
         replays = sampling.routes is not None
         fleet = Fleet(config.rollout, pool, roster, lambda url: kind.client(url, spec.vocab_size, key), replays)
         await stack.enter_async_context(fleet)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.config.sections import CUT_SHARE, SLOWEST_TOKEN_S
+from pa_npu.config.sections import SLOWEST_TOKEN_S
 from pa_npu.control.tasks import cancel, gather
 from pa_npu.engines.handing_on import NOTHING, joined, left_of, written_of
 from pa_npu.engines.protocol import EngineError, EngineGone, Generation, RolloutEngine, Sampling
@@ -124,7 +123,6 @@ class GroupSession:
                         deadline_s=self._deadline_s,
                         probe_timeout_s=self._pool.probe_timeout_s,
                         what=self._what,
-                        cut=self._pool.cuts,
                     )
             except EngineGone as error:
                 if sends == _MAX_SENDS:
@@ -197,43 +195,18 @@ async def generate_patiently(
     deadline_s: float,
     probe_timeout_s: float,
     what: str,
-    cut: bool = False,
     written: npt.NDArray[np.int32] = NOTHING,
 ) -> list[Generation]:
     """engine.generate, and past deadline_s a probe: one that answers it has SLOWEST_TOKEN_S more for every token of a response.
 
-    written: as in RolloutEngine.generate. what: the group, for messages. cut: at the limit it is generated once more, with fewer
-    tokens: the beginnings of the same responses, which follow from the seed. Raises EngineGone when the engine does not answer the
+    written: as in RolloutEngine.generate. what: the group, for messages. Raises EngineGone when the engine does not answer the
     probe, GroupTooLong at the limit.
     """
     more = {"written": written} if len(written) else {}
-
-    def ask(sampling: Sampling, within_s: float) -> Awaitable[list[Generation]]:
-        return engine.generate(prompt_tokens, n, seed, sampling, deadline_s=within_s, **more)
-
-    try:
-        return await _until_limit(ask, engine, n, sampling, deadline_s, probe_timeout_s, what)
-    except GroupTooLong as error:
-        shorter = replace(sampling, max_tokens=sampling.max_tokens // CUT_SHARE)
-        if not cut or not shorter.max_tokens:
-            raise
-        reason = str(error).partition(";")[0]
-        logger.warning("%s; it is cut to %d tokens and generated again (rollout.too_long)", reason, shorter.max_tokens)
-        return await _until_limit(ask, engine, n, shorter, deadline_s, probe_timeout_s, f"{what}, cut,")
-
-
-async def _until_limit(
-    ask: Callable[[Sampling, float], Awaitable[list[Generation]]],
-    engine: RolloutEngine,
-    n: int,
-    sampling: Sampling,
-    deadline_s: float,
-    probe_timeout_s: float,
-    what: str,
-) -> list[Generation]:
     limit_s = deadline_s + SLOWEST_TOKEN_S * sampling.max_tokens
     # past the limit the task is cancelled here, so that its own deadline never comes first
-    task = asyncio.ensure_future(ask(sampling, 2 * limit_s))
+    asked = engine.generate(prompt_tokens, n, seed, sampling, deadline_s=2 * limit_s, **more)
+    task = asyncio.ensure_future(asked)
     try:
         await asyncio.wait({task}, timeout=deadline_s)
         if not task.done():
@@ -249,7 +222,7 @@ async def _until_limit(
             raise GroupTooLong(
                 f"{what} is too long: engine {engine.name} works, but has not finished {n} responses of up to "
                 f"{sampling.max_tokens} tokens within {limit_s:g} s; raise rollout.request_timeout_s (now {deadline_s:g}), "
-                f"lower rollout.window or rollout.max_response_tokens, or set rollout.too_long=cut"
+                f"or lower rollout.window or rollout.max_response_tokens"
             )
         return await task
     finally:

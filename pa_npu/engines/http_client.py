@@ -27,7 +27,7 @@ _READ_BUFFER_BYTES = 2**20
 _GET_TIMEOUT_S = 10.0
 _UNAUTHORISED = 401
 ANSWER_BYTES = 2**24
-"""Of an answer at most, where nothing else is said."""
+"""The size of an answer at most, where nothing else is said."""
 
 _E = TypeVar("_E", bound="HttpClient")
 

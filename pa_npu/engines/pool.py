@@ -127,19 +127,17 @@ class Lease:
 class EnginePool:
     """Several engines as one. Owns the clients: close it, or use `async with`.
 
-    probe_timeout_s: for an engine that has not answered by a request's deadline to show that it works. cuts: a group that is too
-    long anywhere is cut instead of ending the run. decode: for the text of responses that several engines wrote.
+    probe_timeout_s: for an engine that has not answered by a request's deadline to show that it works. decode: for the text of
+    responses that several engines wrote.
     """
 
     def __init__(
         self,
         engines: Sequence[RolloutEngine] = (),
         probe_timeout_s: float = 60.0,
-        cuts: bool = False,
         decode: Decode | None = None,
     ) -> None:
         self.probe_timeout_s = probe_timeout_s
-        self.cuts = cuts
         self.decode = decode
         self.continues = True
         """Whether every engine goes on with what another one has begun."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from pa_npu.errors import UserError
-
 # Of publish.bucket_mib=auto on accelerators. At 25 GB/s it is 2.7 ms on the wire, 27 times a collective's latency.
 LARGEST_BUCKET_BYTES = 64 * 2**20
 
@@ -51,7 +49,7 @@ class TypicalSpeed:
     source: str = ""
 
 
-# Peaks are the makers' for dense bf16; an Ascend 910C (A3) has two dies, each a device. A 7B engine on a 910B then has 18 ms +
+# Peaks are the makers' for dense bf16. A 7B engine on a 910B then has 18 ms +
 # 0.05 ms per sequence, which is arithmetic on these peaks and on assumed shares of them: nobody here has measured it, and
 # tools/plan_cluster.py takes a run's own figures instead. cpu: one core, measured with models of 0.5 to 2.4 M parameters,
 # which are mostly dispatch of operations.
@@ -61,25 +59,12 @@ _TYPICAL_SPEED = {
         memory_gib=64,
         source="Atlas 800T A2: 313 Tflop/s, 64 GB at 1.6 TB/s, HCCS 392 GB/s both ways, RoCE 200 Gbit/s per device",
     ),
-    "a3": TypicalSpeed(
-        *("A3 (a die of an Ascend 910C)", 376e12, 1.6e12, 0.35, 0.008, 2e-5, 0.02),
-        memory_gib=64,
-        source="half of a 910C, arXiv 2506.12708: 752 Tflop/s, 128 GB at 3.2 TB/s, unified bus 392 GB/s, RoCE 400 Gbit/s",
-    ),
     "cuda": TypicalSpeed(
         *("A100", 312e12, 2.0e12, 0.4, 0.008, 2e-5, 0.02),
         node_bytes=300e9,
         memory_gib=80,
         prefix_block=16,
         source="NVIDIA A100 80GB SXM data sheet: 312 Tflop/s, 2.04 TB/s, NVLink 600 GB/s both ways; 200 Gbit/s per device",
-    ),
-    "h100": TypicalSpeed(
-        *("H100", 989e12, 3.35e12, 0.4, 0.006, 2e-5, 0.015),
-        node_bytes=450e9,
-        wire_bytes=50e9,
-        memory_gib=80,
-        prefix_block=16,
-        source="NVIDIA H100 SXM data sheet: 989 Tflop/s dense, 3.35 TB/s, NVLink 900 GB/s both ways; 400 Gbit/s per device",
     ),
     "cpu": TypicalSpeed(
         *("a core", 100e9, 20e9, 0.48, 0.005, 1.3e-4, 0.009),
@@ -90,8 +75,6 @@ _TYPICAL_SPEED = {
         source="measured with models of 0.5 to 2.4 M parameters in fp32",
     ),
 }
-# Names by which a device can be asked for, beside the kinds of run.device.
-_OTHER_NAMES = {"910b": "npu", "a2": "npu", "910c": "a3", "a100": "cuda"}
 
 
 def typical_memory(kind: str) -> tuple[str, int] | None:
@@ -111,13 +94,3 @@ def group_buffer_bytes(kind: str) -> int:
 def typical_speed(kind: str) -> TypicalSpeed:
     """Return the speed of a usual device of this kind; Ascend's where the kind is not known."""
     return _TYPICAL_SPEED.get(kind, _TYPICAL_SPEED["npu"])
-
-
-def published_speed(name: str) -> TypicalSpeed:
-    """Return the speed of a device by its name or kind, in any case. Raises UserError for one that is not in the table."""
-    key = name.lower()
-    found = _TYPICAL_SPEED.get(_OTHER_NAMES.get(key, key))
-    if found is None:
-        known = ", ".join([*_TYPICAL_SPEED, *_OTHER_NAMES])
-        raise UserError(f"{name[:40]!r} is no device with published figures; give one of {known}")
-    return found

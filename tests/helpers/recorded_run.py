@@ -14,7 +14,7 @@ from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
 from pa_npu.planning.prediction.costs import EngineCost, GroupSeconds, TrainerCost, computed_prompt_tokens
-from pa_npu.platform.typical import published_speed
+from pa_npu.platform.typical import typical_speed
 from tools.simulate import simulate
 
 ENGINE = EngineCost(0.004, 0.0003, 2e-7, 6e-5, 128)
@@ -72,7 +72,7 @@ def shapes(config: Config, iteration: int) -> list[tuple[int, list[int]]]:
 
 def iteration_s(config: Config, spec: ModelSpec, groups: list[tuple[int, list[int]]]) -> Any:
     """The outcome of an iteration with the true costs, its context summed exactly per group."""
-    typical = published_speed("cpu")
+    typical = typical_speed("cpu")
     seconds = GroupSeconds(config, spec, TRAINER, typical)
     tokens = sum(sum(lengths) for _, lengths in groups)
     context = sum(n * (prompt + n / 2) for prompt, lengths in groups for n in lengths) / tokens
@@ -105,7 +105,7 @@ def write_run(directory: Path, *, slower: float = 1.0, timeline: bool = True) ->
     directory.mkdir()
     (directory / "config.yaml").write_text(dump_config(config))
     records, events, trained, clock_s = [], [], [], BEGAN_S
-    seconds = GroupSeconds(config, spec, TRAINER, published_speed("cpu"))
+    seconds = GroupSeconds(config, spec, TRAINER, typical_speed("cpu"))
     for number in range(config.schedule.iterations):
         groups = shapes(config, number)
         outcome = iteration_s(config, spec, groups)

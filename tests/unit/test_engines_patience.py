@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from pa_npu.config.schema import Config
 from pa_npu.engines import group_session
 from pa_npu.engines.client import EngineClient
 from pa_npu.engines.group_session import GroupTooLong, generate_patiently
@@ -55,14 +53,13 @@ class Engine:
         """Nothing is open."""
 
 
-async def ask(engine: Engine, deadline_s: float = 0.05, cut: bool = False) -> list[Generation]:
+async def ask(engine: Engine, deadline_s: float = 0.05) -> list[Generation]:
     return await generate_patiently(
         engine,  # type: ignore[arg-type]
         *(PROMPT, 2, 40, SAMPLING),
         deadline_s=deadline_s,
         probe_timeout_s=1.0,
         what="group 3 of iteration 1",
-        cut=cut,
     )
 
 
@@ -114,38 +111,6 @@ async def test_whoever_is_cancelled_while_it_waits_is_cancelled_and_not_judged()
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert engine.cancelled and asyncio.all_tasks() == {asyncio.current_task()}
-
-
-class Slow(Engine):
-    """Generates two tokens at once, and more than two never."""
-
-    async def generate(
-        self, prompt_tokens: np.ndarray, n: int, seed: int, sampling: Sampling, *, deadline_s: float
-    ) -> list[Generation]:
-        self._takes_s = 0.0 if sampling.max_tokens <= 2 else 60.0
-        (first, *_) = await super().generate(prompt_tokens, n, seed, sampling, deadline_s=deadline_s)
-        return [replace(first, tokens=np.arange(sampling.max_tokens, dtype=np.int32), finish_reason="length")] * n
-
-
-async def test_a_group_that_is_too_long_is_cut_where_that_is_chosen_with_one_line_that_names_it(monkeypatch, caplog):
-    monkeypatch.setattr(group_session, "SLOWEST_TOKEN_S", 0.02)  # 0.05 + 8 * 0.02 = 0.21 s
-    engine = Slow("slow", 0.0)
-    (first, _) = await ask(engine, cut=True)
-    assert first.tokens.tolist() == [0, 1] and engine.asked == 2 and engine.cancelled
-    (line,) = [record.getMessage() for record in caplog.records if "too long" in record.getMessage()]
-    assert line.startswith("group 3 of iteration 1 is too long: engine slow works") and "\n" not in line
-    assert "it is cut to 2 tokens and generated again (rollout.too_long)" in line
-    stuck = Engine("stuck", 60.0)
-    with pytest.raises(GroupTooLong, match="group 3 of iteration 1, cut, is too long"):
-        await ask(stuck, cut=True)
-    assert stuck.asked == 2, "once"
-
-
-def test_cutting_is_refused_where_the_result_must_not_depend_on_the_clock():
-    tree = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"too_long": "cut"}}
-    with pytest.raises(ValueError, match=r"rollout.too_long: cut with schedule.order=prompt.* depends on the clock"):
-        Config.model_validate(tree | {"schedule": {"order": "prompt"}})
-    Config.model_validate(tree | {"schedule": {"order": "completion"}})
 
 
 def pool_of(*engines: Engine) -> tuple[EnginePool, list[str]]:

@@ -197,7 +197,7 @@ def test_the_search_finds_what_it_looks_for() -> None:
 FEATURE_KEYS = {
     **dict.fromkeys(("max_staleness", "tokens_per_update", "dynamic_sampling", "dynamic_sampling_limit"), "schedule"),
     **dict.fromkeys(("updates_per_iteration", "compare_iterations"), "schedule"),
-    **dict.fromkeys(("engine_settings", "too_long"), "rollout"),
+    "engine_settings": "rollout",
     **dict.fromkeys(("mode", "swap", "when", "divergence"), "publish"),
     "colocate": "placement",
     "router_replay": "algorithm",

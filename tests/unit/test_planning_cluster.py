@@ -14,7 +14,7 @@ from pa_npu.planning.prediction.calibration import published
 from pa_npu.planning.prediction.costs import GroupSeconds
 from pa_npu.planning.prediction.virtual_run import predict
 from pa_npu.planning.prediction.workload import assumed_workload
-from pa_npu.platform.typical import _TYPICAL_SPEED, published_speed
+from tools.cluster.hardware import PUBLISHED, published_speed
 from tools.cluster.limits import limited_s, limits
 from tools.cluster.plan import ClusterPlan, KnownBasis, first_to_break, plan_cluster, planning_base
 from tools.cluster.report import as_json, flatness, plan_lines
@@ -122,8 +122,8 @@ def test_without_a_run_every_figure_is_estimated(plans):
 
 
 def test_every_published_device_has_a_source():
-    assert {speed.name for speed in _TYPICAL_SPEED.values()} >= {"Ascend 910B", "A100", "H100"}
-    assert all(speed.source for speed in _TYPICAL_SPEED.values())
+    assert {speed.name for speed in PUBLISHED.values()} >= {"Ascend 910B", "A100", "H100"}
+    assert all(speed.source for speed in PUBLISHED.values())
 
 
 def test_the_command_plans_from_a_run_and_says_what_is_calibrated(tmp_path, capsys):

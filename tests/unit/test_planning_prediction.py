@@ -21,13 +21,13 @@ from pa_npu.planning.prediction.costs import GroupSeconds, passes, typical_train
 from pa_npu.planning.prediction.virtual_run import predict
 from pa_npu.planning.prediction.workload import Workload
 from pa_npu.planning.sharded import gather_seconds
-from pa_npu.platform.typical import published_speed
+from pa_npu.platform.typical import typical_speed
 from tests.helpers.megatron import model_config
 from tests.helpers.models import make_model
 from tools.cluster.fit import against_itself, calibrate
 from tools.cluster.records import SeenRun, read_run, seen_workload
 
-CORE = published_speed("cpu")
+CORE = typical_speed("cpu")
 
 
 @pytest.fixture(scope="module")

@@ -23,10 +23,9 @@ def fill_wait(tree: Any) -> Any:
         return tree
     given = set_keys(tree.get("rollout"))
     values = [
-        given.get(key, RolloutConfig.model_fields[key].default)
-        for key in ("request_timeout_s", "max_response_tokens", "too_long")
+        given.get(key, RolloutConfig.model_fields[key].default) for key in ("request_timeout_s", "max_response_tokens")
     ]
-    if not all(type(value) in (int, float) for value in values[:2]):
+    if not all(type(value) in (int, float) for value in values):
         return tree
     responses = given.get("responses_per_prompt", RolloutConfig.model_fields["responses_per_prompt"].default)
     if type(responses) is not int:
@@ -58,10 +57,10 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
             f"{c.rollout.responses_per_prompt}, agent.concurrent = {c.agent.concurrent} at once, which begin when others end"
         )
     else:
-        what, cut = "a request", ", once more for a group that is cut" if c.rollout.too_long == "cut" else ""
+        what = "a request"
         why = (
             f"rollout.request_timeout_s = {c.rollout.request_timeout_s:g} and {SLOWEST_TOKEN_S:g} s for each of "
-            f"rollout.max_response_tokens = {c.rollout.max_response_tokens}{cut}"
+            f"rollout.max_response_tokens = {c.rollout.max_response_tokens}"
         )
     if wait_s < c.group_limit_s:
         yield (
@@ -74,11 +73,6 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
             f"{c.reward_limit_s:g} s that the group's rewards may take then (reward.judge: attempts, timeout_s and concurrency; "
             f"reward.code: most_tests, timeout_s and concurrency), so that trainers would give up on a group that still has time; "
             f"set it to at least {c.group_limit_s + c.reward_limit_s:g}, remove it, or lower these"
-        )
-    if c.rollout.too_long == "cut" and c.schedule.order == "prompt":
-        yield (
-            "rollout.too_long: cut with schedule.order=prompt: which groups are cut depends on the clock, and the run would not be "
-            "bit for bit the synchronous one; set too_long to end, or order to completion"
         )
     if c.collective_timeout_s < c.publish_peer_timeout_s + COLLECTIVE_MARGIN_S:
         yield (

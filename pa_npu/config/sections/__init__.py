@@ -21,7 +21,6 @@ from pa_npu.config.sections.learning import (
 )
 from pa_npu.config.sections.operation import LOOPBACK, TRACKERS, BufferConfig, PlacementConfig, TelemetryConfig
 from pa_npu.config.sections.rollout import (
-    CUT_SHARE,
     LONGEST_JUDGE_PAUSE_S,
     SLOWEST_TOKEN_S,
     CodeConfig,
@@ -35,7 +34,6 @@ from pa_npu.config.sections.rollout import (
 
 __all__ = [
     "ADVANTAGES",
-    "CUT_SHARE",
     "LONGEST_JUDGE_PAUSE_S",
     "LOOPBACK",
     "LOSSES",

@@ -11,8 +11,6 @@ from pa_npu.config.sections.base import Section
 
 SLOWEST_TOKEN_S = 0.25
 """An engine that takes longer per token of a response than this, on top of its deadline, is not worth waiting for."""
-CUT_SHARE = 4
-"""A group that is cut is generated again with the configured length divided by this (rollout.too_long)."""
 
 
 class EngineSettings(Section):
@@ -134,11 +132,6 @@ class RolloutConfig(Section):
         gt=0,
         description="Deadline of one group's generation. An engine that works is given 0.25 s more per token of "
         "rollout.max_response_tokens; one that does not is replaced.",
-    )
-    too_long: Literal["end", "cut"] = Field(
-        "end",
-        description="A group that an engine which works does not finish in its time: end ends the run; cut generates it again with "
-        "a quarter of the tokens. Which groups are cut depends on the clock, so not with schedule.order=prompt.",
     )
     startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for an engine to become ready.")
     probe_timeout_s: float = Field(
