@@ -1,7 +1,7 @@
 """Containers of agent programs: the commands of docker, or podman, that run a program in an image and remove what is left of it.
 
 The program has the variables of the gateway and none of the coordinator's. It shares the machine's network, since the gateway
-listens on loopback, unless agent.container_options say another; it has no capabilities and cannot gain any.
+listens on loopback, unless an option in agent.container says another; it has no capabilities and cannot gain any.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pa_npu.config.sections import AgentConfig
 from pa_npu.errors import ConfigError
 
 _PROGRAMS = ("docker", "podman")
+_USUAL = ("--memory=4g", "--cpus=2", "--pids-limit=512")  # of one that is given too, docker and podman take the last
 _NETWORK = ("--network", "--net")
 _SIGNAL = 128  # and its number: the exit code of a container whose program a signal killed
 
@@ -29,9 +30,9 @@ class Containers:
                 f"agent.container: {settings.container} needs docker or podman, and neither is on PATH; install one, or remove the "
                 f"key, so that programs run in processes"
             )
-        own = any(option.partition("=")[0] in _NETWORK for option in settings.container_options)
-        self._options = [*settings.container_options, *([] if own else ["--network=host"])]
-        self._image = settings.container
+        *given, self._image = settings.container.split()
+        own = any(option.partition("=")[0] in _NETWORK for option in given)
+        self._options = [*_USUAL, *([] if own else ["--network=host"]), *given]
 
     def commands(self, command: Sequence[str], variables: Iterable[str]) -> tuple[list[str], list[str]]:
         """Returns the command that runs a program in a container of its own, and the one that removes it.

@@ -19,7 +19,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from pa_npu.agents.container import Containers
@@ -41,9 +41,9 @@ _STORE = "PA_NPU_STORE"  # the run's own address
 
 
 class Programs:
-    """Starts them, and ends them. settings: the run's section `agent`. hidden: variables that they do not inherit."""
+    """Starts them, and ends them. settings: the run's section `agent`."""
 
-    def __init__(self, settings: AgentConfig, sessions: Sessions, hidden: Sequence[str] = ()) -> None:
+    def __init__(self, settings: AgentConfig, sessions: Sessions) -> None:
         assert settings.command is not None
         self._containers = Containers(settings) if settings.container is not None else None
         try:
@@ -55,7 +55,6 @@ class Programs:
         self._command = parts if self._containers is not None else [_found(part) for part in parts]
         self._most_bytes = settings.output_kib * 1024
         self._sessions = sessions
-        self._hidden = {_STORE, *hidden}
         self.last_words = ""
 
     async def run(self, session: Session) -> None:
@@ -135,7 +134,7 @@ class Programs:
 
     def _inherited(self) -> dict[str, str]:
         """This process's environment without secrets, known by their names: the keys of hubs, trackers and judges."""
-        return {name: value for name, value in os.environ.items() if name not in self._hidden and not is_secret(name)}
+        return {name: value for name, value in os.environ.items() if name != _STORE and not is_secret(name)}
 
     async def _read(self, process: asyncio.subprocess.Process, session: Session | None) -> bool:
         """Reads its output until its end (True) or its limit."""

@@ -28,7 +28,7 @@ from pa_npu.checkpoints import digests
 from pa_npu.checkpoints import directories as store
 from pa_npu.checkpoints.ahead import AheadIteration, write_ahead
 from pa_npu.checkpoints.provenance import config_digest, config_tree, model_fingerprint, shared_tree
-from pa_npu.checkpoints.writer import Forked, InPlace, WriteFailed, Writer, root_cause
+from pa_npu.checkpoints.writer import Forked, WriteFailed, root_cause
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import CheckpointReport
 from pa_npu.errors import CheckpointError, DataError, UserError
@@ -79,7 +79,7 @@ class _Saving:
     data: dict[str, Any]
     directory: Path
     plan: PlannedSave
-    writer: Writer
+    writer: Forked
     began_s: float
 
 
@@ -160,24 +160,21 @@ class Checkpointing:
         ahead = self._ahead(version) if dist.get_rank() == 0 else ()
         began_s = now()
         plan = self._backend.plan_save(directory)
-        writer: Writer | None = None
+        writer: Forked | None = None
 
         def write() -> None:
             digests.note(directory, dist.get_rank(), [*write_ahead(directory, ahead), *plan.write()])
 
         def start() -> None:
             nonlocal writer
-            if self._config.checkpoint.asynchronous:
-                writer = Forked(write, self._config.checkpoint.timeout_s)
-                plan.release()
-            else:
-                writer = InPlace(write, self._config.checkpoint.timeout_s)
+            writer = Forked(write, self._config.wait_timeout_s)
+            plan.release()
 
         reasons = _together(start)
         if reasons or writer is None:
             return self._failed(version, reasons, writer)
         self._saving = _Saving(version, data, directory, plan, writer, began_s)
-        return None if self._config.checkpoint.asynchronous else self._complete(wait=True)
+        return None
 
     def _complete(self, *, wait: bool) -> int | None:
         """Give the checkpoint in progress its name if all ranks have written, or once they have; returns one that failed."""
@@ -240,7 +237,7 @@ class Checkpointing:
             store.delete(path)
             logger.info("deleted checkpoint %s (checkpoint.keep_last, keep_best)", path)
 
-    def _failed(self, version: int, reasons: dict[int, str], writer: Writer | None = None) -> int:
+    def _failed(self, version: int, reasons: dict[int, str], writer: Forked | None = None) -> int:
         if writer is not None:
             writer.cancel()
         _gather("")  # no rank writes any more

@@ -1,4 +1,4 @@
-"""Running a rank's write: in the background by a forked process, or in place for a synchronous save; both with a deadline."""
+"""Running a rank's write in the background, by a forked process with a deadline."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import os
 import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _WRITTEN = b"written"
@@ -22,43 +20,6 @@ _REASON_BYTES = 4000  # less than a pipe holds, so that the writer never waits f
 
 class WriteFailed(Exception):
     """This rank's files could not be written; the message says why."""
-
-
-class Writer(Protocol):
-    def poll(self) -> bool:
-        """Whether the write is done. Raises WriteFailed."""
-
-    def cancel(self) -> None:
-        """Stop, if it still runs; nothing is written afterwards."""
-
-
-class InPlace:
-    """A write that happens when it is first asked for, by a thread, so that a disk that hangs does not hold the rank."""
-
-    def __init__(self, write: Callable[[], None], timeout_s: float) -> None:
-        self._write = write
-        self._timeout_s = timeout_s
-
-    def poll(self) -> bool:
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                self._write()
-            except BaseException as error:  # OSError, and whatever torch's writer makes of one
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="checkpoint write", daemon=True)
-        thread.start()
-        thread.join(self._timeout_s)
-        if thread.is_alive():
-            raise WriteFailed(f"the write has not finished within {self._timeout_s:g} s (checkpoint.timeout_s)")
-        if errors:
-            raise WriteFailed(root_cause(errors[0])) from errors[0]
-        return True
-
-    def cancel(self) -> None:
-        """Nothing runs, but for a thread that a disk holds."""
 
 
 class Forked:
@@ -93,7 +54,7 @@ class Forked:
             raise WriteFailed(word.decode(errors="replace") or f"its writer process {self.pid} {_in_words(status)}")
         if time.monotonic() > self._deadline:
             raise WriteFailed(
-                f"its writer process {self.pid} has not finished within {self._timeout_s:g} s (checkpoint.timeout_s)"
+                f"its writer process {self.pid} has not finished within {self._timeout_s:g} s (trainer.wait_timeout_s)"
             )
         return False
 

@@ -84,7 +84,7 @@ class IterationEnd:
         version: int,
     ) -> None:
         """The iteration's record; the trainers' account of the border comes when they have crossed it."""
-        border = await BORDER.wait_async(self._channel, self._config.trainer.wait_timeout_s, version=version)
+        border = await BORDER.wait_async(self._channel, self._config.wait_timeout_s, version=version)
         record = iteration_record(
             self._config,
             produced,

@@ -1,7 +1,7 @@
 """The iterations that are produced and not trained yet: begun when they are due, told to the trainers, put into checkpoints.
 
 One is produced whole, by the version that engines hold; or until engines have all its groups, which they finish beside the next
-border (publish.swap=rolling).
+border (publish.mode=rolling).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Per weight version v, with keys in the store that the launcher hosts, where the 
     iteration v is produced into the rollout buffer while the trainers consume it       iterations_ahead.py, producer.py
     meanwhile iteration v - 1 goes into metrics.jsonl and onto the console              iteration_end.py, record.py
 
-With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. With publish.when=divergence trainers
-may say that engines keep the version that they have; then that version produces what is due. With publish.swap=rolling the border
+With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. With publish.divergence trainers
+may say that engines keep the version that they have; then that version produces what is due. With publish.mode=rolling the border
 of version v + 1 begins when engines have all groups of iteration v + k: those that are through with theirs swap to the version, and
 begin with iteration v + k + 1. The last version is only published and evaluated.
 """

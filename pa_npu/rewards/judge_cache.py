@@ -59,7 +59,7 @@ class JudgeCache:
                 self._database.close()
 
     def _give_up(self, error: Exception) -> None:
-        log.warning("reward.judge.cache: %s cannot be used (%s); the judge is asked every time", self._path, error)
+        log.warning("reward.judge: scores: %s cannot be used (%s); the judge is asked every time", self._path, error)
         self.close()
         self._database = None
 

@@ -39,7 +39,17 @@ class RolloutBuffer(Protocol):
         makes. Each slot once (I2). Raises GroupFormatError for a column that is missing or unknown."""
 
     def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
-        """Waits until the slot is filled, returns the seconds waited; raises DeadlineExceeded after timeout_s."""
+        """Waits until the slot is filled; returns the seconds waited.
+
+        Args:
+            iteration: from 0.
+            replica: that trains the group.
+            slot: number of the group among the replica's of this iteration, from 0.
+            timeout_s: of this wait.
+
+        Raises:
+            DeadlineExceeded: the slot is not filled after timeout_s.
+        """
 
     def ready(self, iteration: int, replica: int, slot: int) -> bool:
         """Whether the slot is filled, without waiting."""

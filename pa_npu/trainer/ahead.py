@@ -37,7 +37,7 @@ class RolloutsAhead:
         return found
 
     def _iteration(self, iteration: int) -> AheadIteration:
-        limit_s = self._config.trainer.wait_timeout_s
+        limit_s = self._config.wait_timeout_s
         produced = PRODUCED_AHEAD.wait(self._channel, limit_s, iteration=iteration)
         data = DATA_POSITION.wait(self._channel, limit_s, iteration=iteration + 1).state
         mesh = self._config.mesh
@@ -47,7 +47,7 @@ class RolloutsAhead:
 
     def _carried(self, version: int) -> AheadIteration:
         """Groups that no update before this version has trained, and no iteration that is produced by then."""
-        carried = CARRIED.wait(self._channel, self._config.trainer.wait_timeout_s, version=version)
+        carried = CARRIED.wait(self._channel, self._config.wait_timeout_s, version=version)
         buffer = self._buffer.written(version)
         groups = []
         for index in range(len(carried.groups)):

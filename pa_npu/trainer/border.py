@@ -2,7 +2,7 @@
 
     report of the iteration before ─> publish: engines hold the version ─> checkpoint ─> probe, where one came with it
 
-With publish.when=divergence a version may be left out (pa_npu.trainer.publish_when): then engines go on with theirs. What comes
+With publish.divergence a version may be left out (pa_npu.trainer.publish_when): then engines go on with theirs. What comes
 after the publish no engine waits for: they generate already.
 """
 
@@ -104,7 +104,7 @@ class Border:
         start_s = time.perf_counter()
         # a border of training too: an engine that comes late to the evaluation gets its weights meanwhile
         with self._timeline.span("wait for evaluation", version=version):
-            end = RUN_END.wait(self._channel, self._config.trainer.wait_timeout_s, version=version)
+            end = RUN_END.wait(self._channel, self._config.wait_timeout_s, version=version)
         return end.why is not None, time.perf_counter() - start_s
 
     def before_step(self) -> None:
@@ -116,7 +116,7 @@ class Border:
 
     def data_position(self, version: int) -> dict[str, Any]:
         """TrainingStream.state() of the coordinator before iteration `version`: where a resumed run goes on."""
-        return DATA_POSITION.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=version).state
+        return DATA_POSITION.wait(self._channel, self._config.wait_timeout_s, iteration=version).state
 
     def ahead(self, version: int) -> list[AheadIteration]:
         """Returns the iterations that the coordinator has produced before `version` is published, for a checkpoint of it."""

@@ -1,4 +1,4 @@
-"""Profiles of chosen iterations on chosen ranks (telemetry.profile_iterations, profile_ranks), under RUN/profile."""
+"""Profiles of chosen iterations (telemetry.profile_iterations), of one rank of each pipeline stage, under RUN/profile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class IterationProfiler:
 
     def __init__(self, config: Config, platform: Platform, rank: int) -> None:
         telemetry = config.telemetry
-        self._iterations = telemetry.profile_iterations if rank in telemetry.profile_ranks else ()
+        self._iterations = telemetry.profile_iterations if config.mesh.place(rank).publishes else ()
         self._directory = Path(config.run.dir) / DIRECTORY
         self._platform = platform
         self._rank = rank

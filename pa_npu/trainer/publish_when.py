@@ -1,4 +1,4 @@
-"""Whether a version is published at all (publish.when=divergence): engines keep theirs while it is near the trainers' policy.
+"""Whether a version is published at all (publish.divergence): engines keep theirs while it is near the trainers' policy.
 
     publish of version e ──> probe: responses that e sampled, and their log-probs
     border of version v  ──> KL(e || v) over the probe, by K3, under the weights that train now
@@ -39,7 +39,7 @@ class PublishWhen:
 
     def decide(self, version: int) -> DivergenceReport:
         """Decides whether to publish `version`, which the policy holds now. An empty report if every version is published."""
-        if self._config.publish.when == "every":
+        if self._config.publish.divergence is None:
             return DivergenceReport()
         kl = self._learner.probe(list(self._probe)).differences.k3_mean if self._probe else None
         return DivergenceReport(kl, self._skips(version, kl))

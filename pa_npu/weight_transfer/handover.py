@@ -65,7 +65,7 @@ class Slots:
         except RuntimeError as error:
             raise WeightSyncError(
                 f"{NUM_SLOTS} buffers of {num_bytes} bytes, through which engines on the trainers' devices get weights, could not "
-                f"be made ({str(error).splitlines()[0]}); lower publish.bucket_mib, or set publish.shared_through=host"
+                f"be made ({str(error).splitlines()[0]}); set publish.shared_through=host"
             ) from error
 
     def view(self, number: int) -> torch.Tensor:

@@ -222,7 +222,7 @@ class BackendConformance:
     def test_a_checkpoint_goes_on_as_if_nothing_had_been(self, make: Make, model: Path, tmp_path: Path) -> None:
         """Weights, reference, optimizer and learning rate; and the same weights from an export of the checkpoint, on demand."""
         keys = {"algorithm": {"reference_refresh_every": 1}, "trainer": {"backend": self.name}}
-        keys |= {"optimizer": {"warmup_iterations": 3}, "checkpoint": {"asynchronous": False}}
+        keys |= {"optimizer": {"warmup_iterations": 3}}
         learner = make(config_of(model, **keys))
         self.train(learner)
         learner.publish(1)  # and the reference becomes that version
@@ -267,7 +267,7 @@ class BackendConformance:
             return hosts[-1]
 
         monkeypatch.setattr(CpuPlatform, "host_memory", host_memory)
-        keys: dict[str, Any] = {"checkpoint": {"asynchronous": False}, "model": {"dtype": dtype}}
+        keys: dict[str, Any] = {"model": {"dtype": dtype}}
         keys["trainer"] = {"backend": self.name}
 
         def trained(offload: bool, checkpoint: Path | None) -> tuple[Learner, list[str]]:

@@ -8,7 +8,6 @@ import random
 import resource
 import signal
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +34,7 @@ from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_config, make
 # these import megatron, which the helper above has prepared
 from pa_npu.checkpoints import saving as checkpointing  # isort: skip
 from pa_npu.backends.megatron.checkpoint.shards import PlannedShards  # isort: skip
-from pa_npu.checkpoints.writer import Forked, InPlace  # isort: skip
+from pa_npu.checkpoints.writer import Forked  # isort: skip
 from pa_npu.checkpoints.saving import Checkpointing  # isort: skip
 from pa_npu.trainer.learner import Learner  # isort: skip
 from pa_npu.trainer.loop import consume  # isort: skip
@@ -126,6 +125,17 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+class Late:
+    """Writes when it is first asked, what the memory holds by then."""
+
+    def __init__(self, write: Callable[[], None], timeout_s: float) -> None:
+        self._write = write
+
+    def poll(self) -> bool:
+        self._write()
+        return True
+
+
 @pytest.mark.parametrize(("forked", "distributed"), [(True, True), (True, False), (False, False)])
 def test_what_is_saved_is_the_version_that_was_scheduled_although_it_changed_since(
     forked: bool, distributed: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,10 +151,7 @@ def test_what_is_saved_is_the_version_that_was_scheduled_although_it_changed_sin
     wait, go = os.pipe()
     held(monkeypatch, lambda: os.read(wait, 1))
     if not forked:
-        late: list[InPlace] = []
-        monkeypatch.setattr(
-            checkpointing, "Forked", lambda write, timeout_s: late.append(InPlace(write, timeout_s)) or late[0]
-        )
+        monkeypatch.setattr(checkpointing, "Forked", Late)
         monkeypatch.setattr(PlannedShards, "release", lambda self: None)
     assert "checkpoint_failed" not in numbers(run.checkpoints.at_border(1))
     assert run.complete() == []
@@ -227,19 +234,17 @@ def test_a_checkpoint_that_is_given_to_others_holds_no_secret_and_a_change_of_on
         assert "S3CRET" not in line and all(key in line for key in changed), line
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_full_disk_costs_a_line_and_no_more_until_the_last_checkpoint(
-    asynchronous: bool, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(model, tmp_path, checkpoint={"asynchronous": asynchronous, "every": 2})
+    run = Run(model, tmp_path, checkpoint={"every": 2})
     run.train(0)
     run.checkpoints.at_border(2)
     run.checkpoints.finish(2)
     with largest_file(2**16), caplog.at_level(logging.ERROR):
         border = numbers(run.checkpoints.at_border(4))
-        if asynchronous:
-            assert "checkpoint_failed" not in border, "not known yet"
-            border = until_failed(run, 5)
+        assert "checkpoint_failed" not in border, "not known yet"
+        border = until_failed(run, 5)
     assert border["checkpoint_failed"] == 4
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("pa_npu")]
     assert "iteration_000004 could not be written (rank 0: File too large" in line, line
@@ -257,7 +262,7 @@ def test_a_full_disk_costs_a_line_and_no_more_until_the_last_checkpoint(
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
-        (signal.pause, "has not finished within 0.2 s (checkpoint.timeout_s)"),
+        (signal.pause, "has not finished within 0.2 s (trainer.wait_timeout_s)"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
     ],
     ids=["hangs", "is killed"],
@@ -270,30 +275,18 @@ def test_a_writer_that_hangs_or_is_killed_is_named_and_the_run_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    run = Run(model, tmp_path, checkpoint={"timeout_s": 30.0 if "killed" in reason else 0.2, "every": 2})
+    run = Run(model, tmp_path, checkpoint={"every": 2})
     run.train(0)
+    limit_s = 30.0 if "killed" in reason else 0.2
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         held(patch, end)
+        patch.setattr(checkpointing, "Forked", lambda write, timeout_s: Forked(write, limit_s))
         run.checkpoints.at_border(2)
         pid = run.checkpoints._saving.writer.pid  # type: ignore[union-attr]
         assert until_failed(run, 3)["checkpoint_failed"] == 2
     assert f"rank 0: its writer process {pid} {reason}" in caplog.text
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    assert list(run.directory.iterdir()) == []
-
-
-def test_a_write_in_place_that_hangs_is_given_up_and_the_run_goes_on(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = Run(model, tmp_path, checkpoint={"timeout_s": 0.2, "every": 2, "asynchronous": False})
-    run.train(0)
-    disk = threading.Event()
-    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
-        patch.setattr(PlannedShards, "write", lambda self: disk.wait(60))
-        assert run.checkpoints.at_border(2).checkpoint_failed == 2
-    disk.set()
-    assert "rank 0: the write has not finished within 0.2 s (checkpoint.timeout_s)" in caplog.text
     assert list(run.directory.iterdir()) == []
 
 
@@ -319,7 +312,7 @@ def test_retention_reads_the_evaluations_of_the_run(model: Path, tmp_path: Path)
     run = Run(
         model,
         tmp_path,
-        checkpoint={"keep_last": 1, "keep_best": 1, "asynchronous": False},
+        checkpoint={"keep_last": 1, "keep_best": 1},
         data={"test": "unused.jsonl"},
         schedule={"evaluate_every": 1},
     )
@@ -329,6 +322,7 @@ def test_retention_reads_the_evaluations_of_the_run(model: Path, tmp_path: Path)
             writer.write_evaluation({"version": version, "accuracy": accuracy})
             if version:
                 run.checkpoints.at_border(version)
+                run.checkpoints.finish(version)
     assert run.complete() == [2, 3]
 
 
@@ -413,7 +407,10 @@ def test_a_new_learning_rate_is_not_undone_by_the_checkpoint_and_the_schedule_go
     run.checkpoints.finish(2)
     load = {"load": str(run.directory / "iteration_000002")}
     resumed = Run(
-        model, tmp_path, checkpoint=load, optimizer={"learning_rate": 1e-2, "beta2": 0.9, "epsilon": 1e-5, **schedule}
+        model,
+        tmp_path,
+        checkpoint=load,
+        optimizer={"learning_rate": 1e-2, "betas": [0.9, 0.9], "epsilon": 1e-5, **schedule},
     )
     resumed.checkpoints.load()
     assert resumed.train(2)["learning_rate"] == pytest.approx(1e-2 * 3 / 4)

@@ -258,7 +258,7 @@ def test_a_receiver_that_does_not_come_is_named(store: dist.TCPStore) -> None:
 
 
 def shared(through: str = "auto", rollout: dict[str, Any] | None = None, **sections: Any) -> Any:
-    publish = {"shared_through": through, "bucket_mib": 64}
+    publish = {"shared_through": through}
     sections["placement"] = {"colocate": True, **sections.get("placement", {})}
     return Config.model_validate(
         {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": rollout or {}, "publish": publish, **sections}

@@ -22,7 +22,10 @@ from pa_npu.config.sections.learning import (
 from pa_npu.config.sections.operation import LOOPBACK, TRACKERS, BufferConfig, PlacementConfig, TelemetryConfig
 from pa_npu.config.sections.rollout import (
     CUT_SHARE,
+    JUDGE_ATTEMPTS,
+    JUDGE_KEY_VARIABLE,
     LONGEST_JUDGE_PAUSE_S,
+    MOST_TESTS,
     SLOWEST_TOKEN_S,
     CodeConfig,
     EngineSettings,
@@ -36,9 +39,12 @@ from pa_npu.config.sections.rollout import (
 __all__ = [
     "ADVANTAGES",
     "CUT_SHARE",
+    "JUDGE_ATTEMPTS",
+    "JUDGE_KEY_VARIABLE",
     "LONGEST_JUDGE_PAUSE_S",
     "LOOPBACK",
     "LOSSES",
+    "MOST_TESTS",
     "REWARDS",
     "SLOWEST_TOKEN_S",
     "TRACKERS",

@@ -42,7 +42,7 @@ class Cluster(Protocol):
     def await_nodes(self) -> None:
         """Before coordinator and trainers are started again: until there is a node for each of them.
 
-        Raises Failure when that takes longer than placement.join_timeout_s.
+        Raises Failure when that takes longer than run.startup_timeout_s.
         """
 
 

@@ -27,6 +27,8 @@ from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
 from pa_npu.telemetry.trackers.identity import DIRECTORY, EXPLAINED, RECORDS, KeptIdentity
 from pa_npu.telemetry.trackers.names import SAMPLES_TABLE, tracked, tracked_evaluation
 
+ANSWER_TIMEOUT_S = 60.0
+"""Deadline of a tracker's answer, and at the end of the run of all it still has to take; then the run ends without it."""
 STARTS = 3  # processes in a row that may end without having taken anything
 LONGEST_TEXT = 4096  # characters of a prompt or a response in a table
 FAILED_RUN_S = 2.0  # how long a run that has failed, and is to be started again, waits for its trackers
@@ -44,7 +46,6 @@ class Trackers:
         self, run_dir: Path | str, telemetry: TelemetryConfig, config: Mapping[str, Any], first_iteration: int = 0
     ) -> None:
         self._convention = telemetry.metric_names
-        self._timeout_s = telemetry.tracker_timeout_s
         self._followers: list[_Follower] = []
         if telemetry.trackers:
             path = Path(run_dir) / DIRECTORY / RECORDS
@@ -67,8 +68,8 @@ class Trackers:
         self._write({"kind": "version", "step": int(record["version"]), "log": log})
 
     def close(self, limit_s: float | None = None) -> None:
-        """Waits until everything is where it belongs, all trackers together at most telemetry.tracker_timeout_s, or limit_s."""
-        deadline_s = time.monotonic() + (self._timeout_s if limit_s is None else limit_s)
+        """Waits until everything is where it belongs, all trackers together at most ANSWER_TIMEOUT_S, or limit_s."""
+        deadline_s = time.monotonic() + (ANSWER_TIMEOUT_S if limit_s is None else limit_s)
         for follower in self._followers:
             follower.end()
         while any(follower.look() for follower in self._followers) and time.monotonic() < deadline_s:
@@ -99,17 +100,16 @@ class _Follower:
     ) -> None:
         self._tracker = tracker
         self._run_dir = run_dir
-        name = telemetry.run_name or run_dir.resolve().name
-        self._identity = KeptIdentity(run_dir, tracker, telemetry.project, name)
+        self._identity = KeptIdentity(run_dir, tracker, telemetry.project, run_dir.resolve().name)
         found = self._identity.value
         again = {key: min(getattr(found, key), first - 1) for key in ("iteration", "version")}
         self._identity.update(**again if tracker in _CAN_TAKE_BACK else {})
         self._lost, self._delivered = found.lost, found.delivered
-        run = {"project": found.project, "name": found.name, "tags": list(telemetry.tags), "first_step": first}
-        self._run = json.dumps({**run, "offline": telemetry.offline, "config": config}).encode() + b"\n"
+        run = {"project": found.project, "name": found.name, "first_step": first}
+        self._run = json.dumps({**run, "config": config}).encode() + b"\n"
         python = telemetry.tracker_python or sys.executable
         self._command = [python, "-m", "pa_npu.telemetry.trackers.follow", tracker, str(run_dir)]
-        self._command.append(str(telemetry.tracker_timeout_s))
+        self._command.append(str(ANSWER_TIMEOUT_S))
         self._failed = 0
         self._ending = self._done = self._said = False
         self._process: subprocess.Popen[bytes] | None = None

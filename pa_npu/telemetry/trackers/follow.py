@@ -80,7 +80,7 @@ class _Watch:
             time.sleep(_LOOK_S)
             now_s, since_s = time.monotonic(), self._since_s
             if since_s is not None and now_s - since_s > self._timeout_s:
-                self._identity.lose(f"no answer within telemetry.tracker_timeout_s = {self._timeout_s:g} s")
+                self._identity.lose(f"no answer within {self._timeout_s:g} s")
                 os._exit(EXPLAINED)
             if os.getppid() != _PARENT:
                 orphan_s = orphan_s or now_s
