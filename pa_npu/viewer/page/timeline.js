@@ -27,7 +27,7 @@ function chosenIteration(available) {
 
 async function timelineView(main) {
   const available = state.run.timeline_iterations.filter((value) => value < (state.run.state.total ?? Infinity) || value === 0);
-  if (!available.length) { fill(main, h("div", { class: "panel empty" }, "No timeline: no weights were published yet, or telemetry.timeline is off.")); return; }
+  if (!available.length) { fill(main, h("div", { class: "panel empty" }, "No timeline: no weights were published yet.")); return; }
   const chosen = chosenIteration(available);
   const data = await load("timeline/" + chosen, chosen === available[available.length - 1]);
   const picker = h("div", { class: "bar" }, iterationPicker(available, chosen, (i) => show("timeline", { i })));
