@@ -56,12 +56,9 @@ def dump_config(config: Config) -> str:
 def load_tree(tree: dict[str, Any], where: str) -> Config:
     """A configuration that another process dumped (`model_dump(mode="json")`). Raises ConfigError that names `where`."""
     try:
-        _check_keys(tree, {}, ())
-        return Config.model_validate(tree)
+        return validated(tree, {})
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {_first_line(error, {})}") from None
 
 
 def _merge(tree: dict[str, Any], values: dict[str, Any], places: Places, written_at: Places, path: KeyPath) -> None:

@@ -160,8 +160,9 @@ async def _evaluate(
             pool.add(client, settings=config.rollout.settings_of(index))
             await client.wait_ready(deadline_s=config.run.startup_timeout_s)
             pool.serve(client)
-        rewards = await stack.enter_async_context(RewardPool(config.reward, config.run.dir))
-        sampling = Sampling(config.rollout.max_response_tokens, 1.0, stop_token_ids=spec.eos_token_ids)
+        longest = config.rollout.max_response_tokens
+        rewards = await stack.enter_async_context(RewardPool(config.reward, config.run.dir, longest))
+        sampling = Sampling(longest, 1.0, stop_token_ids=spec.eos_token_ids)
         environment = make_environment(config, tokenizer)
         await stack.enter_async_context(opened(environment, config.run.startup_timeout_s))
         evaluator = Evaluator(config, sets, pool, evaluated(environment), rewards, sampling)

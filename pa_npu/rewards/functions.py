@@ -60,6 +60,8 @@ def function_specs(
     specs = []
     for function in config.functions:
         name = function.name
+        if name == "overlong" and not max_response_tokens:
+            raise ValueError("overlong goes by rollout.max_response_tokens, which is not given")
         seen[name] = seen.get(name, 0) + 1
         label = name if seen[name] == 1 else f"{name}#{seen[name]}"
         settings = getattr(config, name).model_dump(mode="json") if name in CONCURRENT else None

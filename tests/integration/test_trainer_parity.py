@@ -160,8 +160,8 @@ def test_update_does_not_depend_on_the_cut_into_microbatches(
 
 @pytest.mark.parametrize(
     ("trainer", "order"),
-    [({"devices": 1}, "prompt"), (LAYOUTS["TP2+SP"], "completion")],
-    ids=["one rank, order prompt", "TP2+SP, order completion"],
+    [({"devices": 1}, "prompt"), (LAYOUTS["TP2 full"], "completion")],
+    ids=["one rank, order prompt", "TP2 full, order completion"],
 )
 def test_update_does_not_depend_on_packing_groups_together(
     trainer: dict[str, Any], order: str, model: Path, single: dict[str, Any], tmp_path: Path
