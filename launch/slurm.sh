@@ -40,4 +40,4 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 # The launcher needs a node of the cluster to run on; that there are enough of them it waits for itself.
 # shellcheck disable=SC2016
 "${on_head[@]}" bash -c 'for _ in $(seq 120); do (exec 3<>"/dev/tcp/${0%:*}/${0##*:}") 2>/dev/null && break; sleep 1; done
-  exec "$@"' "$address" bash "$root/launch/run_grpo_7b.sh" "$@" placement.cluster=ray "placement.ray_address=$address"
+  exec "$@"' "$address" env "RAY_ADDRESS=$address" bash "$root/launch/run_grpo_7b.sh" "$@" placement.cluster=ray

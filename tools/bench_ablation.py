@@ -122,7 +122,7 @@ def measure(bench: Bench, args: argparse.Namespace, stages: int) -> list[Row]:
             f"attention.shared_prompt={str(shared_prompt).lower()}",
             f"trainer.devices={stages}",
             f"trainer.pipeline_parallel={stages}",
-            f"placement.trainer_devices={trainer_cores(stages, len(os.sched_getaffinity(0)))}",
+            f"placement.devices={cores_of(stages, len(os.sched_getaffinity(0)))}",
         ]
         directory = bench.run(case, args.prompt, args.iterations, settings, seed=_SEED)
         print(f"# PP{stages} {settings[-6:-3]}: done", file=sys.stderr, flush=True)
@@ -156,9 +156,9 @@ def row_of(switches: Switches, records: Sequence[Mapping[str, Any]], difference:
     )
 
 
-def trainer_cores(stages: int, cores: int) -> str:
-    """A core for each stage behind the engine's; the last one for those that have none."""
-    return str([min(1 + stage, cores - 1) for stage in range(stages)]).replace(" ", "")
+def cores_of(stages: int, cores: int) -> str:
+    """The engine's core, then one for each stage behind it; the last one for those that have none."""
+    return str([0, *(min(1 + stage, cores - 1) for stage in range(stages))]).replace(" ", "")
 
 
 def shapley(value: Callable[[Switches], float]) -> tuple[float, float, float]:

@@ -5,7 +5,7 @@
 
 The border of a run begins when the last optimizer step of an iteration is over on rank 0, and ends when the first group of the next
 one is asked for: no engine generates and nothing trains in it. Evaluations lie in none of those that are counted. The runs need
-telemetry.timeline=true (the default) and clocks that agree, as those of one machine do. Medians over iterations, milliseconds:
+clocks that agree, as those of one machine do. Medians over iterations, milliseconds:
 
     step       the optimizer's step, before the border
     check      from there until rank 0 sends the first bucket: reports, checks, what trainers wait for engines
@@ -83,7 +83,7 @@ def table(found: dict[str, list[dict[str, float]]]) -> str:
 def _events(run: Path, process: str) -> list[dict[str, Any]]:
     file = run / DIRECTORY / f"{process}.jsonl"
     if not file.is_file():
-        raise SystemExit(f"bench_border: {file}: no timeline; run with telemetry.timeline=true")
+        raise SystemExit(f"bench_border: {file}: no timeline; name the directory of a run")
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 

@@ -234,7 +234,7 @@ def configuration(directory: Path) -> Config:
             "trainer": {"devices": TRAINERS},
             "schedule": {"iterations": 10_000, "prompts_per_iteration": GROUPS, "evaluate_every": 0},
             "publish": {"probe_tokens": 0},
-            "telemetry": {"trackers": [], "timeline": False},
+            "telemetry": {"trackers": []},
         }
     )
 

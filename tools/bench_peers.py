@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.config.load import load_config
+from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.vllm.command import server_command
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.placement import free_ports
@@ -275,18 +276,17 @@ class Bench:
             "rollout.max_response_tokens": shape.response,
             "rollout.ignore_eos": str(not shape.free).lower(),
         }
+        env = dict(os.environ)
         if system in ("colocate", "roles"):  # engines of the run's own, on both cores
             both = f"[{self._engine_core},{self._trainer_core}]"
-            keys |= {"placement.engine_devices": "null", "placement.trainer_devices": both}
+            keys |= {"placement.devices": both}
         else:
-            keys |= {
-                "rollout.attach": f"[{self._server('ours')}]",
-                "rollout.key_file": self._scratch / "ours-engines" / "api_key",
-            }
+            keys["rollout.attach"] = f"[{self._server('ours')}]"
+            env[KEY_VARIABLE] = (self._scratch / "ours-engines" / "api_key").read_text(encoding="utf-8").strip()
         settings = [*self._keys(), *(f"{key}={value}" for key, value in keys.items()), *OURS[system]]
         log = directory / "log"
         command = [sys.executable, "-m", "pa_npu.launcher", "run", *settings]
-        with started(command, log) as process:
+        with started(command, log, env) as process:
             finish(process, log)
         return read_records(directory / "run")
 
@@ -345,7 +345,7 @@ class Bench:
     def _start(self, name: str) -> str:
         port = free_ports("127.0.0.1", 1)[0]
         log = self._scratch / f"{name}.log"
-        keys = [*self._keys(), f"placement.engine_port={port}", f"run.dir={self._scratch / 'ours'}"]
+        keys = [*self._keys(), f"placement.port={port - 1}", f"run.dir={self._scratch / 'ours'}"]
         if name == "ours":
             command, env = [sys.executable, "-m", "pa_npu.launcher", "engines", *keys], None
         else:
@@ -376,8 +376,7 @@ class Bench:
             "rollout.max_num_seqs": MAX_NUM_SEQS,
             "checkpoint.export_hf": "false",
             "telemetry.trackers": "[]",
-            "placement.engine_devices": f"[{self._engine_core}]",
-            "placement.trainer_devices": f"[{self._trainer_core}]",
+            "placement.devices": f"[{self._engine_core},{self._trainer_core}]",
         }
         return [f"{key}={value}" for key, value in keys.items()]
 

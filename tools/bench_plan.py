@@ -29,6 +29,7 @@ import contextlib
 import json
 import os
 import random
+import secrets
 import statistics
 import subprocess
 import sys
@@ -42,6 +43,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
+from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.placement import free_ports
 from pa_npu.planning.prediction.calibration import Calibration
@@ -132,6 +134,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
+    os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))  # of engines, and of the runs that attach to them
     names = args.rows.split(",")
     unknown = set(names) - {case.name for case in CASES}
     if unknown:
@@ -234,7 +237,6 @@ class Bench:
         self._iterations = iterations
         self._runs = 0
         self._urls = ["http://127.0.0.1:1"]
-        self._key_file = scratch / "no_key"
 
     def model(self, name: str) -> Path:
         """The directory of a model, which is made when it is first asked for."""
@@ -253,11 +255,10 @@ class Bench:
         name = f"engines_{model}_{count}"
         log = self._scratch / f"{name}.log"
         case = Case("engines", engines=count, model=model)
-        settings = [f"placement.engine_port={first}", f"run.dir={self._scratch / name}"]
+        settings = [f"placement.port={first - 1}", f"run.dir={self._scratch / name}"]
         with started(self._command("engines", case, settings), log) as process:
             if not serve(process, self._urls, 300 * count):
                 raise SystemExit(f"bench_plan: no engine: {reason_of(log)}\n{log.read_text()[-2000:]}")
-            self._key_file = self._scratch / f"{name}-engines" / "api_key"
             yield
 
     def run(self, case: Case, iterations: int | None = None) -> Path:
@@ -283,7 +284,7 @@ class Bench:
             *self._keys(case),
             *self._settings(case, self._iterations),
         ]
-        return load_config([], [key for key in keys if not key.startswith(("rollout.attach", "rollout.key_file"))])
+        return load_config([], [key for key in keys if not key.startswith("rollout.attach")])
 
     def _settings(self, case: Case, iterations: int) -> list[str]:
         settings = [
@@ -292,7 +293,6 @@ class Bench:
             f"schedule.stream={str(case.stream).lower()}",
             f"rollout.window={case.window}",
             f"rollout.attach=[{','.join(self._urls)}]",
-            f"rollout.key_file={self._key_file}",
             f"rollout.max_response_tokens={case.mean}",
             f"attention.shared_prompt={str(case.shared_prompt).lower()}",
         ]
@@ -330,8 +330,7 @@ class Bench:
             "rollout.ignore_eos": "true",
             "checkpoint.export_hf": "false",
             "telemetry.trackers": "[]",
-            "placement.engine_devices": str(engine_cores).replace(" ", ""),
-            "placement.trainer_devices": f"[{max(engine_cores) + 1}]",
+            "placement.devices": str([*engine_cores, max(engine_cores) + 1]).replace(" ", ""),
         }
         return [f"{key}={value}" for key, value in common.items()]
 

@@ -291,7 +291,7 @@ def configuration(
         "trainer": {"devices": replicas},
         "schedule": {"iterations": 10_000, "prompts_per_iteration": GROUPS_PER_ENGINE * engines},
         "publish": {"probe_tokens": 0},
-        "telemetry": {"trackers": [], "timeline": False, "samples": 0},
+        "telemetry": {"trackers": [], "samples": 0},
     }
     return Config.model_validate({name: {**tree.get(name, {}), **keys.get(name, {})} for name in tree | keys})
 

@@ -43,6 +43,7 @@ import json
 import math
 import os
 import random
+import secrets
 import statistics
 import subprocess
 import sys
@@ -59,6 +60,7 @@ from pa_npu.config.load import load_config
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.order import ORDERS, dispatch_order
 from pa_npu.dispatch.schedule import Schedule, same_windows
+from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.environments.protocol import EnvironmentContext, Generate, write
 from pa_npu.launcher.placement import free_ports
 from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
@@ -410,7 +412,7 @@ class Bench:
         self._urls: list[str] = []
         self._dedicated = 0
         self._model = scratch / "tiny" / "model"
-        self._environment = dict(os.environ)
+        self._environment = {**os.environ, KEY_VARIABLE: secrets.token_hex(16)}
         if args.paced:
             self._environment["PACED_ENGINE"] = ",".join(map(str, astuple(args.paced)))
         hidden, layers = ("64", "2") if args.paced else ("192", "4")
@@ -426,11 +428,11 @@ class Bench:
         ports = [first + i for i in range(count)]  # as the launcher counts
         self._urls = [f"http://127.0.0.1:{port}" for port in ports]
         log = self._scratch / f"engines{count}.log"
-        settings = [f"placement.engine_port={ports[0]}", f"run.dir={self._scratch / f'engines{count}'}"]
+        settings = [f"placement.port={ports[0] - 1}", f"run.dir={self._scratch / f'engines{count}'}"]
         settings.append(f"rollout.engines={count}")
         if self._beside and not self._args.paced:
             settings.append(
-                f"placement.engine_devices={[*self._engine_cores(), self._trainer_core()]}".replace(" ", "")
+                f"placement.devices={[*self._engine_cores(), *[self._trainer_core()] * 2]}".replace(" ", "")
             )
         with started(self._command("engines", settings), log, self._environment) as process:
             if not serve(process, self._urls, 300 * count):
@@ -469,12 +471,11 @@ class Bench:
         engines = len(self._urls)
         settings = [
             "placement.colocate=true",
-            "placement.engine_devices=null",
             f"schedule.stream={streams}",
             f"rollout.engines={engines}",
             f"rollout.attach=[{','.join(self._urls)}]",
             f"trainer.devices={engines}",
-            f"placement.trainer_devices={list(range(engines))}".replace(" ", ""),
+            f"placement.devices={list(range(engines))}".replace(" ", ""),
         ]
         records = self._records(case, prompt, self._args.iterations, settings)[WARMUP:]
         return statistics.median(record["iteration_s"] for record in records)
@@ -652,14 +653,12 @@ class Bench:
         run_dir = self._scratch / f"run{self._runs}"
         data = self._scratch / f"prompts{self._runs}.jsonl"
         write_prompts(data, prompt, case.groups * (case.epoch if case.heavy else iterations), seed or self._runs)
-        engines = self._scratch / f"engines{len(self._urls)}-engines"
         settings = [
             f"run.dir={run_dir}",
             f"data.train={data}",
             f"schedule.iterations={iterations}",
             f"schedule.prompts_per_iteration={case.groups}",
             f"rollout.attach=[{','.join(self._urls[: self._dedicated])}]",
-            f"rollout.key_file={engines / 'api_key'}",
             f"rollout.max_response_tokens={self._args.response}",
             *overrides,
         ]
@@ -712,12 +711,9 @@ class Bench:
         }
         if self._args.paced:
             extra += ["--worker-cls", "tools.paced.engine.PacedWorker"]
-            common |= {"placement.pin_cores": "false", "trainer.backend": "tools.paced.trainer:BACKEND"}
+            common |= {"trainer.backend": "tools.paced.trainer:BACKEND"}
         else:
-            common |= {
-                "placement.engine_devices": str(self._engine_cores()).replace(" ", ""),
-                "placement.trainer_devices": f"[{self._trainer_core()}]",
-            }
+            common["placement.devices"] = str([*self._engine_cores(), self._trainer_core()]).replace(" ", "")
         common["rollout.extra_args"] = json.dumps(extra)
         keys = [f"{key}={value}" for key, value in common.items()]
         return [sys.executable, "-m", "pa_npu.launcher", action, *keys, *settings]

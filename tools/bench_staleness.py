@@ -50,7 +50,6 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "icepop": (
         "algorithm.importance_sampling=token",
-        "algorithm.importance_rule=mask",
         "algorithm.importance_cap=5",
         "algorithm.importance_floor=0.5",
     ),

@@ -31,8 +31,8 @@ MEDIAN = 40.0  # tokens of a response; the longest are cut at LENGTH
 WARMUP = 2
 MODES: dict[str, dict[str, str]] = {
     "blocking": {"mode": "blocking"},
-    "delayed, together": {"mode": "delayed", "swap": "together"},
-    "delayed, rolling": {"mode": "delayed", "swap": "rolling"},
+    "delayed, together": {"mode": "delayed"},
+    "delayed, rolling": {"mode": "rolling"},
 }
 
 

@@ -95,7 +95,7 @@ class TransformersTrainer:
         self.model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train()
         o = config.optimizer
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon, weight_decay=0.0
+            self.model.parameters(), lr=o.learning_rate, betas=o.betas, eps=o.epsilon, weight_decay=0.0
         )
 
     def iteration(self, groups: list[Group]) -> tuple[float, float]:

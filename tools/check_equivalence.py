@@ -96,7 +96,6 @@ def run(args: argparse.Namespace, variant: Variant) -> dict[str, torch.Tensor]:
         "data.test=null",
         "rollout.engines=2",
         "trainer.devices=2",
-        "placement.pin_cores=false",
         *args.overrides,
         *variant.overrides,
     ]

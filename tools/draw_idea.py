@@ -151,7 +151,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; draw a run with telemetry.timeline=true") from None
+        raise DataError(f"{path}: {error.strerror}; draw the directory of a run") from None
     events = []
     for line in lines:
         try:

@@ -18,6 +18,7 @@ from typing import Any
 
 from pa_npu.errors import BAD_INPUT, UserError
 from pa_npu.telemetry.report import RunReport, each_run, load_report, notes, table_rows
+from pa_npu.telemetry.tpspd import WARMUP_ITERATIONS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools import html_page, plots
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory for pictures and page")
-    parser.add_argument("--warmup", type=int, metavar="N", help="iterations to drop; default: that of each run")
+    parser.add_argument("--warmup", type=int, default=WARMUP_ITERATIONS, metavar="N", help="iterations to leave out")
     options = parser.parse_args(arguments)
     try:
         columns = each_run([load_report(run, options.warmup) for run in options.runs])

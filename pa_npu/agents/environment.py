@@ -126,8 +126,7 @@ class AgentEnvironment(SessionEnvironment):
             own = Gateway(self.sessions, self._config.rollout.temperature)
             await self._stack.enter_async_context(own.serving(LOOPBACK, 0, None))
         if self._settings.command is not None:
-            hidden = self._config.reward.judge.api_key_variable
-            self._programs = Programs(self._settings, self.sessions, [hidden] if hidden else [])
+            self._programs = Programs(self._settings, self.sessions)
             self._staying = [
                 asyncio.create_task(self._programs.stay(number), name=f"agent program {number}")
                 for number in range(self._settings.programs or 0)
@@ -163,14 +162,14 @@ class AgentEnvironment(SessionEnvironment):
     async def _work(self, session: Session) -> None:
         """Until the session has ended; its time runs from when an agent has it."""
         assert self.sessions is not None
-        limit_s = self._settings.timeout_s
+        limit_s = self._config.environment_timeout_s
         programs = None if self._staying else self._programs
         if programs is None:
             try:
                 await self.sessions.offer(session, limit_s + _COME_S)
             except asyncio.TimeoutError:
                 raise EnvironmentFailed(
-                    f"environment.name: agents: no agent has taken a task for {limit_s + _COME_S:g} s (agent.timeout_s and "
+                    f"environment.name: agents: no agent has taken a task for {limit_s + _COME_S:g} s (environment.timeout_s and "
                     f"{_COME_S:g} s) while some waited; look at the agents, which ask for them at {self.sessions.url}/tasks"
                 ) from None
         try:

@@ -40,14 +40,15 @@ _LAST_WORDS = 300  # characters
 _RESTARTS = 3  # of a program that stays, without a session done in between
 _STORE = "PA_NPU_STORE"  # the run's own address
 _PROGRAMS = ("docker", "podman")
+_USUAL = ("--memory=4g", "--cpus=2", "--pids-limit=512")  # of one that is given too, docker and podman take the last
 _NETWORK = ("--network", "--net")
 _SIGNAL = 128  # and its number: the exit code of a container whose program a signal killed
 
 
 class Programs:
-    """Starts them, and ends them. settings: the run's section `agent`. hidden: variables that they do not inherit."""
+    """Starts them, and ends them. settings: the run's section `agent`."""
 
-    def __init__(self, settings: AgentConfig, sessions: Sessions, hidden: Sequence[str] = ()) -> None:
+    def __init__(self, settings: AgentConfig, sessions: Sessions) -> None:
         assert settings.command is not None
         self._containers = Containers(settings) if settings.container is not None else None
         try:
@@ -59,7 +60,6 @@ class Programs:
         self._command = parts if self._containers is not None else [_found(part) for part in parts]
         self._most_bytes = settings.output_kib * 1024
         self._sessions = sessions
-        self._hidden = {_STORE, *hidden}
         self.last_words = ""
 
     async def run(self, session: Session) -> None:
@@ -139,7 +139,7 @@ class Programs:
 
     def _inherited(self) -> dict[str, str]:
         """This process's environment without secrets, known by their names: the keys of hubs, trackers and judges."""
-        return {name: value for name, value in os.environ.items() if name not in self._hidden and not is_secret(name)}
+        return {name: value for name, value in os.environ.items() if name != _STORE and not is_secret(name)}
 
     async def _read(self, process: asyncio.subprocess.Process, session: Session | None) -> bool:
         """Reads its output until its end (True) or its limit."""
@@ -174,7 +174,7 @@ class Containers:
     """Commands of docker, or podman, that run a program in an image and remove what is left of it.
 
     The program has the variables of the gateway and none of the coordinator's. It shares the machine's network, since the gateway
-    listens on loopback, unless agent.container_options say another; it has no capabilities and cannot gain any.
+    listens on loopback, unless an option in agent.container says another; it has no capabilities and cannot gain any.
     Raises ConfigError where neither program is on PATH.
     """
 
@@ -186,9 +186,9 @@ class Containers:
                 f"agent.container: {settings.container} needs docker or podman, and neither is on PATH; install one, or remove the "
                 f"key, so that programs run in processes"
             )
-        own = any(option.partition("=")[0] in _NETWORK for option in settings.container_options)
-        self._options = [*settings.container_options, *([] if own else ["--network=host"])]
-        self._image = settings.container
+        *given, self._image = settings.container.split()
+        own = any(option.partition("=")[0] in _NETWORK for option in given)
+        self._options = [*_USUAL, *([] if own else ["--network=host"]), *given]
 
     def commands(self, command: Sequence[str], variables: Iterable[str]) -> tuple[list[str], list[str]]:
         """Returns the command that runs a program in a container of its own, and the one that removes it.

@@ -4,7 +4,7 @@
     outcome   done      the program ended, or said that it has
               turns     it asked for more turns than environment.max_turns
               tokens    the last thing it asked for did not fit any more
-              time      agent.timeout_s passed since an agent had it
+              time      environment.timeout_s passed since an agent had it
               output    it wrote more than agent.output_kib
               failed    the program ended with an error
 

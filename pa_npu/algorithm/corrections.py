@@ -71,16 +71,16 @@ def importance_weights(batch: TokenBatch, config: AlgorithmConfig) -> Weights:
     updates since (staleness), so one weight corrects for both; the KL and entropy terms are left alone. With the clip's ratio
     against the proximal policy this is decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298.
 
-    truncate    min(w, cap)                    TIS: Yao et al., "Your efficient RL framework secretly brings you off-policy RL
+    no floor    min(w, cap)                    TIS: Yao et al., "Your efficient RL framework secretly brings you off-policy RL
                                                training", 2025; truncation: Ionides, 2008
-    mask        w where floor <= w <= cap, else 0    with floor = 0 MIS: Liu et al., "When speed kills stability", 2025;
+    a floor     w where floor <= w <= cap, else 0    with floor = 0 MIS: Liu et al., "When speed kills stability", 2025;
                                                of tokens and with a floor IcePop: Ring-1T, arXiv 2510.18855
     """
     log_ratio = batch.old_logprobs - batch.engine_logprobs
     if config.importance_sampling == "sequence":
         log_ratio = batch.per_token(batch.response_sum(log_ratio))
     ratio = log_ratio.exp()
-    if config.importance_rule == "truncate":
+    if config.importance_floor is None:
         return Weights(ratio.clamp(max=config.importance_cap), ratio > config.importance_cap)
     cut = (ratio > config.importance_cap) | (ratio < config.importance_floor)
     return Weights(torch.where(cut, torch.zeros_like(ratio), ratio), cut)

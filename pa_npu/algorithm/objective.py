@@ -285,7 +285,7 @@ def metric_names(config: AlgorithmConfig, *, stale: bool = False) -> tuple[str, 
 
 def loss_sums(batch: TokenBatch, config: AlgorithmConfig, policy_loss: PolicyLoss) -> LossSums:
     """The weighted sum of w * policy loss + kl_coef * KL - entropy_coef * entropy; w: importance and age weights, if asked for."""
-    if config.kl_coef and config.kl_in == "reward":
+    if config.kl_coef and config.kl_in == "reward" and config.loss != "dpo":
         extra = kl_reward_advantages(batch, config.kl_estimator, config.kl_coef, config.advantage)
         batch = replace(batch, advantages=batch.advantages + extra)
     terms = policy_loss(batch, config)
@@ -315,7 +315,7 @@ def loss_sums(batch: TokenBatch, config: AlgorithmConfig, policy_loss: PolicyLos
     if batch.reference_logprobs is not None:
         kl = KL_ESTIMATORS[config.kl_estimator](batch.logprobs, batch.reference_logprobs)
         metrics["kl"] = k3(batch.logprobs.detach(), batch.reference_logprobs).sum()
-        if config.kl_coef and config.kl_in == "loss":
+        if config.kl_coef and config.kl_in == "loss" and config.loss != "dpo":
             token_loss = token_loss + config.kl_coef * kl
     if config.entropy_coef:
         token_loss = token_loss - config.entropy_coef * batch.entropy

@@ -154,7 +154,7 @@ def dpo(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
     is_pair = (highest > lowest).squeeze(1).to(batch.logprobs.dtype)
 
     gained = batch.response_sum(batch.logprobs - batch.reference_logprobs).view(-1, size)
-    margin = config.dpo_beta * (gained.gather(1, best) - gained.gather(1, worst)).squeeze(1)
+    margin = config.kl_coef * (gained.gather(1, best) - gained.gather(1, worst)).squeeze(1)
     loss = -logsigmoid(margin) * is_pair
     chosen = torch.zeros_like(scores, dtype=lengths.dtype).scatter(1, best, 1.0).scatter(1, worst, 1.0)
     num_tokens = (chosen * lengths.view(-1, size)).sum(dim=1)

@@ -199,12 +199,30 @@ class BackendModule(Protocol):
     ) -> TrainBackend:
         """Join the other trainer ranks on `store`, build this rank's share of the model and load its HF weights. Collective.
 
-        local_rank: this process's device among its visible ones.
+        Args:
+            config: the run's, after `fit`.
+            spec: shape of the model in model.path.
+            platform: of the device kind that the run uses.
+            store: rendezvous of all trainer ranks, for this backend alone.
+            rank: among all trainer ranks, from 0.
+            local_rank: this process's device among its visible ones.
+            timeline: takes spans of what the rank does.
+
+        Raises:
+            ConfigError: the backend cannot train the model as configured.
+            DeadlineExceeded: other ranks do not join in time.
         """
 
     def export_checkpoint(self, checkpoint: Path, output: Path, model: str | None = None, merged: bool = False) -> None:
         """Write the policy of `checkpoint` as the HF directory `output`, in one process on the host.
 
-        model: the HF model that the run began with, where it has moved since. merged: of adapters, write the model with them merged
-        into it, whatever lora.export_merged says, and no directory of peft.
+        Args:
+            checkpoint: directory of a complete checkpoint (.../iteration_000010).
+            output: directory to make; it must not hold a model yet.
+            model: the HF model that the run began with, where it has moved since.
+            merged: of adapters, write the model with them merged into it, also where checkpoint.export_hf says otherwise.
+
+        Raises:
+            UserError: the checkpoint or the model cannot be read, or is of another form.
+            ExportError: the directory cannot be written.
         """

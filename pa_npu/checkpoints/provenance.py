@@ -32,62 +32,56 @@ CHANGES: dict[str, Change] = {
     key: change
     for change, sections in {
         Change.SILENT: {
-            "run": "dir device restarts",
-            "rollout": "key_file request_timeout_s startup_timeout_s probe_timeout_s restarts",
-            "reward": "workers judge.api_key_variable judge.concurrency judge.timeout_s judge.attempts judge.cache "
-            "code.concurrency",
-            "trainer": "wait_timeout_s startup_timeout_s",
-            "publish": "bucket_mib timeout_s lora",
+            "run": "dir device restarts startup_timeout_s",
+            "rollout": "request_timeout_s probe_timeout_s",
+            "reward": "workers judge.concurrency judge.timeout_s",
+            "trainer": "wait_timeout_s",
+            "publish": "timeout_s lora",
             "buffer": "shards",
-            "checkpoint": "every load resume timeout_s keep_last keep_best export_hf",
-            "lora": "export_merged",
-            "telemetry": "samples trackers project run_name tags metric_names offline "
-            "tracker_timeout_s timeline warmup_iterations profile_iterations profile_ranks",
-            "placement": "cluster ray_address nnodes devices_per_node join_timeout_s node_timeout_s host store_port engine_port "
-            "engine_devices trainer_devices pin_cores",
+            "checkpoint": "every load resume keep_last keep_best export_hf",
+            "telemetry": "samples trackers project metric_names profile_iterations",
+            "placement": "cluster nnodes devices_per_node host port devices",
             "agent": "port",
         },
         Change.SAME_RUN: {
             "run": "deterministic",
             "model": "path head_chunk_tokens trust_remote_code",
-            "data": "test max_test_rows",
+            "data": "test",
             "rollout": "backend engines max_engines attach engine_settings tensor_parallel python "
-            "window max_num_batched_tokens max_num_seqs memory_fraction shared_memory_fraction sleep kv_cache_gib graph_mode "
-            "prefix_caching batch_invariant extra_args env",
+            "window max_num_batched_tokens max_num_seqs memory_fraction sleep kv_cache_gib graph_mode "
+            "batch_invariant extra_args env",
             "environment": "timeout_s",
-            "agent": "container_options concurrent programs timeout_s output_kib",
-            "reward": "timeout_s max_failing_share judge.url judge.on_failure code.memory_mib "
-            "code.timeout_s code.require",
-            "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel sequence_parallel "
-            "recompute frozen_pass gradient_bucket_mib",
+            "agent": "concurrent programs output_kib",
+            "reward": "timeout_s judge.url judge.on_failure code.memory_mib code.timeout_s code.require",
+            "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel recompute frozen_pass",
             "microbatch": "responses max_tokens",
             "optimizer": "offload",
             "attention": "shared_prompt implementation",
-            "evaluate": "sets greedy samples temperature top_p max_response_tokens overlap metric",
-            "schedule": "iterations stream compare_iterations dispatch dynamic_sampling_limit evaluate_every",
+            "evaluate": "sets samples temperature top_p max_response_tokens overlap metric",
+            "schedule": "iterations stream compare_iterations dispatch evaluate_every",
             "placement": "colocate",
-            "publish": "mode swap probe_tokens probe_tolerance noise_margin",
+            "publish": "mode probe_tokens probe_tolerance noise_margin",
         },
         Change.NEW_RUN: {
             "model": "frozen_dtype",
-            "data": "train question_column answer_column max_rows chat_template template_options system_prompt instruction "
+            "data": "train question_column answer_column chat_template template_options system_prompt instruction "
             "max_prompt_tokens overlong_prompt shuffle",
             "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
             "environment": "name max_turns options",
             "agent": "command container discards tool_parser",
-            "reward": "functions judge.model judge.api judge.system judge.template judge.score_pattern "
-            "judge.lowest judge.highest judge.temperature judge.max_tokens code.tests code.score code.most_tests",
+            "reward": "functions judge.model judge.api judge.template judge.score_pattern "
+            "judge.scores judge.request code.tests code.score",
             "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in reference_refresh_every "
-            "ratio importance_sampling importance_rule importance_cap importance_floor age_exponent "
-            "entropy_coef router_aux_coef router_replay delta dual_clip dpo_beta aggregation",
-            "optimizer": "learning_rate min_learning_rate warmup_iterations decay weight_decay beta1 beta2 epsilon clip_grad",
+            "ratio importance_sampling importance_cap importance_floor age_exponent "
+            "entropy_coef router_aux_coef router_replay delta dual_clip aggregation",
+            "optimizer": "learning_rate min_learning_rate warmup_iterations decay weight_decay betas epsilon clip_grad",
             "schedule": "max_staleness tokens_per_update updates_per_iteration prompts_per_iteration order dynamic_sampling",
-            "publish": "when divergence",
+            "publish": "divergence",
         },
         Change.NEVER: {
             "run": "seed",
             "model": "dtype adapter",
-            "lora": "rank alpha rank_stabilized targets",
+            "lora": "rank alpha targets",
             "trainer": "backend distributed_optimizer",
         },
     }.items()
@@ -99,7 +93,7 @@ REFUSED = {
     "model.dtype": "the weights are saved in it",
     "model.adapter": "the shape of what is trained is that directory's",
     **dict.fromkeys(("lora.rank", "lora.targets"), "the adapters are saved in that shape"),
-    **dict.fromkeys(("lora.alpha", "lora.rank_stabilized"), "the adapters that are saved count with that factor"),
+    "lora.alpha": "the adapters that are saved count with that factor",
     "trainer.backend": "the weights are saved in its form",
     "trainer.distributed_optimizer": "the optimizer's state is saved in its form",
 }

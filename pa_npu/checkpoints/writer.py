@@ -55,7 +55,7 @@ class Forked:
             raise WriteFailed(word.decode(errors="replace") or f"its writer process {self.pid} {_in_words(status)}")
         if time.monotonic() > self._deadline:
             raise WriteFailed(
-                f"its writer process {self.pid} has not finished within {self._timeout_s:g} s (checkpoint.timeout_s)"
+                f"its writer process {self.pid} has not finished within {self._timeout_s:g} s (trainer.wait_timeout_s)"
             )
         return False
 

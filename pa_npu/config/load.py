@@ -6,7 +6,6 @@ A mistake ends in one ConfigError line: where it was written, the key, the value
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, get_args, get_origin
 
@@ -57,12 +56,9 @@ def dump_config(config: Config) -> str:
 def load_tree(tree: dict[str, Any], where: str) -> Config:
     """A configuration that another process dumped (`model_dump(mode="json")`). Raises ConfigError that names `where`."""
     try:
-        _check_keys(tree, {}, ())
-        return Config.model_validate(tree)
+        return validated(tree, {})
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {_first_line(error, {})}") from None
 
 
 def _merge(tree: dict[str, Any], values: dict[str, Any], places: Places, written_at: Places, path: KeyPath) -> None:
@@ -135,7 +131,7 @@ def _check_keys(values: Any, places: Places, path: KeyPath) -> None:
         return
     if remedy := removed(f"{'.'.join(path)}={values}") if isinstance(values, str) else None:
         raise ConfigError(f"{_where(path, places)}{'.'.join(path)}={values}: removed in an earlier release; {remedy}")
-    if not _is_of_kind(values, _leaf_types(find_annotation(path))) and not _is_short_form(values, path):
+    if not _is_of_kind(values, _leaf_types(find_annotation(path))):
         name, shown = ".".join(path), _shown(values)
         types = {key.name: key.type for key in all_keys()}
         raise ConfigError(
@@ -161,13 +157,6 @@ def _is_of_kind(value: Any, types: set[Any]) -> bool:
     if isinstance(value, float):
         return int not in types or float in types
     return True
-
-
-def _is_short_form(value: Any, path: KeyPath) -> bool:
-    """Whether a text is one that the key's section takes apart itself."""
-    section = section_of(find_annotation(path[:-1]))
-    pattern = section.short_forms.get(path[-1]) if section else None
-    return pattern is not None and isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Fills keys that the user left unset: the values of a paper, by algorithm.name, and lengths of overlong rewards."""
+"""Fills keys that the user left unset with the values of a paper, by algorithm.name."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ PRESETS: dict[PresetName, Preset] = {
     ),
     "online-dpo": Preset(
         "Online DPO on the best and the worst response of each group, arXiv 2410.18252, with its beta",
-        {"loss": "dpo", "advantage": "centred", "dpo_beta": 0.1, "kl_coef": 0.0},
+        {"loss": "dpo", "advantage": "centred", "kl_coef": 0.1},
     ),
 }
 
@@ -148,29 +148,6 @@ def fill_preset(tree: Any) -> Any:
         if values and (section not in tree or isinstance(tree[section], dict | BaseModel)):
             filled[section] = {**values, **set_keys(tree.get(section))}
     return filled
-
-
-# DAPO, section 4.1: of 20,480 tokens the last 4,096.
-_OVERLONG_SHARE = 5
-
-
-def fill_overlong(tree: Any, default_max_tokens: int) -> Any:
-    """The tree with max_tokens and buffer_tokens in the overlong rewards that have none."""
-    functions = set_keys(tree.get("reward")).get("functions") if isinstance(tree, dict) else None
-    if not isinstance(functions, list | tuple):
-        return tree
-    longest = set_keys(tree.get("rollout")).get("max_response_tokens", default_max_tokens)
-
-    def filled(function: Any) -> Any:
-        if not isinstance(function, dict) or function.get("name") != "overlong":
-            return function
-        given = {key: value for key, value in function.items() if value is not None}
-        max_tokens = given.get("max_tokens", longest)
-        share = max(1, max_tokens // _OVERLONG_SHARE) if isinstance(max_tokens, int) else None
-        return {"max_tokens": max_tokens, "buffer_tokens": share, **given}
-
-    reward = {**set_keys(tree["reward"]), "functions": [filled(function) for function in functions]}
-    return {**tree, "reward": reward}
 
 
 def set_keys(section: Any) -> dict[str, Any]:

@@ -11,10 +11,8 @@ from typing import Any
 
 from pydantic import model_validator
 
-from pa_npu.config.presets import fill_overlong, fill_preset
+from pa_npu.config.presets import fill_preset
 from pa_npu.config.rules import broken_rules
-from pa_npu.config.rules.deadlines import fill_wait
-from pa_npu.config.sections import RolloutConfig
 from pa_npu.config.tree import ConfigTree
 
 
@@ -24,9 +22,8 @@ class Config(ConfigTree):
     @model_validator(mode="before")
     @classmethod
     def fill_preset(cls, tree: Any) -> Any:
-        """The keys of algorithm.name's preset that the user left unset, and the lengths of overlong rewards."""
-        default = RolloutConfig.model_fields["max_response_tokens"].default
-        return fill_wait(fill_overlong(fill_preset(tree), default))
+        """The keys of algorithm.name's preset that the user left unset."""
+        return fill_preset(tree)
 
     @model_validator(mode="after")
     def check_rules(self) -> Config:

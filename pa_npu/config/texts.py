@@ -16,11 +16,18 @@ _LONGEST_URL = 500
 _LONGEST_HOST, _LONGEST_LABEL = 253, 63  # RFC 1035, 2.3.4
 _LONGEST_NAME = 200
 _LARGEST_COUNT = 2**31 - 1
-_ANY_TEXT = frozenset({"system_prompt", "instruction", "pattern", "system", "template", "score_pattern"})
+_ANY_TEXT = frozenset({"system_prompt", "instruction", "pattern", "template", "score_pattern"})
 _USERS_OWN = frozenset(
-    {"rollout.env", "rollout.extra_args", "rollout.attach", "environment.options", "data.template_options"}
+    {
+        "rollout.env",
+        "rollout.extra_args",
+        "rollout.attach",
+        "environment.options",
+        "data.template_options",
+        "reward.judge.request",
+    }
 )
-_NAMES = ("telemetry.project", "telemetry.run_name", "telemetry.tags.", "data.train.", "data.question_column", "data.answer_column",
+_NAMES = ("telemetry.project", "data.train.", "data.question_column", "data.answer_column",
           "reward.functions.", "reward.judge.model", "reward.code.tests", "evaluate.metric", "environment.name")  # fmt: skip
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -32,7 +39,6 @@ def broken_texts(c: ConfigTree) -> Iterator[str]:
         ("model.path", c.model.path),
         *((c.data.key_of(number), dataset.path) for number, dataset in enumerate(c.data.datasets)),
         *((c.key_of_set(name), dataset.path) for name, dataset in c.evaluation_sets.items()),
-        ("rollout.key_file", c.rollout.key_file),
         ("rollout.python", c.rollout.python),
         ("checkpoint.load", c.checkpoint.load),
     ):
@@ -60,11 +66,9 @@ def broken_texts(c: ConfigTree) -> Iterator[str]:
         if c.telemetry.trackers.count(tracker) > 1:
             yield f"telemetry.trackers: {tracker} is listed twice; list each once"
     yield from _broken_leaves(c)
-    ray_host = None if c.placement.ray_address is None else c.placement.ray_address.rpartition(":")[0]
-    for key, host in (("placement.host", c.placement.host), ("placement.ray_address", ray_host)):
-        problem = host_problem(host) if host else None
-        if host and problem:
-            yield f"{key}: {shown(host)} {problem}; give the address or the name of a machine"
+    host = c.placement.host
+    if host and (problem := host_problem(host)):
+        yield f"placement.host: {shown(host)} {problem}; give the address or the name of a machine"
 
 
 def _broken_leaves(c: ConfigTree) -> Iterator[str]:

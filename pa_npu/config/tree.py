@@ -7,7 +7,9 @@ from typing import Literal
 
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.sections import (
+    JUDGE_ATTEMPTS,
     LONGEST_JUDGE_PAUSE_S,
+    MOST_TESTS,
     SLOWEST_TOKEN_S,
     AgentConfig,
     AlgorithmConfig,
@@ -35,6 +37,13 @@ from pa_npu.config.sections import (
 
 # With fewer a probe could show no more than another model altogether.
 PROBE_RESPONSES = 16
+WAIT_TIMEOUT_S = 1800.0
+TURN_TIMEOUT_S = 10.0
+SESSION_TIMEOUT_S = 600.0
+# The rest of a device is for graphs, communication and weights on their way in.
+MEMORY_FRACTION = 0.85
+# Of an engine beside a trainer that keeps its memory as the device decodes.
+SHARED_MEMORY_FRACTION = 0.3
 # How much later a backend's own timeout comes than the wait that it stands behind.
 COLLECTIVE_MARGIN_S = 120.0
 
@@ -117,7 +126,7 @@ class ConfigTree(Section):
     @property
     def pad_multiple(self) -> int:
         """Packed lengths are multiples of this."""
-        return self.trainer.tensor_parallel if self.trainer.sequence_parallel else 1
+        return self.trainer.tensor_parallel
 
     @property
     def groups_per_replica(self) -> int:
@@ -164,7 +173,9 @@ class ConfigTree(Section):
     @property
     def keeps_published(self) -> bool:
         """Whether trainers keep a copy of the published weights: with max_staleness they change while engines still need them."""
-        is_old = "old" in self.frozen_models and self.frozen_dtype == self.model.dtype and self.publish.when == "every"
+        is_old = (
+            "old" in self.frozen_models and self.frozen_dtype == self.model.dtype and self.publish.divergence is None
+        )
         is_old = is_old and self.publish.mode == "blocking"
         return self.schedule.max_staleness > 0 and not is_old
 
@@ -194,16 +205,16 @@ class ConfigTree(Section):
         """How many iterations producing runs ahead of training: max_staleness, unless a part of that is for something else.
 
         One is enough for engines never to wait for trainers. The rest, at least one, is how many publishes in a row may be skipped
-        (publish.when=divergence), or for how many updates a group may be carried (schedule.tokens_per_update).
+        (publish.divergence), or for how many updates a group may be carried (schedule.tokens_per_update).
         """
         staleness = self.schedule.max_staleness
-        shared = self.publish.when == "divergence" or self.schedule.tokens_per_update is not None
+        shared = self.publish.divergence is not None or self.schedule.tokens_per_update is not None
         return min(1, max(0, staleness - 1)) if shared else staleness
 
     @property
     def probe_responses(self) -> int:
         """Responses of a probe, at least: one of each engine, and enough to judge and decide by, whatever engines there are."""
-        return PROBE_RESPONSES if self.publish.when == "every" else self.rollout.responses_per_prompt
+        return PROBE_RESPONSES if self.publish.divergence is None else self.rollout.responses_per_prompt
 
     def always_publishes(self, version: int) -> bool:
         """Whether a version is published whatever the divergence: it is the last, or is saved, or evaluated."""
@@ -212,12 +223,12 @@ class ConfigTree(Section):
 
     def delays(self, version: int) -> bool:
         """Whether `version` is sent while engines generate; the last is not, as its log-probs are compared (I5)."""
-        return self.publish.mode == "delayed" and 0 < version < self.schedule.iterations
+        return self.publish.mode != "blocking" and 0 < version < self.schedule.iterations
 
     def swaps_in_turn(self, version: int) -> bool:
         """Whether engines swap to `version` one after another; not where it is saved, or evaluated before anything is produced, for
         which the iteration before has to be complete."""
-        rolls = self.publish.swap == "rolling" and self.delays(version)
+        rolls = self.publish.mode == "rolling" and self.delays(version)
         return rolls and not self.saves(version) and not self.evaluates(version)
 
     def evaluates(self, version: int) -> bool:
@@ -237,12 +248,26 @@ class ConfigTree(Section):
     @property
     def request_limit_s(self) -> float:
         """The longest that a request is waited for on an engine that works."""
-        return request_limit_s(self.rollout.request_timeout_s, self.rollout.max_response_tokens)
+        return self.rollout.request_timeout_s + SLOWEST_TOKEN_S * self.rollout.max_response_tokens
 
     @property
     def reward_limit_s(self) -> float:
-        """The longest that a judge and programs may take for a group, from when no earlier group is waited for."""
-        return reward_limit_s(self.reward, self.rollout.responses_per_prompt)
+        """The longest that a judge and programs may take for a group, from when no earlier group is waited for.
+
+        Of requests that take t each, c at once, each response needs up to k one after another. A turn is free after t at most, so
+        a group that has no more than c of them at once takes 2 k t, and one that has more also what it needs of all turns (Graham
+        1966, list scheduling).
+        """
+        reward, responses = self.reward, self.rollout.responses_per_prompt
+        names = [function.name for function in reward.functions]
+        limits = [0.0]
+        if "judge" in names:
+            pauses_s = LONGEST_JUDGE_PAUSE_S * (JUDGE_ATTEMPTS - 1)
+            rounds = _rounds(responses, reward.judge.concurrency)
+            limits.append(JUDGE_ATTEMPTS * reward.judge.timeout_s * rounds + pauses_s)
+        if "code" in names:
+            limits.append(MOST_TESTS * reward.code.timeout_s * _rounds(responses, reward.programs))
+        return max(limits)
 
     @property
     def has_gateway(self) -> bool:
@@ -254,12 +279,24 @@ class ConfigTree(Section):
         """The longest that a group is written: its request, or the sessions of its agents."""
         if self.environment.name != "agents":
             return self.request_limit_s
-        return sessions_limit_s(self.agent, self.rollout.responses_per_prompt)
+        return self.environment_timeout_s * _rounds(self.rollout.responses_per_prompt, self.agent.concurrent)
+
+    @property
+    def environment_timeout_s(self) -> float:
+        """environment.timeout_s, resolved: of a turn's own work, or of an agent's session."""
+        usual = SESSION_TIMEOUT_S if self.environment.name == "agents" else TURN_TIMEOUT_S
+        return usual if self.environment.timeout_s is None else self.environment.timeout_s
+
+    @property
+    def wait_timeout_s(self) -> float:
+        """trainer.wait_timeout_s, resolved."""
+        given = self.trainer.wait_timeout_s
+        return max(WAIT_TIMEOUT_S, self.group_limit_s + self.reward_limit_s) if given is None else given
 
     @property
     def engine_wait_s(self) -> float:
         """Deadline of the wait for room on an engine: what is in flight ends by then, and what died has been replaced."""
-        return self.group_limit_s + self.rollout.startup_timeout_s + self.publish.timeout_s
+        return self.group_limit_s + self.run.startup_timeout_s + self.publish.timeout_s
 
     @property
     def border_timeout_s(self) -> float:
@@ -267,8 +304,8 @@ class ConfigTree(Section):
 
         With max_staleness trainers may come to it before the iteration that is produced meanwhile is complete.
         """
-        produce_s = self.trainer.wait_timeout_s if self.schedule.max_staleness else 0.0
-        return produce_s + self.rollout.startup_timeout_s + 2 * self.publish.timeout_s
+        produce_s = self.wait_timeout_s if self.schedule.max_staleness else 0.0
+        return produce_s + self.run.startup_timeout_s + 2 * self.publish.timeout_s
 
     @property
     def collective_timeout_s(self) -> float:
@@ -276,7 +313,7 @@ class ConfigTree(Section):
 
         A stage that waits for rollouts makes its neighbours wait in a collective, and a leader that publishes its TP peers.
         """
-        return self.trainer.wait_timeout_s + COLLECTIVE_MARGIN_S
+        return self.wait_timeout_s + COLLECTIVE_MARGIN_S
 
     @property
     def publish_collective_timeout_s(self) -> float:
@@ -331,6 +368,12 @@ class ConfigTree(Section):
         return self.placement.colocate and on_device and can
 
     @property
+    def memory_fraction(self) -> float:
+        """rollout.memory_fraction, resolved for a device of known use alone: of an engine's own, or shared with a trainer."""
+        usual = SHARED_MEMORY_FRACTION if self.placement.colocate else MEMORY_FRACTION
+        return usual if self.rollout.memory_fraction is None else self.rollout.memory_fraction
+
+    @property
     def unequal_groups(self) -> bool:
         """Whether replicas may train different numbers of an iteration's groups."""
         together = self.mesh.pipeline > 1 or self.mesh.shards > 1 or self.schedule.updates_per_iteration > 1
@@ -357,38 +400,23 @@ class ConfigTree(Section):
         return self.trainer.devices + (self.num_engines - self.num_shared_engines) * self.rollout.tensor_parallel
 
     @property
+    def engine_devices(self) -> tuple[int, ...] | None:
+        """Engines' part of placement.devices: none with placement.colocate."""
+        given = self.placement.devices
+        return None if given is None else given[: len(given) - self.trainer.devices]
+
+    @property
+    def trainer_devices(self) -> tuple[int, ...] | None:
+        """Trainer ranks' part of placement.devices."""
+        given = self.placement.devices
+        return None if given is None else given[len(given) - self.trainer.devices :]
+
+    @property
     def devices_per_node(self) -> int:
         """placement.devices_per_node, resolved."""
         return self.placement.devices_per_node or self.num_devices // self.placement.nnodes
 
 
-def request_limit_s(request_timeout_s: float, max_response_tokens: int) -> float:
-    """Seconds that a request of this length may take."""
-    return request_timeout_s + SLOWEST_TOKEN_S * max_response_tokens
-
-
-def reward_limit_s(reward: RewardConfig, responses: int) -> float:
-    """Seconds that the functions with limits of their own may take for a group of so many responses, before which no other goes.
-
-    Of requests that take t each, c at once, each response needs up to k one after another. A turn is free after t at most, so a
-    group that has no more than c of them at once takes 2 k t, and one that has more also what it needs of all turns (Graham 1966,
-    list scheduling).
-    """
-    names = [function.name for function in reward.functions]
-    judge, code = reward.judge, reward.code
-    limits = [0.0]
-    if "judge" in names:
-        pauses_s = LONGEST_JUDGE_PAUSE_S * (judge.attempts - 1)
-        limits.append(judge.attempts * judge.timeout_s * _rounds(responses, judge.concurrency) + pauses_s)
-    if "code" in names:
-        limits.append(code.most_tests * code.timeout_s * _rounds(responses, code.concurrency))
-    return max(limits)
-
-
-def sessions_limit_s(agent: AgentConfig, responses: int) -> float:
-    """Seconds that the sessions of a group may take, before which no other goes; counted as reward_limit_s does."""
-    return agent.timeout_s * _rounds(responses, agent.concurrent)
-
-
 def _rounds(requests: int, at_once: int) -> int:
+    """The most that a group waits for, in times of one request: as reward_limit_s says."""
     return 2 + (-(-requests // at_once) if requests > at_once else 0)

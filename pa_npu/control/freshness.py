@@ -8,7 +8,7 @@ Iteration v trains weight version v. From the border of version v to the next on
 not been yet: with max_staleness = k iteration v + k (the first version also those before it), so that which version generates
 which group follows from numbers and never from timing. docs/staleness.md draws it.
 
-Where engines may keep an older version (publish.when=divergence), producing runs `ahead` iterations ahead of training, fewer than
+Where engines may keep an older version (publish.divergence), producing runs `ahead` iterations ahead of training, fewer than
 max_staleness: what is left between the two is how many publishes in a row may be skipped.
 """
 

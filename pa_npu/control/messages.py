@@ -170,7 +170,7 @@ class CheckpointReport:
 
 @dataclass(frozen=True)
 class DivergenceReport:
-    """With publish.when=divergence: K3's estimate of KL(engines' policy || trainers' policy) over the last probe, None where there
+    """With publish.divergence: K3's estimate of KL(engines' policy || trainers' policy) over the last probe, None where there
     was none, and whether engines keep the version that they have."""
 
     publish_kl: float | None = None
@@ -180,7 +180,7 @@ class DivergenceReport:
 @dataclass(frozen=True)
 class BorderReport:
     """A border as rank 0 saw it, from its announcement to the end of the publish. border_send_s: its own sending, border_wait_s:
-    the rest. divergence: DivergenceReport of publish.when=divergence."""
+    the rest. divergence: DivergenceReport of publish.divergence."""
 
     border_wait_s: float
     border_send_s: float = 0.0

@@ -30,8 +30,7 @@ def make_updates(
     if schedule.tokens_per_update is not None:
         return BudgetedUpdates(config, schedule.tokens_per_update, freshness, channel, buffer)
     if schedule.dynamic_sampling:
-        another, limit = (lambda: train.take(1)[0]), schedule.dynamic_sampling_limit
-        return InformativeUpdates(schedule.prompts_per_iteration, schedule.order, another, limit)
+        return InformativeUpdates(schedule.prompts_per_iteration, schedule.order, lambda: train.take(1)[0])
     return Updates(schedule.prompts_per_iteration, schedule.order)
 
 

@@ -3,7 +3,7 @@
     together   trainers send, engines load, everybody waits                               publish.mode=blocking
                engines load beside generation, and swap when all of an iteration is written   delayed
     rolling    an engine that is through with its groups swaps, and the first to have swapped end the wait;
-               the border is crossed when all have                                        publish.swap=rolling
+               the border is crossed when all have                                        publish.mode=rolling
 
 Before it, engines are made free: an evaluation beside training ends, samples for other programs do, and so does what older
 versions write.
@@ -78,10 +78,10 @@ class BorderCrossing:
 
     async def cross(self, version: int, prompt: Prompt | None, *, is_first: bool) -> Border | None:
         """A version from trainers to engines. prompt: for a probe. None: some engines have it, and `rest` waits for the others."""
-        trainer = self._config.trainer
-        within_s = trainer.startup_timeout_s if is_first else trainer.wait_timeout_s
+        config = self._config
+        within_s = config.run.startup_timeout_s if is_first else config.wait_timeout_s
         await self._free_engines(version, within_s)
-        if self._config.publish.when == "divergence" and not is_first:
+        if self._config.publish.divergence is not None and not is_first:
             ready = await READY.wait_async(self._channel, within_s, version=version)
             if not ready.publishes:
                 return self._left_out()
@@ -129,7 +129,7 @@ class BorderCrossing:
     async def _arrive(self, version: int, crossed: asyncio.Future[Border]) -> Prepared | None:
         await asyncio.wait({crossed})
         # what is produced meanwhile, and then what is trained
-        within_s = self._config.border_timeout_s + self._config.trainer.wait_timeout_s
+        within_s = self._config.border_timeout_s + self._config.wait_timeout_s
         return await self._publish.prepare(version, within_s)
 
     def _left_out(self) -> Border:

@@ -43,7 +43,7 @@ def check_environment(config: Config, prompt: Prompt | None) -> None:
             "row": prompt.row,
         }
     request = {"config": config.model_dump(mode="json"), "prompt": given}
-    own_s = config.group_limit_s if name == "agents" else _TRIED_CALLS * config.environment.timeout_s
+    own_s = config.group_limit_s if name == "agents" else _TRIED_CALLS * config.environment_timeout_s
     limit_s = _TIME_LIMIT_S + own_s
     problem = ask(
         "pa_npu.coordinator.environment_trial",

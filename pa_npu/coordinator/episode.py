@@ -100,7 +100,7 @@ async def run_episode(
     Errors of engines pass as they are; what else is raised becomes EnvironmentFailed.
     """
     try:
-        samples = await rollout_within(config.environment.timeout_s, environment, prompt, num_samples, generate)
+        samples = await rollout_within(config.environment_timeout_s, environment, prompt, num_samples, generate)
     except (PaNpuError, asyncio.CancelledError, KeyboardInterrupt):
         raise
     except BaseException as error:  # an environment is users' code

@@ -96,7 +96,7 @@ class Evaluator:
         wishes = config.evaluate
         length = wishes.max_response_tokens or sampling.max_tokens
         plain = dataclasses.replace(sampling, logprobs=False, routes=None, max_tokens=length)
-        self._kinds = [(GREEDY, 1, dataclasses.replace(plain, temperature=0.0))] if wishes.greedy else []
+        self._kinds = [(GREEDY, 1, dataclasses.replace(plain, temperature=0.0))]
         if wishes.samples:
             drawn = dataclasses.replace(plain, temperature=wishes.temperature, top_p=wishes.top_p)
             self._kinds.append((SAMPLE, wishes.samples, drawn))

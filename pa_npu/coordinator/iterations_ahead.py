@@ -1,7 +1,7 @@
 """The iterations that are produced and not trained yet: begun when due, told to trainers, kept in and taken from checkpoints.
 
 One is produced whole, by the version that engines hold; or until engines have all its groups, which they finish beside the next
-border (publish.swap=rolling).
+border (publish.mode=rolling).
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Per weight version v, with keys in the store that the launcher hosts, where the 
     iteration v is produced into the rollout buffer while the trainers consume it       iterations_ahead.py, producer.py
     meanwhile iteration v - 1 goes into metrics.jsonl and onto the console              IterationEnd, record.py
 
-With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. With publish.when=divergence trainers
-may say that engines keep the version that they have; then that version produces what is due. With publish.swap=rolling the border
+With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. With publish.divergence trainers
+may say that engines keep the version that they have; then that version produces what is due. With publish.mode=rolling the border
 of version v + 1 begins when engines have all groups of iteration v + k: those that are through with theirs swap to the version, and
 begin with iteration v + k + 1. The last version is only published and evaluated.
 """
@@ -189,7 +189,7 @@ class IterationEnd:
         version: int,
     ) -> None:
         """The iteration's record; the trainers' account of the border comes when they have crossed it."""
-        border = await BORDER.wait_async(self._channel, self._config.trainer.wait_timeout_s, version=version)
+        border = await BORDER.wait_async(self._channel, self._config.wait_timeout_s, version=version)
         record = iteration_record(
             self._config,
             produced,

@@ -96,24 +96,26 @@ async def run(config: Config) -> None:
     async with AsyncExitStack() as stack:
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
         train, held_out = load_prompt_sets(config, tokenizer)
-        limit_s = config.trainer.startup_timeout_s
+        limit_s = config.run.startup_timeout_s
         environment = make_environment(config, tokenizer)
         channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, limit_s), ROSTER_PREFIX), key or "")
         pool = await stack.enter_async_context(EnginePool((), config.rollout.probe_timeout_s, decoder(tokenizer)))
         replays = sampling.routes is not None
-        fleet = Fleet(config.rollout, pool, roster, lambda url: kind.client(url, spec.vocab_size, key), replays)
-        await stack.enter_async_context(fleet)
-        rewards = await stack.enter_async_context(RewardPool(config.reward, config.run.dir))
-        timeline = stack.enter_context(
-            Timeline.for_run(config.run.dir, "coordinator", enabled=config.telemetry.timeline)
+        fleet = Fleet(
+            config.rollout, pool, roster, lambda url: kind.client(url, spec.vocab_size, key), replays, limit_s
         )
+        await stack.enter_async_context(fleet)
+        rewards = await stack.enter_async_context(
+            RewardPool(config.reward, config.run.dir, config.rollout.max_response_tokens)
+        )
+        timeline = stack.enter_context(Timeline.for_run(config.run.dir, "coordinator"))
         records = stack.enter_context(RunRecords(config, first, lambda token: str(tokenizer.decode([token]))))
         store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
         freshness = Freshness.of(config)
-        buffer = open_buffer(config, buffer_channel, ahead=int(config.publish.swap == "rolling"))
+        buffer = open_buffer(config, buffer_channel, ahead=int(config.publish.mode == "rolling"))
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.of(config), work)
         service = make_service(config, pool, sampling, tokenizer)
@@ -133,7 +135,7 @@ async def run(config: Config) -> None:
             fleet.check_sleep()
         device = platform.get(config.run.device)
         stages, late_stages = [await wait_manifests(config, channel, topic) for topic in (MANIFEST, LATE_MANIFEST)]
-        trainers = await TRAINERS_RUN_ON.wait_async(channel, config.trainer.startup_timeout_s)
+        trainers = await TRAINERS_RUN_ON.wait_async(channel, config.run.startup_timeout_s)
         records.write_runs_on(RunsOn(trainers, fleet.run_on()))
         connection = Connection(store, device.comm_backend, stages, late_stages, device.name)
         publish = CoordinatorPublish(config, fleet, pool, channel, connection, sampling)
@@ -164,7 +166,7 @@ def tested_in(config: Config, tokenizer: Any, environment: Environment) -> Envir
 
 async def wait_manifests(config: Config, channel: StoreChannel, topic: Topic[StageManifest]) -> list[StageManifest]:
     """Waits for each pipeline stage's manifest, in stage order: of a publish (MANIFEST) or a late delivery (LATE_MANIFEST)."""
-    limit_s = config.trainer.startup_timeout_s
+    limit_s = config.run.startup_timeout_s
     return [await topic.wait_async(channel, limit_s, stage=s) for s in range(config.trainer.pipeline_parallel)]
 
 

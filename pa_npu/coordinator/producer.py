@@ -14,7 +14,7 @@ What a feature does it does at these points (variants.py), for each iteration in
     before_admit     before a group asks for an engine                       the schedule's turns
     admitted         a group has room on an engine                           tail, pace
     nothing_left     until another group is scored                           tail
-    all_dispatched   engines have had all groups that it began with          the next border (publish.swap=rolling)
+    all_dispatched   engines have had all groups that it began with          the next border (publish.mode=rolling)
     generated        all samples of a group are there                        tail, pace
     scored           it has its rewards                                      the iteration's numbers; changes of roles (roles.py)
     delivered        a group is in the buffer                                copies for other programs (served_run.py)
@@ -70,7 +70,7 @@ class _Iteration:
 
 
 class Producer:
-    """Produces iterations, one at a time; with publish.swap=rolling the next may begin beside one.
+    """Produces iterations, one at a time; with publish.mode=rolling the next may begin beside one.
 
     work: what training a group costs. store_thread: a single-threaded executor for the buffer's blocking calls; one thread keeps
     their order. variants: the features that this run uses. roles: where devices decode and train.

@@ -181,7 +181,7 @@ class ServedRun(Variant):
         prompt = np.asarray(tokens, np.int32)
         while True:
             try:
-                await asyncio.wait_for(self._holds.wait(), self._config.trainer.wait_timeout_s)
+                await asyncio.wait_for(self._holds.wait(), self._config.wait_timeout_s)
             except asyncio.TimeoutError:
                 raise Refused("the engines wait for weights; try later", status=503) from None
             task = asyncio.create_task(self._write(prompt, asked.n, seed, sampling), name=f"sample {number}")

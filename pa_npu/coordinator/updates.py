@@ -54,18 +54,15 @@ class Updates:
 class InformativeUpdates(Updates):
     """Updates of informative groups only (schedule.dynamic_sampling).
 
-    another: gives a further prompt. limit: InformativeGroups'.
+    another: gives a further prompt.
     """
 
-    def __init__(
-        self, groups: int, order: Literal["prompt", "completion"], another: Callable[[], Prompt], limit: int
-    ) -> None:
+    def __init__(self, groups: int, order: Literal["prompt", "completion"], another: Callable[[], Prompt]) -> None:
         super().__init__(groups, order)
         self._another = another
-        self._limit = limit
 
     def choose(self, iteration: int, prompts: Sequence[Prompt]) -> EveryGroup[ScoredGroup]:
-        return InformativeGroups(prompts, self._order, self._another, self._limit)
+        return InformativeGroups(prompts, self._order, self._another)
 
 
 class BudgetedUpdates(Updates):

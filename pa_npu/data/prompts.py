@@ -102,8 +102,7 @@ def load_prompts(
         needs_answer=needs_answer,
     )
     usual = ("train",) if is_training else ("test", "validation")
-    most = config.max_rows if is_training else config.max_test_rows
-    records = list(islice(read_records(path, key, columns, dataset.split, usual), most))
+    records = list(islice(read_records(path, key, columns, dataset.split, usual), dataset.max_rows))
     if not records:
         raise DataError(f"{key}: {path} is empty; it needs at least one row with a question and its answer")
     source = dataset.called if isinstance(dataset, TrainingDataset) else ""
@@ -149,10 +148,8 @@ def load_training(config: DataConfig, tokenizer: Any, needs_answer: bool = True)
 def _options(dataset: Dataset, config: DataConfig) -> DataConfig:
     """data.* with what the dataset says itself."""
     own = dataset.model_dump(
-        include={"question_column", "answer_column", "max_rows", "system_prompt", "instruction"}, exclude_none=True
+        include={"question_column", "answer_column", "system_prompt", "instruction"}, exclude_none=True
     )
-    if "max_rows" in own:
-        own["max_test_rows"] = own["max_rows"]
     return config.model_copy(update=own)
 
 

@@ -104,12 +104,16 @@ class EveryGroup(Generic[G]):
         return [(index, group)]
 
 
+MOST_ITERATIONS = 8
+"""Groups that dynamic sampling dispatches at most, in iterations: prompts of which fewer teach are wrong for the model."""
+
+
 class InformativeGroups(EveryGroup[G]):
     """The first informative groups, as many as there are prompts (schedule.dynamic_sampling).
 
     order=prompt numbers them in dispatch order, and releases a group when all before it are scored; completion as they come.
 
-    another: gives a further prompt. limit: dispatched groups at most, in iterations (schedule.dynamic_sampling_limit).
+    another: gives a further prompt.
     """
 
     def __init__(
@@ -117,11 +121,10 @@ class InformativeGroups(EveryGroup[G]):
         prompts: Sequence[Prompt],
         order: Literal["prompt", "completion"],
         another: Callable[[], Prompt],
-        limit: int,
     ) -> None:
         super().__init__(prompts, order)
         self._another = another
-        self._limit = len(prompts) * limit
+        self._limit = len(prompts) * MOST_ITERATIONS
         self._waiting: dict[int, G] = {}  # scored, not released
         self._next = 0  # dispatch index that in-order release waits for
         self._num_released = 0
@@ -138,7 +141,7 @@ class InformativeGroups(EveryGroup[G]):
             raise UserError(
                 f"schedule.dynamic_sampling: of {self._num_scored} groups {self._num_discarded} were all right or all wrong, "
                 f"and {self._limit} dispatched ones cannot give {self.most} informative ones; raise "
-                f"rollout.responses_per_prompt or schedule.dynamic_sampling_limit, or take prompts that fit the model"
+                f"rollout.responses_per_prompt, or take prompts that fit the model"
             )
         return index
 

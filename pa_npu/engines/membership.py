@@ -73,6 +73,7 @@ class Fleet:
     """Owns the membership of `pool`. Use it with `async with`, inside the event loop.
 
     make_engine: the client of the engine at a URL. needs_routes: whether engines must record them.
+    startup_timeout_s: run.startup_timeout_s, within which an engine becomes ready.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class Fleet:
         roster: Roster,
         make_engine: Callable[[str], RolloutEngine],
         needs_routes: bool = False,
+        startup_timeout_s: float = 600.0,
     ) -> None:
         self._config = config
+        self._startup_timeout_s = startup_timeout_s
         self._pool = pool
         self._roster = roster
         self._make_engine = make_engine
@@ -120,7 +123,7 @@ class Fleet:
 
     async def wait_all_ready(self) -> None:
         """At the start of a run: wait until every engine answers."""
-        deadline = time.monotonic() + self._config.startup_timeout_s
+        deadline = time.monotonic() + self._startup_timeout_s
         while late := [member.name for member in self._members.values() if member.state not in ("ready", "serving")]:
             await self._wait_change(deadline, f"engines {', '.join(late)} to become ready")
 
@@ -147,7 +150,7 @@ class Fleet:
 
         Until the border ends none of them leaves.
         """
-        deadline = time.monotonic() + self._config.startup_timeout_s
+        deadline = time.monotonic() + self._startup_timeout_s
         while not (ready := [m for _, m in sorted(self._members.items()) if m.state in ("ready", "serving")]):
             await self._wait_change(deadline, "an engine that can take weights")
         self._counted = ready
@@ -199,7 +202,7 @@ class Fleet:
         for place in places - self._train:
             self._roster.lend_device(place, to_trainer=True)
         self._train |= places
-        deadline = time.monotonic() + self._config.startup_timeout_s
+        deadline = time.monotonic() + self._startup_timeout_s
         while True:
             members = [member for place, member in sorted(self._members.items()) if place in places]
             for member in members:
@@ -305,7 +308,7 @@ class Fleet:
             await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
         except asyncio.TimeoutError:
             raise DeadlineExceeded(
-                f"waited {self._config.startup_timeout_s:g} s for {what} (rollout.startup_timeout_s); see the engines' logs"
+                f"waited {self._startup_timeout_s:g} s for {what} (run.startup_timeout_s); see the engines' logs"
             ) from None
 
     async def _watch(self) -> None:
@@ -350,7 +353,7 @@ class Fleet:
 
     async def _bring_up(self, member: Member, *, is_replacement: bool) -> None:
         try:
-            member.capabilities = await member.engine.wait_ready(deadline_s=self._config.startup_timeout_s)
+            member.capabilities = await member.engine.wait_ready(deadline_s=self._startup_timeout_s)
             self._check_capabilities(member, member.capabilities)
             if member.state != "starting":  # it leaves already
                 return

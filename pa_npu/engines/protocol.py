@@ -150,8 +150,19 @@ class RolloutEngine(Protocol):
     ) -> list[Generation]:
         """Generates n responses. Response i is what a request of one with seed + i gives, whatever else is in flight.
 
-        written: the beginning of the response, of which the rest is returned, with n = 1, of an engine that continues;
-        sampling.max_tokens is of the rest.
+        Args:
+            prompt_tokens: int32 [P], the chat template's tokens included.
+            n: responses, at least 1.
+            seed: of the first response, below 2^63.
+            sampling: lengths in tokens, temperature, ends, and whether log-probs and routes are returned.
+            deadline_s: seconds from now, in which all n are there.
+            written: int32 [W], the beginning of the response, of which the rest is returned, with n = 1, of an engine that
+                continues; sampling.max_tokens is of the rest.
+
+        Returns n generations in the order of their seeds.
+
+        Raises:
+            DeadlineExceeded, EngineGone, EngineError: as every method.
         """
 
     async def hand_on(self, *, deadline_s: float) -> None:
@@ -173,8 +184,14 @@ class RolloutEngine(Protocol):
         """Every worker receives `version` from the groups and loads it; prefixes that were cached under the old weights are
         forgotten. Nothing may be in flight.
 
-        begins_within_s: asked ahead of time; the trainers may take so long until they send (Receiver.receive). None: they are about
-        to.
+        Args:
+            version: of the weights, as the trainers send it; an engine that receives another one refuses.
+            deadline_s: seconds from now, in which they are loaded.
+            begins_within_s: asked ahead of time; the trainers may take so many seconds until they send (Receiver.receive).
+                None: they are about to.
+
+        Raises:
+            DeadlineExceeded, EngineGone, EngineError: as every method; the engine must be replaced after the first.
         """
 
     async def prepare_weights(self, version: int, *, deadline_s: float) -> LoadedWeights:

@@ -36,7 +36,12 @@ def make_environment(config: Config, tokenizer: Any) -> Environment:
     """The environment of environment.name: a registered one, or a class that module:Class names. Raises ConfigError."""
     chosen = config.environment
     context = EnvironmentContext(
-        tokenizer, config.rollout.max_response_tokens, chosen.max_turns, chosen.timeout_s, chosen.options, config
+        tokenizer,
+        config.rollout.max_response_tokens,
+        chosen.max_turns,
+        config.environment_timeout_s,
+        chosen.options,
+        config,
     )
     try:
         environment = find_environment(chosen.name)(context)

@@ -62,7 +62,7 @@ class AdapterShape:
         if config.model.adapter:
             return cls.read(Path(config.model.adapter))
         keys = config.lora
-        return cls(keys.rank, keys.alpha, keys.rank_stabilized, keys.targets)
+        return cls(keys.rank, keys.alpha, False, keys.targets)
 
     @classmethod
     def read(cls, directory: Path) -> AdapterShape:

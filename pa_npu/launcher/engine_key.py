@@ -23,10 +23,8 @@ _LONGEST_KEY_FILE_BYTES = 4096
 def engine_key(config: Config) -> str:
     """The key of the attached engines, or that of the engines to start: the user's own if there is one, else a new one.
 
-    Empty where attached engines have none that is known. Raises UserError when the key cannot be read or sent.
+    Empty where attached engines have none that is known. Raises UserError when the key cannot be sent.
     """
-    if config.rollout.key_file:
-        return read_key(config.rollout.key_file, "rollout.key_file", "give the file that `pa-npu engines` names")
     users = os.environ.get(KEY_VARIABLE, "")
     if users or config.rollout.attach:
         return checked_key(users, KEY_VARIABLE)

@@ -122,7 +122,7 @@ def _engines(config: Config, platform: Any, key: str, directory: Path) -> Iterat
     with ProcessTree(directory / "logs", GRACE_S) as tree:
         for index, port in zip(placement.engines, ports, strict=True):
             tree.launch(engine_command(config, spec, platform, placement, index, port, key))
-        deadline = time.monotonic() + config.rollout.startup_timeout_s
+        deadline = time.monotonic() + config.run.startup_timeout_s
         say(f"starting {len(urls)} engine{'s' if len(urls) > 1 else ''}; their logs are in {directory / 'logs'}")
         while not all(map(engine_answers, urls)):
             if ended := tree.ended():
@@ -130,7 +130,7 @@ def _engines(config: Config, platform: Any, key: str, directory: Path) -> Iterat
                     f"{ended[0].name} ended while it started; see {directory / 'logs'}/{ended[0].name}.log"
                 )
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"engines did not answer within {config.rollout.startup_timeout_s:g} s")
+                raise DeadlineExceeded(f"engines did not answer within {config.run.startup_timeout_s:g} s")
             time.sleep(_POLL_S)
         yield urls
 
@@ -158,11 +158,12 @@ async def _evaluate(
         pool = await stack.enter_async_context(EnginePool((), config.rollout.probe_timeout_s))
         for index, client in enumerate(clients):
             pool.add(client, settings=config.rollout.settings_of(index))
-            await client.wait_ready(deadline_s=config.rollout.startup_timeout_s)
+            await client.wait_ready(deadline_s=config.run.startup_timeout_s)
             pool.serve(client)
-        rewards = await stack.enter_async_context(RewardPool(config.reward, config.run.dir))
-        sampling = Sampling(config.rollout.max_response_tokens, 1.0, stop_token_ids=spec.eos_token_ids)
+        longest = config.rollout.max_response_tokens
+        rewards = await stack.enter_async_context(RewardPool(config.reward, config.run.dir, longest))
+        sampling = Sampling(longest, 1.0, stop_token_ids=spec.eos_token_ids)
         environment = make_environment(config, tokenizer)
-        await stack.enter_async_context(opened(environment, config.trainer.startup_timeout_s))
+        await stack.enter_async_context(opened(environment, config.run.startup_timeout_s))
         evaluator = Evaluator(config, sets, pool, evaluated(environment), rewards, sampling)
         return await evaluator.evaluate(_VERSION)

@@ -239,7 +239,7 @@ class JoinedEngine:
             return FAILED
 
     def _until_ready(self) -> None:
-        began, timeout_s = time.monotonic(), self.config.rollout.startup_timeout_s
+        began, timeout_s = time.monotonic(), self.config.run.startup_timeout_s
         self.console.say(f"starting an engine for {self.run_name} at {self.url}; log: {self.process.log}")
         while not engine_answers(self.url):
             self._check_server()
@@ -248,7 +248,7 @@ class JoinedEngine:
                 self.console.say("stopped before it has joined")
                 raise _Ended(0)
             if time.monotonic() - began > timeout_s:
-                self._show_log(f"the engine is not ready after {timeout_s:g} s (rollout.startup_timeout_s)")
+                self._show_log(f"the engine is not ready after {timeout_s:g} s (run.startup_timeout_s)")
                 raise _Ended(FAILED)
             time.sleep(_PROBE_EVERY_S)
         self.console.say(f"ready after {time.monotonic() - began:.0f} s")

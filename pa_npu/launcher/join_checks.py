@@ -133,16 +133,13 @@ def find_key(claimed: Mapping[str, Any], key_file: Path | None, run_name: str) -
         return read_key(key_file, "--key-file", remedy), "--key-file"
     if key := os.environ.get(KEY_VARIABLE, ""):
         return checked_key(key, KEY_VARIABLE), KEY_VARIABLE
-    run, rollout = (section if isinstance(section := claimed.get(name), dict) else {} for name in ("run", "rollout"))
-    runs = Path(str(run.get("dir") or "")) / KEY_FILE
-    for file in (runs, Path(str(rollout.get("key_file") or runs))):
-        if file.is_file():
-            if file.stat().st_uid not in (os.geteuid(), 0):
-                raise UserError(
-                    f"API key: {file}, which {run_name} names, is another user's; name a file with --key-file"
-                )
-            return read_key(file, "API key", remedy), str(file)
-    raise UserError(f"--key-file: the API key is neither in {KEY_VARIABLE} nor in {runs}; {remedy}")
+    run = section if isinstance(section := claimed.get("run"), dict) else {}
+    file = Path(str(run.get("dir") or "")) / KEY_FILE
+    if not file.is_file():
+        raise UserError(f"--key-file: the API key is neither in {KEY_VARIABLE} nor in {file}; {remedy}")
+    if file.stat().st_uid not in (os.geteuid(), 0):
+        raise UserError(f"API key: {file}, which {run_name} names, is another user's; name a file with --key-file")
+    return read_key(file, "API key", remedy), str(file)
 
 
 def check_key(config: Config, roster: Roster, key: str, where: str, run_name: str) -> None:

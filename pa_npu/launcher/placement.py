@@ -59,26 +59,20 @@ def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Plac
     """Assign the devices of the only node, engines first.
 
     num_devices: how many devices with memory of their own there are; None on cpu, where a device is one of `cores` and,
-    without a list in placement.*, processes share cores unpinned when there are too few.
+    without placement.devices, processes share cores unpinned when there are too few.
     Raises ConfigError when an index does not exist or is used twice.
     """
     per_engine = config.rollout.tensor_parallel
     num_engine_devices = config.num_devices - config.trainer.devices
-    given = config.placement
-    engines = given.engine_devices
-    trainers = given.trainer_devices
-    taken = set(engines or ()) | set(trainers or ())
-    free = (index for index in range(config.num_devices + len(taken)) if index not in taken)
-    engines = engines or tuple(next(free) for _ in range(num_engine_devices))
-    trainers = trainers or tuple(next(free) for _ in range(config.trainer.devices))
+    given = config.placement.devices or range(config.num_devices)
+    engines, trainers = tuple(given[:num_engine_devices]), tuple(given[num_engine_devices:])
     available = len(cores) if num_devices is None else num_devices
     enough = max((*engines, *trainers)) < available
-    listed = given.engine_devices is not None or given.trainer_devices is not None
-    if not enough and (num_devices is not None or listed):
+    if not enough and (num_devices is not None or config.placement.devices is not None):
         kind = "cores" if num_devices is None else "devices"
         raise ConfigError(
             f"placement: the run needs {config.num_devices} {kind}, the highest index is {max((*engines, *trainers))}, "
-            f"but {available} {kind} are here; lower rollout.engines or trainer.devices, or correct placement.*_devices"
+            f"but {available} {kind} are here; lower rollout.engines or trainer.devices, or correct placement.devices"
         )
     if len(set(engines) | set(trainers)) < config.num_devices and num_devices is not None:
         raise ConfigError(
@@ -86,7 +80,7 @@ def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Plac
         )
     grouped = tuple(engines[at : at + per_engine] for at in range(0, num_engine_devices, per_engine))
     grouped += _shared_units(config, trainers)
-    pin = num_devices is None and given.pin_cores and enough
+    pin = num_devices is None and enough
     return Placement(
         engine_devices=grouped,
         trainer_devices=trainers,
@@ -100,28 +94,28 @@ def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Plac
 def place_nodes(config: Config) -> list[Placement]:
     """Assign the devices of several nodes, engines first; every node computes the same. Cores are not assigned yet.
 
-    An engine and a tensor-parallel group of trainers stay on one node. In placement.*_devices, device d of node n has the
+    An engine and a tensor-parallel group of trainers stay on one node. In placement.devices, device d of node n has the
     index n x devices per node + d. Raises ConfigError when that is impossible.
     """
     per_node, given = config.devices_per_node, config.placement
     num_devices = given.nnodes * per_node
-    listed = [*(given.engine_devices or ()), *(given.trainer_devices or ())]
+    listed = given.devices or ()
     if len(set(listed)) < len(listed) or any(not 0 <= index < num_devices for index in listed):
         raise ConfigError(
-            f"placement: {listed} names a device twice or one beyond the {num_devices} of {given.nnodes} nodes of {per_node}; "
-            f"correct placement.*_devices"
+            f"placement.devices: {list(listed)} names a device twice or one beyond the {num_devices} of {given.nnodes} nodes of "
+            f"{per_node}; correct it"
         )
     free = [[i for i in range(n * per_node, (n + 1) * per_node) if i not in listed] for n in range(given.nnodes)]
     dedicated = config.num_engines - config.num_shared_engines
-    engines = _units("rollout", config.rollout.tensor_parallel, dedicated, given.engine_devices, free)
+    engines = _units("rollout", config.rollout.tensor_parallel, dedicated, config.engine_devices, free)
     together = len(config.mesh.groups("tensor"))
-    trainers = _units("trainer", config.mesh.tensor, together, given.trainer_devices, free)
+    trainers = _units("trainer", config.mesh.tensor, together, config.trainer_devices, free)
     devices = [index for unit in trainers for index in unit]
     engines += _shared_units(config, devices)
-    for unit, section in [*((unit, "rollout") for unit in engines), *((unit, "trainer") for unit in trainers)]:
+    for unit in (*engines, *trainers):
         if len({index // per_node for index in unit}) > 1:
             raise ConfigError(
-                f"placement.{'engine' if section == 'rollout' else section}_devices: {list(unit)} are tensor-parallel peers on "
+                f"placement.devices: {list(unit)} are tensor-parallel peers on "
                 f"several nodes of {per_node} devices; give them devices of one node"
             )
     placements = []
@@ -184,7 +178,7 @@ def settle_on_node(config: Config, placement: Placement, num_devices: int | None
             f"placement.devices_per_node: the run uses {config.devices_per_node} devices of each node, but {available} are "
             f"here; lower rollout.engines or trainer.devices, or set placement.devices_per_node"
         )
-    if num_devices is not None or not (enough and config.placement.pin_cores):
+    if num_devices is not None or not enough:
         return placement
     return replace(
         placement,
@@ -210,10 +204,9 @@ def available_cores() -> list[int]:
 
 
 def engine_ports(config: Config, engines: Sequence[int]) -> list[int]:
-    """One port for each of these engines of this node: by their index from placement.engine_port on, or free ones."""
-    first = config.placement.engine_port
-    if first:
-        return [first + index for index in engines]
+    """One port for each of these engines of this node: by their index behind placement.port, the store's, or free ones."""
+    if config.placement.port:
+        return [config.placement.port + 1 + index for index in engines]
     return free_ports(config.placement.address, len(engines))
 
 
@@ -226,9 +219,7 @@ def free_ports(host: str, count: int) -> list[int]:
         if port_problem(host, port) is None:
             ports.append(port)
     if len(ports) < count:
-        raise UserError(
-            f"placement.engine_port: no {count} free ports in {_FREE_PORTS.start} to {_FREE_PORTS.stop - 1}"
-        )
+        raise UserError(f"placement.port: no {count} free ports in {_FREE_PORTS.start} to {_FREE_PORTS.stop - 1}")
     return ports
 
 

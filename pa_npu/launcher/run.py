@@ -30,6 +30,7 @@ from pa_npu.config.words import counted
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect, host_store
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
+from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.errors import ConfigError, DataError
 from pa_npu.launcher.cluster.cluster import Cluster, local_cluster
 from pa_npu.launcher.cluster.ray_cluster import ray_cluster
@@ -60,7 +61,7 @@ def run(config: Config) -> int:
     assert platform
     if config.placement.cluster == "local":
         return _run(config, platform, None)
-    with connected(config.placement.ray_address) as connection:
+    with connected() as connection:
         placement = config.placement.model_copy(update={"host": config.placement.host or connection.address})
         return _run(config.model_copy(update={"placement": placement}), platform, connection)
 
@@ -83,7 +84,7 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None) -
             console.say(line)
         for note in findings.notes:
             console.complain(f"note: {note}")
-        timeline = Timeline.for_run(run_dir, "launcher", enabled=config.telemetry.timeline)
+        timeline = Timeline.for_run(run_dir, "launcher")
         with (
             timeline,
             run_key_file(config, run_dir, key),
@@ -160,7 +161,9 @@ def run_engines(config: Config) -> int:
         stop_signals() as signals,
         ProcessTree(directory / "logs", GRACE_S, signals.insisted) as tree,
     ):
-        console.say(f"attach with rollout.attach=[{','.join(urls)}] rollout.key_file={file.resolve()}")
+        console.say(
+            f"attach with rollout.attach=[{','.join(urls)}] and {KEY_VARIABLE}=$(cat {file.resolve()}) in the environment"
+        )
         supervisor = Supervisor(tree, console, Timeline(None, "launcher"), signals)
         return supervisor.run(commands, [], await_engines(config, urls))
 
@@ -179,12 +182,12 @@ class Plan:
 
     def attempt(self, config: Config, number: int) -> Attempt:
         """The commands of an attempt that has `config` in the run directory."""
-        store, trainer = replace(self.store, attempt=number), config.trainer
-        channel = StoreChannel(connect(store.host, store.port, trainer.startup_timeout_s), store.prefix)
-        announced = partial(trainers_announced, channel, trainer.pipeline_parallel)
+        store, limit_s = replace(self.store, attempt=number), config.run.startup_timeout_s
+        channel = StoreChannel(connect(store.host, store.port, limit_s), store.prefix)
+        announced = partial(trainers_announced, channel, config.trainer.pipeline_parallel)
         coordinator = coordinator_command(config, self.platform, store, self.key)
         commands: list[Startable] = [coordinator, *self.cluster.trainers(number)]
-        return Attempt(commands, [Awaited("trainers", announced, trainer.startup_timeout_s, "trainer", "trainer-0")])
+        return Attempt(commands, [Awaited("trainers", announced, limit_s, "trainer-0")])
 
     def attempt_again(self, number: int) -> Attempt:
         """From the newest checkpoint of the run, or where it began if it has none. Raises Failure where a node is missing."""
@@ -210,7 +213,7 @@ class Plan:
 
 def announce(config: Config, store: Store, urls: Sequence[str], key: str) -> Roster:
     """The roster of the run's store, with its engines: those to start, which are started again when they end, or the attached."""
-    channel = StoreChannel(connect(store.host, store.port, config.trainer.startup_timeout_s), ROSTER_PREFIX)
+    channel = StoreChannel(connect(store.host, store.port, config.run.startup_timeout_s), ROSTER_PREFIX)
     roster = Roster(channel, key)
     roster.publish_config(_for_joining(config))
     for index, url in enumerate(urls):
@@ -224,7 +227,7 @@ def _for_joining(config: Config) -> dict[str, Any]:
     tree["rollout"]["env"] = dict.fromkeys(tree["rollout"]["env"], HIDDEN)
     tree["rollout"]["extra_args"] = Secrets(tree).config["rollout.extra_args"]
     tree["environment"]["options"] = {}
-    for section, key in (("run", "dir"), ("model", "path"), ("rollout", "python"), ("rollout", "key_file")):
+    for section, key in (("run", "dir"), ("model", "path"), ("rollout", "python")):
         value = tree[section][key]
         if value and (os.path.exists(value) or key == "dir"):  # an interpreter may also be a name on PATH
             tree[section][key] = os.path.abspath(value)
@@ -232,29 +235,25 @@ def _for_joining(config: Config) -> dict[str, Any]:
 
 
 def await_engines(config: Config, urls: Sequence[str]) -> list[Awaited]:
-    timeout_s = config.rollout.startup_timeout_s
+    timeout_s = config.run.startup_timeout_s
     names = [f"engine-{index}" for index in range(len(urls))]
-    return [
-        Awaited(name, partial(engine_answers, url), timeout_s, "rollout", name)
-        for name, url in zip(names, urls, strict=True)
-    ]
+    return [Awaited(name, partial(engine_answers, url), timeout_s, name) for name, url in zip(names, urls, strict=True)]
 
 
 def _host_store(config: Config) -> dist.TCPStore:
-    host, port = config.placement.address, config.placement.store_port
+    host, port = config.placement.address, config.placement.port
     try:
         return host_store(host, port)
     except OSError as error:
         raise ConfigError(
-            f"placement.store_port: port {port} of {host} cannot be used ({error.strerror}); "
+            f"placement.port: port {port} of {host} cannot be used ({error.strerror}); "
             f"choose another, or 0 for a free one"
         ) from None
 
 
 def finish(config: Config, run_dir: Path, console: Console, code: int, seconds: float) -> None:
     """Merge the timeline; after a run that went well, print its summary. What cannot be written changes no exit code."""
-    if config.telemetry.timeline:
-        attempt(run_dir / MERGED, lambda: merge(run_dir))
+    attempt(run_dir / MERGED, lambda: merge(run_dir))
     if code:
         console.complain(f"logs: {run_dir / 'logs'}")
         return

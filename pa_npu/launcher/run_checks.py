@@ -38,6 +38,7 @@ from pa_npu.launcher.machine_limits import check_limits
 from pa_npu.launcher.placement import (
     Placement,
     available_cores,
+    engine_ports,
     place,
     place_extra_engine,
     place_nodes,
@@ -220,7 +221,7 @@ def settle_places(config: Config, findings: Findings) -> Config:
     settled = with_share(config, *known)
     if settled is not config:
         findings.counts.append(
-            f"rollout.shared_memory_fraction: {settled.rollout.shared_memory_fraction:g}, which trainers leave while devices decode"
+            f"rollout.memory_fraction: {settled.memory_fraction:g}, which trainers leave while devices decode"
         )
     config, settled = settled, with_places(settled, *known)
     if settled is not config:
@@ -395,7 +396,7 @@ def device_notes(platform: Platform, placement: Placement) -> list[str]:
     variable = platform.visible_devices_env
     physical = visible_devices(variable, indices, os.environ).get(variable or "", "").split(",")
     return [
-        f"device {name} is in use: {busy[int(name)]}; end these processes, or choose others with placement.*_devices"
+        f"device {name} is in use: {busy[int(name)]}; end these processes, or choose others with placement.devices"
         for name in physical
         if name.isdecimal() and int(name) in busy
     ]
@@ -409,16 +410,16 @@ def check_ports(config: Config, engines: Sequence[int], *, has_store: bool = Tru
         raise ConfigError(
             f"placement.host: cannot listen on {placement.address} ({problem}); use an address of this machine"
         )
-    wanted = []
-    if placement.store_port and has_store:
-        wanted.append(("store_port", placement.store_port))
-    if placement.engine_port and not config.rollout.attach:
-        wanted += [("engine_port", placement.engine_port + index) for index in engines]
-    for key, port in wanted:
+    if not placement.port:
+        return
+    wanted = [placement.port] if has_store else []
+    if not config.rollout.attach:
+        wanted += engine_ports(config, engines)
+    for port in wanted:
         problem = port_problem(placement.address, port)
         if problem:
             raise ConfigError(
-                f"placement.{key}: port {port} of {placement.address} cannot be used ({problem}); "
+                f"placement.port: port {port} of {placement.address} cannot be used ({problem}); "
                 f"choose another, or 0 for a free one"
             )
 

@@ -53,9 +53,7 @@ def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], No
     seconds, best = tried[0][:2]
     chosen = {key: getattr(getattr(best, key.partition(".")[0]), _name(key)) for key in asked}
     if _is_together(best) and "placement.colocate" in asked:
-        chosen |= {"rollout.shared_memory_fraction": best.rollout.shared_memory_fraction}
-    if "trainer.tensor_parallel" in asked:
-        chosen |= {"trainer.sequence_parallel": best.trainer.sequence_parallel}
+        chosen |= {"rollout.memory_fraction": best.memory_fraction}
     if best.rollout.max_num_seqs < base.rollout.max_num_seqs and "max_num_seqs" in base.rollout.model_fields_set:
         chosen |= {"rollout.max_num_seqs": best.rollout.max_num_seqs}  # what the cache of these sizes holds
     others = ", ".join(f"{_words(config)} {other_s:.3g} s" for other_s, config, *_ in tried[1:3])
@@ -84,8 +82,6 @@ def _without(tree: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
     for key in {*asked, "rollout.engines", "trainer.devices", "placement.colocate"}:
         left.get(key.partition(".")[0], {}).pop(_name(key), None)
     trainer = left.setdefault("trainer", {})
-    if "trainer.tensor_parallel" in asked:
-        trainer.pop("sequence_parallel", None)
     sizes = [trainer.get(key, 1) for key in ("tensor_parallel", "pipeline_parallel", "expert_parallel")]
     if all(isinstance(size, int) for size in sizes):
         trainer["devices"] = sizes[0] * sizes[1] * sizes[2]

@@ -113,7 +113,7 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
             ("published weights", weights * element * config.keeps_published),
             ("activations", activations),
             ("working set", working_set),
-            ("publish buckets", 2 * min(_bucket_bytes(config), weights * element)),
+            ("publish buckets", 2 * min(LARGEST_BUCKET_BYTES, weights * element)),
             ("reader's groups", _reader_bytes(config)),
         ),
         config.optimizer.offload and config.run.device != "cpu",
@@ -140,25 +140,24 @@ def _stage_parameters(config: Config, spec: ModelSpec, stage: int) -> tuple[int,
 def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int, int]:
     """(kept for backward of the microbatches in flight under 1F1B, working set of the backward's largest step).
 
-    A layer keeps per token: inputs and outputs of two norms (4 hidden sizes, divided by TP only under sequence
-    parallelism); queries, keys and values before the rotation, queries and keys after it, attention's output; both halves
+    A layer keeps per token: inputs and outputs of two norms (4 hidden sizes, divided by TP along
+    the sequence); queries, keys and values before the rotation, queries and keys after it, attention's output; both halves
     of the gated layer and their product. Attention itself keeps one log-sum-exp per head. Selective recomputation keeps
     no rotated queries and keys; full recomputation keeps each layer's input, and one layer at a time in full.
     """
     trainer, element, amount = config.trainer, _BYTES[config.model.dtype], work(config)
     tensor, tokens = trainer.tensor_parallel, amount.microbatch_tokens
     layer = spec.definition.layer_activations(spec)
-    residual_shards = tensor if trainer.sequence_parallel else 1
-    hidden = spec.hidden_size // residual_shards
+    hidden = spec.hidden_size // tensor
     rotated = layer.rotated // tensor
     feed_forward = layer.feed_forward // tensor
-    per_layer = layer.residual // residual_shards + rotated + layer.attention // tensor + feed_forward
+    per_layer = layer.residual // tensor + rotated + layer.attention // tensor + feed_forward
     layers = spec.num_layers // trainer.pipeline_parallel
     microbatches = amount.microbatches_per_replica // amount.updates
     in_flight = max(1, min(trainer.pipeline_parallel - stage, microbatches))
 
     # Backward of one layer: gradients of the gated layer's three parts and of its input and output, the gathered input.
-    layer_step = feed_forward + 2 * hidden + (spec.hidden_size if trainer.sequence_parallel else 0)
+    layer_step = feed_forward + 2 * hidden + (spec.hidden_size if tensor > 1 else 0)
     if trainer.recompute == "full":
         kept = hidden * layers * in_flight
         layer_step += per_layer
@@ -195,14 +194,9 @@ def _num_beside(config: Config) -> int:
     return len(config.frozen_models) if config.trainer.frozen_pass == "together" else 0
 
 
-def _bucket_bytes(config: Config) -> int:
-    mib = config.publish.bucket_mib
-    return LARGEST_BUCKET_BYTES if mib == "auto" else int(mib * 2**20)
-
-
 def engine_memory(config: Config, spec: ModelSpec, device_bytes: int | None, *, shared: bool = False) -> Memory:
     """Weights, working set and KV cache; the cache is of its configured size on host memory (device_bytes None), else what
-    memory_fraction leaves, of an engine on a trainer's device (shared) shared_memory_fraction.
+    the engine's share of its device leaves. shared: it is on a trainer's device.
 
     Working set: what vLLM reserves for a step of rollout.max_num_batched_tokens (the gated layer and the residuals of all
     tokens) and for sampling rollout.max_num_seqs sequences (logits in fp32, sorted or normalised copies of them).
@@ -211,7 +205,7 @@ def engine_memory(config: Config, spec: ModelSpec, device_bytes: int | None, *, 
     weights = spec.num_parameters * element // rollout.tensor_parallel
     # of a publish that arrives beside generation, outside of the share that the engine takes for itself
     second = 0
-    if config.publish.mode == "delayed":
+    if config.publish.mode != "blocking":
         second = _FP32 * adapter_parameters(config, spec) if config.publish.lora == "adapter" else weights
     if device_bytes is None:
         cache = int(rollout.kv_cache_gib * GIB)
@@ -220,8 +214,7 @@ def engine_memory(config: Config, spec: ModelSpec, device_bytes: int | None, *, 
         rollout.max_num_batched_tokens * (3 * spec.ffn_size // rollout.tensor_parallel + 3 * spec.hidden_size) * element
     )
     sampling = 3 * rollout.max_num_seqs * spec.vocab_size * _FP32
-    share = rollout.shared_memory_fraction if shared else rollout.memory_fraction
-    cache = max(0, int(device_bytes * share) - weights - step - sampling)
+    cache = max(0, int(device_bytes * config.memory_fraction) - weights - step - sampling)
     return Memory(
         "shared engine" if shared else "engine",
         (("weights", weights), ("second buffer", second), ("working set", step + sampling), ("KV cache", cache)),

@@ -62,13 +62,7 @@ def _expert_rules(config: Config, spec: ModelSpec) -> list[str]:
         }
         named = [f"{key}: {value}" for key, value in values.items() if value]
         return [f"{key}, but {spec.path} is no mixture of experts; remove the key" for key in named]
-    broken = _indivisible("trainer.expert_parallel", trainer.expert_parallel, "experts", spec.experts.count, spec)
-    if trainer.tensor_parallel > 1 and not trainer.sequence_parallel:
-        broken.append(
-            f"trainer.sequence_parallel: false with trainer.tensor_parallel = {trainer.tensor_parallel} would give each token of "
-            f"the mixture of experts {spec.path} to them several times; set it to true"
-        )
-    return broken
+    return _indivisible("trainer.expert_parallel", trainer.expert_parallel, "experts", spec.experts.count, spec)
 
 
 def _tensor_rules(tensor: int, spec: ModelSpec) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sizes of engines that were not given: rollout.max_num_seqs, and rollout.shared_memory_fraction of engines that sleep.
+"""Sizes of engines that were not given: rollout.max_num_seqs, and rollout.memory_fraction of engines that sleep.
 
 max_num_seqs is as many as an engine's KV cache holds at their longest, if an iteration has them.
 
@@ -40,11 +40,11 @@ def with_places(config: Config, spec: ModelSpec, device_bytes: int | None, own_m
 
 def with_share(config: Config, spec: ModelSpec, device_bytes: int | None, own_memory: bool) -> Config:
     """The configuration in which an engine that sleeps has what its trainer leaves as the device decodes; arguments as above."""
-    if "shared_memory_fraction" in config.rollout.model_fields_set or not config.engines_sleep:
+    if config.rollout.memory_fraction is not None or not config.engines_sleep:
         return config
     if device_bytes is None or not own_memory or (share := left_share(config, spec, device_bytes)) <= 0:
         return config
-    rollout = config.rollout.model_copy(update={"shared_memory_fraction": share})
+    rollout = config.rollout.model_copy(update={"memory_fraction": share})
     return config.model_copy(update={"rollout": rollout})
 
 

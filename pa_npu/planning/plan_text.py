@@ -60,7 +60,7 @@ def derived_lines(config: Config, spec: ModelSpec | None, device_bytes: int | No
     if own_memory and device_bytes is None:
         engines = Memory("engine", engine_memory(config, spec, 0).parts[:1])
         lines.append(
-            f"engine memory         {engines.line()} + KV cache, up to {rollout.memory_fraction:.0%} of the device"
+            f"engine memory         {engines.line()} + KV cache, up to {config.memory_fraction:.0%} of the device"
         )
     else:
         engines = engine_memory(config, spec, engine_bytes, shared=colocated)
@@ -99,7 +99,7 @@ def _ranks(config: Config) -> str:
         copies = f" x {mesh.data // mesh.shards} copies" if mesh.shards < mesh.data else ""
         return f"{mesh.shards} shards of every weight{copies}, each rank a replica"
     after = f", EP {trainer.expert_parallel}" if trainer.expert_parallel > 1 else ""
-    after += ", sequence parallel" if trainer.sequence_parallel else ""
+    after += ", sequence parallel" if trainer.tensor_parallel > 1 else ""
     return f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.data_parallel}{after}"
 
 

@@ -117,7 +117,7 @@ def _engine_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
     tokens, wanted = capacity(config), wanted_tokens(config)
     if tokens >= wanted:
         return
-    share = f"{config.rollout.memory_fraction:.0%} of {format_bytes(device_bytes)}"
+    share = f"{config.memory_fraction:.0%} of {format_bytes(device_bytes)}"
     fatal = tokens < longest
     if fatal:
         what = f"{share} hold the weights and a KV cache of {tokens} tokens, less than one sequence of {longest}"
@@ -134,12 +134,12 @@ def _engine_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
 def _buffer_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Iterator[Shortage]:
     """The second buffer of a delayed publish lies beside the share that an engine takes for itself."""
     second = dict(engine_memory(config, spec, device_bytes).parts)["second buffer"]
-    fraction = config.rollout.memory_fraction
+    fraction = config.memory_fraction
     if second <= (1 - fraction) * device_bytes:
         return
     what = (
         f"{1 - fraction:.0%} of {format_bytes(device_bytes)} beside rollout.memory_fraction = {fraction:g} do not hold the second "
-        f"buffer of publish.mode=delayed, {format_bytes(second)}"
+        f"buffer of publish.mode={config.publish.mode}, {format_bytes(second)}"
     )
     largest = math.floor(100 * (1 - second / device_bytes)) / 100
     proposal: Changes = {"rollout.memory_fraction": largest} if largest > 0 else {"publish.mode": "blocking"}
@@ -156,7 +156,7 @@ def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
     def together(changed: Config) -> float:
         engine = max(
             engine_memory(changed, spec, device_bytes, shared=True).total,
-            changed.rollout.shared_memory_fraction * device_bytes,
+            changed.memory_fraction * device_bytes,
         )
         return beside_engine(changed, spec) + engine
 
@@ -165,10 +165,10 @@ def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
 
     if fits(config):
         return
-    share, trainer = config.rollout.shared_memory_fraction, beside_engine(config, spec)
+    share, trainer = config.memory_fraction, beside_engine(config, spec)
     if too_small := capacity(config) < longest:
         what = (
-            f"{share:.0%} of {format_bytes(device_bytes)} (rollout.shared_memory_fraction) hold the weights and a KV cache of "
+            f"{share:.0%} of {format_bytes(device_bytes)} (rollout.memory_fraction) hold the weights and a KV cache of "
             f"{capacity(config)} tokens, less than one sequence of {longest}"
         )
     else:
@@ -177,7 +177,7 @@ def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
             f"more than nine tenths of a device's {format_bytes(device_bytes)}"
         )
     shares = [hundredths / 100 for hundredths in range(90, 0, -5)]
-    moves = [("rollout.shared_memory_fraction", shares), *_trainer_moves(config)]
+    moves = [("rollout.memory_fraction", shares), *_trainer_moves(config)]
     proposal = _search(config, spec, moves, fits)
     after = "" if proposal is None else f"together {format_bytes(together(_changed(config, proposal)))}"
     if proposal is None:
@@ -210,8 +210,6 @@ def _trainer_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
     trainer, responses = config.trainer, config.microbatch_responses
     if not trainer.distributed_optimizer:
         yield "trainer.distributed_optimizer", [True]
-    if not trainer.sequence_parallel:
-        yield "trainer.sequence_parallel", [True]
     yield "microbatch.responses", [n for n in range(responses - 1, 0, -1) if responses % n == 0]
     if config.microbatch.max_tokens is not None:
         yield "microbatch.max_tokens", [config.microbatch.max_tokens // n for n in (2, 4, 8)]
@@ -225,7 +223,7 @@ def _trainer_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
 
 def _engine_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
     rollout = config.rollout
-    if rollout.memory_fraction < _LARGEST_MEMORY_FRACTION:
+    if config.memory_fraction < _LARGEST_MEMORY_FRACTION:
         yield "rollout.memory_fraction", [_LARGEST_MEMORY_FRACTION]
     if rollout.window == "auto":
         fewer = [rollout.max_num_seqs * eighths // 8 for eighths in range(7, 0, -1)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-# Of publish.bucket_mib=auto on accelerators. At 25 GB/s it is 2.7 ms on the wire, 27 times a collective's latency.
+# Of a publish on accelerators. At 25 GB/s it is 2.7 ms on the wire, 27 times a collective's latency.
 LARGEST_BUCKET_BYTES = 64 * 2**20
 
 # Of HCCL: MiB of a process group's buffer for each of the two directions, unless HCCL_BUFFSIZE says otherwise (CANN's list of

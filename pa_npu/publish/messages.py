@@ -44,7 +44,7 @@ LATE_MANIFEST = Topic("late/manifest/{stage}", StageManifest, MANIFEST.what)
 class TrainersReady:
     """Rank 0 at a border: all trainers hold `version`, and the report of the iteration before is there.
 
-    publishes: false where engines keep the version that they have (publish.when), and nothing of a publish follows.
+    publishes: false where engines keep the version that they have (publish.divergence), and nothing of a publish follows.
     """
 
     version: int

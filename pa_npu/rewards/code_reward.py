@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from pa_npu.config.sections import CodeConfig
+from pa_npu.config.sections import MOST_TESTS, CodeConfig
 from pa_npu.errors import DataError
 from pa_npu.rewards.code_tests import CodeTest, program_of, row_tests, same_output, same_result
 from pa_npu.rewards.sandbox import Limits, Outcome, SandboxFailed, run
@@ -27,9 +27,9 @@ class CodeReward:
     1 where all tests pass, else 0; with score=share the share of tests that pass. A response without a program has 0.
     """
 
-    def __init__(self, config: CodeConfig) -> None:
+    def __init__(self, config: CodeConfig, programs: int) -> None:
         self._config = config
-        self._turns = Turns(config.concurrency)
+        self._turns = Turns(programs)
         self._groups = itertools.count()
         self._harness = _HARNESS.read_text(encoding="utf-8")
         self.problem: str | None = None
@@ -43,7 +43,7 @@ class CodeReward:
 
     async def __call__(self, group: RewardInput) -> list[float | None]:
         try:
-            tests = row_tests(group.row, self._config.tests)[: self._config.most_tests]
+            tests = row_tests(group.row, self._config.tests)[:MOST_TESTS]
         except DataError as error:
             self.problem = str(error)
             return [None] * len(group.responses)

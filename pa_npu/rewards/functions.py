@@ -31,7 +31,7 @@ JUDGE_SCORES = "judge_scores.sqlite"
 class FunctionSpec:
     """One configured function. label: its name, made unique. The rest is the settings of the built-in functions.
 
-    settings: of judge and code, their section as JSON values; cache: the judge's file.
+    settings: of judge and code, their section as JSON values; cache: the judge's file; programs: of code, that run at once.
     """
 
     name: str
@@ -41,31 +41,40 @@ class FunctionSpec:
     buffer_tokens: int = 0
     settings: Mapping[str, Any] | None = None
     cache: str | None = None
+    programs: int = 0
 
 
+_OVERLONG_SHARE = 5  # DAPO, section 4.1: of 20,480 tokens the last 4,096
 CONCURRENT = frozenset({"judge", "code"})
 """Built-in functions that wait more than they compute: many groups at once, in a process of their own (pool.py)."""
 
 
-def function_specs(config: RewardConfig, run_dir: str | Path | None = None) -> tuple[FunctionSpec, ...]:
-    """Specs in configuration order; the second `format` is labelled format#2. run_dir: where the judge's scores are kept."""
+def function_specs(
+    config: RewardConfig, run_dir: str | Path | None = None, max_response_tokens: int = 0
+) -> tuple[FunctionSpec, ...]:
+    """Specs in configuration order; the second `format` is labelled format#2.
+
+    run_dir: where the judge's scores are kept. max_response_tokens: rollout's, for overlong.
+    """
     seen: dict[str, int] = {}
     specs = []
     for function in config.functions:
         name = function.name
+        if name == "overlong" and not max_response_tokens:
+            raise ValueError("overlong goes by rollout.max_response_tokens, which is not given")
         seen[name] = seen.get(name, 0) + 1
         label = name if seen[name] == 1 else f"{name}#{seen[name]}"
         settings = getattr(config, name).model_dump(mode="json") if name in CONCURRENT else None
-        cached = name == "judge" and config.judge.cache and run_dir is not None
         specs.append(
             FunctionSpec(
                 name,
                 label,
                 function.pattern,
-                function.max_tokens or 0,
-                function.buffer_tokens or 0,
+                max_response_tokens,
+                function.buffer_tokens or max(1, max_response_tokens // _OVERLONG_SHARE),
                 settings,
-                str(Path(run_dir) / JUDGE_SCORES) if cached and run_dir is not None else None,
+                str(Path(run_dir) / JUDGE_SCORES) if name == "judge" and run_dir is not None else None,
+                programs=config.programs,
             )
         )
     return tuple(specs)
@@ -140,7 +149,7 @@ def build_concurrent(spec: FunctionSpec) -> Any:
     from pa_npu.config.sections import CodeConfig
     from pa_npu.rewards.code_reward import CodeReward
 
-    return CodeReward(CodeConfig.model_validate(spec.settings))
+    return CodeReward(CodeConfig.model_validate(spec.settings), spec.programs)
 
 
 def call_function(function: Function, group: RewardInput) -> tuple[list[float], str | None]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pa_npu.config.sections import LONGEST_JUDGE_PAUSE_S, JudgeConfig
+from pa_npu.config.sections import JUDGE_ATTEMPTS, JUDGE_KEY_VARIABLE, LONGEST_JUDGE_PAUSE_S, JudgeConfig
 from pa_npu.errors import DataError
 from pa_npu.rewards.answers import final_text
 from pa_npu.rewards.turns import Turns
@@ -59,13 +59,14 @@ class JudgeReward:
 
     def __init__(self, config: JudgeConfig, cache: Path | None) -> None:
         self._config = config
+        self._lowest, self._highest = config.scores
         self._cache = JudgeCache(cache)
         self._turns = Turns(config.concurrency)
         self._groups = itertools.count()
         self._asked: dict[str, asyncio.Task[float]] = {}
         self._session: Any = None
         self._pattern = re.compile(config.score_pattern)
-        self._key = os.environ.get(config.api_key_variable or "", "")
+        self._key = os.environ.get(JUDGE_KEY_VARIABLE, "")
         self.problem: str | None = None
 
     async def __call__(self, group: RewardInput) -> list[float | None]:
@@ -80,7 +81,7 @@ class JudgeReward:
             elif isinstance(score, BaseException):
                 raise score
             else:
-                rewards.append((score - self._config.lowest) / (self._config.highest - self._config.lowest))
+                rewards.append((score - self._lowest) / (self._highest - self._lowest))
         return rewards
 
     async def close(self) -> None:
@@ -93,21 +94,20 @@ class JudgeReward:
             "prompt": group.prompt,
             "answer": group.answer,
             "response": response,
-            "lowest": f"{self._config.lowest:g}",
-            "highest": f"{self._config.highest:g}",
+            "lowest": f"{self._lowest:g}",
+            "highest": f"{self._highest:g}",
         }
         fields |= {f"row.{name}": value for name, value in group.row.items()}
         if self._config.api == "pooling":
             return [*_question(group), {"role": "assistant", "content": _clean(response)}]
         text = _FIELD.sub(lambda found: str(fields.get(found[1], "")), self._config.template)
-        system = [{"role": "system", "content": self._config.system}] if self._config.system else []
-        return [*system, {"role": "user", "content": _clean(text)}]
+        return [{"role": "user", "content": _clean(text)}]
 
     async def _ask_once(self, group: int, messages: list[dict[str, str]]) -> float:
         """The cached score, else the judge's; equal contents that are asked at the same time are asked once."""
         body: dict[str, Any] = {"model": self._config.model, "messages": messages}
         if self._config.api == "chat":
-            body |= {"temperature": self._config.temperature, "max_tokens": self._config.max_tokens}
+            body |= self._config.request
         content = [self._config.url, body, self._config.score_pattern]
         cached = self._cache.get(content)
         if cached is not None and self._within(cached):
@@ -120,7 +120,7 @@ class JudgeReward:
         return await asyncio.shield(task)
 
     async def _ask(self, group: int, content: list[Any], body: Mapping[str, Any]) -> float:
-        for attempt in range(1, self._config.attempts + 1):
+        for attempt in range(1, JUDGE_ATTEMPTS + 1):
             try:
                 async with self._turns.of(group):
                     answer = await self._post(body)
@@ -128,7 +128,7 @@ class JudgeReward:
                 self._cache.put(content, score, answer)
                 return score
             except _NoScore as failed:
-                if not failed.again or attempt == self._config.attempts:
+                if not failed.again or attempt == JUDGE_ATTEMPTS:
                     raise
                 pause_s = min(LONGEST_JUDGE_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
                 await asyncio.sleep(max(pause_s, min(failed.after_s, LONGEST_JUDGE_PAUSE_S)))
@@ -157,7 +157,7 @@ class JudgeReward:
         if status in _NOBODY_MAY:
             raise DataError(
                 f"reward.judge.url: {self._config.url} answers with status {status}: {_shown(data, self._key)}; correct the "
-                f"address, reward.judge.model, or the key in the variable that reward.judge.api_key_variable names"
+                f"address, reward.judge.model, or the key in {JUDGE_KEY_VARIABLE}"
             )
         if status != 200:
             again = status in _LATER or status >= 500
@@ -186,7 +186,7 @@ class JudgeReward:
 
     def _within(self, score: float) -> bool:
         """Whether the score is one that was asked for; a reward model's is whatever it is."""
-        return self._config.api == "pooling" or self._config.lowest <= score <= self._config.highest
+        return self._config.api == "pooling" or self._lowest <= score <= self._highest
 
     def _score(self, answer: str) -> float:
         """The number in the judge's answer, behind its thinking."""
@@ -200,7 +200,7 @@ class JudgeReward:
                 f"{_shown(answer.encode('utf-8', 'replace'), self._key)}"
             ) from None
         if not math.isfinite(score) or not self._within(score):
-            raise _NoScore(f"its score {score:g} is not within {self._config.lowest:g} and {self._config.highest:g}")
+            raise _NoScore(f"its score {score:g} is not within {self._lowest:g} and {self._highest:g}")
         return score
 
 
@@ -281,7 +281,7 @@ class JudgeCache:
                 self._database.close()
 
     def _give_up(self, error: Exception) -> None:
-        log.warning("reward.judge.cache: %s cannot be used (%s); the judge is asked every time", self._path, error)
+        log.warning("reward.judge: scores: %s cannot be used (%s); the judge is asked every time", self._path, error)
         self.close()
         self._database = None
 

@@ -54,15 +54,15 @@ class RewardPool:
 
     Entering starts the workers and raises DataError where a function cannot be used. A function that raises, returns
     nonsense, crashes every worker or exceeds reward.timeout_s costs the group that reward, logged. `score` raises
-    DataError when that happens too often (reward.max_failing_share), and PaNpuError when no worker can be started any more
+    DataError when that happens too often (FailingShare), and PaNpuError when no worker can be started any more
     or the pool is closed.
     """
 
-    def __init__(self, config: RewardConfig, run_dir: str | Path | None = None) -> None:
-        self.specs = function_specs(config, run_dir)
+    def __init__(self, config: RewardConfig, run_dir: str | Path | None = None, max_response_tokens: int = 0) -> None:
+        self.specs = function_specs(config, run_dir, max_response_tokens)
         self.timeout_s = config.timeout_s
         self._neutral = config.judge.on_failure == "neutral"
-        self._failing = FailingShare([spec.label for spec in self.specs], config.max_failing_share)
+        self._failing = FailingShare([spec.label for spec in self.specs])
         self._weights = np.array([function.weight for function in config.functions], np.float32)
         # The verdict on a response is that of the first function that judges its content.
         self._judge = next((number for number, spec in enumerate(self.specs) if spec.name not in SHAPING), 0)
@@ -145,7 +145,7 @@ class RewardPool:
         if spec.name == "judge" and not self._neutral:
             raise PaNpuError(
                 f"reward.judge: {reason or f'no verdict on {missing} responses'}, to {group.prompt[:80]!r}; let its server answer, "
-                f"raise reward.judge.attempts, or set reward.judge.on_failure=neutral"
+                f"or set reward.judge.on_failure=neutral"
             )
 
 
@@ -162,24 +162,19 @@ def _outcome(judges: bool) -> str:
 
 
 class FailingShare:
-    """Ends a run whose reward functions keep failing: training on their zeros teaches nothing.
+    """Ends a run whose reward functions fail for most of the last groups: training on their zeros teaches nothing."""
 
-    most: the share of the last groups for which each function may fail; 1 tolerates all.
-    """
-
-    def __init__(self, labels: Sequence[str], most: float) -> None:
-        self._most = most
+    def __init__(self, labels: Sequence[str]) -> None:
         self._failed: dict[str, deque[bool]] = {label: deque(maxlen=WINDOW) for label in labels}
 
     def note(self, errors: Mapping[str, str]) -> None:
         """One scored group. errors: what went wrong, by the function's label. Raises DataError where it is too often."""
         for label, failed in self._failed.items():
             failed.append(label in errors)
-            if label in errors and len(failed) >= LEAST and sum(failed) > self._most * len(failed):
+            if label in errors and len(failed) >= LEAST and 2 * sum(failed) > len(failed):
                 raise DataError(
                     f"reward.functions: {label} failed for {sum(failed)} of the last {len(failed)} groups, which were trained "
-                    f"without it (last: {errors[label]}); correct the function, or raise reward.max_failing_share = "
-                    f"{self._most:g}"
+                    f"without it (last: {errors[label]}); correct the function"
                 )
 
 

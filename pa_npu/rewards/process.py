@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from pa_npu.config.schema import Config
+from pa_npu.config.sections import JUDGE_ATTEMPTS
 from pa_npu.control.worker_process import WorkerProcess, json_line, run_worker
-from pa_npu.errors import ConfigError, DataError, DeadlineExceeded
+from pa_npu.errors import DataError, DeadlineExceeded
 from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, build_function, function_specs
 from pa_npu.rewards.types import RewardInput, group_line
 
@@ -43,16 +43,11 @@ def check_reward_functions(config: Config, sample: RewardInput | None = None, as
     Call it before a run; it returns the lines that the run begins with. sample: a group of the dataset; None only loads them.
     ask_judge: False sends the judge nothing. Raises UserError where one cannot be used.
     """
-    specs = function_specs(config.reward, config.run.dir)
+    specs = function_specs(config.reward, config.run.dir, config.rollout.max_response_tokens)
     own = tuple(spec for spec in specs if ":" in spec.name)
     for spec in specs:
         if spec not in own and spec.name not in CONCURRENT:
             build_function(spec)
-    variable = config.reward.judge.api_key_variable
-    if variable and not os.environ.get(variable):
-        raise ConfigError(
-            f"reward.judge.api_key_variable: {variable} is not set in the environment; export the judge's key in it"
-        )
     others = _try(config, own, sample, waits=False)["others"] if own else []
     waiting = tuple(
         spec
@@ -70,7 +65,7 @@ def _try(config: Config, specs: Sequence[FunctionSpec], sample: RewardInput | No
     lines = [json_line(first)] + ([group_line(0, sample)] if sample else [])
     limit_s = STARTUP_TIMEOUT_S + config.reward.timeout_s
     if any(spec.name == "judge" for spec in specs):
-        limit_s += config.reward.judge.attempts * config.reward.judge.timeout_s
+        limit_s += JUDGE_ATTEMPTS * config.reward.judge.timeout_s
     output, code = run_worker([WORKER], b"".join(lines), limit_s)
     if code is None and not output:
         raise DataError(f"reward.functions: importing {names} takes more than {limit_s:.0f} s; make the import faster")

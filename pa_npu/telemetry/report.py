@@ -12,10 +12,9 @@ from typing import Any
 from pa_npu.config.yaml_source import read_yaml
 from pa_npu.errors import DataError
 from pa_npu.telemetry.metrics import read_records
-from pa_npu.telemetry.tpspd import number, run_throughput
+from pa_npu.telemetry.tpspd import WARMUP_ITERATIONS, number, run_throughput
 
 _DEVICE_UNITS = {"npu": "one NPU die", "cuda": "one GPU", "cpu": "one CPU core"}
-_DEFAULT_WARMUP = 1
 # Bytes of a record, and what they are in words. Whatever a run does not have is left out.
 PEAKS = {
     "memory_trainer_host_bytes": "trainer, host",
@@ -69,17 +68,13 @@ class RunReport:
     records: Sequence[Mapping[str, Any]]
 
 
-def load_report(run_dir: Path | str, warmup_iterations: int | None = None) -> RunReport:
-    """The report of a run directory; warm-up from its config.yaml unless given. DataError names the directory."""
+def load_report(run_dir: Path | str, warmup_iterations: int = WARMUP_ITERATIONS) -> RunReport:
+    """The report of a run directory. DataError names the directory."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise DataError(f"{run_dir}: is not a directory; give run directories, as in runs/grpo_tiny")
     records = read_records(run_dir)
     config = read_config(run_dir)
-    if warmup_iterations is None:
-        warmup_iterations = config.get("telemetry", {}).get("warmup_iterations", _DEFAULT_WARMUP)
-    if not isinstance(warmup_iterations, int) or warmup_iterations < 0:
-        raise DataError(f"{run_dir}: telemetry.warmup_iterations is {warmup_iterations!r}, expected a count")
     try:
         values = run_throughput(records, warmup_iterations)
     except DataError as error:

@@ -15,7 +15,7 @@ from typing import Any
 HIDDEN = "(not shown)"
 Mask = Callable[[str], str]
 # Below these the names are the user's; all others are this package's, and hold no secrets.
-_OPEN = ("rollout.env", "environment.options", "data.template_options")
+_OPEN = ("rollout.env", "environment.options", "data.template_options", "reward.judge.request")
 # A name is secret where one of its words is or ends in one of these ...
 _WORD = re.compile(
     ".*(?:password|passwd|passphrase|passcode|pwd|secret|credential|(?<!sa)cred|authorization|bearer|cookie|apikey|auth|webhook)s*"

@@ -45,7 +45,7 @@ def summarise(run_dir: Path | str) -> str:
 
 
 def saved_publishes_line(records: list[dict[str, Any]]) -> str | None:
-    """How many publishes publish.when=divergence saved; None where every version is published."""
+    """How many publishes publish.divergence saved; None where every version is published."""
     borders = [record for record in records if record.get("publish_skipped") is not None]
     if not borders:
         return None

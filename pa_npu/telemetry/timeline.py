@@ -48,9 +48,9 @@ class Timeline:
         self._write({"process": process_name, "pid": os.getpid(), "start": now()})
 
     @classmethod
-    def for_run(cls, run_dir: Path | str, process_name: str, *, enabled: bool = True) -> Timeline:
+    def for_run(cls, run_dir: Path | str, process_name: str) -> Timeline:
         """The timeline of a process of a run: RUN/timeline/<process>.jsonl."""
-        return cls(Path(run_dir) / DIRECTORY / f"{process_name}.jsonl" if enabled else None, process_name)
+        return cls(Path(run_dir) / DIRECTORY / f"{process_name}.jsonl", process_name)
 
     @contextmanager
     def span(self, name: str, /, lane: str = "main", **args: Any) -> Iterator[dict[str, Any]]:

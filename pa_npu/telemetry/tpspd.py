@@ -17,6 +17,8 @@ from typing import Any
 from pa_npu.config.words import counted
 from pa_npu.errors import DataError
 
+WARMUP_ITERATIONS = 1
+"""Iterations at a run's start that summaries leave out: kernels are compiled and caches filled in the first."""
 _LARGEST = 1e15
 """Bound of every number of a record: far above what a run can count, and far below where arithmetic overflows."""
 _MEANS = {

@@ -75,7 +75,7 @@ def assemble_rank(
     channel = StoreChannel(store, attempt_prefix())
     if rank == 0:
         TRAINERS_RUN_ON.put(channel, trainers_run_on(config, spec, platform, backend))
-    num_bytes = bucket_bytes(config, platform, backend)
+    num_bytes = bucket_bytes(platform, backend)
     # on all ranks: both make groups
     weights = backend.published_weights(num_bytes)
     late_weights = backend.published_weights(num_bytes, late_source(config))
@@ -120,11 +120,8 @@ def make_publisher(
     )
 
 
-def bucket_bytes(config: Config, platform: Platform, backend: TrainBackend) -> int:
-    """publish.bucket_mib in bytes. With auto the ranks of a tensor-parallel group agree: a collective of theirs."""
-    mib = config.publish.bucket_mib
-    if mib != "auto":
-        return int(mib * 2**20)
+def bucket_bytes(platform: Platform, backend: TrainBackend) -> int:
+    """Bytes of a bucket of a publish, on which the ranks of a tensor-parallel group agree: a collective of theirs."""
     own = auto_bucket_bytes(platform.free_memory_bytes(), platform.largest_bucket_bytes)
     size = torch.tensor([own], dtype=torch.int64, device=backend.device)
     if backend.tensor_group is not None:
@@ -133,7 +130,7 @@ def bucket_bytes(config: Config, platform: Platform, backend: TrainBackend) -> i
 
 
 def auto_bucket_bytes(free_bytes: int, largest_bytes: int) -> int:
-    """publish.bucket_mib=auto on a device with `free_bytes`, where larger ones than `largest_bytes` gain nothing."""
+    """The bucket of a publish on a device with `free_bytes`, where larger ones than `largest_bytes` gain nothing."""
     return min(largest_bytes, max(SMALLEST_BUCKET_BYTES, int(free_bytes * SHARE_OF_FREE_MEMORY)))
 
 
@@ -173,7 +170,7 @@ def rollout_source(
             responses_per_microbatch=config.microbatch_responses,
             shared_prompt=config.attention.shared_prompt,
             pad_multiple=config.pad_multiple,
-            timeout_s=config.trainer.wait_timeout_s,
+            timeout_s=config.wait_timeout_s,
             max_tokens=config.microbatch.max_tokens,
             device=backend.device,
             links=backend.replica_links,

@@ -2,7 +2,7 @@
 
     report of the iteration before ─> publish: engines hold the version ─> checkpoint ─> probe, where one came with it
 
-With publish.when=divergence a version may be left out (PublishWhen): then engines go on with theirs. What comes after the publish
+With publish.divergence a version may be left out (PublishWhen): then engines go on with theirs. What comes after the publish
 no engine waits for: they generate already.
 """
 
@@ -109,7 +109,7 @@ class Border:
 
     def data_position(self, version: int) -> dict[str, Any]:
         """TrainingStream.state() of the coordinator before iteration `version`: where a resumed run goes on."""
-        return DATA_POSITION.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=version).state
+        return DATA_POSITION.wait(self._channel, self._config.wait_timeout_s, iteration=version).state
 
     def ahead(self, version: int) -> list[AheadIteration]:
         """Returns the iterations that the coordinator has produced before `version` is published, for a checkpoint of it."""
@@ -135,7 +135,7 @@ def probe_microbatches(probe: Probe, version: int, config: Config, replica: int)
 
 
 class PublishWhen:
-    """Whether a version is published at all (publish.when=divergence): engines keep theirs while it is near the trainers' policy.
+    """Whether a version is published at all (publish.divergence): engines keep theirs while it is near the trainers' policy.
 
         publish of version e ──> probe: responses that e sampled, and their log-probs
         border of version v  ──> KL(e || v) over the probe, by K3, under the weights that train now
@@ -163,7 +163,7 @@ class PublishWhen:
 
     def decide(self, version: int) -> DivergenceReport:
         """Decides whether to publish `version`, which the policy holds now. An empty report if every version is published."""
-        if self._config.publish.when == "every":
+        if self._config.publish.divergence is None:
             return DivergenceReport()
         kl = self._learner.probe(list(self._probe)).k3_mean if self._probe else None
         return DivergenceReport(kl, self._skips(version, kl))
@@ -200,7 +200,7 @@ class RolloutsAhead:
         return found
 
     def _iteration(self, iteration: int) -> AheadIteration:
-        limit_s = self._config.trainer.wait_timeout_s
+        limit_s = self._config.wait_timeout_s
         produced = PRODUCED_AHEAD.wait(self._channel, limit_s, iteration=iteration)
         data = DATA_POSITION.wait(self._channel, limit_s, iteration=iteration + 1).state
         mesh = self._config.mesh
@@ -210,7 +210,7 @@ class RolloutsAhead:
 
     def _carried(self, version: int) -> AheadIteration:
         """Groups that no update before this version has trained, and no iteration that is produced by then."""
-        carried = CARRIED.wait(self._channel, self._config.trainer.wait_timeout_s, version=version)
+        carried = CARRIED.wait(self._channel, self._config.wait_timeout_s, version=version)
         buffer = self._buffer.written(version)
         groups = []
         for index in range(len(carried.groups)):

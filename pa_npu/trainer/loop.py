@@ -146,12 +146,12 @@ def consume(
 
 
 class IterationProfiler:
-    """`profiler(iteration)` is a context around the training of one iteration; it records where telemetry.profile_iterations and
-    profile_ranks ask for it."""
+    """`profiler(iteration)` is a context around the training of one iteration; it records one rank of each pipeline
+    stage where telemetry.profile_iterations asks for it."""
 
     def __init__(self, config: Config, platform: Platform, rank: int) -> None:
         telemetry = config.telemetry
-        self._iterations = telemetry.profile_iterations if rank in telemetry.profile_ranks else ()
+        self._iterations = telemetry.profile_iterations if config.mesh.place(rank).publishes else ()
         self._directory = Path(config.run.dir) / DIRECTORY
         self._platform = platform
         self._rank = rank
@@ -188,10 +188,10 @@ class IterationChecks:
         Raises InvariantViolation.
         """
         # put when the last group was, so this waits for as long as the store takes
-        dispatched = DISPATCHED.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=iteration)
+        dispatched = DISPATCHED.wait(self._channel, self._config.wait_timeout_s, iteration=iteration)
         size = self._config.groups_per_replica
         if self._config.trained_groups is None:
-            size = UPDATE_SIZE.wait(self._channel, self._config.trainer.wait_timeout_s, iteration=iteration).groups
+            size = UPDATE_SIZE.wait(self._channel, self._config.wait_timeout_s, iteration=iteration).groups
         unequal = self._config.unequal_groups and self._config.streams(iteration)
         check_dispatched(dispatched, iteration, self._config.mesh.data, size, unequal=unequal)
         check_trained(dispatched, self._replica, trained)

@@ -45,9 +45,9 @@ def run_rank(config: Config, rank: int) -> None:
     platform = platforms.get(config.run.device)
     platform.set_device(local_rank)
     host, port = os.environ["PA_NPU_STORE"].rsplit(":", 1)
-    store = connect(host, int(port), config.trainer.startup_timeout_s)
+    store = connect(host, int(port), config.run.startup_timeout_s)
     spec = ModelSpec.of(config)
-    with Timeline.for_run(Path(config.run.dir), f"trainer-{rank}", enabled=config.telemetry.timeline) as timeline:
+    with Timeline.for_run(Path(config.run.dir), f"trainer-{rank}") as timeline:
         parts = assemble_rank(config, spec, platform, store, rank, local_rank, timeline)
         profiler = IterationProfiler(config, platform, rank)
         with parts.late_engines or nullcontext():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from pa_npu.telemetry.tpspd import WARMUP_ITERATIONS
 from pa_npu.viewer.files import number
 
 Record = Mapping[str, Any]
@@ -38,8 +39,7 @@ class Advice:
 
 def advise(records: Sequence[Record], config: Mapping[str, Any]) -> list[Advice]:
     """Advice on a run, what costs most first. config: flat keys."""
-    warmup = config.get("telemetry.warmup_iterations")
-    kept = records[warmup if isinstance(warmup, int) and len(records) > warmup else 0 :]
+    kept = records[WARMUP_ITERATIONS if len(records) > WARMUP_ITERATIONS else 0 :]
     if any(record.get("periodic") for record in kept):  # synchronous ones between them are there for comparison
         kept = [record for record in kept if record.get("periodic") is not False]
     found = [advice for rule in RULES for advice in rule(kept, config)] if kept else []
@@ -181,7 +181,7 @@ def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]
             "reward_mean",
             "Responses have no verdict",
             f"In the last {min(RECENT, len(records))} iterations: {names}. They had the mean of their group's others, so they "
-            f"taught nothing of it. coordinator.log has the reasons: a judge's server (reward.judge.attempts, timeout_s), the "
+            f"taught nothing of it. coordinator.log has the reasons: a judge's server (reward.judge.timeout_s), the "
             f"sandbox, or a row's tests.",
         )
     failed = [record["checkpoint_failed"] for record in records if record.get("checkpoint_failed") is not None]

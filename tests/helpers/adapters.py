@@ -53,7 +53,11 @@ def export_merged(model: Path, adapter: Path, directory: Path) -> Path:
     """Let the fsdp backend merge an adapter of `model` into an HF directory."""
     from tests.helpers.megatron import PLATFORM, model_config, single_process
 
-    sections = {"model": {"adapter": str(adapter)}, "lora": {"export_merged": True}, "trainer": {"backend": "fsdp"}}
+    sections = {
+        "model": {"adapter": str(adapter)},
+        "checkpoint": {"export_hf": "merged"},
+        "trainer": {"backend": "fsdp"},
+    }
     config = model_config(model, **sections)
     with single_process(config):
         backend = backend_module("fsdp").create(

@@ -59,7 +59,7 @@ ELSEWHERE = {
     "pa-npu export --checkpoint RUN/checkpoints/iteration_000010 --output HF_DIR": "tests/integration/test_backends_hf_export.py::"
     "test_export_of_a_parallel_job_is_the_model",
     "pa-npu run --config configs/grpo_tiny.yaml 'telemetry.trackers=[tensorboard, wandb]' telemetry.project=arithmetic "
-    "telemetry.run_name=first 'telemetry.tags=[grpo, tiny]'": "tests/integration/test_trackers_offline.py",
+    "run.dir=runs/first": "tests/integration/test_trackers_offline.py",
     "python tools/check_equivalence.py": "tests/integration/test_check_equivalence.py",
     "pa-npu join HOST:PORT [--devices 6,7] [--host ADDRESS] [--python ENGINE_PYTHON]": "tests/integration/"
     "test_elastic_engines.py",

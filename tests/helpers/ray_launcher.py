@@ -63,25 +63,21 @@ class RayLauncher:
 
     def start(self, **sections: dict[str, Any]) -> RayLauncher:
         tree: dict[str, dict[str, Any]] = {
-            "run": {"dir": str(self.directory), "device": "cpu", "restarts": 0},
+            "run": {"dir": str(self.directory), "device": "cpu", "restarts": 0, "startup_timeout_s": 60.0},
             "model": {"path": "m"},
             "data": {"train": "t"},
             "rollout": {"engines": 1},
             "trainer": {"devices": 2},
             "placement": {
                 "cluster": "ray",
-                "ray_address": self.address,
                 "nnodes": 2,
                 "devices_per_node": 2,
-                "engine_devices": [2],
-                "trainer_devices": [0, 3],
-                "join_timeout_s": 60.0,
-                "node_timeout_s": 30.0,
+                "devices": [2, 0, 3],
             },
         }
         for section, keys in sections.items():
             tree[section] |= keys
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": self.address}
         with (self.directory / "out").open("wb") as out:
             self.popen = subprocess.Popen(
                 [sys.executable, "-m", "tests.helpers.ray_launcher", json.dumps(tree)],
@@ -160,7 +156,7 @@ def main(arguments: Sequence[str]) -> int:
     logs = directory / "logs"
     try:
         with (
-            connected(config.placement.ray_address, StandInHost) as connection,
+            connected(StandInHost) as connection,
             Console(logs / "launcher.log") as console,
             supervision.stop_signals() as signals,
             ProcessTree(logs, GRACE_S, signals.insisted) as local,
@@ -178,7 +174,7 @@ def main(arguments: Sequence[str]) -> int:
                         command(directory, "coordinator", "launcher"),
                         *cluster.trainers(number),
                     ]
-                    ready = Awaited("trainers", (directory / "ready").exists, 60.0, "trainer", "trainer-0")
+                    ready = Awaited("trainers", (directory / "ready").exists, 60.0, "trainer-0")
                     return Attempt(commands, [ready])
 
                 roster = Roster(StoreChannel(connect(store.host, store.port, 5.0), PREFIX), "")

@@ -102,7 +102,7 @@ def predicted_s(config: Config) -> float:
 
 def sizes(config: Config) -> dict[str, str]:
     """Returns what the planner decides, as it stands in a file."""
-    keys = [*automatic.KEYS, "trainer.sequence_parallel", "rollout.max_num_seqs"]
+    keys = [*automatic.KEYS, "rollout.max_num_seqs"]
     values = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in keys}
     return {key: str(value).lower() for key, value in values.items()}
 

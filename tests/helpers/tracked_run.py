@@ -10,6 +10,7 @@ from pa_npu.config.sections import TelemetryConfig
 from pa_npu.telemetry.metrics import MetricsWriter
 from pa_npu.telemetry.record_file import lost_records
 from pa_npu.telemetry.sample_store import KeptResponse
+from pa_npu.telemetry.trackers import feed
 from pa_npu.telemetry.trackers.feed import Trackers
 
 PATIENCE_S = 240.0  # a library that compiles itself on a busy machine
@@ -38,9 +39,8 @@ def response(iteration: int, index: int, text: str = "#### 4") -> KeptResponse:
 
 
 def attempt(tracker: str, run: Path, first: int, last: int) -> None:
-    settings = TelemetryConfig(
-        trackers=(tracker,), project="arithmetic", tags=("a",), offline=True, tracker_timeout_s=PATIENCE_S
-    )
+    feed.ANSWER_TIMEOUT_S = PATIENCE_S
+    settings = TelemetryConfig(trackers=(tracker,), project="arithmetic")
     with MetricsWriter(run, first) as metrics, Trackers(run, settings, {"run.seed": 1}, first) as trackers:
         trackers.write_evaluation(metrics.write_evaluation(evaluation(first)))
         for iteration in range(first, last):

@@ -146,6 +146,10 @@ def main(job_file: str) -> None:
     platform.seed_all(config.run.seed)
     platform.set_deterministic(True)
     spec = ModelSpec.read(config.model.path)
+    if "bucket_mib" in job:
+        from pa_npu.backends.megatron import backend as megatron
+
+        megatron._GRADIENT_BUCKET_MIB = job["bucket_mib"]
     module = backend_module(config.trainer.backend)
     backend = module.create(config, spec, platform, dist.PrefixStore("trainer", store), rank, 0, timeline)
     channel = StoreChannel(store)

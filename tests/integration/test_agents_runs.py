@@ -71,7 +71,6 @@ def launch(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
             "schedule.prompts_per_iteration": GROUPS,
             "schedule.order": "prompt",
             "optimizer.learning_rate": "1e-3",
-            "placement.pin_cores": "false",
             "telemetry.trackers": "[]",
         }
         (tmp_path / name).mkdir()
@@ -110,7 +109,7 @@ def test_periodic_equals_synchronous_to_the_bit(launch: Callable[..., Launched])
 @pytest.mark.parametrize(
     ("victim", "said"),
     [
-        (ENGINE_SERVERS["transformers"], "; started again (1 of rollout.restarts"),
+        (ENGINE_SERVERS["transformers"], "; started again (1 of run.restarts"),
         ("coordinator.main", "starting coordinator and trainers again"),
     ],
 )
@@ -137,8 +136,7 @@ def test_the_example_trains_what_was_sampled_and_learns_to_call_its_tool(tmp_pat
         "run.dir": tmp_path / "run",
         "model.path": made / "model",
         "data.train": made / "train.jsonl",
-        "data.test": made / "test.jsonl",
-        "data.max_test_rows": 50,
+        "data.test": f"{{path: {made / 'test.jsonl'}, max_rows: 50}}",
         "rollout.backend": "transformers",
         "schedule.iterations": 12,
     }

@@ -48,8 +48,8 @@ def trained(
         schedule={"prompts_per_iteration": prompts, "updates_per_iteration": 2, "order": "prompt", "iterations": 2},
         algorithm={"kl_coef": 0.01},
         optimizer={"learning_rate": 1e-3, "weight_decay": 0.1},
-        lora={"rank": rank, "export_merged": True} if rank else {},
-        checkpoint={"every": 1, **({"load": str(load)} if load else {})},
+        lora={"rank": rank},
+        checkpoint={"every": 1, "export_hf": "merged" if rank else True, **({"load": str(load)} if load else {})},
     )
     return run_job(Job(config, directory, first=first, last=2, export=str(directory / "hf")))
 

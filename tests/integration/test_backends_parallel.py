@@ -19,15 +19,14 @@ pytestmark = pytest.mark.integration
 
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "TP2": {"tensor_parallel": 2},
-    "TP2+SP": {"tensor_parallel": 2, "sequence_parallel": True},
-    "TP2+SP+full": {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"},
+    "TP2+full": {"tensor_parallel": 2, "recompute": "full"},
     "PP2": {"pipeline_parallel": 2},
     "PP2+selective": {"pipeline_parallel": 2, "recompute": "selective", "distributed_optimizer": False},
     "DP2": {},
     "DP2 unsharded": {"distributed_optimizer": False},
 }
 FOUR_RANKS = {
-    "TP2 PP2 SP": {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True, "recompute": "full"},
+    "TP2 PP2": {"tensor_parallel": 2, "pipeline_parallel": 2, "recompute": "full"},
     "PP2 DP2": {"pipeline_parallel": 2},
 }
 
@@ -78,17 +77,16 @@ MIXTURE_ON_TWO: dict[str, dict[str, Any]] = {
     "EP2": {"expert_parallel": 2},
     "EP2 unsharded": {"expert_parallel": 2, "distributed_optimizer": False},
     "EP2 separate": {"expert_parallel": 2, "distributed_optimizer": False, "shared_prompt": False},
-    "TP2 EP2": {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "recompute": "full"},
-    "TP2 with all experts": {"tensor_parallel": 2, "sequence_parallel": True, "distributed_optimizer": False},
+    "TP2 EP2": {"tensor_parallel": 2, "expert_parallel": 2, "recompute": "full"},
+    "TP2 with all experts": {"tensor_parallel": 2, "distributed_optimizer": False},
 }
 MIXTURE_ON_FOUR: dict[str, dict[str, Any]] = {
     "TP2 x EP2": {
         "tensor_parallel": 2,
-        "sequence_parallel": True,
         "expert_parallel": 2,
         "distributed_optimizer": False,
     },
-    "TP2 x EP4": {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 4},
+    "TP2 x EP4": {"tensor_parallel": 2, "expert_parallel": 4},
     "PP2 x EP2": {"pipeline_parallel": 2, "expert_parallel": 2, "distributed_optimizer": False},
     "PP2 x EP2 sharded": {"pipeline_parallel": 2, "expert_parallel": 2},
 }
@@ -156,5 +154,5 @@ def test_four_ranks_equal_one_for_qwen2_untied(tmp_path: Path) -> None:
     world = World(tmp_path, "qwen2", tied=False)
     results = world.run(FOUR_RANKS, 4)
     assert_equal_updates(results, FOUR_RANKS, world.single)
-    for rank, ranks in enumerate(results["TP2 PP2 SP"]["ranks"]):
+    for rank, ranks in enumerate(results["TP2 PP2"]["ranks"]):
         assert (ranks["tensor"], ranks["stage"], ranks["rank"]) == (rank % 2, rank // 2, rank)

@@ -124,9 +124,11 @@ def test_a_judge_that_fails_and_a_tracker_that_hangs_are_counted_and_the_run_goe
     def judged(message: str, _: int) -> Answer:
         return Answer(status=400) if len(message) % 4 == 0 else Answer(f"Score: {len(message) % 10}")
 
-    reward = {"functions": [{"name": "judge"}], "max_failing_share": 1.0}
+    reward = {
+        "functions": [{"name": "judge"}],
+    }
     judge_keys = {"model": "m", "template": "{response}", "on_failure": "neutral"}
-    telemetry = {"trackers": ["wandb"], "tracker_timeout_s": 3.0, "project": "proof"}
+    telemetry = {"trackers": ["wandb"], "project": "proof"}
     with fake_judge(judged) as judge, stand_in_engines(2, Speed(step_s=0.001, stride=4)) as engines:
         reward["judge"] = {**judge_keys, "url": judge.url}
         run = Run(tmp_path, engines, environment, reward=reward, telemetry=telemetry)
@@ -414,7 +416,7 @@ def test_a_reward_over_its_time_limit_is_zero_logged_and_counted_and_the_run_goe
 
 def test_trainers_that_never_come_end_the_coordinator_at_the_deadline(tmp_path, runs):
     with stand_in_engines(1, Speed()) as engines:
-        run = Run(tmp_path, engines, trainer={"devices": REPLICAS, "startup_timeout_s": 2})
+        run = Run(tmp_path, engines, trainer={"devices": REPLICAS}, run={"startup_timeout_s": 2})
         runs.append(run)
         output = run.end()
     assert run.process.returncode == 1, output

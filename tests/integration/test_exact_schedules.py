@@ -43,7 +43,6 @@ def run(
             "data.test": "null",
             "trainer.devices": 2,
             "optimizer.learning_rate": "1e-3",
-            "placement.pin_cores": "false",
             "telemetry.trackers": "[]",
         }
         launched.append(Launched(directory, "run", *settings(tiny, directory / "run", **(chosen | others))))

@@ -23,7 +23,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2": {"devices": 2, "pipeline_parallel": 2},
     "DP2": {"devices": 2},
     "DP2, not sharded": {"devices": 2, "distributed_optimizer": False},
-    "DP2, reduced at the end": {"devices": 2, "gradient_bucket_mib": 0.0},
+    "DP2, reduced at the end": {"devices": 2},
     "fsdp": {"devices": 1, "backend": "fsdp"},
     "fsdp, DP2": {"devices": 2, "backend": "fsdp"},
     "toy": {"devices": 1, "backend": "tests.helpers.toy_backend:BACKEND"},
@@ -75,6 +75,8 @@ def job(layout: str, dtype: str, model: dict[str, Path], directory: Path, **opti
         optimizer={"warmup_iterations": 0, "learning_rate": 1e-3},
     )
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    if layout.endswith("reduced at the end"):
+        options["bucket_mib"] = 0.0
     return Job(config, directory, last=2, options=options)
 
 

@@ -116,7 +116,7 @@ def test_slurm_starts_a_ray_cluster_and_the_launcher_on_its_head(tmp_path: Path)
         SLURM_SUBMIT_DIR=str(ROOT),
     )
     assert done.returncode == 0, done.stderr
-    for line in ("nnodes: 4", "cluster: ray", "ray_address: 10.0.0.1:6379", "on 4 nodes of 8"):
+    for line in ("nnodes: 4", "cluster: ray", "on 4 nodes of 8"):
         assert line in done.stdout, done.stdout
     started = log.read_text()
     assert f"--nodelist node-a bash {ROOT}/launch/ray_node.sh --device npu head 10.0.0.1:6379" in started

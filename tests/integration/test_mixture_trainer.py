@@ -21,7 +21,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2 EP2": {
         "devices": 2,
         "tensor_parallel": 2,
-        "sequence_parallel": True,
         "expert_parallel": 2,
         "recompute": "full",
     },

@@ -1,4 +1,4 @@
-"""publish.swap=rolling in whole runs of the coordinator: when engines swap, and what is trained whatever dies meanwhile."""
+"""publish.mode=rolling in whole runs of the coordinator: when engines swap, and what is trained whatever dies meanwhile."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Outcome:
         }
 
 
-def run_coordinator(directory: Path, swap: str, kill: int = 0) -> Outcome:
+def run_coordinator(directory: Path, mode: str, kill: int = 0) -> Outcome:
     """Trainers are played here. kill: so many engines that are at work for a version when another one has swapped to the next."""
     directory.mkdir()
     data = {"train": str(directory.parent / "together" / "train.jsonl"), "test": None}
@@ -59,7 +59,7 @@ def run_coordinator(directory: Path, swap: str, kill: int = 0) -> Outcome:
             data=data,
             rollout={"max_response_tokens": LENGTH},
             schedule={"iterations": ITERATIONS, "prompts_per_iteration": GROUPS, "order": "prompt", "max_staleness": 1},
-            publish={"probe_tokens": 5, "mode": "delayed", "swap": swap},
+            publish={"probe_tokens": 5, "mode": mode},
             checkpoint={"every": SAVED},
         )
         killer = Killer(served, kill)
@@ -116,7 +116,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(parent: Path) -> Outcome:
-    return run_coordinator(parent / "together", "together")
+    return run_coordinator(parent / "together", "delayed")
 
 
 def test_engines_go_on_to_the_next_version_before_others_are_through_and_nothing_else_changes(

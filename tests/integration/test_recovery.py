@@ -209,14 +209,12 @@ def keys(tiny: Path, directory: Path, backend: str, **others: object) -> list[st
         "rollout.max_response_tokens": {"vllm": 64, "transformers": 24}[backend],
         "rollout.ignore_eos": "true",
         "rollout.window": 8,
-        "rollout.restarts": 20,
         "run.restarts": 40,
         "reward.functions": '[{name: format, pattern: "[0-4]"}]',
         "data.test": "null",
         "trainer.devices": 2,
         "optimizer.learning_rate": "1e-3",
         "checkpoint.every": 1,
-        "placement.pin_cores": "false",
         "telemetry.trackers": "[]",
     }
     return settings(tiny, directory, **chosen, **others)
@@ -429,7 +427,7 @@ def test_a_run_whose_devices_decode_then_train_ends_with_the_weights_of_one_that
         "placement.colocate": "true",
         "rollout.engines": 2,
         "environment.name": "tests.helpers.scripted_schedules:ChangesRoles",
-        "placement.engine_port": port,
+        "placement.port": port - 1,
     }
     if number == signal.SIGSTOP:  # which deadlines alone find
         shared |= {"rollout.probe_timeout_s": 15.0, "publish.timeout_s": 60.0}
@@ -455,7 +453,7 @@ def test_a_run_whose_devices_decode_then_train_ends_with_the_weights_of_one_that
     assert any(record["role_changes"] for record in records), "negative control: sequences were handed on"
 
 
-LORA = {"lora.rank": 4, "lora.export_merged": "true"}
+LORA = {"lora.rank": 4, "checkpoint.export_hf": "merged"}
 TWO: Kills = (("trainer-1", "training"), ("coordinator", "generation"))
 ALL: Kills = tuple(each([VLLM[1], *WORKERS]))
 
@@ -543,8 +541,7 @@ def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed
     assert [record["age_max"] for record in records] == [min(AHEAD, iteration) for iteration in range(ITERATIONS)]
 
 
-SKIPPING = {"schedule.max_staleness": 2, "publish.when": "divergence", "publish.divergence": "0.02"}
-DELAYED = {"schedule.max_staleness": 1, "publish.mode": "delayed"}
+SKIPPING = {"schedule.max_staleness": 2, "publish.divergence": "0.02"}
 CARRYING = {"schedule.max_staleness": 2, "schedule.tokens_per_update": 500}
 
 
@@ -586,21 +583,21 @@ def test_what_is_skipped_or_carried_is_the_same_whatever_is_killed(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("swap", "engines", "moment"),
+    ("mode", "engines", "moment"),
     [
-        ("together", 2, "training"),
+        ("delayed", 2, "training"),
         # engines that go on to the next version at once may leave no time in which trainers alone are at work
         ("rolling", 3, "generation"),
     ],
 )
 def test_a_delayed_publish_ends_with_the_weights_of_a_blocking_one_whatever_is_killed(
-    swap: str, engines: int, moment: str, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
+    mode: str, engines: int, moment: str, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
 ) -> None:
     """Engines that die while they receive, between that and the swap, and after it; trainers with a version under way."""
     calm = launch(*keys(tiny, tmp_path / "calm", "transformers"), "schedule.max_staleness=1")
     calm.popen.wait(TIMEOUT_S)
     assert calm.popen.returncode == 0, calm.output
-    delayed = {**DELAYED, "publish.swap": swap, "rollout.engines": engines}
+    delayed = {"schedule.max_staleness": 1, "publish.mode": mode, "rollout.engines": engines}
     more = [f"{key}={value}" for key, value in delayed.items()]
     watched = Watched(launch(*keys(tiny, tmp_path / "run", "transformers"), *more), ahead=1)
     last = f"engine-{engines - 1} ready"

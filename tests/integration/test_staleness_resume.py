@@ -67,7 +67,7 @@ def run_coordinator(
             },
             reward={"functions": [{"name": "format", "pattern": "t77|t78"}]},
             checkpoint={"load": str(load) if load else None, "every": RESUMED_AT},
-            publish={"probe_tokens": 5, "mode": mode, **({"when": "divergence", "divergence": 0.1} if skipped else {})},
+            publish={"probe_tokens": 5, "mode": mode, **({"divergence": 0.1} if skipped else {})},
         )
         try:
             run.announce_weights()

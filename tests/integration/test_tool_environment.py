@@ -70,7 +70,7 @@ def test_periodic_with_a_killed_engine_equals_synchronous_with_several_turns(ask
     os.kill(engine, signal.SIGKILL)
     weights, again = outcome(run, disturbed)
 
-    assert "; started again (1 of rollout.restarts" in run.output, run.output
+    assert "; started again (1 of run.restarts" in run.output, run.output
     texts = [response["text"] for sample in samples for response in sample["responses"]]
     assert any("<<" in text and ">>=" in text for text in texts), "nobody asked the calculator: nothing was tested"
     assert [s["responses"] for s in again] == [s["responses"] for s in samples]

@@ -14,8 +14,7 @@ from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import Job, run_job
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "TP2": {"devices": 2, "tensor_parallel": 2},
-    "TP2+SP": {"devices": 2, "tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"},
+    "TP2 full": {"devices": 2, "tensor_parallel": 2, "recompute": "full"},
     "PP2": {"devices": 2, "pipeline_parallel": 2},
     "DP2": {"devices": 2},
 }
@@ -92,11 +91,10 @@ def test_reducing_gradients_inside_the_last_backward_changes_no_bit(model: Path,
     found = []
     for bucket_mib in (0.0, 0.01):
         directory = tmp_path / str(bucket_mib)
-        trainer = {**LAYOUTS["DP2"], "gradient_bucket_mib": bucket_mib}
-        config = make_config(
-            model, directory, trainer=trainer, microbatch={"responses": 2}, optimizer={"clip_grad": 0.0}
-        )
-        reports = run_job(Job(config, directory, last=3, export=str(directory / "hf")))
+        keys: dict[str, Any] = {"microbatch": {"responses": 2}, "optimizer": {"clip_grad": 0.0}}
+        config = make_config(model, directory, trainer=LAYOUTS["DP2"], **keys)
+        options = {"bucket_mib": bucket_mib}
+        reports = run_job(Job(config, directory, last=3, export=str(directory / "hf"), options=options))
         found.append((reports, load_file(directory / "hf" / "model.safetensors")))
     (reports, weights), (inside, weights_inside) = found
     assert [r["loss"] for r in reports] == [r["loss"] for r in inside] and len({r["loss"] for r in reports}) == 3
@@ -162,8 +160,8 @@ def test_update_does_not_depend_on_the_cut_into_microbatches(
 
 @pytest.mark.parametrize(
     ("trainer", "order"),
-    [({"devices": 1}, "prompt"), (LAYOUTS["TP2+SP"], "completion")],
-    ids=["one rank, order prompt", "TP2+SP, order completion"],
+    [({"devices": 1}, "prompt"), (LAYOUTS["TP2 full"], "completion")],
+    ids=["one rank, order prompt", "TP2 full, order completion"],
 )
 def test_update_does_not_depend_on_packing_groups_together(
     trainer: dict[str, Any], order: str, model: Path, single: dict[str, Any], tmp_path: Path

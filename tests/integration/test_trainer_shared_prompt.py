@@ -47,7 +47,7 @@ def separate(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
     return gradients(model, tmp_path_factory.mktemp("separate"), attention={"shared_prompt": False})
 
 
-@pytest.mark.parametrize("layout", ["single", "TP2+SP", "PP2"])
+@pytest.mark.parametrize("layout", ["single", "TP2 full", "PP2"])
 def test_every_gradient_equals_that_of_separate_sequences(
     layout: str, model: Path, separate: tuple[dict[str, torch.Tensor], dict[str, float]], tmp_path: Path
 ) -> None:

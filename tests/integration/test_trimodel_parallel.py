@@ -18,11 +18,9 @@ pytestmark = pytest.mark.integration
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "PP2": {"pipeline_parallel": 2},
     "PP2 selective": {"pipeline_parallel": 2, "recompute": "selective"},
-    "TP2 SP": {"tensor_parallel": 2, "sequence_parallel": True},
+    "TP2": {"tensor_parallel": 2},
 }
-FOUR_RANKS = {
-    "TP2 PP2 SP full": {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True, "recompute": "full"}
-}
+FOUR_RANKS = {"TP2 PP2 full": {"tensor_parallel": 2, "pipeline_parallel": 2, "recompute": "full"}}
 
 
 def make_models(directory: Path, family: str, tied: bool) -> dict[str, Path]:

@@ -49,8 +49,7 @@ ON_TWO_NODES: dict[str, object] = {
     "placement__cluster": "ray",
     "placement__nnodes": 2,
     "placement__devices_per_node": 2,
-    "placement__engine_devices": "[2]",
-    "placement__trainer_devices": "[0,3]",
+    "placement__devices": "[2,0,3]",
     "placement__join_timeout_s": 120,
 }
 
@@ -71,12 +70,15 @@ def on_one(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def launch(cluster: Raylets, tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+def launch(
+    cluster: Raylets, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Launched]]:
     """Start the run on the cluster, with other keys if any are given."""
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     launched: list[Launched] = []
 
     def start(**others: object) -> Launched:
-        keys = {**COMMON, **ON_TWO_NODES, "placement__ray_address": cluster.address, **others}
+        keys = {**COMMON, **ON_TWO_NODES, **others}
         launched.append(Launched(tmp_path, "run", *settings(tiny, tmp_path / "run", **keys)))
         return launched[-1]
 
@@ -159,8 +161,9 @@ def test_an_engine_that_comes_and_goes_with_its_node_serves_meanwhile_and_ends_n
     third = "127.0.0.4"
     keys: dict[str, object] = {
         "rollout__backend": "vllm",
-        "rollout__engines": "1..2",
-        "placement__trainer_devices": "[1,3]",
+        "rollout__engines": 1,
+        "rollout__max_engines": 2,
+        "placement__devices": "[0,1,3]",
     }
     launched = launch(**keys, schedule__iterations=2000, checkpoint__every=0)
     launched.wait_for(lambda: "(   2/2000)" in launched.output, "two iterations have ended", RUN_TIMEOUT_S)

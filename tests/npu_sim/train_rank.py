@@ -116,7 +116,7 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
         learner.publish(iteration)
         reports.append(numbers(consume(learner, rollouts(iteration), 1).report))
     backend.export(directory / "hf")
-    automatic = bucket_bytes(config, platform, backend)
+    automatic = bucket_bytes(platform, backend)
     found = {"logprobs": logprobs, "reports": reports, "reads": channel.num_reads, "automatic_bucket_bytes": automatic}
     if engine_workers:
         learner.publish(ITERATIONS)

@@ -85,13 +85,13 @@ def asks_then_answers(shown: str) -> str:
     return f"#### 42{END_OF_TURN}" if shown.count("<|user|>") > 1 else f"so {CALL}{END_OF_TURN}"
 
 
-def config(**agent: Any) -> Config:
+def config(timeout_s: float | None = None, **agent: Any) -> Config:
     return Config.model_validate(
         {
             "model": {"path": "m"},
             "data": {"train": "t", "max_prompt_tokens": 128},
             "rollout": {"max_response_tokens": 200},
-            "environment": {"name": "agents", "max_turns": 4},
+            "environment": {"name": "agents", "max_turns": 4, "timeout_s": timeout_s},
             "agent": agent,
         }
     )
@@ -410,14 +410,12 @@ async def test_what_is_too_long_for_any_limit_is_refused_before_the_template_see
 
 
 async def test_programs_inherit_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "PA_NPU_STORE", "GRADER", "MY_PASSWORD")
+    hidden = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "PA_NPU_STORE", "JUDGE_API_KEY", "MY_PASSWORD")
     for name in (*hidden, "PLAIN"):
         monkeypatch.setenv(name, "x")
     lines = f"found = [n for n in {(*hidden, 'PLAIN')} if n in os.environ]"
     lines += '; ask(os.environ["SESSION_URL"] + "/reward", {"reward": len(found) + 10 * ("PLAIN" in found)})'
     chosen = config(command=program(tmp_path, lines))
-    judge = chosen.reward.judge.model_copy(update={"api_key_variable": "GRADER"})
-    chosen = chosen.model_copy(update={"reward": chosen.reward.model_copy(update={"judge": judge})})
     samples, _ = await rollout(chosen, 1, lambda shown: f"w{END_OF_TURN}")
     assert [sample.reward for sample in samples] == [11.0]
 
@@ -927,11 +925,11 @@ async def test_a_container_that_is_killed_begins_again_and_one_at_a_limit_is_rem
     flag = tmp_path / "was here"
     lines = f"if not os.path.exists({str(flag)!r}): open({str(flag)!r}, 'w'); os.kill(os.getpid(), 9)"
     options = ["--network=agents", "--memory=1g"]
-    chosen = config(command=program(tmp_path, lines), container="images/agent:1", container_options=options)
+    chosen = config(command=program(tmp_path, lines), container=" ".join([*options, "images/agent:1"]))
     samples, policy = await rollout(chosen, 1, lambda shown: f"w{END_OF_TURN}")
     assert len(samples) == 1 and samples[0].finished and len(policy.turns) == 2
     run = docker()[0][0]
-    assert "--network=host" not in run and set(options) <= set(run)
+    assert "--network=host" not in run and run.index("--memory=4g") < run.index("--memory=1g"), "the last one counts"
     slow = config(command=program(tmp_path, "import time; time.sleep(90)"), container="images/agent:1", timeout_s=4)
     samples, _ = await rollout(slow, 1, lambda shown: f"w{END_OF_TURN}")
     assert [sample.finished for sample in samples] == [False]

@@ -19,6 +19,7 @@ from pa_npu.config.help import keys_help
 from pa_npu.config.presets import PRESETS, PresetName
 from pa_npu.config.sections import AlgorithmConfig
 from pa_npu.errors import ConfigError
+from pa_npu.rewards.functions import function_specs
 
 MAX_LENGTH = 8
 REWARDS = [[1.0, 0.0, 0.5], [0.0, 2.0, 0.0]]
@@ -314,12 +315,14 @@ def test_dapo_shapes_overlong_rewards_over_the_last_fifth_unless_rewards_are_giv
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: m}\ndata: {train: t}\nalgorithm: {name: dapo}\n")
     config = load_config([str(file)], ["rollout.max_response_tokens=20480"])
-    assert [(f.name, f.max_tokens, f.buffer_tokens) for f in config.reward.functions] == [
-        ("math", None, None),
-        ("overlong", 20480, 4096),
-    ]
-    assert load_config([str(file)]).reward.functions[1].max_tokens == 256, "rollout.max_response_tokens by default"
+    math, overlong = function_specs(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+    assert math.name == "math"
+    assert (overlong.name, overlong.max_tokens, overlong.buffer_tokens) == ("overlong", 20480, 4096)
     own = load_config([str(file)], ["reward.functions=[{name: math}]"])
     assert [f.name for f in own.reward.functions] == ["math"]
-    with pytest.raises(ConfigError, match="buffer_tokens = 9, more than its max_tokens = 8; lower buffer_tokens"):
-        load_config([str(file)], ["reward.functions=[{name: overlong, max_tokens: 8, buffer_tokens: 9}]"])
+    with pytest.raises(
+        ConfigError, match=r"buffer_tokens = 9, more than rollout.max_response_tokens = 8; lower buffer_tokens"
+    ):
+        load_config(
+            [str(file)], ["rollout.max_response_tokens=8", "reward.functions=[{name: overlong, buffer_tokens: 9}]"]
+        )

@@ -75,7 +75,7 @@ class TestFsdpWithAdapters(BackendConformance):
         def made(config: Config) -> Learner:
             changed = {
                 "model": {"adapter": str(adapter)},
-                "lora": {"export_merged": True},
+                "checkpoint": {"export_hf": "merged"},
                 "trainer": {"backend": "fsdp"},
             }
             sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changed.items()}

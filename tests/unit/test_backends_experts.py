@@ -100,7 +100,7 @@ def test_factors_of_all_microbatches_are_the_coefficient_times_the_normaliser(ag
     ("sections", "expected"),
     [
         ({"trainer": {"backend": "fsdp"}}, "0.1 with trainer.backend=fsdp"),
-        ({"algorithm": {"loss": "dpo"}}, "a mean over pairs, which no token has a part of"),
+        ({"algorithm": {"loss": "dpo", "kl_coef": 0.1}}, "a mean over pairs, which no token has a part of"),
     ],
 )
 def test_where_there_is_no_such_loss_its_coefficient_is_refused_in_a_line(

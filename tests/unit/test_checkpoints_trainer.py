@@ -136,6 +136,17 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+class Late:
+    """Writes when it is first asked, what the memory holds by then."""
+
+    def __init__(self, write: Callable[[], None], timeout_s: float) -> None:
+        self._write = write
+
+    def poll(self) -> bool:
+        self._write()
+        return True
+
+
 @pytest.mark.parametrize(("forked", "distributed"), [(True, True), (True, False), (False, False)])
 def test_what_is_saved_is_the_version_that_was_scheduled_although_it_changed_since(
     forked: bool, distributed: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -261,7 +272,7 @@ def test_a_full_disk_costs_a_line_and_no_more_until_the_last_checkpoint(
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
-        (signal.pause, "has not finished within 0.2 s (checkpoint.timeout_s)"),
+        (signal.pause, "has not finished within 0.2 s (trainer.wait_timeout_s)"),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
     ],
     ids=["hangs", "is killed"],
@@ -274,10 +285,12 @@ def test_a_writer_that_hangs_or_is_killed_is_named_and_the_run_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    run = Run(model, tmp_path, checkpoint={"timeout_s": 30.0 if "killed" in reason else 0.2, "every": 2})
+    run = Run(model, tmp_path, checkpoint={"every": 2})
     run.train(0)
+    limit_s = 30.0 if "killed" in reason else 0.2
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
         held(patch, end)
+        patch.setattr(checkpointing, "Forked", lambda write, timeout_s: Forked(write, limit_s))
         run.checkpoints.at_border(2)
         pid = run.checkpoints._saving.writer.pid  # type: ignore[union-attr]
         assert until_failed(run, 3)["checkpoint_failed"] == 2
@@ -404,7 +417,10 @@ def test_a_new_learning_rate_is_not_undone_by_the_checkpoint_and_the_schedule_go
     run.checkpoints.finish(2)
     load = {"load": str(run.directory / "iteration_000002")}
     resumed = Run(
-        model, tmp_path, checkpoint=load, optimizer={"learning_rate": 1e-2, "beta2": 0.9, "epsilon": 1e-5, **schedule}
+        model,
+        tmp_path,
+        checkpoint=load,
+        optimizer={"learning_rate": 1e-2, "betas": [0.9, 0.9], "epsilon": 1e-5, **schedule},
     )
     resumed.checkpoints.load()
     assert resumed.train(2)["learning_rate"] == pytest.approx(1e-2 * 3 / 4)

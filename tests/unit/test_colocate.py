@@ -63,9 +63,9 @@ def test_on_several_nodes_engines_are_where_their_trainers_are() -> None:
     ("sections", "expected"),
     [
         ({"schedule": {"stream": False, "max_staleness": 1}}, "set max_staleness to 0"),
-        ({"rollout": {"engines": "1..2"}, "placement": {"cluster": "ray"}}, "set one number of engines"),
+        ({"rollout": {"engines": 1, "max_engines": 2}, "placement": {"cluster": "ray"}}, "set one number of engines"),
         ({"rollout": {"engines": 3}, "trainer": {"devices": 2}}, "set engines to at most 2"),
-        ({"placement": {"engine_devices": [0]}}, "remove placement.engine_devices"),
+        ({"placement": {"devices": [0, 1, 2, 3, 4]}}, "placement.devices: 5 indices"),
         ({"evaluate": {"overlap": True}}, "evaluate.overlap"),
     ],
 )
@@ -78,8 +78,8 @@ def test_what_cannot_be_is_refused_in_one_line(sections: dict[str, Any], expecte
 
 def test_the_plan_says_what_must_fit_on_a_device_together() -> None:
     assert SPEC is not None
-    small = {"max_num_seqs": 32, "max_num_batched_tokens": 4096, "shared_memory_fraction": 0.3, "tensor_parallel": 4}
-    trainer = {"devices": 8, "tensor_parallel": 4, "sequence_parallel": True, "recompute": "full"}
+    small = {"max_num_seqs": 32, "max_num_batched_tokens": 4096, "memory_fraction": 0.3, "tensor_parallel": 4}
+    trainer = {"devices": 8, "tensor_parallel": 4, "recompute": "full"}
     keys = {"trainer": trainer, "schedule": {"prompts_per_iteration": 16}}
     fits = colocated(rollout={**small, "engines": 2}, **keys)
     text = "\n".join(derived_lines(fits, SPEC, 80 * GIB, True))
@@ -87,10 +87,10 @@ def test_the_plan_says_what_must_fit_on_a_device_together() -> None:
     assert "shared engine memory" in text and "both resident" in text
     assert not shortages(fits, SPEC, 80 * GIB, True)
 
-    tight = colocated(rollout={**small, "engines": 2, "shared_memory_fraction": 0.7}, **keys)
+    tight = colocated(rollout={**small, "engines": 2, "memory_fraction": 0.7}, **keys)
     (shortage,) = shortages(tight, SPEC, 80 * GIB, True)
     assert "of the engine beside it are more than nine tenths" in shortage.line()
-    assert shortage.proposal is not None and shortage.proposal["rollout.shared_memory_fraction"] < 0.7
+    assert shortage.proposal is not None and shortage.proposal["rollout.memory_fraction"] < 0.7
 
     never = colocated(rollout={"max_num_seqs": 32})
     proposals = [s.proposal for s in shortages(never, SPEC, 64 * GIB, True) if s.role == "shared engine"]
@@ -131,14 +131,14 @@ def test_a_7b_model_fits_with_roles_on_8_devices_of_64_gib() -> None:
     asleep, offloaded, resident = recipe(), recipe("optimizer.offload=true"), recipe("rollout.sleep=false")
     for config in (asleep, offloaded, resident):
         assert config.follows_work and not shortages(config, SPEC, 64 * GIB, True)
-    shares = [config.rollout.shared_memory_fraction for config in (asleep, offloaded, resident)]
+    shares = [config.memory_fraction for config in (asleep, offloaded, resident)]
     assert shares == [0.45, 0.6, 0.3], "what trainers leave as devices decode, and the default"
     assert kv_cache(resident) < 3 * GIB and kv_cache(asleep) > 4 * kv_cache(resident)
     assert kv_cache(offloaded) > kv_cache(asleep) + 9 * GIB
     text = "\n".join(derived_lines(offloaded, SPEC, 64 * GIB, True))
     assert "it sleeps while that trains" in text and "10.6 GiB of optimizer a rank" in text
     assert "both resident" in "\n".join(derived_lines(resident, SPEC, 64 * GIB, True))
-    refused = shortages(recipe("rollout.sleep=false", "rollout.shared_memory_fraction=0.45"), SPEC, 64 * GIB, True)
+    refused = shortages(recipe("rollout.sleep=false", "rollout.memory_fraction=0.45"), SPEC, 64 * GIB, True)
     assert [shortage.role for shortage in refused] == ["shared engine"], "negative control: both are there"
 
 

@@ -42,7 +42,7 @@ NEEDED = ["model.path=m", "data.train=t.jsonl"]
         ("data.train_batch_size=64", "schedule.prompts_per_iteration"),
         ("data.max_response_length=8", "rollout.max_response_tokens"),
         ("trainer.total_training_steps=3", "schedule.iterations"),
-        ("optimizer.beta=0.9", "optimizer.beta2"),
+        ("optimizer.beta=0.9", "optimizer.betas"),
         ("optimizer.learning_rat=1", "optimizer.learning_rate"),
     ],
 )
@@ -154,11 +154,14 @@ def test_a_file_of_trl_becomes_a_configuration_and_a_list(tmp_path: Path, capsys
 def test_a_file_of_verl_becomes_a_configuration_and_a_list() -> None:
     imported = import_config("verl", yaml.safe_load(VERL.replace("1e-6", "1.0e-6")))
     values = imported.values
-    assert values["data.train"] == "data/gsm8k/train.parquet" and values["data.test"] == "data/gsm8k/test.parquet"
+    assert values["data.train"] == "data/gsm8k/train.parquet" and values["data.test"] == {
+        "path": "data/gsm8k/test.parquet",
+        "max_rows": 200,
+    }
     assert values["schedule.prompts_per_iteration"] == 1024 and values["schedule.updates_per_iteration"] == 4
     assert values["data.overlong_prompt"] == "skip"
-    assert (values["data.max_test_rows"], values["data.question_column"]) == (200, "problem")
-    assert values["data.template_options"] == {"enable_thinking": False} and "data.max_rows" not in values
+    assert values["data.question_column"] == "problem"
+    assert values["data.template_options"] == {"enable_thinking": False}
     assert (values["algorithm.kl_coef"], values["algorithm.kl_in"], values["algorithm.kl_estimator"]) == (
         0.001,
         "loss",
@@ -169,8 +172,8 @@ def test_a_file_of_verl_becomes_a_configuration_and_a_list() -> None:
         0.28,
         10.0,
     )
-    assert (values["optimizer.beta1"], values["optimizer.beta2"]) == (0.9, 0.999)
-    assert values["trainer.tensor_parallel"] == 2 and values["trainer.sequence_parallel"] is True
+    assert values["optimizer.betas"] == [0.9, 0.999]
+    assert values["trainer.tensor_parallel"] == 2
     assert values["algorithm.aggregation"] == "sequence-mean" and values["algorithm.advantage"] == "group-std"
     assert (values["checkpoint.every"], values["schedule.evaluate_every"]) == (0, 5)
     assert (values["telemetry.trackers"], values["telemetry.metric_names"]) == (["wandb"], "verl")
@@ -183,11 +186,11 @@ def test_a_file_of_verl_becomes_a_configuration_and_a_list() -> None:
 
 
 def test_trackers_without_a_counterpart_are_listed_and_none_is_an_empty_list() -> None:
-    several = import_config("trl", {"report_to": ["tensorboard", "clearml"], "run_name": "first"})
+    several = import_config("trl", {"report_to": ["tensorboard", "clearml"], "adam_beta1": 0.8})
     assert several.values == {
         "telemetry.trackers": ["tensorboard"],
         "telemetry.metric_names": "trl",
-        "telemetry.run_name": "first",
+        "optimizer.betas": [0.8, 0.999],
     }
     assert list(several.untranslated) == ["report_to"]
     assert import_config("trl", {"report_to": "none"}).values == {"telemetry.trackers": []}

@@ -180,7 +180,6 @@ async def test_without_questions_there_is_no_evaluation() -> None:
     [
         ({"sets": {"test": "b"}}, "is the name of data.test"),
         ({"sets": {"a b": "b"}}, "no name of a set"),
-        ({"greedy": False}, "samples must be at least 1"),
         ({"metric": "test/pass@3"}, "is none of test with one of greedy"),
         ({"metric": "aime/greedy"}, "SET/NAME"),
         ({"max_response_tokens": 1000}, "rollout.max_response_tokens = 256"),
@@ -200,4 +199,4 @@ def test_names_of_metrics_are_those_that_results_have() -> None:
 
     for samples in (0, 1, 2, 3, 4, 5, 8, 12):
         responses = [judged(0, number, True) for number in range(samples)] + [judged(0, 0, True, kind="greedy")]
-        assert list(values_by_question(responses)) == metric_names(True, samples)
+        assert list(values_by_question(responses)) == metric_names(samples)

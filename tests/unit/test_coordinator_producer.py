@@ -18,6 +18,7 @@ from pa_npu.coordinator.production import Produced
 from pa_npu.coordinator.tail import TailMeter
 from pa_npu.coordinator.updates import InformativeUpdates
 from pa_npu.data.prompts import Prompt
+from pa_npu.dispatch import selection
 from pa_npu.dispatch.schedule import Schedule
 from pa_npu.dispatch.selection import EveryGroup
 from pa_npu.engines.pool import EnginePool
@@ -265,8 +266,7 @@ def dynamic(**schedule: object) -> Config:
 
 
 def informative(chosen: Config, further: Iterator[Prompt]) -> EveryGroup[ScoredGroup]:
-    schedule = chosen.schedule
-    updates = InformativeUpdates(4, schedule.order, lambda: next(further), schedule.dynamic_sampling_limit)
+    updates = InformativeUpdates(4, chosen.schedule.order, lambda: next(further))
     return updates.choose(0, prompts()[:4])
 
 
@@ -307,12 +307,13 @@ async def test_dynamic_sampling_in_completion_order_trains_the_same_groups(store
     assert {group.index for group in shelf.groups.values()} == set(range(4)) and further == 2
 
 
-async def test_dynamic_sampling_ends_the_run_at_its_limit(store_thread):
+async def test_dynamic_sampling_ends_the_run_at_its_limit(store_thread, monkeypatch):
+    monkeypatch.setattr(selection, "MOST_ITERATIONS", 1)
     message = (
         r"of \d groups [12] were all right or all wrong, and 4 dispatched ones cannot give 4 informative ones; raise"
     )
     with pytest.raises(UserError, match=message):
-        await asyncio.wait_for(produce_dynamic(dynamic(dynamic_sampling_limit=1), [0, 1, 2, 3], store_thread), 5)
+        await asyncio.wait_for(produce_dynamic(dynamic(), [0, 1, 2, 3], store_thread), 5)
     assert len(asyncio.all_tasks()) == 1, "nothing is left in flight"
 
 

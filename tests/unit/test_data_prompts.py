@@ -237,10 +237,8 @@ def test_a_dataset_may_have_options_of_its_own_and_prompts_are_told_apart(tmp_pa
         {
             "train": [
                 {"path": first, "max_rows": 2},
-                {"path": second, "name": "zwei", "instruction": "Think.", "system_prompt": "S"},
+                {"path": second, "name": "zwei", "max_rows": 3, "instruction": "Think.", "system_prompt": "S"},
             ],
-            "max_rows": 3,
-            "max_test_rows": 1,
             "system_prompt": "all",
         }
     )
@@ -251,7 +249,7 @@ def test_a_dataset_may_have_options_of_its_own_and_prompts_are_told_apart(tmp_pa
     ]
     assert one[0].text == "<|system|>all<|user|>0+1?<|assistant|>"
     assert two[0].text == "<|system|>S<|user|>0+1?\nThink.<|assistant|>"
-    assert len(load_prompts(first, tokenizer, config, "data.test")) == 1
+    assert len(load_prompts(Dataset(path=first, max_rows=1), tokenizer, config, "data.test")) == 1
 
 
 # Like Qwen3's: thinking is left out by an empty block that the model finds already written.

@@ -242,7 +242,7 @@ async def test_the_next_coordinator_wakes_those_that_the_one_before_had_put_to_s
 async def test_a_wait_for_one_that_never_starts_ends(engines: list[Served]) -> None:
     async with Job(engines) as job:
         await job.version(0)
-        job.fleet._config = job.config.rollout.model_copy(update={"startup_timeout_s": 1.0})
+        job.fleet._startup_timeout_s = 1.0
         job.fleet._members[1].state = "starting"
         with pytest.raises(DeadlineExceeded, match=f"waited 1 s for engines {engines[1].url} to sleep"):
             await job.pool.sleep(EVERYWHERE)

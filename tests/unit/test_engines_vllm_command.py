@@ -120,7 +120,7 @@ def test_device_memory_engine_gets_its_share_of_it(monkeypatch):
     monkeypatch.setattr(engine.platform, "get", lambda kind: Device())
     command = server_command(config({"memory_fraction": 0.7, "graph_mode": True}), SPEC, 0, 1)
     assert option(command.argv, "--gpu-memory-utilization") == "0.7"
-    beside = config({"shared_memory_fraction": 0.25}).model_copy(update={"placement": PlacementConfig(colocate=True)})
+    beside = config({"memory_fraction": 0.25}).model_copy(update={"placement": PlacementConfig(colocate=True)})
     shared = server_command(beside, SPEC, 0, 1)
     assert option(shared.argv, "--gpu-memory-utilization") == "0.25", "beside a trainer"
     assert command.env["FROM_PLATFORM"] == "engine"

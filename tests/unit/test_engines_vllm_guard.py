@@ -18,8 +18,8 @@ from pa_npu.engines.client import EngineClient
 from pa_npu.engines.protocol import EngineError, LoadedWeights
 from pa_npu.engines.vllm.guard import EngineGuard
 from pa_npu.engines.vllm.kind import served_model
-from pa_npu.errors import ConfigError, UserError
-from pa_npu.launcher.engine_key import engine_key, key_file
+from pa_npu.errors import UserError
+from pa_npu.launcher.engine_key import engine_key, key_file, read_key
 from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.process import commands
 from pa_npu.launcher.process.readiness import engine_answers
@@ -162,21 +162,20 @@ def test_key_is_new_for_every_run_and_reaches_engines_and_coordinator_through_th
     assert not any(key in argument for command in (engine, coordinator, trainer) for argument in command.argv)
 
 
-def test_attached_engines_key_is_read_from_the_file_that_only_its_owner_can_read(monkeypatch, tmp_path):
+def test_attached_engines_key_is_that_of_the_environment_and_its_file_is_its_owners(monkeypatch, tmp_path):
     monkeypatch.setenv("VLLM_API_KEY", "of-the-environment")
     attached = {"attach": ["http://127.0.0.1:8000"]}
     assert engine_key(config(**attached)) == "of-the-environment"
     (tmp_path / "api_key").write_text("left by a killed launcher")
     with key_file(tmp_path, KEY) as file:
         assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
-        assert engine_key(config(**attached, key_file=str(file))) == KEY
+        assert file.read_text().strip() == KEY
     assert not file.exists()
     monkeypatch.delenv("VLLM_API_KEY")
     assert engine_key(config(**attached)) == "", "an engine of the user's own without a key"
 
 
 def test_unusable_keys_are_refused_in_one_line_that_does_not_show_them(monkeypatch, tmp_path):
-    attach = ["http://127.0.0.1:8000"]
     for text, reason in (
         ("", "is empty"),
         (b"\xff", "cannot be read"),
@@ -188,14 +187,12 @@ def test_unusable_keys_are_refused_in_one_line_that_does_not_show_them(monkeypat
         if text is not None:
             file.write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(UserError, match=reason) as caught:
-            engine_key(config(attach=attach, key_file=str(file)))
+            read_key(file, "--key-file", "name another")
         assert "\n" not in str(caught.value) and "two words" not in str(caught.value)
     monkeypatch.setenv("VLLM_API_KEY", "schlüssel\n")
     with pytest.raises(UserError, match="VLLM_API_KEY: the API key holds") as caught:
         engine_key(config())
     assert "schl" not in str(caught.value)
-    with pytest.raises((ConfigError, ValueError), match=r"rollout.key_file: k would be read by nothing; only attached"):
-        config(key_file="k")
 
 
 def test_launcher_asks_attached_engines_with_the_key():

@@ -139,12 +139,11 @@ def test_batch_invariance_is_a_variable_and_a_property_of_the_cpu_in_fp32():
 def test_command_of_every_row(monkeypatch, row):
     if row.device != "cpu":
         monkeypatch.setattr(engine.platform, "get", lambda kind: Device())
-    flags = {"graph_mode": True, "prefix_caching": False, "batch_invariant": True}
+    flags = {"graph_mode": True, "batch_invariant": True}
     plain = engine.server_command(config(), SPEC, 0, 1, row)
     other = engine.server_command(config(flags), SPEC, 0, 1, row)
     assert "--enforce-eager" not in other.argv
     assert "--enable-prefix-caching" in plain.argv and "--no-enable-prefix-caching" not in plain.argv
-    assert "--no-enable-prefix-caching" in other.argv and "--enable-prefix-caching" not in other.argv
     assert option(plain.argv, "--middleware") and option(plain.argv, "--logprobs-mode") == "processed_logprobs"
     assert row.batch_invariant_env.items() <= other.env.items()
     assert "--enable-scale-out" not in plain.argv

@@ -45,7 +45,7 @@ optimizer:
   learning_rate: 1e-5
 trainer: {devices: 4, tensor_parallel: 2}
 microbatch: {responses: 4}
-placement: {engine_devices: [0, 1], trainer_devices: [2, 3, 4, 5]}
+placement: {devices: [0, 1, 2, 3, 4, 5]}
 """
 SMALL = b"model: {path: m}\ndata: {train: t}\nreward: {functions: [{name: math}]}\nrollout: {env: {A: b}}\n"
 TREE = yaml.safe_load(EXAMPLE)

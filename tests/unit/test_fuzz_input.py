@@ -58,15 +58,10 @@ def refusal(*overrides: str, files: tuple[str, ...] = ()) -> str:
         ("rollout.engines=1e3", "rollout.engines: 1000.0 is not allowed; use int"),
         ("optimizer.learning_rate='\"1e-6\"'", 'optimizer.learning_rate: "1e-6" is not allowed; use number'),
         ("rollout.window='\"8\"'", 'rollout.window: "8" is not allowed; use auto | int'),
-        ("placement.trainer_devices=[-1]", "placement.trainer_devices: -1 is out of range; use [int >= 0, ...] | null"),
-        ("placement.engine_devices=[-1]", "placement.engine_devices: -1 is out of range; use [int >= 0, ...] | null"),
+        ("placement.devices=[-1]", "placement.devices: -1 is out of range; use [int >= 0, ...] | null"),
         (
-            "placement.engine_port=65535 rollout.engines=2",
-            "placement.engine_port: 65535 and the ports of 2 engines run past",
-        ),
-        (
-            "placement.engine_port=29500 placement.store_port=29501 rollout.engines=2",
-            "the engines take ports 29500 to 29501",
+            "placement.port=65534 rollout.engines=2",
+            "placement.port: 65534 and the ports of 2 engines behind it run past",
         ),
         ("rollout.env={'': x}", "rollout.env: '' is no name of a variable"),
         ("rollout.env={'A=B': x}", "rollout.env: 'A=B' is no name"),
@@ -87,9 +82,7 @@ def refusal(*overrides: str, files: tuple[str, ...] = ()) -> str:
 )
 def test_bad_values_are_refused_by_the_configuration(override: str, expected: str) -> None:
     parts = (
-        override.split(" ")
-        if override.startswith(("placement.engine_port", "rollout.attach=[http://a:1,"))
-        else [override]
+        override.split(" ") if override.startswith(("placement.port", "rollout.attach=[http://a:1,")) else [override]
     )
     parts = [part.replace("'\"", '"').replace("\"'", '"') for part in parts]
     text = refusal(*parts)
@@ -100,7 +93,7 @@ def test_good_values_beside_the_bad_ones_are_accepted() -> None:
     """A control."""
     config = load_config(
         [],
-        [*SMALL, "rollout.window=8", "placement.engine_port=65534", "rollout.engines=2", "placement.store_port=65533",
+        [*SMALL, "rollout.window=8", "placement.port=65533", "rollout.engines=2",
          "rollout.env={_A1: ''}", "microbatch.responses=1", "optimizer.learning_rate=1", "run.dir=" + "a" * 255],
     )  # fmt: skip
     assert config.rollout.window == 8 and config.optimizer.learning_rate == 1.0

@@ -195,14 +195,14 @@ def test_the_search_finds_what_it_looks_for() -> None:
 
 # What a feature is switched and set by, with the section that it stands in; None: resolved by Config itself.
 FEATURE_KEYS = {
-    **dict.fromkeys(("max_staleness", "tokens_per_update", "dynamic_sampling", "dynamic_sampling_limit"), "schedule"),
+    **dict.fromkeys(("max_staleness", "tokens_per_update", "dynamic_sampling"), "schedule"),
     **dict.fromkeys(("updates_per_iteration", "compare_iterations"), "schedule"),
     "engine_settings": "rollout",
-    **dict.fromkeys(("mode", "swap", "when", "divergence"), "publish"),
+    **dict.fromkeys(("mode", "divergence"), "publish"),
     "colocate": "placement",
     "router_replay": "algorithm",
     **dict.fromkeys(("command", "programs", "port", "discards", "tool_parser", "concurrent", "output_kib"), "agent"),
-    **dict.fromkeys(("rank", "alpha", "rank_stabilized", "targets", "export_merged"), "lora"),
+    **dict.fromkeys(("rank", "alpha", "targets"), "lora"),
     **dict.fromkeys(("expert_parallel", "shards", "frozen_pass"), "trainer"),
     **dict.fromkeys(("iterations_ahead", "swaps_in_turn", "delays", "keeps_published"), None),
     **dict.fromkeys(

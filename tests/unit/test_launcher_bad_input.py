@@ -83,7 +83,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["data.max_prompt_tokens=4"], "data.max_prompt_tokens"),
         (["data.train=[{path: /nowhere/a}, {path: b}]"], "data.train.0: /nowhere/a does not exist"),
         (["data.template_options.thinking=true"], "the model's chat template does not read thinking"),
-        (["data.max_rows=7"], "has 7 prompts for schedule.prompts_per_iteration = 16"),
+        (["data.train=[{path: TRAIN, max_rows: 7}]"], "has 7 prompts for schedule.prompts_per_iteration = 16"),
         (["data.answer_column=solution"], "train.jsonl:1: no value in solution (columns: question, answer"),
         (["reward.functions=[{name: 'no_such_module:f'}]"], "no_such_module:f cannot be imported"),
         (["reward.functions=[{name: 'math:pi'}]"], "math:pi"),
@@ -112,6 +112,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ) -> None:
     if "cuda" in overrides and torch.cuda.is_available():
         pytest.skip("a CUDA device is here")
+    overrides = [override.replace("TRAIN", base[1].removeprefix("data.train=")) for override in overrides]
     assert expected in refused(capsys, *base, *overrides)
 
 
@@ -436,8 +437,8 @@ def taken_port() -> Iterator[int]:
 
 
 def test_a_taken_port_is_refused(capsys: pytest.CaptureFixture[str], base: list[str], taken_port: int) -> None:
-    text = refused(capsys, *base, f"placement.engine_port={taken_port}")
-    assert f"placement.engine_port: port {taken_port}" in text
+    text = refused(capsys, *base, f"placement.port={taken_port}")
+    assert f"placement.port: port {taken_port}" in text
 
 
 def test_another_runs_directory_is_refused(capsys: pytest.CaptureFixture[str], base: list[str], tmp_path: Path) -> None:

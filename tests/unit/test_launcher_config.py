@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -10,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pa_npu.config import Config, dump_config, load_config
-from pa_npu.config.help import keys_help
+from pa_npu.config.help import ENTRIES, keys_help
 from pa_npu.config.keys import all_keys, find_annotation
 from pa_npu.config.removed import REMOVED
 from pa_npu.config.rules.unread import CONDITIONS, value_and_default
 from pa_npu.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
 
 BASE = """\
 model:
@@ -55,21 +58,15 @@ def test_files_merge_in_order_and_overrides_win(base: str, tmp_path: Path) -> No
     assert config.rollout.env == {"OMP": "1"}
 
 
-def test_a_range_of_engines_is_short_for_two_keys(base: str, tmp_path: Path) -> None:
-    given = ["placement.cluster=ray", "placement.ray_address=auto"]
-    rollout = load_config([base], [*given, "rollout.engines=1..4"]).rollout
-    assert (rollout.engines, rollout.max_engines) == (1, 4)
-    second = tmp_path / "second.yaml"
-    second.write_text("rollout: {engines: 2 .. 3}\n")
-    rollout = load_config([base, str(second)], given).rollout
-    assert (rollout.engines, rollout.max_engines) == (2, 3)
-    assert message([base], *given, "rollout.engines=1..x") == (
-        'command line: rollout.engines: "1..x" is not allowed; use int >= 1, <= 16384'
+def test_a_maximum_of_engines_needs_a_cluster_and_is_none_below_their_number(base: str) -> None:
+    rollout = load_config([base], ["placement.cluster=ray", "rollout.max_engines=4"]).rollout
+    assert (rollout.engines, rollout.max_engines) == (2, 4)
+    assert "come with nodes of a Ray cluster only" in message([base], "rollout.max_engines=4")
+    assert message([base], "rollout.max_engines=1").endswith("lower it, or raise the maximum")
+    assert (
+        message([base], "rollout.engines=1..4")
+        == 'command line: rollout.engines: "1..4" is not allowed; use int >= 1, <= 16384'
     )
-    assert "engines: 1..2 names the maximum; remove max_engines" in message(
-        [base], *given, "rollout.engines=1..2", "rollout.max_engines=3"
-    )
-    assert message([base], *given, "rollout.engines=4..2").startswith("command line: rollout.engines: 4 is above")
 
 
 def test_override_values_are_yaml(base: str) -> None:
@@ -78,10 +75,10 @@ def test_override_values_are_yaml(base: str) -> None:
         "reward.functions=[{name: math}, {name: 'a:b'}]",
         "reward.functions.1.weight=2",
     ]
-    config = load_config([base], [*overrides, "placement.engine_devices=[1, 0]", "data.test=null"])
+    config = load_config([base], [*overrides, "placement.devices=[1, 0, 2]", "data.test=null"])
     assert config.schedule.stream is False
     assert [(f.name, f.weight) for f in config.reward.functions] == [("math", 1.0), ("a:b", 2.0)]
-    assert config.placement.engine_devices == (1, 0)
+    assert config.placement.devices == (1, 0, 2)
     assert config.data.test is None
 
 
@@ -150,13 +147,9 @@ OTHER_VALUES = {
     "algorithm.importance_floor": "0.1",
     "agent.discards": "[turns]",
     "agent.tool_parser": "hermes",
-    "agent.container_options": "[a]",
     "rollout.sleep": "true",
     "lora.targets": "[q_proj]",
     "telemetry.project": "a",
-    "telemetry.tags": "[a]",
-    "rollout.key_file": "k",
-    "placement.ray_address": "h:1",
 }
 # What makes a key unread where the default does not.
 BESIDE = {
@@ -168,12 +161,8 @@ BESIDE = {
     "algorithm.delta": ["algorithm.loss=reinforce"],
     "algorithm.aggregation": ["algorithm.loss=dpo", "algorithm.kl_coef=0"],
     "trainer.distributed_optimizer": ["trainer.backend=fsdp"],
-    "trainer.gradient_bucket_mib": ["trainer.backend=fsdp"],
     "publish.probe_tolerance": ["publish.probe_tokens=0"],
-    **{
-        f"telemetry.{name}": ["telemetry.trackers=[]"]
-        for name in ("project", "run_name", "tags", "metric_names", "offline", "tracker_timeout_s")
-    },
+    **{f"telemetry.{name}": ["telemetry.trackers=[]"] for name in ("project", "metric_names")},
 }
 CONDITIONAL = dict.fromkeys(key for condition in CONDITIONS for key in condition.keys.split())
 
@@ -215,9 +204,8 @@ LONG = "a" * 5000
         ("model.path=' '", "model.path: ' ' is blank"),
         ("checkpoint.load=' '", "checkpoint.load: ' ' is blank"),
         ('telemetry.project="a\\nb"', "telemetry.project: 'a\\nb' is blank or holds line ends"),
-        ('telemetry.tags=["a\\nb"]', "telemetry.tags.0: 'a\\nb' is blank or holds"),
-        (f"telemetry.run_name={LONG}", "has 5000 characters; give at most 200"),
-        ("telemetry.run_name=../../etc", "leads out of the folder"),
+        (f"telemetry.project={LONG}", "has 5000 characters; give at most 200"),
+        ("telemetry.project=../../etc", "leads out of the folder"),
         ("data.train=[{path: t, name: ../x}]", "data.train.0.name: '../x' leads out"),
         (f"data.train=[{{path: t, name: {LONG}}}]", "data.train.0.name: "),
         (f"data.question_column={LONG}", "data.question_column: "),
@@ -240,7 +228,7 @@ def test_usual_names_texts_and_paths_are_accepted() -> None:
     config = load_config(
         [],
         ["model.path=../m", "data.train=[{path: ../d/t.jsonl, name: gsm8k}, {path: u}]", "data.system_prompt=\"a\\nb\"",
-         "telemetry.run_name=a/b", "data.test=t", "evaluate.sets={a.b-c_d: ../t}", "schedule.iterations=2147483647"],
+         "telemetry.project=a/b", "data.test=t", "evaluate.sets={a.b-c_d: ../t}", "schedule.iterations=2147483647"],
     )  # fmt: skip
     assert config.data.system_prompt == "a\nb"
 
@@ -252,6 +240,13 @@ def test_first_error_only_with_the_count_of_the_others(base: str) -> None:
 def test_missing_required_key_and_missing_file(base: str) -> None:
     assert message([]).startswith("model.path: required, but not given;")
     assert "no such configuration file" in message(["/nowhere/x.yaml"])
+
+
+def test_the_reference_has_at_most_190_keys() -> None:
+    """Rows of docs/configuration.md: keys, and those of entries of lists. A new one replaces another, or is derived."""
+    rows = re.findall(r"^\| `([\w.\[\]]+)` \|", (ROOT / "docs" / "configuration.md").read_text(), re.MULTILINE)
+    entries = sum(len(list(all_keys(entry))) for entry in ENTRIES.values())
+    assert len(rows) == len(set(rows)) == len(list(all_keys())) + entries <= 190
 
 
 def test_help_lists_every_key_with_its_meaning() -> None:

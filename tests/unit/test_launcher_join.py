@@ -321,7 +321,7 @@ def test_the_published_paths_hold_from_any_directory(tmp_path, monkeypatch):
     )
     tree = _for_joining(config)
     assert (tree["run"]["dir"], tree["model"]["path"]) == (str(tmp_path / "runs/a"), str(tmp_path / "model"))
-    assert tree["rollout"]["python"] == str(tmp_path / "python") and tree["rollout"]["key_file"] is None
+    assert tree["rollout"]["python"] == str(tmp_path / "python")
     named = config.model_copy(update={"rollout": config.rollout.model_copy(update={"python": "python3.11"})})
     assert _for_joining(named)["rollout"]["python"] == "python3.11", "a name on PATH stays one"
 
@@ -500,6 +500,6 @@ def test_what_ends_while_the_server_starts(config, monkeypatch):
     life = Life(config, monkeypatch, answers=False)
     assert life.run(die) == 1 and not life.roster.entries()
     life = Life(config, monkeypatch, answers=False)
-    rollout = config.rollout.model_copy(update={"startup_timeout_s": -1.0})
-    life.engine.config = config.model_copy(update={"rollout": rollout})
-    assert life.run() == 1 and life.said("rollout.startup_timeout_s")
+    run = config.run.model_copy(update={"startup_timeout_s": -1.0})
+    life.engine.config = config.model_copy(update={"run": run})
+    assert life.run() == 1 and life.said("run.startup_timeout_s")

@@ -56,9 +56,9 @@ def test_engines_take_the_first_devices_and_trainers_the_next() -> None:
     assert placement.trainer_cores == ((),) * 4, "only cpu runs are pinned"
 
 
-def test_listed_devices_are_kept_and_the_rest_filled_around_them() -> None:
-    config = make_config(placement={"engine_devices": [3]}, trainer={"devices": 2})
-    assert place(config, 8, []).trainer_devices == (0, 1)
+def test_listed_devices_are_the_engines_then_the_trainers() -> None:
+    config = make_config(placement={"devices": [3, 1, 0]}, trainer={"devices": 2})
+    assert place(config, 8, []).trainer_devices == (1, 0)
     assert place(config, 8, []).engine_devices == ((3,),)
 
 
@@ -67,16 +67,15 @@ def test_cores_are_pinned_where_there_are_enough_and_shared_otherwise() -> None:
     assert place(config, None, [4, 7]).engine_cores == ((4,),)
     assert place(config, None, [4, 7]).trainer_cores == ((7,),)
     assert place(config, None, [4]).trainer_cores == ((),)
-    assert place(make_config(placement={"pin_cores": False}), None, [4, 7]).engine_cores == ((),)
 
 
 @pytest.mark.parametrize(
     ("sections", "devices", "expected"),
     [
         ({"trainer": {"devices": 8}}, 8, "needs 9 devices"),
-        ({"placement": {"trainer_devices": [8]}}, 8, "highest index is 8"),
-        ({"placement": {"trainer_devices": [1], "engine_devices": [1]}}, 8, "share a device"),
-        ({"placement": {"trainer_devices": [2]}}, None, "2 cores are here"),
+        ({"placement": {"devices": [0, 8]}}, 8, "highest index is 8"),
+        ({"placement": {"devices": [1, 1]}}, 8, "share a device"),
+        ({"placement": {"devices": [0, 2]}}, None, "2 cores are here"),
     ],
 )
 def test_devices_that_are_not_there_or_shared_are_refused(sections: Any, devices: int | None, expected: str) -> None:
@@ -95,17 +94,17 @@ def test_free_ports_are_free_and_outside_of_outgoing_connections() -> None:
     ports = engine_ports(make_config(), range(3))
     assert len(set(ports)) == 3
     assert all(20000 <= port < 32000 and port_problem("127.0.0.1", port) is None for port in ports)
-    assert engine_ports(make_config(placement={"engine_port": 8000}), [0, 1]) == [8000, 8001]
+    assert engine_ports(make_config(placement={"port": 8000}), [0, 1]) == [8001, 8002]
 
 
-@pytest.mark.parametrize("key", ["store_port", "engine_port"])
-def test_a_taken_port_is_refused_with_its_key(key: str) -> None:
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_taken_port_of_the_store_or_an_engine_is_refused_with_its_key(behind: int) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"placement.{key}: port {port} .* choose another"):
-            check_ports(make_config(placement={key: port}), [0])
+        with pytest.raises(ConfigError, match=f"placement.port: port {port} .* choose another"):
+            check_ports(make_config(placement={"port": port - behind}), [0])
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
@@ -175,9 +174,7 @@ def test_trainer_memory_of_a_known_model() -> None:
     assert parts["gradients"] == 2 * parts["weights"]
     assert parts["optimizer"] == 6 * parts["weights"]
     assert parts["frozen models"] == 0
-    split = make_config(
-        trainer={"devices": 8, "tensor_parallel": 4, "sequence_parallel": True}, algorithm={"kl_coef": 0.1}
-    )
+    split = make_config(trainer={"devices": 8, "tensor_parallel": 4}, algorithm={"kl_coef": 0.1})
     sharded = dict(trainer_memory(split, QWEN_7B).parts)
     assert sharded["weights"] == pytest.approx(parts["weights"] / 4, rel=1e-6)
     assert sharded["optimizer"] == pytest.approx(parts["optimizer"] / 8, rel=1e-6)

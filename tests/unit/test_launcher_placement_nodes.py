@@ -22,12 +22,12 @@ def make_config(**sections: dict[str, Any]) -> Config:
     return Config.model_validate(tree | sections)
 
 
-def shares(nnodes: int, engines: int, engine_tp: int, devices: int, tp: int, **placement: Any) -> list[Placement]:
+def shares(nnodes: int, engines: int, engine_tp: int, ranks: int, tp: int, **placement: Any) -> list[Placement]:
     return place_nodes(
         make_config(
             rollout={"engines": engines, "tensor_parallel": engine_tp},
-            trainer={"devices": devices, "tensor_parallel": tp},
-            schedule={"prompts_per_iteration": devices},
+            trainer={"devices": ranks, "tensor_parallel": tp},
+            schedule={"prompts_per_iteration": ranks},
             placement={"cluster": "ray", "nnodes": nnodes, **placement},
         )
     )
@@ -63,7 +63,7 @@ def test_every_process_has_devices_of_its_own_and_peers_share_a_node(
 
 
 def test_listed_devices_count_over_all_nodes() -> None:
-    placed = shares(2, 1, 1, 2, 1, devices_per_node=2, engine_devices=[2], trainer_devices=[0, 3])
+    placed = shares(2, 1, 1, 2, 1, devices_per_node=2, devices=[2, 0, 3])
     assert placed[0] == Placement((), (0,), (), ((),), (), (0,))
     assert placed[1] == Placement(((0,),), (1,), ((),), ((),), (0,), (1,))
     assert placement_lines(placed) == [
@@ -81,9 +81,9 @@ def test_listed_devices_count_over_all_nodes() -> None:
             r"trainer.tensor_parallel: 4 peers must share a node, but after 0 of 1 groups .* 1, 3 devices",
         ),
         ((2, 1, 4, 2, 1), {}, r"rollout.tensor_parallel: 4 peers must share a node"),
-        ((2, 1, 2, 2, 1), {"engine_devices": [1, 2]}, r"placement.engine_devices: \[1, 2\] are tensor-parallel peers"),
-        ((2, 1, 1, 3, 1), {"engine_devices": [4]}, r"names a device twice or one beyond the 4 of 2 nodes of 2"),
-        ((2, 1, 1, 1, 1), {"engine_devices": [1], "trainer_devices": [1]}, r"names a device twice"),
+        ((2, 1, 2, 2, 1), {"devices": [1, 2, 0, 3]}, r"placement.devices: \[1, 2\] are tensor-parallel peers"),
+        ((2, 1, 1, 3, 1), {"devices": [4, 0, 1, 2]}, r"names a device twice or one beyond the 4 of 2 nodes of 2"),
+        ((2, 1, 1, 1, 1), {"devices": [1, 1]}, r"names a device twice"),
     ],
 )
 def test_what_cannot_be_placed_is_refused(arguments: Any, placement: dict[str, Any], expected: str) -> None:
@@ -114,7 +114,7 @@ def test_a_node_with_fewer_devices_is_refused_and_cores_are_pinned_where_there_a
 
 
 def test_ports_follow_the_engines_index_on_every_node() -> None:
-    assert engine_ports(make_config(placement={"engine_port": 8000}), [3, 4]) == [8003, 8004]
+    assert engine_ports(make_config(placement={"port": 8000}), [3, 4]) == [8004, 8005]
 
 
 def trainer_environment(nnodes: int, rank: int) -> dict[str, str]:
@@ -171,7 +171,7 @@ def test_a_host_builds_the_roles_of_its_node_only_and_without_rays_variables(
 
 def test_a_node_reserves_its_devices_up_to_the_highest_and_extra_engines_theirs() -> None:
     config = make_config(
-        rollout={"engines": "2..3", "tensor_parallel": 2},
+        rollout={"engines": 2, "max_engines": 3, "tensor_parallel": 2},
         trainer={"devices": 3},
         schedule={"prompts_per_iteration": 3},
         placement={"cluster": "ray", "nnodes": 2, "devices_per_node": 4},

@@ -50,8 +50,7 @@ class Supervised:
         engine: str,
         worker: str,
         *others: str,
-        run_restarts: int = 2,
-        engine_restarts: int = 2,
+        restarts: int = 2,
         damaged: bool = False,
     ):
         """others: further engines. damaged: the first attempt is given a damaged checkpoint."""
@@ -61,8 +60,7 @@ class Supervised:
             {
                 "model": {"path": "m"},
                 "data": {"train": "t"},
-                "run": {"restarts": run_restarts},
-                "rollout": {"restarts": engine_restarts},
+                "run": {"restarts": restarts},
             }
         )
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -108,7 +106,7 @@ def test_a_killed_trainer_begins_another_attempt_and_the_engine_stays(tmp_path: 
 
 
 def test_attempts_are_counted_and_the_last_failure_ends_the_run(tmp_path: Path) -> None:
-    run = Supervised(tmp_path, SERVES, "print('cause of death'); raise SystemExit(1)", run_restarts=1)
+    run = Supervised(tmp_path, SERVES, "print('cause of death'); raise SystemExit(1)", restarts=1)
     assert run.code == 1 and run.attempts == [0, 1]
     assert "failed: trainer-0 ended: exit code 1" in run.said and "cause of death" in run.said
 
@@ -135,13 +133,13 @@ def test_an_engine_that_ends_is_started_again_and_announced(tmp_path: Path) -> N
     run = Supervised(tmp_path, engine, worker)
     assert run.code == 0, run.said
     assert run.attempts == [0] and run.generation == 1
-    assert "engine-0: exit code 1; started again (1 of rollout.restarts = 2)" in run.said
+    assert "engine-0: exit code 1; started again (1 of run.restarts = 2)" in run.said
 
 
 def test_an_engine_that_ends_too_often_ends_the_run(tmp_path: Path) -> None:
-    run = Supervised(tmp_path, counted(tmp_path / "engine", "raise SystemExit(7)"), SERVES, engine_restarts=1)
+    run = Supervised(tmp_path, counted(tmp_path / "engine", "raise SystemExit(7)"), SERVES, restarts=1)
     assert run.code == 1
-    assert "engine-0 ended 2 times within 3600 s (rollout.restarts), at last: exit code 7" in run.said
+    assert "engine-0 ended 2 times within 3600 s (run.restarts), at last: exit code 7" in run.said
 
 
 def test_an_engine_that_ends_while_its_device_trains_is_started_again_when_there_is_room(tmp_path: Path) -> None:
@@ -159,7 +157,7 @@ def test_an_engine_that_ends_while_its_device_trains_is_started_again_when_there
         run = Supervised(tmp_path, counted(done, "raise SystemExit(1)", SERVES), worker)
     assert run.code == 0, run.said
     assert starts[:4] == ["x"] * 4, "not while a trainer has the device"
-    assert run.generation == 1 and "exit code 1; started again (1 of rollout.restarts = 2)" in run.said
+    assert run.generation == 1 and "exit code 1; started again (1 of run.restarts = 2)" in run.said
 
 
 def test_a_hung_engine_is_killed_and_replaced_when_the_coordinator_asks(tmp_path: Path) -> None:
@@ -197,9 +195,9 @@ def test_an_engine_that_keeps_dying_is_left_out_while_another_serves_and_tried_a
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Roster, "ask_leave", let_go)
         patch.setattr(recovery, "RESTART_WINDOW_S", 1.0)
-        run = Supervised(tmp_path, engine, worker, SERVES, engine_restarts=1)
+        run = Supervised(tmp_path, engine, worker, SERVES, restarts=1)
     assert run.code == 0, run.said
-    assert "engine-0 ended 2 times within 1 s (rollout.restarts), at last: exit code 7; the others serve" in run.said
+    assert "engine-0 ended 2 times within 1 s (run.restarts), at last: exit code 7; the others serve" in run.said
     assert "engine-0: starting at http://127.0.0.1:0" in run.said
     assert run.attempts == [0], "the run itself did not start again"
     assert 0 not in {entry.index for entry in run.roster.entries()}, "engine-0 left place 0"

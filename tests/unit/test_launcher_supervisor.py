@@ -74,7 +74,7 @@ def test_what_is_waited_for_is_said_with_its_last_words(
         return ": loading weights" in said.read_text()
 
     engine = "print('2026-01-01 00:00:00.000 I engine-0 main: loading weights ' + 'x' * 90); " + SLEEP
-    awaited = [Awaited("engine-0", shows, 30.0, "rollout", "engine-0")]
+    awaited = [Awaited("engine-0", shows, 30.0, "engine-0")]
     assert supervise(tmp_path, {"engine-0": engine, "coordinator": "pass"}, awaited) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("waiting for engine-0 (")]
     assert lines and all(len(line) <= 80 for line in lines)
@@ -111,16 +111,16 @@ def test_an_engine_that_ends_well_but_early_is_a_failure(tmp_path: Path, capsys:
 def test_a_process_that_never_becomes_ready_ends_the_run_by_its_deadline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    awaited = [Awaited("engine-0", lambda: False, 0.5, "rollout", "engine-0")]
+    awaited = [Awaited("engine-0", lambda: False, 0.5, "engine-0")]
     codes = {"engine-0": "print('still loading'); " + SLEEP, "coordinator": SLEEP}
     assert supervise(tmp_path, codes, awaited) == 1
     error = capsys.readouterr().err
-    assert "engine-0 not ready after" in error and "rollout.startup_timeout_s" in error and "still loading" in error
+    assert "engine-0 not ready after" in error and "run.startup_timeout_s" in error and "still loading" in error
 
 
 def test_ready_processes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     polls = iter([True])
-    awaited = [Awaited("trainers", lambda: next(polls), 30.0, "trainer", "trainer-0")]
+    awaited = [Awaited("trainers", lambda: next(polls), 30.0, "trainer-0")]
     assert supervise(tmp_path, {"engine-0": SLEEP, "trainer-0": "import time; time.sleep(0.3)"}, awaited) == 0
     assert "trainers ready after" in capsys.readouterr().out
 
@@ -153,7 +153,7 @@ def test_a_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
 
 
 def _never() -> Awaited:
-    return Awaited("engine-0", lambda: False, 60.0, "rollout", "engine-0")
+    return Awaited("engine-0", lambda: False, 60.0, "engine-0")
 
 
 def test_a_process_that_the_machine_does_not_let_start_ends_the_run_in_one_line(

@@ -31,13 +31,13 @@ from pa_npu.samples.iterator import MicrobatchIterator  # isort: skip
 from pa_npu.trainer.loop import consume  # isort: skip
 
 BETA = 0.3
-DPO = AlgorithmConfig(loss="dpo", dpo_beta=BETA)
+DPO = AlgorithmConfig(loss="dpo", kl_coef=BETA)
 
 
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"algorithm": {"kl_coef": 0.1}}, "set kl_coef to 0"),
+        ({"algorithm": {"kl_coef": 0.0}}, "set algorithm.kl_coef, e.g. to 0.1"),
         (
             {"algorithm": {"name": "online-dpo", "importance_sampling": "token"}},
             "of algorithm.name=online-dpo.*set it to none",
@@ -48,11 +48,11 @@ DPO = AlgorithmConfig(loss="dpo", dpo_beta=BETA)
             {"algorithm": {"aggregation": "sequence-mean"}},
             "algorithm.aggregation: sequence-mean would be read by nothing",
         ),
-        ({"algorithm": {"loss": "clip", "dpo_beta": 0.5}}, "algorithm.dpo_beta: 0.5 would be read by nothing"),
+        ({"algorithm": {"kl_in": "reward"}}, "algorithm.kl_in: reward would be read by nothing"),
     ],
 )
 def test_what_makes_no_sense_with_preferences_is_refused_in_one_line(sections: dict[str, Any], says: str) -> None:
-    algorithm = {"loss": "dpo", **sections.get("algorithm", {})}
+    algorithm = {"loss": "dpo", "kl_coef": 0.1, **sections.get("algorithm", {})}
     with pytest.raises(ValueError, match=says):
         Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, **sections, "algorithm": algorithm})
 
@@ -62,7 +62,7 @@ def test_the_preset_keeps_a_reference_and_nothing_else(staleness: int) -> None:
     schedule = {"max_staleness": staleness, "updates_per_iteration": 2}
     tree = {"model": {"path": "m"}, "data": {"train": "t"}, "schedule": schedule, "algorithm": {"name": "online-dpo"}}
     config = Config.model_validate(tree)
-    assert config.frozen_models == ("reference",) and config.algorithm.dpo_beta == 0.1
+    assert config.frozen_models == ("reference",) and config.algorithm.kl_coef == 0.1
     assert config.algorithm.loss == "dpo"
     refreshed = {**tree, "algorithm": {"name": "online-dpo", "reference_refresh_every": 5}}
     assert Config.model_validate(refreshed).algorithm.reference_refresh_every == 5
@@ -178,7 +178,7 @@ def by_hand(policy: Path, reference: Path, groups: list[Group]) -> tuple[float, 
 @pytest.mark.parametrize("max_tokens", [None, 200], ids=["", "packed"])
 def test_updates_are_those_of_transformers_in_fp64(max_tokens: int | None, model: Path, tmp_path: Path) -> None:
     """Two iterations: in the first policy and reference are one model, in the second they are not."""
-    config = make_config(model, algorithm={"loss": "dpo", "dpo_beta": BETA}, microbatch={"max_tokens": max_tokens})
+    config = make_config(model, algorithm={"loss": "dpo", "kl_coef": BETA}, microbatch={"max_tokens": max_tokens})
     learner, _ = make_learner(config)
     policy = model
     for iteration in range(2):
@@ -206,7 +206,9 @@ def test_older_tokens_are_preferred_like_new_ones(model: Path) -> None:
     """k = 2: the same update whoever sampled the responses; ages are in the report."""
     reports = []
     for staleness in (0, 2):
-        config = make_config(model, algorithm={"loss": "dpo"}, schedule={"max_staleness": staleness, "iterations": 9})
+        config = make_config(
+            model, algorithm={"name": "online-dpo"}, schedule={"max_staleness": staleness, "iterations": 9}
+        )
         learner, _ = make_learner(config)
         learner.publish(3)
         groups = [

@@ -184,7 +184,7 @@ def test_a_mixtures_step_reduces_and_steps_experts_over_their_copies_alone():
         ({"expert_parallel": 8}, 1, 8, 8, 1),
         ({"expert_parallel": 2}, 1, 8, 2, 4),
         ({"expert_parallel": 2, "pipeline_parallel": 2}, 2, 4, 4, 2),
-        ({"expert_parallel": 4, "tensor_parallel": 2, "sequence_parallel": True}, 2, 4, 4, 2),
+        ({"expert_parallel": 4, "tensor_parallel": 2}, 2, 4, 4, 2),
     ):
         config = mixture_config(**trainer)
         assert (config.mesh.data, config.mesh.expert_data) == (dense_copies, copies)

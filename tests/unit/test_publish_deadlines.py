@@ -45,7 +45,7 @@ def test_in_every_recipe_each_deadline_comes_after_what_it_stands_behind(
     device = npu.collective_environment(config.longest_collective_s, deterministic=False)["HCCL_EXEC_TIMEOUT"]
     device_s = int(device)
     assert device_s % 68 == 0, "HCCL wants multiples of 68"
-    waits = [config.request_limit_s, config.trainer.wait_timeout_s, config.collective_timeout_s, device_s]
+    waits = [config.request_limit_s, config.wait_timeout_s, config.collective_timeout_s, device_s]
     assert waits == sorted(waits) and waits[-1] > waits[-2] > waits[-3]
     monkeypatch.setenv("HCCL_EXEC_TIMEOUT", device)
     assert npu.group_timeout_s(config.collective_timeout_s) > device_s, (
@@ -79,10 +79,10 @@ def test_the_users_own_deadline_of_the_device_is_refused_where_it_comes_first(
         (
             {"reward": JUDGED, "trainer": {"wait_timeout_s": 1200}},
             r"1200 s is shorter than the 664 s of a request and the 570 s that the group's rewards may take then "
-            r"\(reward.judge: attempts.*set it to at least 1234, remove it",
+            r"\(reward.judge: timeout_s and concurrency.*set it to at least 1234, remove it",
         ),
         (
-            {"environment": {"name": "agents"}, "agent": {"timeout_s": 1700}, "trainer": {"wait_timeout_s": 3300}},
+            {"environment": {"name": "agents", "timeout_s": 1700}, "trainer": {"wait_timeout_s": 3300}},
             "trainer.wait_timeout_s: 3300 s is shorter than the 3400 s that the sessions of a group may take",
         ),
         (
@@ -104,7 +104,7 @@ def test_where_it_is_left_out_trainers_wait_as_long_as_a_request_and_its_rewards
         given = {"functions": [{"name": name} for name in functions]}
         given |= {"judge": JUDGED["judge"]} if "judge" in functions else {}
         tree = {"rollout": {"responses_per_prompt": responses}, "reward": given | reward}
-        return Config.model_validate(TREE | tree).trainer.wait_timeout_s
+        return Config.model_validate(TREE | tree).wait_timeout_s
 
     request_s, pauses_s = 600 + 0.25 * 256, 3 * 30
     assert waits(8, "judge") == 1800, "which is more than a request's 664 s and 4 times a free turn and 60 s"
@@ -116,24 +116,22 @@ def test_where_it_is_left_out_trainers_wait_as_long_as_a_request_and_its_rewards
         "the slower one: they run beside each other"
     )
     assert waits(64, "math") == 1800
-    with pytest.raises(ValueError, match="attempts"):
-        waits(8, "judge", judge=JUDGED["judge"] | {"attempts": 0})
 
 
 def test_where_it_is_left_out_trainers_wait_as_long_as_a_request_may_take() -> None:
     def waits(rollout: dict[str, Any], **trainer: Any) -> float:
-        return Config.model_validate(TREE | {"rollout": rollout, "trainer": trainer}).trainer.wait_timeout_s
+        return Config.model_validate(TREE | {"rollout": rollout, "trainer": trainer}).wait_timeout_s
 
     assert waits({}) == 1800
     assert waits({"max_response_tokens": 8192}, devices=2) == 600 + 0.25 * 8192
     assert waits({"request_timeout_s": 7200.0}) == 7200 + 0.25 * 256
     assert waits({"max_response_tokens": 8192}, wait_timeout_s=4000) == 4000
     # a group of 8 waits for the room of others, and begins in rounds where it has less
-    agents: Any = {"name": "agents"}
+    agents: Any = {"name": "agents", "timeout_s": 1000}
     for concurrent, rounds in ((8, 2), (4, 4)):
-        tree = TREE | {"environment": agents, "agent": {"timeout_s": 1000, "concurrent": concurrent}}
+        tree = TREE | {"environment": agents, "agent": {"concurrent": concurrent}}
         config = Config.model_validate(tree)
-        assert config.trainer.wait_timeout_s == config.group_limit_s == 1000 * rounds
+        assert config.wait_timeout_s == config.group_limit_s == 1000 * rounds
         assert config.engine_wait_s > config.group_limit_s
     with pytest.raises(ValueError, match="max_response_tokens"):
         waits({"max_response_tokens": "8k"})

@@ -1,4 +1,4 @@
-"""publish.when=divergence: which versions are published, what is fresh whatever the divergence is, and what trainers keep."""
+"""publish.divergence: which versions are published, what is fresh whatever the divergence is, and what trainers keep."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config_of(staleness: int, **sections: dict[str, Any]) -> Config:
         "model": {"path": "m"},
         "data": {"train": "t"},
         "schedule": {"max_staleness": staleness, "iterations": ITERATIONS},
-        "publish": {"when": "divergence", "divergence": LIMIT},
+        "publish": {"divergence": LIMIT},
     }
     for name, values in sections.items():
         tree[name] = {**tree.get(name, {}), **values}
@@ -43,12 +43,7 @@ def config_of(staleness: int, **sections: dict[str, Any]) -> Config:
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"schedule": {"max_staleness": 0}}, "publish.when: divergence with schedule.max_staleness = 0"),
-        ({"publish": {"divergence": None}}, "divergence needs publish.divergence"),
-        (
-            {"publish": {"when": "every"}},
-            "publish.divergence: 0.01 would be read by nothing; set publish.when=divergence",
-        ),
+        ({"schedule": {"max_staleness": 0}}, "publish.divergence: 0.01 with schedule.max_staleness = 0"),
         ({"publish": {"probe_tokens": 0}}, "publish.probe_tokens = 0 turns off"),
     ],
 )
@@ -121,7 +116,7 @@ def test_every_iteration_is_produced_once_and_fresh_whatever_the_divergences(sta
 
 
 def test_without_the_key_every_version_is_published_and_nothing_is_measured() -> None:
-    config = config_of(2, publish={"when": "every", "divergence": None})
+    config = config_of(2, publish={"divergence": None})
     when = PublishWhen(config, Scripted([]))  # type: ignore[arg-type]
     when.published(0, ["probe"])  # type: ignore[list-item]
     report = when.decide(1)
@@ -149,7 +144,7 @@ def test_trainers_keep_what_engines_hold_measure_the_divergence_and_go_on(model:
     schedule = {"max_staleness": 2, "updates_per_iteration": 2, "iterations": 5}
     algorithm = {"importance_sampling": "token"}
     learner, stage = make_learner(
-        make_config(model, schedule=schedule, algorithm=algorithm, publish={"when": "divergence", "divergence": 1.0})
+        make_config(model, schedule=schedule, algorithm=algorithm, publish={"divergence": 1.0})
     )
     learner.publish(3)
     probe = make_groups(3, 1, RESPONSES, seed=7)[0]

@@ -182,7 +182,6 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
             "devices": tensor * pipeline * replicas,
             "tensor_parallel": tensor,
             "pipeline_parallel": pipeline,
-            "sequence_parallel": tensor > 1 and draw(st.booleans()),
             "recompute": draw(st.sampled_from(["none", "selective", "full"])),
         },
         "algorithm": {"kl_coef": draw(st.sampled_from([0.0, 0.01]))},

@@ -40,7 +40,7 @@ def group(tests: Any, *programs: str, **row: Any) -> RewardInput:
 
 
 async def rewards(given: RewardInput, **settings: Any) -> list[float | None]:
-    return await CodeReward(CodeConfig(timeout_s=settings.pop("timeout_s", 20.0), **settings))(given)
+    return await CodeReward(CodeConfig(timeout_s=settings.pop("timeout_s", 20.0), **settings), 2)(given)
 
 
 async def run(program: str, stdin: bytes = b"", limits: Limits = LIMITS) -> Outcome:
@@ -90,7 +90,8 @@ async def test_a_program_that_passes_all_tests_of_a_published_layout_has_one_and
 async def test_the_share_of_tests_and_the_first_ones_alone_can_be_what_counts() -> None:
     tests = {"inputs": ["1", "2", "0", "3"], "outputs": ["2", "2", "0", "6"]}
     assert await rewards(group(tests, DOUBLE), score="share") == [0.75]
-    assert await rewards(group(tests, DOUBLE), score="share", most_tests=2) == [0.5]
+    many = {"inputs": ["1"] * 16 + ["2"] * 40, "outputs": ["2"] * 56}
+    assert await rewards(group(many, DOUBLE), score="share") == [0.5], "of the first 32"
     assert await rewards(group(["assert f(1)", "assert f(0)", "assert 1 / 0"], "f = bool"), score="share") == [1 / 3]
 
 
@@ -400,7 +401,7 @@ def test_the_check_before_a_run_tries_the_sandbox_and_reads_a_rows_tests(monkeyp
         DataError, match=r"reward\.functions: code fails for a group .* no column 'cases' \(it has tests\)"
     ):
         check_reward_functions(full(tests="cases"), group(["assert True"], "x = 1"))
-    tree = full().model_dump(mode="json") | {"reward": {"code": {"most_tests": 3}}}
+    tree = full().model_dump(mode="json") | {"reward": {"code": {"timeout_s": 3}}}
     with pytest.raises(ValueError, match=r"reward\.code: would be read by nothing"):
         Config.model_validate(tree)
 

@@ -15,7 +15,7 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import JudgeConfig, RewardConfig, RewardFunction
-from pa_npu.errors import ConfigError, DataError, PaNpuError
+from pa_npu.errors import DataError, PaNpuError
 from pa_npu.rewards import judge as judge_module
 from pa_npu.rewards.judge import JudgeReward
 from pa_npu.rewards.pool import RewardPool, check_reward_functions, neutral
@@ -53,22 +53,19 @@ def by_number(message: str, _: int) -> Answer:
 async def test_scores_become_rewards_and_the_judge_reads_what_the_template_says(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "secret-key")
+    monkeypatch.setenv("JUDGE_API_KEY", "secret-key")
     with fake_judge(by_number) as judge, caplog.at_level(logging.DEBUG):
         config = settings(
             judge,
-            api_key_variable="JUDGE_KEY",
-            system="Be strict.",
             template="{row.level}|{prompt}|{answer}|{unknown} {lowest} {highest}\nResponse:\n{response}\n",
-            lowest=1,
-            highest=5,
+            scores=(1, 5),
         )
         found = await rewards(config, group("it is 1", "it is 4", "it is 5", level="easy"))
     assert found == [[0.0, 0.75, 1.0]]
     message, headers, body = next(asked for asked in judge.asked if "it is 1" in asked[0])  # they are asked at once
     assert message == "easy|What is 2+2?|4|{unknown} 1 5\nResponse:\nit is 1\n"
     assert headers["Authorization"] == "Bearer secret-key" and body["path"] == "/v1/chat/completions"
-    assert body["messages"][0] == {"role": "system", "content": "Be strict."}
+    assert [message["role"] for message in body["messages"]] == ["user"]
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("grader", 0.0, 512)
     assert "secret-key" not in caplog.text
 
@@ -92,7 +89,7 @@ async def test_a_reward_models_number_is_the_score_also_beyond_the_scale() -> No
         return Answer(body=json.dumps({"data": [{"index": 0, "data": scores}]}).encode())
 
     with fake_judge(answer) as judge:
-        config = settings(judge, api="pooling", lowest=-5, highest=5, attempts=1)
+        config = settings(judge, api="pooling", scores=(-5, 5))
         found = await rewards(
             config, group("good", "poor", "odd", question="2+2?"), group("good", messages=[{"role": "user"}])
         )
@@ -127,11 +124,11 @@ async def test_what_fails_for_a_moment_is_asked_again_and_what_will_fail_again_i
 async def test_a_request_over_its_deadline_is_one_attempt_and_all_of_them_end_without_a_score() -> None:
     hold = threading.Event()
     with fake_judge(lambda *_: Answer(hold=hold)) as judge:
-        reward = JudgeReward(settings(judge, timeout_s=0.2, attempts=2), None)
+        reward = JudgeReward(settings(judge, timeout_s=0.2), None)
         found = await reward(group("a"))
         await reward.close()
         hold.set()
-    assert found == [None] and len(judge.asked) == 2
+    assert found == [None] and len(judge.asked) == 4
     assert reward.problem is not None and "no answer within reward.judge.timeout_s = 0.2 s" in reward.problem
 
 
@@ -182,11 +179,11 @@ async def test_scores_are_kept_on_disk_by_content_and_a_broken_file_costs_only_t
 async def test_a_wrong_address_or_key_ends_the_run_at_once_and_the_key_is_in_no_message(
     status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "secret-key")
+    monkeypatch.setenv("JUDGE_API_KEY", "secret-key")
     with fake_judge(lambda *_: Answer(status=status, body=b"no access for secret-key")) as judge:
-        wanted = rf"reward\.judge\.url: .* status {status}.*api_key_variable"
+        wanted = rf"reward\.judge\.url: .* status {status}.*JUDGE_API_KEY"
         with pytest.raises(DataError, match=wanted) as ended:
-            await rewards(settings(judge, api_key_variable="JUDGE_KEY"), group("a"))
+            await rewards(settings(judge), group("a"))
     assert len(judge.asked) == 1 and "secret-key" not in str(ended.value)
 
 
@@ -255,13 +252,8 @@ GOOD = {"url": "http://127.0.0.1:9/v1", "model": "m"}
         ({"url": "http://x/v1"}, ["judge"], "reward.judge.model: "),
         ({**GOOD, "url": "http://me:secret@x/v1"}, ["judge"], "more than the address of a server"),
         ({**GOOD, "url": "ftp://x"}, ["judge"], "is no URL of a server"),
-        (
-            {**GOOD, "api_key_variable": "sk-123"},
-            ["judge"],
-            "reward.judge.api_key_variable: is no name of an environment",
-        ),
         ({**GOOD, "template": "grade it"}, ["judge"], "reward.judge.template: has no {response}"),
-        ({**GOOD, "lowest": 5, "highest": 5}, ["judge"], "reward.judge.lowest: 5 is not below"),
+        ({**GOOD, "scores": [5, 5]}, ["judge"], "reward.judge.scores: 5 is not below"),
         ({**GOOD, "score_pattern": "("}, ["judge"], "is not a regular expression"),
         ({**GOOD, "score_pattern": "(a)(b)"}, ["judge"], "has 2 groups; put one"),
         ({**GOOD, "api": "pooling", "score_pattern": "(a)"}, ["judge"], "reward.judge.score_pattern: is not read with"),
@@ -270,9 +262,8 @@ GOOD = {"url": "http://127.0.0.1:9/v1", "model": "m"}
     ],
 )
 def test_a_judge_that_cannot_work_is_one_line(judge: dict[str, Any], names: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+    with pytest.raises(ValueError, match=re.escape(message)):
         full(judge, *names)
-    assert "sk-123" not in str(refused.value).partition("[type=")[0]
 
 
 def test_the_check_before_a_run_asks_the_judge_once_per_response(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,10 +273,8 @@ def test_the_check_before_a_run_asks_the_judge_once_per_response(monkeypatch: py
         assert len(judge.asked) == 2
         check_reward_functions(full({"url": judge.url, "model": "m"}, "judge"), sample, ask_judge=False)
         assert len(judge.asked) == 2
-        with pytest.raises(ConfigError, match=r"reward\.judge\.api_key_variable: NO_SUCH_KEY is not set"):
-            check_reward_functions(full({**GOOD, "api_key_variable": "NO_SUCH_KEY"}, "judge"), sample)
     with (
         fake_judge(lambda *_: Answer("no number")) as judge,
         pytest.raises(DataError, match=r"reward\.judge\.url: http://127.*no score \(reward\.judge\.score_pattern"),
     ):
-        check_reward_functions(full({"url": judge.url, "model": "m", "attempts": 1}, "judge"), sample)
+        check_reward_functions(full({"url": judge.url, "model": "m"}, "judge"), sample)

@@ -116,9 +116,10 @@ async def test_weighted_sum_verdict_and_labels() -> None:
 
 async def test_overlong_responses_lose_up_to_one_and_the_verdict_stays_maths() -> None:
     """DAPO, eq. 13, with L_max = 20 and L_cache = 5: 0 up to 15 tokens, (15 - length) / 5 up to 20, -1 beyond."""
-    overlong = RewardFunction(name="overlong", max_tokens=20, buffer_tokens=5)
+    overlong = RewardFunction(name="overlong", buffer_tokens=5)
     lengths = [1, 15, 16, 18, 20, 21]
-    async with RewardPool(RewardConfig(functions=(overlong, RewardFunction(name="math")))) as pool:
+    config = RewardConfig(functions=(overlong, RewardFunction(name="math")))
+    async with RewardPool(config, max_response_tokens=20) as pool:
         result = await pool.score(RewardInput("What is 2+2?", "4", ["#### 4"] * 5 + ["#### 5"], lengths, {}))
     np.testing.assert_allclose(result.functions["overlong"], [0, 0, -0.2, -0.6, -1, -1], rtol=1e-6)
     np.testing.assert_allclose(result.total, [1, 1, 0.8, 0.4, 0, -1], rtol=1e-6, atol=1e-7)
@@ -182,28 +183,25 @@ async def test_a_function_that_keeps_failing_ends_the_run_and_the_line_says_what
     async with RewardPool(RewardConfig(functions=(*others, RewardFunction(name="users_rewards:by_row")))) as pool:
         for _ in range(LEAST - 1):
             assert (await pool.score(group(**row))).errors
-        with pytest.raises(DataError, match=r"failed for 8 of the last 8 groups.*reward\.max_failing_share") as ended:
+        with pytest.raises(DataError, match=r"failed for 8 of the last 8 groups.*correct the function") as ended:
             await pool.score(group(**row))
     if "raise" in row:
         assert "users_rewards:by_row" in str(ended.value) and "users_rewards.py:" in str(ended.value)
 
 
-async def test_functions_that_fail_now_and_then_do_not_end_the_run_and_a_share_of_one_never_does() -> None:
-    async with RewardPool(users_config(max_failing_share=0.5)) as pool:
+async def test_functions_that_fail_now_and_then_do_not_end_the_run() -> None:
+    async with RewardPool(users_config()) as pool:
         for number in range(3 * LEAST):
             await pool.score(group(**({"raise": True} if number % 2 else {})))
-    async with RewardPool(users_config(max_failing_share=1.0)) as pool:
-        for _ in range(2 * LEAST):
-            assert (await pool.score(group(**{"raise": True}))).errors
 
 
 def test_the_failing_share_is_that_of_the_last_groups_only() -> None:
-    share = FailingShare(["f", "g"], 0.25)
+    share = FailingShare(["f", "g"])
     for _ in range(10 * WINDOW):
         share.note({})
-    for _ in range(WINDOW // 4):
+    for _ in range(WINDOW // 2):
         share.note({"f": "ValueError: x"})
-    with pytest.raises(DataError, match=r"f failed for 17 of the last 64 groups.*last: ValueError: y"):
+    with pytest.raises(DataError, match=r"f failed for 33 of the last 64 groups.*last: ValueError: y"):
         share.note({"f": "ValueError: y"})
 
 

@@ -35,7 +35,7 @@ def keys(**sections: dict[str, Any]) -> Config:
     return Config.model_validate({**base, **sections})
 
 
-ROLLING: dict[str, Any] = {"publish": {"mode": "delayed", "swap": "rolling"}, "rollout": {"engines": 4}}
+ROLLING: dict[str, Any] = {"publish": {"mode": "rolling"}, "rollout": {"engines": 4}}
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ ROLLING: dict[str, Any] = {"publish": {"mode": "delayed", "swap": "rolling"}, "r
             {"publish": {"mode": "delayed"}, "schedule": {"max_staleness": 0}},
             "publish.mode: delayed with schedule.max_staleness = 0",
         ),
-        ({"publish": {"mode": "delayed", "when": "divergence", "divergence": 0.1}}, "decided when engines are through"),
+        ({"publish": {"mode": "delayed", "divergence": 0.1}}, "decided when engines are through"),
         ({"publish": {"mode": "delayed"}, "rollout": {"tensor_parallel": 2}}, "set tensor_parallel to 1"),
-        ({"publish": {"swap": "rolling"}}, "rolling is read with publish.mode=delayed only"),
+        (ROLLING | {"schedule": {"max_staleness": 0}}, "publish.mode: rolling with schedule.max_staleness = 0"),
         (ROLLING | {"rollout": {"engines": 2}}, "set engines to 3 or more"),
         (ROLLING | {"schedule": {"dynamic_sampling": True}}, "which groups are replaced"),
         (ROLLING | {"schedule": {"max_staleness": 2, "tokens_per_update": 99}}, "which groups are carried"),
@@ -63,11 +63,7 @@ ROLLING: dict[str, Any] = {"publish": {"mode": "delayed", "swap": "rolling"}, "r
             "rolling with evaluate.overlap",
         ),
         ({"algorithm": {"ratio": "sampling", "importance_sampling": "token"}}, "counts the sampling policy twice"),
-        ({"algorithm": {"importance_rule": "mask"}}, "algorithm.importance_rule: mask would be read by nothing"),
-        (
-            {"algorithm": {"importance_floor": 0.5, "importance_sampling": "token"}},
-            "set algorithm.importance_rule to mask",
-        ),
+        ({"algorithm": {"importance_floor": 0.5}}, "algorithm.importance_floor: 0.5 would be read by nothing"),
     ],
 )
 def test_what_makes_no_sense_with_older_weights_is_refused_in_one_line(sections: dict[str, Any], says: str) -> None:
@@ -133,8 +129,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "sampling": {},
     "decoupled": {"importance_sampling": "token", "importance_cap": 1.3, "age_exponent": 0.5},
     "icepop": {
-        **{"importance_sampling": "token", "importance_rule": "mask"},
-        **{"importance_cap": 1.3, "importance_floor": 0.8},
+        **{"importance_sampling": "token", "importance_cap": 1.3, "importance_floor": 0.8},
     },
     "uncorrected": {"ratio": "proximal"},
 }

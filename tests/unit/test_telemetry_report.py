@@ -19,7 +19,7 @@ from tools.plot_runs import iteration_parts
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def make_run(run_dir: Path, seconds: float, iterations: int = 4, warmup: int | None = 1, balance: bool = True) -> Path:
+def make_run(run_dir: Path, seconds: float, iterations: int = 4, balance: bool = True) -> Path:
     with MetricsWriter(run_dir) as writer:
         for iteration in range(iterations):
             writer.write(
@@ -41,8 +41,7 @@ def make_run(run_dir: Path, seconds: float, iterations: int = 4, warmup: int | N
                     **({"tail_waste": 0.125, "replica_imbalance": 0.0625} if balance else {}),
                 }
             )
-    if warmup is not None:
-        (run_dir / "config.yaml").write_text(f"run: {{device: cpu}}\ntelemetry: {{warmup_iterations: {warmup}}}\n")
+    (run_dir / "config.yaml").write_text("run: {device: cpu}\n")
     return run_dir
 
 
@@ -65,25 +64,25 @@ def test_json_holds_the_definition_with_warm_up_dropped(tmp_path: Path) -> None:
 
 
 def test_the_table_says_what_was_dropped(tmp_path: Path) -> None:
-    runs = make_run(tmp_path / "sync", 8.0), make_run(tmp_path / "a-rather-long-run-directory-name", 5.0, warmup=2)
+    runs = make_run(tmp_path / "sync", 8.0), make_run(tmp_path / "a-rather-long-run-directory-name", 5.0)
     text = report(*runs).stdout
     cells = {line.split("|")[1].strip(): line.split("|")[2:4] for line in text.splitlines() if line.count("|") >= 4}
     assert [cell.strip() for cell in cells["ratio to the first run"]] == ["1.000", "1.600"]
     assert [cell.strip() for cell in cells["trainer idle"]] == ["50.0%", "50.0%"]
-    assert "Warm-up iterations dropped: sync 1, a-rather-long-run-directory-name 2." in text
+    assert "Warm-up iterations dropped: sync 1, a-rather-long-run-directory-name 1." in text
     assert "a device is one CPU core" in text
     (row,) = [line for line in text.splitlines() if "TPSPD " in line and "250.0" in line]
     assert "400.0" in row
 
 
 def test_what_a_run_has_learned_and_its_synchronous_iterations_have_rows_of_their_own(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "turns", 5.0, iterations=8, warmup=0)
+    run = make_run(tmp_path / "turns", 5.0, iterations=8)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for number, record in enumerate(records):
         record |= {"periodic": bool(number % 2), "reward_mean": number - 6.25, "accuracy": number / 10}
         record["iteration_s"] = 4.0 if record["periodic"] else 6.0
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    rows = dict(table_rows(each_run([load_report(run)])))
+    rows = dict(table_rows(each_run([load_report(run, 0)])))
     assert (rows["iteration s"], rows["  synchronous iteration s"]) == (["4.000"], ["6.000"])
     assert (rows["reward, last quarter"], rows["accuracy, last quarter"]) == (["0.250"], ["0.650"])
 
@@ -96,7 +95,7 @@ def test_engines_on_devices_of_another_kind_are_named_below_the_table(tmp_path: 
 
 
 def test_warm_up_can_be_overridden_and_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    runs = make_run(tmp_path / "a" / "run", 8.0), make_run(tmp_path / "b" / "run", 8.0, warmup=None)
+    runs = make_run(tmp_path / "a" / "run", 8.0), make_run(tmp_path / "b" / "run", 8.0)
     result = json.loads(report(*runs, "--warmup", 0, "--json").stdout)["runs"]
     assert [entry["run"] for entry in result] == ["run #1", "run #2"]
     assert result[0]["tpspd"] == pytest.approx(4 * 4000 / (13 * 8.0) / 2)

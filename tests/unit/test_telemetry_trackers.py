@@ -18,6 +18,7 @@ from pa_npu.launcher.run_checks import check_trackers
 from pa_npu.telemetry import record_file
 from pa_npu.telemetry.metrics import MetricsWriter
 from pa_npu.telemetry.record_file import lost_records
+from pa_npu.telemetry.trackers import feed
 from pa_npu.telemetry.trackers.feed import Trackers
 from pa_npu.telemetry.trackers.names import NAMES, tracked, tracked_evaluation
 from pa_npu.telemetry.trackers.protocol import REQUIREMENTS
@@ -62,10 +63,13 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     return Fake(tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "ANSWER_TIMEOUT_S", PATIENCE_S)
+
+
 def telemetry(**settings: Any) -> TelemetryConfig:
-    return TelemetryConfig(
-        trackers=("wandb",), tracker_timeout_s=settings.pop("tracker_timeout_s", PATIENCE_S), **settings
-    )
+    return TelemetryConfig(trackers=("wandb",), **settings)
 
 
 def test_the_documented_table_is_that_of_the_code() -> None:
@@ -115,15 +119,15 @@ def test_a_tracker_gets_every_record_and_the_samples_and_a_resumed_run_goes_on_u
 ) -> None:
     """The first attempt is killed after iteration 4 was told and before 2 became its last checkpoint; 1 was never delivered."""
     run = tmp_path / "runs" / "sums"
-    settings = telemetry(project="arithmetic", tags=("a", "b"))
+    settings = telemetry(project="arithmetic")
     with MetricsWriter(run) as metrics, Trackers(run, settings, {"run.seed": 1}) as trackers:
         for iteration in range(5):
             kept = [response(iteration, 0, "x" * 9000 + "\ud800"), *(response(iteration, number) for number in (1, 2))]
             trackers.write_iteration(metrics.write(record(iteration)), kept)
         trackers.write_evaluation(metrics.write_evaluation(evaluation(0)))
     (init,) = fake.inits()
-    assert (init["project"], init["name"], init["tags"]) == ("arithmetic", "sums", ["a", "b"])
-    assert init["config"] == {"run.seed": 1} and init["resume"] == "allow" and init["mode"] is None
+    assert (init["project"], init["name"]) == ("arithmetic", "sums")
+    assert init["config"] == {"run.seed": 1} and init["resume"] == "allow"
     assert fake.steps() == [0, 1, 2, 3, 4] and fake.steps("eval/test/greedy") == [0]
     assert fake.told()[-1] == {"finish": True}
     columns, rows = next(told["tables"]["completions"] for told in fake.told() if told.get("tables"))
@@ -136,12 +140,12 @@ def test_a_tracker_gets_every_record_and_the_samples_and_a_resumed_run_goes_on_u
     kept_identity = run / "trackers" / "wandb.json"
     kept_identity.write_text(json.dumps({**json.loads(kept_identity.read_text()), "iteration": 0}))
     fake.file.unlink()
-    settings = telemetry(project="another", offline=True)
+    settings = telemetry(project="another")
     with MetricsWriter(run, 3) as metrics, Trackers(run, settings, {}, 3) as trackers:
         for iteration in range(3, 6):
             trackers.write_iteration(metrics.write(record(iteration)))
     (again,) = fake.inits()
-    assert again["id"] == init["id"] and again["project"] == "arithmetic" and again["mode"] == "offline"
+    assert again["id"] == init["id"] and again["project"] == "arithmetic"
     assert fake.steps() == [1, 2, 3, 4, 5], "what was never delivered comes first, and nothing comes twice"
 
     fake.file.unlink()
@@ -169,7 +173,8 @@ def test_a_tracker_that_hangs_is_counted_and_goes_on_under_its_id_when_it_answer
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FAKE_WANDB", "hang:1")
-    trackers = Trackers(tmp_path, telemetry(tracker_timeout_s=0.5), {})
+    monkeypatch.setattr(feed, "ANSWER_TIMEOUT_S", 0.5)
+    trackers = Trackers(tmp_path, telemetry(), {})
     deadline_s = time.monotonic() + PATIENCE_S
     while lost_records() == 0 and time.monotonic() < deadline_s:
         start_s = time.perf_counter()
@@ -218,7 +223,8 @@ def test_a_tracker_that_hangs_at_the_end_delays_it_by_its_deadline_only(
     fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_WANDB", "hang_at_finish")
-    trackers = Trackers(tmp_path, telemetry(tracker_timeout_s=3.0), {})
+    monkeypatch.setattr(feed, "ANSWER_TIMEOUT_S", 3.0)
+    trackers = Trackers(tmp_path, telemetry(), {})
     trackers.write_iteration(record(0))
     start_s = time.perf_counter()
     trackers.close()

@@ -39,7 +39,7 @@ from tests.helpers.trainer_rank import make_groups
         ({"schedule": {"dynamic_sampling": True}}, "set dynamic_sampling to false"),
         ({"algorithm": {"name": "dapo"}}, "of algorithm.name=dapo"),
         ({"schedule": {"updates_per_iteration": 2}}, "updates_per_iteration = 2"),
-        ({"publish": {"when": "divergence", "divergence": 0.1}}, "set when to every"),
+        ({"publish": {"divergence": 0.1}}, "for the same versions of max_staleness"),
         ({"schedule": {"tokens_per_update": 10**6}}, "lower it, or raise prompts_per_iteration"),
     ],
 )

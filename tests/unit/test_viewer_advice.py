@@ -10,7 +10,6 @@ from pa_npu.viewer.advice import Advice, advise
 from tests.helpers.finished_run import metrics
 
 CONFIG = {
-    "telemetry.warmup_iterations": 1,
     "schedule.stream": True,
     "rollout.max_response_tokens": 64,
 }

@@ -125,9 +125,7 @@ def planning_base(config: Config, kind: str) -> Config:
     tree["run"] = {**tree.get("run", {}), "device": kind}
     rollout = tree.get("rollout", {})
     tree["rollout"] = {
-        key: value
-        for key, value in rollout.items()
-        if key not in ("attach", "key_file", "max_engines", "engine_settings")
+        key: value for key, value in rollout.items() if key not in ("attach", "max_engines", "engine_settings")
     }
     if "telemetry" in tree:
         telemetry = tree["telemetry"]

@@ -153,7 +153,6 @@ def _plan_json(plan: ClusterPlan) -> dict[str, Any]:
             "trainer.devices": config.trainer.devices,
             "trainer.tensor_parallel": config.trainer.tensor_parallel,
             "trainer.pipeline_parallel": config.trainer.pipeline_parallel,
-            "trainer.sequence_parallel": config.trainer.sequence_parallel,
             "schedule.prompts_per_iteration": config.schedule.prompts_per_iteration,
         },
         "predicted": asdict(plan.predicted),

@@ -182,6 +182,12 @@ def _from_trl(work: _Import) -> None:
             mode,
             "weights are truncated here, not masked; see algorithm.importance_sampling",
         )
+    betas = [work.take(name) for name in ("adam_beta1", "adam_beta2")]
+    if betas != [None, None]:
+        work.set(
+            "optimizer.betas",
+            [usual if given is None else given for given, usual in zip(betas, (0.9, 0.999), strict=True)],
+        )
     if work.left.get("warmup_steps") is not None and work.left["warmup_steps"] < 1 and work.left["warmup_steps"]:
         work.lose("warmup_steps", work.take("warmup_steps"), "a share of the run; set optimizer.warmup_iterations")
 
@@ -191,9 +197,14 @@ def _from_verl(work: _Import) -> None:
     _dataset(work, "data.train_files", "data.train")
     _dataset(work, "data.val_files", "data.test")
     _template_options(work, "data.apply_chat_template_kwargs")
-    for name, ours in (("data.train_max_samples", "data.max_rows"), ("data.val_max_samples", "data.max_test_rows")):
-        if (most := work.take(name)) is not None and most > 0:  # -1 is all
-            work.set(ours, most)
+    for name, ours in (("data.train_max_samples", "data.train"), ("data.val_max_samples", "data.test")):
+        if (most := work.take(name)) is None or most <= 0:  # -1 is all
+            continue
+        if path := work.done.values.get(ours):
+            limited = {"path": path, "max_rows": most}
+            work.set(ours, [limited] if ours == "data.train" else limited)
+        else:
+            work.lose(name, most, f"is max_rows of a dataset; see {ours}")
     if (column := work.take("data.prompt_key")) not in (None, "prompt"):  # prompt is found without being named
         work.set("data.question_column", column)
     _trackers(work, "trainer.logger")
@@ -209,8 +220,7 @@ def _from_verl(work: _Import) -> None:
     for name in (f"{optim}.lr_decay_style", f"{optim}.lr_scheduler_type", f"{optim}.warmup_style"):
         work.choose(name, "optimizer.decay", _DECAYS)
     if (betas := work.take(f"{optim}.betas")) is not None:
-        work.set("optimizer.beta1", betas[0])
-        work.set("optimizer.beta2", betas[1])
+        work.set("optimizer.betas", list(betas))
     if (warmup := work.take(f"{optim}.lr_warmup_steps")) is not None and warmup >= 0:
         work.set("optimizer.warmup_iterations", warmup)
     if (clip := work.take(f"{actor}.clip_ratio")) is not None:
@@ -233,15 +243,12 @@ def _from_verl(work: _Import) -> None:
     _verl_kl(work, actor)
     answers = {name: work.take(f"{rollout}.val_kwargs.{name}") for name in ("do_sample", "n", "temperature", "top_p")}
     if answers.pop("do_sample"):  # else one greedy answer, which is the default here
-        work.set("evaluate.greedy", False)
         work.set("evaluate.samples", answers.pop("n") or 1)
         for name, value in answers.items():
             if value is not None:
                 work.set(f"evaluate.{name}", value)
     _verl_batch(work, actor)
-    if work.left.get(f"{actor}.megatron.tensor_model_parallel_size", 1) > 1:
-        work.choose(f"{actor}.megatron.sequence_parallel", "trainer.sequence_parallel", {True: True, False: False})
-    work.take(f"{actor}.megatron.sequence_parallel")  # without tensor parallelism it does nothing there either
+    work.take(f"{actor}.megatron.sequence_parallel")  # on wherever there is tensor parallelism
     for name, ours in (("trainer.save_freq", "checkpoint.every"), ("trainer.test_freq", "schedule.evaluate_every")):
         if (every := work.take(name)) is not None:
             work.set(ours, max(every, 0))

@@ -202,7 +202,7 @@ class FsdpBackend:
         return meta
 
     def export(self, directory: Path) -> None:
-        if isinstance(self._policy, Adapted) and not self._config.lora.export_merged:
+        if isinstance(self._policy, Adapted) and self._config.checkpoint.export_hf != "merged":
             write_adapters(self._policy, self._config, self._spec, directory, self.place, self._shard_group)
             return
         source = self._whole(self._policy, BUCKET_BYTES, self._shard_group) if self.place.sends else None

@@ -34,7 +34,7 @@ class ShardedAdamW:
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=options.learning_rate,
-            betas=(options.beta1, options.beta2),
+            betas=options.betas,
             eps=options.epsilon,
             foreach=True,
         )

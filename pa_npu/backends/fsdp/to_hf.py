@@ -30,7 +30,7 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, 
         adapters.check_base(read_meta(checkpoint).base, checkpoint, None)
         weights = adapters.named_weights()
         load_state({MODEL + name: weight.detach() for name, weight in weights.items()}, checkpoint, alone=True)
-        if not (merged or config.lora.export_merged):
+        if not merged and config.checkpoint.export_hf != "merged":
             write_adapters(adapters, config, spec, output, place, None)
             return
         policy: Weights = Merged(adapters)

@@ -47,6 +47,9 @@ from pa_npu.telemetry.timeline import Timeline, now
 from pa_npu.weight_transfer.digest import digest_of
 from pa_npu.weight_transfer.transport import HOST_BACKEND
 
+# Gradients are reduced over replicas in buckets of this size, each as soon as the last backward of an update has made it.
+_GRADIENT_BUCKET_MIB = 160.0
+
 Forward = Callable[[Microbatch], Any]  # ModelOutput on the last stage, hidden states before it
 Loss = Callable[[Microbatch, Any], torch.Tensor]  # of what the forward gives on the last stage
 
@@ -72,7 +75,7 @@ class MegatronBackend:
         self._ddp = data_parallel(
             stage,
             distributed_optimizer=config.trainer.distributed_optimizer,
-            bucket_mib=config.trainer.gradient_bucket_mib if config.reduces_in_buckets else 0.0,
+            bucket_mib=_GRADIENT_BUCKET_MIB if config.reduces_in_buckets else 0.0,
         )
         mesh = self.place.mesh
         has_experts = spec.experts is not None

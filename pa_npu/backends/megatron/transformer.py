@@ -57,7 +57,7 @@ def transformer_config(
         "bf16": params_dtype == torch.bfloat16,
         "tensor_model_parallel_size": trainer.tensor_parallel,
         "pipeline_model_parallel_size": trainer.pipeline_parallel,
-        "sequence_parallel": trainer.sequence_parallel,
+        "sequence_parallel": trainer.tensor_parallel > 1,
         "pipeline_dtype": params_dtype,
         "variable_seq_lengths": True,
         "deallocate_pipeline_outputs": True,

@@ -82,8 +82,8 @@ def _broken_preference(c: ConfigTree) -> Iterator[str]:
             f"{what} compares the responses of a group, but microbatch.responses = {c.microbatch_responses} of "
             f"{c.rollout.responses_per_prompt} are in a microbatch; remove microbatch.responses"
         )
-    if a.kl_coef:
-        yield f"{what} has the reference in it already (algorithm.dpo_beta), but algorithm.kl_coef = {a.kl_coef}; set kl_coef to 0"
+    if not a.kl_coef:
+        yield f"{what} needs its beta, the larger the nearer the policy stays to the reference; set algorithm.kl_coef, e.g. to 0.1"
     if a.router_aux_coef:
         yield f"{what} is a mean over pairs, which no token has a part of; set algorithm.router_aux_coef to 0"
     if a.importance_sampling != "none":

@@ -31,10 +31,8 @@ def _evaluation_rules(c: ConfigTree) -> Iterator[str]:
     for name in e.sets:
         if not _SET_NAME.fullmatch(name) or not name.strip("."):
             yield f"evaluate.sets: {name!r} is no name of a set; use letters, digits, dots, dashes and underlines"
-    if c.evaluation_sets and not e.greedy and not e.samples:
-        yield "evaluate.greedy: without greedy answers evaluate.samples must be at least 1; set one of them"
     name, _, metric = (e.metric or "").partition("/")
-    names = metric_names(e.greedy, e.samples)
+    names = metric_names(e.samples)
     if e.metric is not None and (name not in c.evaluation_sets or metric not in names):
         yield (
             f"evaluate.metric: {e.metric} is none of {', '.join(c.evaluation_sets) or 'no sets'} with one of {', '.join(names)}; "
@@ -52,14 +50,14 @@ def _evaluation_rules(c: ConfigTree) -> Iterator[str]:
 _SET_NAME = re.compile(r"[\w.-]{1,64}")
 
 
-def metric_names(greedy: bool, samples: int) -> list[str]:
+def metric_names(samples: int) -> list[str]:
     """Names the metrics of each set: greedy, avg@n, and pass@k and maj@k for the powers of two up to n, and n."""
     if not samples:
-        return ["greedy"] if greedy else []
+        return ["greedy"]
     ks = [2**exponent for exponent in range(1, samples.bit_length()) if 2**exponent < samples]
     ks += [samples] if samples > 1 else []
     return [
-        *(["greedy"] if greedy else []),
+        "greedy",
         f"avg@{samples}",
         *(f"pass@{k}" for k in ks),
         *(f"maj@{k}" for k in ks if k > 2),

@@ -10,7 +10,7 @@ from pa_npu.config.words import counted
 
 def broken_placement(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
-    t, r = c.trainer, c.rollout
+    r = c.rollout
     if c.placement.nnodes > 1 and c.placement.cluster == "local":
         yield (
             f"placement.nnodes: {c.placement.nnodes} with placement.cluster=local, which is this machine alone; set "
@@ -42,26 +42,16 @@ def broken_placement(c: ConfigTree) -> Iterator[str]:
             f"placement.nnodes"
         )
     yield from _broken_colocation(c)
-    first, last = c.placement.engine_port, c.placement.engine_port + c.num_engines - 1
-    if first and not r.attach and last > 65535:
+    if c.placement.port + c.num_engines * (not r.attach) > 65535:
         yield (
-            f"placement.engine_port: {first} and the ports of {counted(c.num_engines, 'engine')} run past 65535; set it to at most "
-            f"{65536 - c.num_engines}, or 0 for free ones"
+            f"placement.port: {c.placement.port} and the ports of {counted(c.num_engines, 'engine')} behind it run past 65535; set "
+            f"it to at most {65535 - c.num_engines}, or 0 for free ones"
         )
-    if first and not r.attach and first <= c.placement.store_port <= last:
+    if c.placement.devices is not None and len(c.placement.devices) != c.num_devices:
         yield (
-            f"placement.engine_port: the engines take ports {first} to {last}, among them {c.placement.store_port} of "
-            f"the store (placement.store_port); choose another"
+            f"placement.devices: {len(c.placement.devices)} indices for {counted(c.num_devices, 'device')} of engines and "
+            f"trainers; list exactly {c.num_devices}, or remove the key"
         )
-    for key, devices, wanted in (
-        ("engine_devices", c.placement.engine_devices, c.num_devices - t.devices),
-        ("trainer_devices", c.placement.trainer_devices, t.devices),
-    ):
-        if devices is not None and len(devices) != wanted:
-            yield (
-                f"placement.{key}: {len(devices)} indices for {counted(wanted, 'device')}; list exactly {wanted} or remove the "
-                f"key"
-            )
 
 
 def _broken_colocation(c: ConfigTree) -> Iterator[str]:
@@ -92,5 +82,3 @@ def _broken_colocation(c: ConfigTree) -> Iterator[str]:
         )
     if r.sleep and c.run.device == "cpu":
         yield "rollout.sleep: true with run.device=cpu, whose engines have no memory of a device to give back; remove the key"
-    if c.placement.engine_devices is not None:
-        yield "placement.colocate: engines have the trainers' devices; remove placement.engine_devices"

@@ -9,8 +9,6 @@ from pa_npu.config.sections import ADVANTAGES, LOSSES, REWARDS, JudgeConfig
 from pa_npu.config.texts import shown, url_problem
 from pa_npu.config.tree import ConfigTree
 
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
 
 def broken_functions(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
@@ -18,10 +16,10 @@ def broken_functions(c: ConfigTree) -> Iterator[str]:
     for function in c.reward.functions:
         if function.name == "format" and not function.pattern:
             yield "reward.functions: format needs a pattern; add pattern=REGEX to it"
-        if function.name == "overlong" and (function.buffer_tokens or 0) > (function.max_tokens or 0):
+        if function.name == "overlong" and (function.buffer_tokens or 0) > c.rollout.max_response_tokens:
             yield (
-                f"reward.functions: overlong has buffer_tokens = {function.buffer_tokens}, more than its max_tokens = "
-                f"{function.max_tokens}; lower buffer_tokens"
+                f"reward.functions: overlong has buffer_tokens = {function.buffer_tokens}, more than rollout.max_response_tokens = "
+                f"{c.rollout.max_response_tokens}; lower buffer_tokens"
             )
 
 
@@ -52,21 +50,17 @@ def _broken_judge(j: JudgeConfig) -> Iterator[str]:
     if j.url is None:
         yield "reward.judge.url: the function judge needs the URL of a server; write http://HOST:PORT/v1"
     elif problem := url_problem(j.url):
-        yield f"reward.judge.url: {shown(j.url)} {problem}; write http://HOST:PORT/v1, keys go into reward.judge.api_key_variable"
+        yield f"reward.judge.url: {shown(j.url)} {problem}; write http://HOST:PORT/v1, keys go into the environment"
     if j.model is None:
         yield "reward.judge.model: the function judge needs the name of a model, as its server knows it; set it"
-    if j.api_key_variable is not None and not _VARIABLE.fullmatch(j.api_key_variable):
-        yield (
-            "reward.judge.api_key_variable: is no name of an environment variable; export the key in a variable, and write the "
-            "variable's name here"
-        )
-    for key in ("system", "template", "score_pattern"):
+    for key in ("template", "score_pattern", "request"):
         if j.api == "pooling" and getattr(j, key) != JudgeConfig.model_fields[key].default:
             yield f"reward.judge.{key}: is not read with reward.judge.api=pooling, where no words are; remove it, or use chat"
     if "{response}" not in j.template:
         yield "reward.judge.template: has no {response}, so that every response would be judged alike; add it"
-    if not j.lowest < j.highest:
-        yield f"reward.judge.lowest: {j.lowest:g} is not below reward.judge.highest = {j.highest:g}; set it lower"
+    lowest, highest = j.scores
+    if not lowest < highest:
+        yield f"reward.judge.scores: {lowest:g} is not below {highest:g}; write the score of reward 0 before that of reward 1"
     try:
         groups = re.compile(j.score_pattern).groups
     except (re.error, OverflowError, RecursionError) as error:

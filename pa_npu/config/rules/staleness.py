@@ -48,19 +48,17 @@ def broken_staleness(c: ConfigTree) -> Iterator[str]:
 
 
 def _broken_divergence(c: ConfigTree) -> Iterator[str]:
-    """Yields each missing requirement and each conflict of publish.when."""
-    p, staleness = c.publish, c.schedule.max_staleness
-    if p.when == "every":
-        return
-    if not staleness:
-        yield (
-            "publish.when: divergence with schedule.max_staleness = 0, where every token is trained by the version that generated "
-            "it; set max_staleness to 1 or more, or when to every"
-        )
+    """Yields each missing requirement of publish.divergence."""
+    p, what = c.publish, f"publish.divergence: {c.publish.divergence}"
     if p.divergence is None:
-        yield "publish.when: divergence needs publish.divergence, the KL from which on a version is published; set it, e.g. to 0.01"
+        return
+    if not c.schedule.max_staleness:
+        yield (
+            f"{what} with schedule.max_staleness = 0, where every token is trained by the version that generated it; set "
+            f"max_staleness to 1 or more, or remove the key"
+        )
     if not p.probe_tokens:
-        yield "publish.when: divergence is measured on the probe, which publish.probe_tokens = 0 turns off; raise it"
+        yield f"{what} is measured on the probe, which publish.probe_tokens = 0 turns off; raise it"
 
 
 def _broken_budget(c: ConfigTree) -> Iterator[str]:
@@ -79,10 +77,10 @@ def _broken_budget(c: ConfigTree) -> Iterator[str]:
             f"{what} with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}, which trains a fixed number of "
             f"groups; set dynamic_sampling to false, or remove the key"
         )
-    if c.publish.when == "divergence":
+    if c.publish.divergence is not None:
         yield (
-            f"{what} with publish.when=divergence: one would keep groups and the other weights for the same versions of "
-            f"max_staleness; set when to every, or remove the key"
+            f"{what} with publish.divergence: one would keep groups and the other weights for the same versions of "
+            f"max_staleness; remove one"
         )
     if s.updates_per_iteration > 1:
         yield (
@@ -98,52 +96,48 @@ def _broken_budget(c: ConfigTree) -> Iterator[str]:
 
 
 def _broken_delay(c: ConfigTree) -> Iterator[str]:
-    """Yields each missing requirement and each conflict of publish.mode=delayed."""
+    """Yields each missing requirement and each conflict of publish.mode=delayed and rolling."""
+    what = f"publish.mode: {c.publish.mode}"
     if c.publish.mode == "blocking":
-        if c.publish.swap == "rolling":
-            yield "publish.swap: rolling is read with publish.mode=delayed only; set that, or remove the key"
         return
     yield from _broken_rolling(c)
     if not c.schedule.max_staleness:
         yield (
-            "publish.mode: delayed with schedule.max_staleness = 0, where engines have nothing to generate while newer weights "
-            "arrive; set max_staleness to 1 or more, or mode to blocking"
+            f"{what} with schedule.max_staleness = 0, where engines have nothing to generate while newer weights arrive; set "
+            f"max_staleness to 1 or more, or mode to blocking"
         )
-    if c.publish.when == "divergence":
-        yield (
-            "publish.mode: delayed with publish.when=divergence, which is decided when engines are through; set when to every, or "
-            "mode to blocking"
-        )
+    if c.publish.divergence is not None:
+        yield f"{what} with publish.divergence, which is decided when engines are through; remove it, or set mode to blocking"
     if c.rollout.tensor_parallel > 1:
         yield (
-            f"publish.mode: delayed with rollout.tensor_parallel = {c.rollout.tensor_parallel}: an engine's own collectives and a "
+            f"{what} with rollout.tensor_parallel = {c.rollout.tensor_parallel}: an engine's own collectives and a "
             f"publish would run side by side; set tensor_parallel to 1, or mode to blocking"
         )
 
 
 def _broken_rolling(c: ConfigTree) -> Iterator[str]:
-    """Yields each missing requirement and each conflict of publish.swap=rolling."""
-    s, what = c.schedule, "publish.swap: rolling"
-    if c.publish.swap == "together":
+    """Yields each missing requirement and each conflict of publish.mode=rolling."""
+    s, what = c.schedule, "publish.mode: rolling"
+    if c.publish.mode != "rolling":
         return
     if (most := c.num_engines) < _LEAST_ROLLING:
         yield (
             f"{what} with rollout.engines = {most}: two engines keep the version before until all its groups are complete, in case "
-            f"one of them dies; set engines to {_LEAST_ROLLING} or more, or swap to together"
+            f"one of them dies; set engines to {_LEAST_ROLLING} or more, or mode to delayed"
         )
     if s.dynamic_sampling:
         yield (
             f"{what} with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}: which groups are replaced is "
-            f"known only when all are complete; set swap to together, or dynamic_sampling to false"
+            f"known only when all are complete; set mode to delayed, or dynamic_sampling to false"
         )
     if s.tokens_per_update is not None:
         yield (
             f"{what} with schedule.tokens_per_update: which groups are carried is known only when all are complete; set swap to "
-            f"together, or remove the budget"
+            f"delayed, or remove the budget"
         )
     if c.agent.port is not None:
         yield (
-            f"{what} with agent.port: samples for other programs would be of no version; set swap to together, or remove the port"
+            f"{what} with agent.port: samples for other programs would be of no version; set mode to delayed, or remove the port"
         )
     if c.evaluate.overlap:
         yield f"{what} with evaluate.overlap: engines would go on to the next version while they are evaluated; remove one"

@@ -81,15 +81,9 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
             f"microbatch.max_tokens: {c.microbatch.max_tokens}: packing does not know the number of microbatches in advance, "
             f"which trainer.pipeline_parallel = {t.pipeline_parallel} needs; remove the key or set pipeline_parallel to 1"
         )
-    profile = c.telemetry
-    for key, values, end in (
-        ("profile_iterations", profile.profile_iterations, s.iterations),
-        ("profile_ranks", profile.profile_ranks, t.devices),
-    ):
-        if any(not 0 <= value < end for value in values):
-            yield f"telemetry.{key}: {list(values)}: the run has 0 to {end - 1}; leave out the others"
-    if t.sequence_parallel and t.tensor_parallel == 1:
-        yield "trainer.sequence_parallel: needs trainer.tensor_parallel > 1; set it to false or raise tensor_parallel"
+    profiled = c.telemetry.profile_iterations
+    if any(not 0 <= value < s.iterations for value in profiled):
+        yield f"telemetry.profile_iterations: {list(profiled)}: the run has 0 to {s.iterations - 1}; leave out the others"
     if c.optimizer.min_learning_rate > c.optimizer.learning_rate:
         yield (
             f"optimizer.min_learning_rate: {c.optimizer.min_learning_rate} exceeds optimizer.learning_rate = "
@@ -100,6 +94,8 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
 def broken_lora(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
     if not c.has_adapters:
+        if c.checkpoint.export_hf == "merged":
+            yield "checkpoint.export_hf: merged, but there are no adapters; set lora.rank or model.adapter, or export_hf to true"
         return
     key, value = ("model.adapter", c.model.adapter) if c.model.adapter else ("lora.rank", c.lora.rank)
     if c.trainer.backend != "fsdp":

@@ -24,10 +24,6 @@ class Condition:
     remedy: str
 
 
-def _weighs(c: ConfigTree) -> bool:
-    return c.algorithm.importance_sampling != "none"
-
-
 def _has_function(name: str) -> Callable[[ConfigTree], bool]:
     return lambda c: any(function.name == name for function in c.reward.functions)
 
@@ -39,17 +35,11 @@ CONDITIONS: tuple[Condition, ...] = (
         "set data.chat_template to another than never",
     ),
     Condition(
-        "data.max_test_rows evaluate.greedy evaluate.samples evaluate.temperature evaluate.top_p "
-        "evaluate.max_response_tokens evaluate.overlap",
+        "evaluate.samples evaluate.temperature evaluate.top_p evaluate.max_response_tokens evaluate.overlap",
         lambda c: bool(c.evaluation_sets),
         "there are no held-out sets, set data.test or evaluate.sets",
     ),
     Condition("evaluate.temperature evaluate.top_p", lambda c: c.evaluate.samples > 0, "set evaluate.samples above 0"),
-    Condition(
-        "rollout.key_file",
-        lambda c: bool(c.rollout.attach),
-        "only attached engines have a key already (rollout.attach)",
-    ),
     Condition(
         "rollout.sleep",
         lambda c: c.num_shared_engines > 0,
@@ -61,24 +51,22 @@ CONDITIONS: tuple[Condition, ...] = (
         "set environment.name to another than single_turn",
     ),
     Condition(
-        "agent.command agent.programs agent.concurrent agent.timeout_s agent.output_kib agent.discards agent.tool_parser "
-        "agent.container agent.container_options",
+        "agent.command agent.programs agent.concurrent agent.output_kib agent.discards agent.tool_parser agent.container",
         lambda c: c.environment.name == "agents",
         "set environment.name=agents",
     ),
     Condition(
         "agent.programs agent.output_kib agent.container", lambda c: c.agent.command is not None, "set agent.command"
     ),
-    Condition("agent.container_options", lambda c: c.agent.container is not None, "set agent.container"),
     Condition(
-        "environment.timeout_s environment.options",
+        "environment.options",
         lambda c: c.environment.name != "agents",
-        "environment.name=agents has agent.timeout_s and the other keys of agent",
+        "environment.name=agents has the keys of agent",
     ),
     Condition(
-        "trainer.distributed_optimizer trainer.gradient_bucket_mib",
+        "trainer.distributed_optimizer",
         lambda c: c.trainer.backend != "fsdp",
-        "trainer.backend=fsdp shards the optimizer and reduces gradients layer by layer, always",
+        "trainer.backend=fsdp shards the optimizer, always",
     ),
     Condition(
         "trainer.shards model.trust_remote_code",
@@ -86,23 +74,23 @@ CONDITIONS: tuple[Condition, ...] = (
         "it is for the models of transformers: set trainer.backend=fsdp",
     ),
     Condition(
-        "lora.alpha lora.rank_stabilized lora.targets",
+        "lora.alpha lora.targets",
         lambda c: c.lora.rank > 0,
         "there are no adapters to begin: set lora.rank",
     ),
-    Condition("lora.export_merged publish.lora", lambda c: c.has_adapters, "set lora.rank or model.adapter"),
+    Condition("publish.lora", lambda c: c.has_adapters, "set lora.rank or model.adapter"),
     Condition("reward.judge", _has_function("judge"), "add {name: judge} to reward.functions"),
     Condition("reward.code", _has_function("code"), "add {name: code} to reward.functions"),
     Condition("algorithm.kl_in algorithm.kl_estimator", lambda c: c.algorithm.kl_coef > 0, "set algorithm.kl_coef"),
     Condition(
-        "algorithm.importance_cap algorithm.importance_rule",
-        _weighs,
-        "set algorithm.importance_sampling to token or sequence",
+        "algorithm.kl_in algorithm.kl_estimator",
+        lambda c: c.algorithm.loss != "dpo",
+        "take another algorithm.loss than dpo, whose beta is algorithm.kl_coef",
     ),
     Condition(
-        "algorithm.importance_floor",
-        lambda c: _weighs(c) and c.algorithm.importance_rule == "mask",
-        "set algorithm.importance_rule to mask",
+        "algorithm.importance_cap algorithm.importance_floor",
+        lambda c: c.algorithm.importance_sampling != "none",
+        "set algorithm.importance_sampling to token or sequence",
     ),
     Condition(
         "algorithm.ratio algorithm.clip_low algorithm.clip_high",
@@ -114,26 +102,16 @@ CONDITIONS: tuple[Condition, ...] = (
         lambda c: c.algorithm.loss not in ("cispo", "reinforce", "dpo"),
         "set algorithm.loss to clip or gspo",
     ),
-    Condition("algorithm.dpo_beta", lambda c: c.algorithm.loss == "dpo", "set algorithm.loss to dpo"),
     Condition("algorithm.aggregation", lambda c: c.algorithm.loss != "dpo", "take an algorithm.loss of tokens"),
-    Condition(
-        "schedule.dynamic_sampling_limit", lambda c: c.schedule.dynamic_sampling, "set schedule.dynamic_sampling=true"
-    ),
-    Condition("publish.divergence", lambda c: c.publish.when == "divergence", "set publish.when=divergence"),
     Condition("publish.probe_tolerance", lambda c: c.publish.probe_tokens > 0, "set publish.probe_tokens above 0"),
     Condition("optimizer.min_learning_rate", lambda c: c.optimizer.decay != "constant", "set optimizer.decay"),
     Condition(
-        "telemetry.project telemetry.run_name telemetry.tags telemetry.metric_names telemetry.offline telemetry.tracker_timeout_s",
+        "telemetry.project telemetry.metric_names",
         lambda c: bool(c.telemetry.trackers),
         "name a tracker in telemetry.trackers",
     ),
-    Condition(
-        "placement.ray_address placement.join_timeout_s placement.node_timeout_s",
-        lambda c: c.placement.cluster == "ray",
-        "set placement.cluster=ray",
-    ),
 )
-_OF_FUNCTIONS = {"pattern": "format", "max_tokens": "overlong", "buffer_tokens": "overlong"}
+_OF_FUNCTIONS = {"pattern": "format", "buffer_tokens": "overlong"}
 
 
 def broken_unread(c: ConfigTree) -> Iterator[str]:

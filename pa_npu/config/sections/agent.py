@@ -27,20 +27,11 @@ class AgentConfig(Section):
     )
     container: str | None = Field(
         None,
-        pattern=r"^\w[\w.:/@-]*$",
-        description="Image in which agent.command runs, by docker or podman; none runs it as a process of this machine.",
-    )
-    container_options: tuple[str, ...] = Field(
-        ("--memory=4g", "--cpus=2", "--pids-limit=512"),
-        description="Options of `docker run` for agent.container: limits, mounts, or a network other than the machine's.",
+        pattern=r"^(--?[^\s]+\s+)*\w[\w.:/@-]*$",
+        description="Image in which agent.command runs, by docker or podman, behind options of `docker run` such as --memory=8g, "
+        "which has 4g, 2 CPUs and 512 processes otherwise; none runs it as a process of this machine.",
     )
     concurrent: int = Field(64, ge=1, le=4096, description="Sessions at once, open or offered to be taken.")
-    timeout_s: float = Field(
-        600.0,
-        gt=0,
-        description="Longest session from when an agent has it, the policy's answers included; then it ends with the outcome "
-        "time. A run in which no task is taken for a minute longer ends.",
-    )
     output_kib: int = Field(
         1024,
         ge=1,

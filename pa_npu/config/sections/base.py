@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,9 +11,6 @@ class Section(BaseModel):
     """Base of all sections: immutable, and no key is accepted and ignored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
-
-    short_forms: ClassVar[dict[str, str]] = {}
-    """Keys that also take a text, of this pattern, which the section takes apart itself."""
 
 
 Index = Annotated[int, Field(ge=0)]

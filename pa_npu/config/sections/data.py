@@ -23,7 +23,11 @@ class Dataset(Section):
     )
     question_column: str | None = Field(None, min_length=1, description="As data.question_column, for this one alone.")
     answer_column: str | None = Field(None, min_length=1, description="As data.answer_column, for this one alone.")
-    max_rows: int | None = Field(None, ge=1, description="As data.max_rows, for this one alone.")
+    max_rows: int | None = Field(
+        None,
+        ge=1,
+        description="Read so many rows, the first ones; null reads all.",
+    )
     system_prompt: str | None = Field(None, description="As data.system_prompt, for this one alone.")
     instruction: str | None = Field(None, description="As data.instruction, for this one alone.")
 
@@ -62,8 +66,6 @@ class DataConfig(Section):
     answer_column: str | None = Field(
         None, min_length=1, description="Column with the reference answer; null goes by the row's layout."
     )
-    max_rows: int | None = Field(None, ge=1, description="Read so many rows of each training dataset, the first ones.")
-    max_test_rows: int | None = Field(None, ge=1, description="Read so many rows of each held-out set, the first ones.")
     chat_template: str = Field(
         "auto",
         description="Render prompts with the tokenizer's chat template: auto does where it has one; always; never; or another "

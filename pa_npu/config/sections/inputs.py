@@ -19,7 +19,14 @@ class RunConfig(Section):
         3,
         ge=0,
         description="How often coordinator and trainers are started again, from the newest checkpoint, when one of them ends; "
-        "counted within an hour, and as long as no newer checkpoint has been written.",
+        "counted within an hour, and as long as no newer checkpoint has been written. As often within an hour each engine that "
+        "ends or hangs; beyond that the run goes on without it where others serve.",
+    )
+    startup_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="Deadline for engines and trainers to become ready, and of a cluster to give the run its nodes, at the start "
+        "and when one was lost.",
     )
     deterministic: bool = Field(True, description="Use deterministic kernels where the platform has a choice.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -54,9 +54,6 @@ class ScheduleConfig(Section):
         description="Replace groups whose responses are all right or all wrong by further prompts, until an iteration has "
         "prompts_per_iteration others (DAPO).",
     )
-    dynamic_sampling_limit: int = Field(
-        8, ge=1, description="Stop the run when dynamic sampling needs more than this many times prompts_per_iteration."
-    )
     evaluate_every: int = Field(
         0, ge=0, description="Evaluate every n iterations; 0 only before the first and after the last."
     )
@@ -67,7 +64,6 @@ class EvaluateConfig(Section):
         default_factory=dict,
         description="Further held-out sets beside data.test, by name: files in its formats, and those of published benchmarks.",
     )
-    greedy: bool = Field(True, description="Answer every question greedily.")
     samples: int = Field(
         0, ge=0, le=4096, description="Sampled answers per question, for avg@n, pass@k and maj@k; 0 samples none."
     )
@@ -90,35 +86,24 @@ class EvaluateConfig(Section):
 
 
 class PublishConfig(Section):
-    bucket_mib: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = Field(
-        "auto", description="Size of one bucket of the weight broadcast; auto goes by the device's free memory."
-    )
     timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
     lora: Literal["merged", "adapter"] = Field(
         "merged",
         description="What engines get of adapters: merged, all weights with the adapters in them; adapter, A and B alone, which "
         "engines merge into the weights of their model directory.",
     )
-    mode: Literal["blocking", "delayed"] = Field(
+    mode: Literal["blocking", "delayed", "rolling"] = Field(
         "blocking",
-        description="How a version comes to the engines: blocking loads it between two iterations; delayed, with "
-        "schedule.max_staleness, sends it into a second buffer while they generate, and they swap to it when they are through.",
-    )
-    swap: Literal["together", "rolling"] = Field(
-        "together",
-        description="With publish.mode=delayed, when engines swap to a version: together, when all groups of the version before "
-        "are complete; rolling, one after another as they run out of these, and begin with the next iteration's meanwhile.",
-    )
-    when: Literal["every", "divergence"] = Field(
-        "every",
-        description="Which versions are published: every one, or, with schedule.max_staleness, those by which the trainers' policy "
-        "is publish.divergence or more from that of the engines.",
+        description="How a version comes to the engines. blocking: it is loaded between two iterations. delayed and rolling, with "
+        "schedule.max_staleness: it is sent into a second buffer while they generate. With delayed they swap to it when all groups "
+        "of the version before are complete; with rolling one after another as they run out of these, and begin with the next "
+        "iteration's meanwhile.",
     )
     divergence: float | None = Field(
         None,
         gt=0,
-        description="With publish.when=divergence: KL(engines' policy || trainers' policy) per token of the probe, in nats, from "
-        "which on a version is published.",
+        description="With schedule.max_staleness: publish only versions whose KL(engines' policy || trainers' policy) per token of "
+        "the probe is at least so many nats; none publishes every version.",
     )
     probe_tokens: int = Field(
         16,
@@ -148,9 +133,12 @@ class CheckpointConfig(Section):
         description="auto: continue from the newest complete checkpoint of run.dir; where there is none, start from "
         "checkpoint.load or from the beginning.",
     )
-    timeout_s: float = Field(600.0, gt=0, description="Deadline of writing a checkpoint.")
     keep_last: int = Field(0, ge=0, description="Keep the newest n checkpoints and delete older ones; 0 keeps all.")
     keep_best: int = Field(
         0, ge=0, description="Keep, beside keep_last, the n checkpoints with the best evaluation accuracy."
     )
-    export_hf: bool = Field(True, description="Write the final weights as an HF directory.")
+    export_hf: bool | Literal["merged"] = Field(
+        True,
+        description="Write the final weights as an HF directory: adapters as one of peft, or with merged the whole model with the "
+        "adapters in it.",
+    )

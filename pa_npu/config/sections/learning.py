@@ -24,14 +24,10 @@ class LoraConfig(Section):
         description="Rank of the adapters that are trained in place of the weights; 0 trains the weights.",
     )
     alpha: float = Field(32.0, gt=0, description="The adapters' product is added with the factor alpha / rank.")
-    rank_stabilized: bool = Field(False, description="Add it with the factor alpha / sqrt(rank) instead.")
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         "all-linear",
         description="Layers that get an adapter, by the last parts of their names, such as [q_proj, v_proj]; all-linear: all "
         "projections of attention and MLP, whatever a model calls them.",
-    )
-    export_merged: bool = Field(
-        False, description="Export the whole model with the adapters merged into it, in place of a directory of peft."
     )
 
 
@@ -62,7 +58,9 @@ class AlgorithmConfig(Section):
         "null bounds nothing.",
     )
     kl_coef: float = Field(
-        0.0, ge=0, description="Coefficient of the KL divergence to the reference; 0 builds no reference."
+        0.0,
+        ge=0,
+        description="Coefficient of the KL divergence to the reference, and beta of loss=dpo; 0 builds no reference.",
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         "k3",
@@ -85,27 +83,19 @@ class AlgorithmConfig(Section):
         description="Weights of the proximal over the sampling policy, of each token or of the whole response: they correct for "
         "what engines compute differently, and with schedule.max_staleness for older weights.",
     )
-    importance_rule: Literal["truncate", "mask"] = Field(
-        "truncate",
-        description="What becomes of importance weights beyond importance_cap: cut to it (TIS), or the tokens left out (MIS).",
-    )
     importance_cap: float = Field(2.0, ge=1, description="Importance weights are truncated, or masked, above this.")
-    importance_floor: float = Field(
-        0.0,
+    importance_floor: float | None = Field(
+        None,
         ge=0,
         lt=1,
-        description="Importance weights below this are masked too (importance_rule=mask); IcePop has both.",
+        description="None cuts importance weights above the cap to it (TIS). With a floor, tokens whose weights are below it or "
+        "above the cap are left out: 0 is MIS, more IcePop.",
     )
     age_exponent: float = Field(
         0.0,
         ge=0,
         description="a: tokens weigh (1 + age)^-a, age being how many versions their weights are behind those they train; 0 weighs "
         "all alike.",
-    )
-    dpo_beta: float = Field(
-        0.1,
-        gt=0,
-        description="beta of loss=dpo, the factor of log-ratios to the reference; the larger, the nearer the policy stays to it.",
     )
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
     router_aux_coef: float = Field(
@@ -128,7 +118,10 @@ class AlgorithmConfig(Section):
     @property
     def has_reference(self) -> bool:
         """Whether the loss needs the reference's log-probs."""
-        return self.kl_coef > 0 or self.loss == "dpo"
+        return self.kl_coef > 0
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Section):
@@ -137,8 +130,7 @@ class OptimizerConfig(Section):
     warmup_iterations: int = Field(0, ge=0, description="Iterations of linear warm-up.")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape of the decay after warm-up.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; norms and biases are exempt.")
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW beta1.")
-    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW beta2.")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW's decay of the mean gradient, and of its square.")
     epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     offload: bool = Field(
         False,
@@ -177,7 +169,6 @@ class TrainerConfig(Section):
         description="Expert-parallel size (EP): ranks of a stage, over tensor-parallel ones and replicas, that share a mixture's "
         "experts; each holds whole ones.",
     )
-    sequence_parallel: bool = Field(False, description="Shard norms and residuals over TP along the sequence (SP).")
     distributed_optimizer: bool = Field(True, description="Shard the optimizer state over data-parallel ranks.")
     recompute: Literal["none", "selective", "full"] = Field("none", description="Activation recomputation.")
     frozen_pass: Literal["together", "separate"] = Field(
@@ -185,20 +176,12 @@ class TrainerConfig(Section):
         description="together: old policy and reference go through the policy's pass, each microbatch as it arrives. separate, a "
         "baseline with the same update: each has a pass over all of an update's microbatches before the policy's begins.",
     )
-    gradient_bucket_mib: float = Field(
-        160.0,
-        ge=0,
-        le=1e6,
-        description="Gradients are reduced over data-parallel ranks in buckets of this size, each as soon as the last backward "
-        "of an update has made it; 0 reduces all at once after that.",
-    )
-    wait_timeout_s: float = Field(
-        1800.0,
+    wait_timeout_s: float | None = Field(
+        None,
         gt=0,
-        description="Deadline of every wait of a trainer (rollouts, publish, collectives); where it is left out, at least as long "
-        "as a request, or agents' sessions, may take, and then a judge, or programs that are tested.",
+        description="Deadline of every wait of a trainer (rollouts, publish, collectives, writing a checkpoint); none: 1800, or "
+        "as long as a request, or agents' sessions, may take, and then a judge, or programs that are tested.",
     )
-    startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for the trainer ranks to become ready.")
 
 
 class MicrobatchConfig(Section):

@@ -22,25 +22,12 @@ class TelemetryConfig(Section):
         ("tensorboard",), description="Experiment trackers that get the run's records and samples beside its own files."
     )
     project: str = Field("pa_npu", min_length=1, description="The run's project with the trackers.")
-    run_name: str | None = Field(
-        None, min_length=1, description="The run's name with the trackers; none is the name of run.dir's last folder."
-    )
-    tags: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), description="The run's tags with the trackers.")
     metric_names: Literal["trl", "verl"] = Field(
         "trl", description="Whose names metrics have in trackers; the run's own files keep those of docs/output.md."
     )
-    offline: bool = Field(
-        False, description="Trackers write into run.dir alone, to be sent later with their own tools."
-    )
-    tracker_timeout_s: float = Field(
-        60.0, gt=0, description="Deadline of a tracker's answer, and at the end of the run of all it still has to take."
-    )
-    timeline: bool = Field(True, description="Write timeline.json (Chrome trace format).")
-    warmup_iterations: int = Field(1, ge=0, description="Iterations at the start that throughput summaries leave out.")
     profile_iterations: tuple[int, ...] = Field(
         (), description="Iterations whose training is profiled into RUN/profile, which slows them; none by default."
     )
-    profile_ranks: tuple[int, ...] = Field((0,), description="Trainer ranks that profile_iterations is about.")
 
 
 class BufferConfig(Section):
@@ -59,20 +46,9 @@ class PlacementConfig(Section):
     cluster: Literal["local", "ray"] = Field(
         "local", description="What runs engines and trainers: this machine, or the nodes of a Ray cluster."
     )
-    ray_address: str = Field(
-        "auto", min_length=1, description="The Ray cluster, HOST:PORT; auto is the one that this machine belongs to."
-    )
     nnodes: int = Field(1, ge=1, description="Number of nodes; several need placement.cluster=ray.")
     devices_per_node: int | None = Field(
         None, ge=1, description="Devices (cpu: cores) of each node that the run uses; none divides them evenly."
-    )
-    join_timeout_s: float = Field(
-        600.0,
-        gt=0,
-        description="Deadline of the cluster to give the run its nodes at the start, and to replace nodes that were lost.",
-    )
-    node_timeout_s: float = Field(
-        60.0, ge=4, description="A node whose processes are not heard of for this long is lost, if Ray has not said so."
     )
     host: str | None = Field(
         None,
@@ -80,24 +56,22 @@ class PlacementConfig(Section):
         description="Address of this machine that the store listens on, and with cluster=local engines and trainers too; none is "
         "loopback, and on a Ray cluster the address that this node has there. Other nodes use theirs.",
     )
-    store_port: int = Field(0, ge=0, le=65535, description="Port of the c10d store; 0 is a free one.")
-    engine_port: int = Field(
-        0, ge=0, le=65535, description="Port of the first engine, the others follow; 0 takes free ones."
+    port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="First of the run's ports: the store's, behind which those of the engines follow; 0 takes free ones.",
     )
-    engine_devices: tuple[Index, ...] | None = Field(
-        None, description="Device indices of the engines; none takes the first ones."
-    )
-    trainer_devices: tuple[Index, ...] | None = Field(
-        None, description="Device indices of the trainer ranks; none takes the next ones."
+    devices: tuple[Index, ...] | None = Field(
+        None,
+        description="Device indices of the engines, then of the trainer ranks; with placement.colocate of the ranks alone. None "
+        "takes the first ones.",
     )
     colocate: bool = Field(
         False,
         description="Engines on the trainers' devices and on no others; auto goes by prediction. With schedule.stream all "
         "decode, and when the rest fits on fewer engines, replica after replica trains; with stream=false engines generate the "
         "whole batch, then trainers train it.",
-    )
-    pin_cores: bool = Field(
-        True, description="On cpu, pin each engine and trainer rank to its core where there are enough."
     )
 
     @property

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from pa_npu.config.sections.base import Section
 
@@ -46,8 +45,6 @@ class EngineSettings(Section):
 
 
 class RolloutConfig(Section):
-    short_forms: ClassVar[dict[str, str]] = {"engines": r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*"}
-
     backend: str = Field(
         "vllm",
         min_length=1,
@@ -57,24 +54,18 @@ class RolloutConfig(Section):
         1,
         ge=1,
         le=2**14,
-        description="Number of engines (servers); auto goes by prediction (docs/plan.md). MIN..MAX starts MIN, and up to MAX "
-        "where a cluster's nodes have free devices (placement.cluster=ray); it is short for engines=MIN and max_engines=MAX.",
+        description="Number of engines (servers) that the run starts with; auto goes by prediction (docs/plan.md).",
     )
     max_engines: int | None = Field(
         None,
         ge=1,
-        description="Engines that the run grows to as nodes with free devices appear; none stays at engines.",
+        description="Engines that the run grows to as nodes of a cluster with free devices appear (placement.cluster=ray); none "
+        "stays at engines.",
     )
     attach: tuple[str, ...] = Field(
         (),
         description="URLs of running engines (see `pa-npu engines`) to use instead of starting any; they must serve "
-        "this model.path, one for each of rollout.engines.",
-    )
-    key_file: str | None = Field(
-        None,
-        min_length=1,
-        description="File with the API key of attached engines, which `pa-npu engines` names; none means VLLM_API_KEY of "
-        "the environment.",
+        "this model.path, one for each of rollout.engines, and take the key in the variable VLLM_API_KEY.",
     )
     engine_settings: tuple[EngineSettings, ...] = Field(
         (),
@@ -101,14 +92,12 @@ class RolloutConfig(Section):
         description="Most sequences that an engine decodes together. Where it is not given, the run doubles it to 512 or 1024 if "
         "the KV cache holds so many at their longest and an iteration has them.",
     )
-    memory_fraction: float = Field(
-        0.85, gt=0.0, le=1.0, description="Share of device memory an engine may take (npu, cuda)."
-    )
-    shared_memory_fraction: float = Field(
-        0.3,
+    memory_fraction: float | None = Field(
+        None,
         gt=0.0,
         le=1.0,
-        description="Share of device memory that an engine on a trainer's device may take beside it (npu, cuda).",
+        description="Share of device memory that an engine may take (npu, cuda). None is 0.85; on a trainer's device 0.3, or where "
+        "engines sleep what its trainer leaves as it decodes.",
     )
     sleep: bool | None = Field(
         None,
@@ -121,9 +110,6 @@ class RolloutConfig(Section):
         description="Let engines compile and capture graphs; false computes eagerly; none goes by the engine: graphs of "
         "decode steps with vllm-ascend 0.23, else eagerly.",
     )
-    prefix_caching: bool = Field(
-        True, description="Keep prompts' keys and values for the other responses of their group."
-    )
     batch_invariant: bool = Field(
         False, description="Engine kernels whose results do not depend on what else is in the batch; slower."
     )
@@ -133,33 +119,14 @@ class RolloutConfig(Section):
         description="Deadline of one group's generation. An engine that works is given 0.25 s more per token of "
         "rollout.max_response_tokens; one that does not is replaced.",
     )
-    startup_timeout_s: float = Field(600.0, gt=0, description="Deadline for an engine to become ready.")
     probe_timeout_s: float = Field(
         60.0,
         gt=0,
         description="Deadline of a probe, a token that a serving engine must generate; one that does not is taken for hung and "
         "replaced. Engines are probed twice in that time.",
     )
-    restarts: int = Field(
-        3,
-        ge=0,
-        description="How often each engine that ends or hangs is started again within an hour; beyond that the run goes "
-        "on without it where others serve.",
-    )
     extra_args: tuple[str, ...] = Field((), description="Further arguments for the vLLM server.")
     env: dict[str, str] = Field(default_factory=dict, description="Further environment variables for the engines.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def split_range(cls, section: Any) -> Any:
-        """engines=MIN..MAX as the two keys that it is short for."""
-        if not isinstance(section, dict) or not isinstance(section.get("engines"), str):
-            return section
-        if not (found := re.fullmatch(cls.short_forms["engines"], section["engines"])):
-            return section
-        if section.get("max_engines") is not None:
-            raise ValueError(f"engines: {section['engines']} names the maximum; remove max_engines")
-        return {**section, "engines": int(found[1]), "max_engines": int(found[2])}
 
     def settings_of(self, index: int) -> EngineSettings:
         """Returns the settings of engine `index`; the usual ones if no entry names it."""
@@ -175,8 +142,12 @@ class EnvironmentConfig(Section):
         "run's gateway, docs/agents.md), remote (a server with reset and step), or a class of your own, module:Class.",
     )
     max_turns: int = Field(4, ge=1, le=1000, description="Most turns of the policy in one sample.")
-    timeout_s: float = Field(
-        10.0, gt=0, description="Time limit of the environment's own work in one turn, such as a tool's."
+    timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="Time limit of the environment's own work in one turn, such as a tool's; none means 10. Of agents, of a "
+        "session from when an agent has it, the policy's answers included, after which it ends with the outcome time; none means "
+        "600. A run in which no task is taken for a minute longer ends.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
@@ -190,23 +161,27 @@ class RewardFunction(Section):
     )
     weight: float = Field(1.0, description="Factor of this reward in the sum.")
     pattern: str | None = Field(None, description="Regular expression a response must match (format only).")
-    max_tokens: int | None = Field(
-        None, ge=1, description="Length with reward -1 (overlong only); null means rollout.max_response_tokens."
-    )
     buffer_tokens: int | None = Field(
         None,
         ge=1,
-        description="Tokens before max_tokens over which the reward falls from 0 to -1 (overlong only); null means a fifth.",
+        description="Tokens before rollout.max_response_tokens over which the reward falls from 0 to -1 (overlong only); null "
+        "means a fifth of that.",
     )
 
 
+JUDGE_KEY_VARIABLE = "JUDGE_API_KEY"
+"""Holds the key of the judge's server; without it requests have none."""
+JUDGE_ATTEMPTS = 4
+"""Requests for one score, at growing intervals: a server that restarts within a minute costs nothing."""
 LONGEST_JUDGE_PAUSE_S = 30.0
 """Between two requests for one score, however often they failed and whatever the server asked for."""
 
 
 class JudgeConfig(Section):
     url: str | None = Field(
-        None, description="Base URL of the judge's OpenAI-compatible server, such as http://HOST:PORT/v1."
+        None,
+        description="Base URL of the judge's OpenAI-compatible server, such as http://HOST:PORT/v1; its key is in the environment, "
+        "as JUDGE_API_KEY.",
     )
     model: str | None = Field(None, min_length=1, description="Name of the model that judges, as its server knows it.")
     api: Literal["chat", "pooling"] = Field(
@@ -214,10 +189,6 @@ class JudgeConfig(Section):
         description="chat: the model is asked in words and its answer read (template, score_pattern). pooling: a reward model "
         "gives the number itself (vLLM's /pooling beside /v1).",
     )
-    api_key_variable: str | None = Field(
-        None, min_length=1, description="Environment variable that holds the server's key; none sends no key."
-    )
-    system: str | None = Field(None, description="System message to the judge.")
     template: str = Field(
         "Grade a response to a task.\n\nTask:\n{prompt}\n\nReference answer:\n{answer}\n\nResponse:\n{response}\n\n"
         "Explain briefly how good the response is, then end with a line 'Score: N', where N is from {lowest} to {highest}.",
@@ -227,19 +198,24 @@ class JudgeConfig(Section):
         r"[Ss]core\W{0,5}(-?\d+(?:\.\d+)?)",
         description="Regular expression whose group is the score; its last match in the judge's answer counts.",
     )
-    lowest: float = Field(0.0, description="The score that is reward 0.")
-    highest: float = Field(10.0, description="The score that is reward 1.")
-    temperature: float = Field(0.0, ge=0, description="Temperature of the judge.")
-    max_tokens: int = Field(512, ge=1, description="Longest answer of the judge in tokens.")
+    scores: tuple[float, float] = Field(
+        (0.0, 10.0), description="The score that is reward 0, and the score that is reward 1."
+    )
+    request: dict[str, Any] = Field(
+        {"temperature": 0.0, "max_tokens": 512},
+        description="Fields of each request beside its model and messages, as the server takes them (chat only).",
+    )
     concurrency: int = Field(16, ge=1, le=1024, description="Requests to the judge at once.")
     timeout_s: float = Field(60.0, gt=0, description="Deadline of one request.")
-    attempts: int = Field(4, ge=1, le=100, description="Requests for one score, at growing intervals.")
     on_failure: Literal["end", "neutral"] = Field(
         "end",
-        description="A response without a score after all attempts: end ends the run; neutral gives it the mean of its group's "
+        description="A response without a score after four requests: end ends the run; neutral gives it the mean of its group's "
         "others, so that it is neither rewarded nor punished. Counted in the record either way.",
     )
-    cache: bool = Field(True, description="Keep scores in run.dir/judge_scores.sqlite, by the content of the request.")
+
+
+MOST_TESTS = 32
+"""Tests of a row that are run, the first ones: each may take reward.code.timeout_s, and the trainers wait for all."""
 
 
 class CodeConfig(Section):
@@ -247,12 +223,10 @@ class CodeConfig(Section):
     score: Literal["all", "share"] = Field(
         "all", description="Reward 1 where all tests pass and else 0; or the share of tests that pass."
     )
-    most_tests: int = Field(32, ge=1, description="Tests of a row that are run, the first ones.")
     timeout_s: float = Field(10.0, gt=0, description="Wall and processor time of one run of a program.")
     memory_mib: int = Field(
         1024, ge=16, description="Address space of each of a program's processes, and what all of them hold."
     )
-    concurrency: int = Field(2, ge=1, le=1024, description="Programs at once.")
     require: Literal["limits", "files", "namespaces"] = Field(
         "limits",
         description="Least isolation of programs, else the run is refused. limits: those of a process. files: also no network, and "
@@ -274,10 +248,11 @@ class RewardConfig(Section):
         description="Time limit of functions for one group; then its reward is zero, logged. judge and code have limits of their "
         "own.",
     )
-    max_failing_share: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="End the run when one function failed for more than this share of the last 64 groups; 1 never ends it.",
+    workers: int = Field(
+        1, ge=1, le=256, description="Processes that compute rewards; of `code` twice as many programs run at once."
     )
-    workers: int = Field(1, ge=1, le=256, description="Processes that compute rewards.")
+
+    @property
+    def programs(self) -> int:
+        """Programs of `code` at once: more than workers, since they also wait for their start and for a time limit."""
+        return 2 * self.workers

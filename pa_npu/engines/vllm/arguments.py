@@ -18,7 +18,7 @@ _OURS = {
     "--model": "model.path",
     "--served-model-name": None,
     "--host": "placement.host",
-    "--port": "placement.engine_port",
+    "--port": "placement.port",
     "--dtype": "model.dtype",
     "--tensor-parallel-size": "rollout.tensor_parallel",
     "-tp": "rollout.tensor_parallel",

@@ -67,7 +67,7 @@ def server_command(
         *("--generation-config", "vllm"),
         *("--worker-extension-cls", WORKER_EXTENSION),
         *("--middleware", MIDDLEWARE),
-        "--enable-prefix-caching" if rollout.prefix_caching else "--no-enable-prefix-caching",
+        "--enable-prefix-caching",
         "--disable-uvicorn-access-log",
         *(["--trust-remote-code"] if config.model.trust_remote_code else []),
         *graph_arguments(config, version),
@@ -87,8 +87,7 @@ def server_command(
         argv += host_argv
         env |= host_env
     else:
-        share = rollout.shared_memory_fraction if config.is_shared(index) else rollout.memory_fraction
-        argv += ["--gpu-memory-utilization", str(share)]
+        argv += ["--gpu-memory-utilization", str(config.memory_fraction)]
         argv += ["--enable-sleep-mode"] if config.engines_sleep else []
     if path := import_path(config, python):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))

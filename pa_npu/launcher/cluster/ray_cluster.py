@@ -20,7 +20,7 @@ from pa_npu.launcher.cluster.cluster import Cluster
 from pa_npu.launcher.cluster.host_actor import forwarded_environment
 from pa_npu.launcher.cluster.node_report import TOKEN_FILE, all_versions, inspect_node, leave_token
 from pa_npu.launcher.cluster.ray_connection import HostFailed, HostGone, RayConnection
-from pa_npu.launcher.cluster.ray_nodes import Node, NodesMissing, RayNodes
+from pa_npu.launcher.cluster.ray_nodes import SILENT_S, Node, NodesMissing, RayNodes
 from pa_npu.launcher.placement import Placement, place_extra_engine, place_nodes
 from pa_npu.launcher.process.commands import Role, Startable, Store
 from pa_npu.launcher.process.console import Console
@@ -96,9 +96,8 @@ class RayProcesses:
             return process
         self._running[node.number, process.number] = process
         try:
-            timeout_s = self.nodes.placement.node_timeout_s
             self._connection.result(
-                self._connection.call(node.host, "start", process.number, asdict(command)), timeout_s
+                self._connection.call(node.host, "start", process.number, asdict(command)), SILENT_S
             )
         except (HostGone, HostFailed) as error:
             self.nodes.lose(node, str(error))
@@ -237,7 +236,14 @@ def ray_cluster(
         }
         nodes = wanted_nodes(config, platform)
         processes.nodes = RayNodes(
-            connection, config.placement, own, order, nodes, console, processes, lambda: bool(signals.received)
+            connection,
+            config.run.startup_timeout_s,
+            own,
+            order,
+            nodes,
+            console,
+            processes,
+            lambda: bool(signals.received),
         )
         try:
             fixed = [node for node in nodes if node.extra is None]

@@ -20,6 +20,8 @@ from pa_npu.launcher.cluster.host_actor import HostActor
 # A cluster that is there answers within a second or two; Ray's own retries take minutes.
 _REACH_S = 10.0
 _CONNECT_S = 60.0
+_ADDRESS = "RAY_ADDRESS"
+"""Ray's own variable for a cluster that this machine does not belong to."""
 _THREADS_PER_HOST = 4
 # A host actor's keepers end what it started when it ends. Ray by default kills the actor's children first, the keepers, whose
 # grandchildren would then live on. https://docs.ray.io/en/latest/ray-core/user-spawn-processes.html
@@ -35,8 +37,8 @@ class HostFailed(PaNpuError):
 
 
 @contextmanager
-def connected(address: str, host: type[HostActor] = HostActor) -> Iterator[RayConnection]:
-    """A connection to the cluster at `address` (host:port, or auto), closed in the end; the cluster itself stays.
+def connected(host: type[HostActor] = HostActor) -> Iterator[RayConnection]:
+    """A connection to the cluster of RAY_ADDRESS, else to this machine's, closed in the end; the cluster itself stays.
 
     host: what runs on its nodes.
 
@@ -48,9 +50,9 @@ def connected(address: str, host: type[HostActor] = HostActor) -> Iterator[RayCo
         raise ConfigError(
             "placement.cluster: ray, but Ray is not installed here; pip install -e '.[ray]', or set placement.cluster=local"
         ) from None
-    where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
-    _check_reachable(where)
-    _initialise(ray, where)
+    address = os.environ.get(_ADDRESS, "auto")
+    _check_reachable(address)
+    _initialise(ray, address)
     try:
         yield RayConnection(ray, host)
     finally:
@@ -64,13 +66,13 @@ def _check_reachable(address: str) -> None:
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
-            f"placement.ray_address: {address!r} is not HOST:PORT; give the head's, such as 10.0.0.1:6379, or auto"
+            f"{_ADDRESS}: {address!r} is not HOST:PORT; give the head's, such as 10.0.0.1:6379, or unset it for this machine's"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
     except OSError as error:
         raise UserError(
-            f"placement.ray_address: no Ray cluster answers at {address} ({error.strerror or error}); start one there (ray start "
+            f"{_ADDRESS}: no Ray cluster answers at {address} ({error.strerror or error}); start one there (ray start "
             f"--head), or correct the address"
         ) from None
 
@@ -92,7 +94,7 @@ def _initialise(ray: Any, address: str) -> None:
         return
     reason = f"not within {_CONNECT_S:.0f} s" if thread.is_alive() else _first_line(failed[0])
     raise UserError(
-        f"placement.ray_address: {address}: cannot join the Ray cluster ({reason}); start the launcher on one of its nodes, where "
+        f"{_ADDRESS}: {address}: cannot join the Ray cluster ({reason}); start the launcher on one of its nodes, where "
         f"`ray status` works, with the Ray and Python of the cluster"
     )
 

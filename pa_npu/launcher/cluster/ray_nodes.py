@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pa_npu.config.sections import PlacementConfig
 from pa_npu.errors import PaNpuError
 from pa_npu.launcher.cluster.node_report import NodeReport, node_problem
 from pa_npu.launcher.cluster.ray_connection import HostFailed, HostGone, RayConnection
@@ -21,6 +20,8 @@ from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.process.console import Console
 
 TICK_S = 0.02
+# A node whose processes are not heard of for this long is lost, if Ray has not said so.
+SILENT_S = 60.0
 _POLL_S = 0.05
 _WAITING_LINE_EVERY_S = 15.0
 # A node that was refused is asked again after this: somebody may have corrected it.
@@ -64,10 +65,13 @@ class Listener(Protocol):
 
 @dataclass
 class RayNodes:
-    """The nodes of a run. own: the launcher's machine's report. order: what a host is told beside its number and address."""
+    """The nodes of a run. own: the launcher's machine's report. order: what a host is told beside its number and address.
+
+    timeout_s: run.startup_timeout_s, within which the cluster gives nodes, also for lost ones.
+    """
 
     connection: RayConnection
-    placement: PlacementConfig
+    timeout_s: float
     own: NodeReport
     order: dict[str, Any]
     nodes: Sequence[Node]
@@ -80,7 +84,7 @@ class RayNodes:
     def reserve(self) -> bool:
         """Until the cluster has given every node of the run its resources; false when a signal came first.
 
-        Raises NodesMissing with what is wanted and what there is after placement.join_timeout_s.
+        Raises NodesMissing with what is wanted and what there is after timeout_s.
         """
         fixed = [node for node in self.nodes if node.extra is None]
         self._group = self.connection.reserve([node.resources for node in fixed])
@@ -144,11 +148,11 @@ class RayNodes:
         reference = node.look or node.joining or node.where
         if not self.connection.done([reference]):
             silent_s = time.monotonic() - node.heard_s
-            if node.present and silent_s > self.placement.node_timeout_s:
-                self.lose(node, f"no sign of life for {silent_s:.0f} s (placement.node_timeout_s)")
+            if node.present and silent_s > SILENT_S:
+                self.lose(node, f"no sign of life for {silent_s:.0f} s")
             return
         try:
-            value = self.connection.result(reference, self.placement.node_timeout_s)
+            value = self.connection.result(reference, SILENT_S)
         except HostGone as error:
             if node.present:
                 self.lose(node, str(error))
@@ -204,9 +208,9 @@ class RayNodes:
         while not is_true():
             if self.interrupted():
                 return False
-            waited_s, limit_s = time.monotonic() - began, self.placement.join_timeout_s
+            waited_s, limit_s = time.monotonic() - began, self.timeout_s
             if waited_s > limit_s:
-                raise NodesMissing(f"{why_not()}, within {limit_s:g} s (placement.join_timeout_s)")
+                raise NodesMissing(f"{why_not()}, within {limit_s:g} s (run.startup_timeout_s)")
             if time.monotonic() - said > _WAITING_LINE_EVERY_S:
                 said = time.monotonic()
                 self.console.say(f"waiting for nodes ({waited_s:.0f} s): {why_not()}")

@@ -14,12 +14,11 @@ _PROBE_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True)
 class Awaited:
-    """Something a run waits for at its start. section: whose startup_timeout_s it is; process: whose log to show."""
+    """Something a run waits for at its start. timeout_s: run.startup_timeout_s; process: whose log to show."""
 
     name: str
     is_ready: Callable[[], bool]
     timeout_s: float
-    section: str
     process: str
 
 

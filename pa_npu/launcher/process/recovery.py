@@ -3,11 +3,11 @@
 Engines outlive the coordinator and the trainers: they hold no state of the run but weights, which every attempt of it publishes
 anew. The coordinator notices by its own probe what hangs, and asks here for a replacement through the roster.
 
-    engine runs ──ends, hangs──> started again ──too often (rollout.restarts), or its node is lost──> left out, others serve
+    engine runs ──ends, hangs──> started again ──too often (run.restarts), or its node is lost──> left out, others serve
          ^                                                                                                  │
          └────────────── joins as a new one ──the budget allows it, or there is a node again────────────────┘
 
-An engine that comes only when a cluster has free devices (rollout.engines=MIN..MAX) begins as one that is left out.
+An engine that comes only when a cluster has free devices (rollout.max_engines) begins as one that is left out.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Recovery:
         return self._attempt(self._attempts)
 
     def _engine_budget(self) -> RestartBudget:
-        return RestartBudget(self._config.rollout.restarts, RESTART_WINDOW_S)
+        return RestartBudget(self._config.run.restarts, RESTART_WINDOW_S)
 
     def _restart(self, engine: _Engine, reason: str) -> None:
         assert engine.process is not None and engine.index is not None
@@ -186,7 +186,7 @@ class Recovery:
                 self._leave_out(engine, f"{name}: {reason}; the run goes on without it until there is a node for it")
             return
         if not engine.budget.allows():
-            ends = f"ended {engine.budget.spent() + 1} times within {window_s:g} s (rollout.restarts)"
+            ends = f"ended {engine.budget.spent() + 1} times within {window_s:g} s (run.restarts)"
             if not self._others_serve(engine):
                 raise Failure(f"{name} {ends}, at last: {reason}", engine.process)
             self._leave_out(engine, f"{name} {ends}, at last: {reason}; the others serve without it for some time")
@@ -196,7 +196,7 @@ class Recovery:
         engine.process = self._tree.launch(engine.command)
         engine.generation += 1
         self._roster.renew(engine.index, engine.generation, self._url_of(engine.command))
-        self._console.complain(f"{name}: {reason}; started again ({count} of rollout.restarts = {engine.budget.limit})")
+        self._console.complain(f"{name}: {reason}; started again ({count} of run.restarts = {engine.budget.limit})")
 
     def _others_serve(self, engine: _Engine) -> bool:
         """Whether another engine runs: one of the launcher's, or one that has joined."""

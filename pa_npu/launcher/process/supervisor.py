@@ -132,7 +132,7 @@ class Supervisor:
             for item in pending:
                 if seconds > item.timeout_s:
                     raise Failure(
-                        f"{item.name} not ready after {seconds:.0f} s ({item.section}.startup_timeout_s)",
+                        f"{item.name} not ready after {seconds:.0f} s (run.startup_timeout_s)",
                         next((process for process in self._tree.processes if process.name == item.process), None),
                     )
             if pending and time.monotonic() - said > _WAITING_LINE_EVERY_S:

@@ -14,7 +14,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="the HF directory to write")
     parser.add_argument("--model", metavar="DIR", help="the HF model that the run began with, if it has moved")
     parser.add_argument(
-        "--merged", action="store_true", help="merge adapters (LoRA) into the model, as lora.export_merged"
+        "--merged", action="store_true", help="merge adapters (LoRA) into the model, as export_hf=merged"
     )
 
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 
 from pa_npu.launcher.subcommands import configuration
+from pa_npu.telemetry.tpspd import WARMUP_ITERATIONS
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -14,8 +15,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warmup",
         type=_count,
+        default=WARMUP_ITERATIONS,
         metavar="N",
-        help="iterations to drop; default: telemetry.warmup_iterations of each run",
+        help="iterations to leave out at the beginning (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -135,7 +135,7 @@ def _fitting(
             return None
         if colocated:
             share = left_share(config, basis.spec, bytes_of_device)
-            config = changed(config, {"rollout": {"shared_memory_fraction": share}}) if share > 0 else None
+            config = changed(config, {"rollout": {"memory_fraction": share}}) if share > 0 else None
             if config is None:
                 return None
         memory = engine_memory(config, basis.spec, bytes_of_device, shared=colocated)
@@ -170,7 +170,6 @@ def _config(
             "devices": for_trainers,
             "tensor_parallel": tensor,
             "pipeline_parallel": stages,
-            "sequence_parallel": tensor > 1,
         },
         "schedule": {"prompts_per_iteration": whole},
     }

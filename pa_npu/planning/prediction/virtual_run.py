@@ -178,9 +178,8 @@ def _drawn(workload: Workload, config: Config, seed: int, groups: int) -> list[S
 
 def _shared_devices(config: Config, engine: EngineCost, trainer: TrainerCost) -> tuple[EngineCost, TrainerCost]:
     """Processes that were placed on one device (a core, say) have a part of it each."""
-    placement = config.placement
-    of_engines = Counter(placement.engine_devices or ())
-    of_trainers = Counter(placement.trainer_devices or ())
+    of_engines = Counter(config.engine_devices or ())
+    of_trainers = Counter(config.trainer_devices or ())
     together = max(of_engines.values(), default=1)
     on_engine = together * (_SHARING if together > 1 else 1.0)
     on_trainer = max(of_trainers.values(), default=1)

@@ -30,6 +30,9 @@ from pa_npu.telemetry.trackers.protocol import TrackedRun, Tracker, find_start
 DIRECTORY = "trackers"
 RECORDS = "records.jsonl"
 """The file in DIRECTORY that is read: {"kind": iteration or version, "step": its number, "log": ..., "table": ...}."""
+
+ANSWER_TIMEOUT_S = 60.0
+"""Deadline of a tracker's answer, and at the end of the run of all it still has to take; then the run ends without it."""
 LONGEST_TEXT = 4096  # characters of a prompt or a response in a table
 FAILED_RUN_S = 2.0  # how long a run that has failed, and is to be started again, waits for its trackers
 _LOOK_S = 0.2
@@ -63,7 +66,6 @@ class Trackers:
         self, run_dir: Path | str, telemetry: TelemetryConfig, config: Mapping[str, Any], first_iteration: int = 0
     ) -> None:
         self._convention = telemetry.metric_names
-        self._timeout_s = telemetry.tracker_timeout_s
         self._feeds: list[_Feed] = []
         if telemetry.trackers:
             path = Path(run_dir) / DIRECTORY / RECORDS
@@ -86,8 +88,8 @@ class Trackers:
         self._write({"kind": "version", "step": int(record["version"]), "log": log})
 
     def close(self, limit_s: float | None = None) -> None:
-        """Waits until everything is where it belongs, all trackers together at most telemetry.tracker_timeout_s, or limit_s."""
-        deadline_s = time.monotonic() + (self._timeout_s if limit_s is None else limit_s)
+        """Waits until everything is where it belongs, all trackers together at most ANSWER_TIMEOUT_S, or limit_s."""
+        deadline_s = time.monotonic() + (ANSWER_TIMEOUT_S if limit_s is None else limit_s)
         for feed in self._feeds:
             feed.end()
         for feed in self._feeds:
@@ -117,8 +119,7 @@ class _Feed:
         self._tracker = tracker
         self._records = run_dir / DIRECTORY / RECORDS
         self._file = run_dir / DIRECTORY / f"{tracker}.json"
-        self._timeout_s = telemetry.tracker_timeout_s
-        self._identity = self._read(telemetry.project, telemetry.run_name or run_dir.resolve().name)
+        self._identity = self._read(telemetry.project, run_dir.resolve().name)
         if tracker in _CAN_TAKE_BACK:
             given = {key: min(getattr(self._identity, key), first - 1) for key in ("iteration", "version")}
             self._identity = replace(self._identity, **given)
@@ -126,11 +127,9 @@ class _Feed:
             run_dir=str(run_dir),
             project=self._identity.project,
             name=self._identity.name,
-            tags=telemetry.tags,
             id=self._identity.id,
             resumed=self._identity.known,
             first_step=first,
-            offline=telemetry.offline,
             config=config,
         )
         self._ending = threading.Event()
@@ -142,9 +141,9 @@ class _Feed:
     def look(self) -> None:
         """Counts a call that has taken too long; the tracker goes on when it returns."""
         since_s = self._since_s
-        if since_s is not None and time.monotonic() - since_s > self._timeout_s:
+        if since_s is not None and time.monotonic() - since_s > ANSWER_TIMEOUT_S:
             self._since_s = None
-            self._lose(f"no answer within telemetry.tracker_timeout_s = {self._timeout_s:g} s")
+            self._lose(f"no answer within {ANSWER_TIMEOUT_S:g} s")
 
     def end(self) -> None:
         """No more messages come."""

@@ -25,7 +25,7 @@ class MLflow:
     def __init__(self, run: TrackedRun) -> None:
         directory = Path(run.run_dir).resolve() / "trackers"
         directory.mkdir(parents=True, exist_ok=True)
-        local = run.offline or not os.environ.get("MLFLOW_TRACKING_URI")
+        local = not os.environ.get("MLFLOW_TRACKING_URI")
         if local:
             mlflow.set_tracking_uri(f"sqlite:///{directory / 'mlflow.db'}")
         self._client = mlflow.MlflowClient()
@@ -36,8 +36,8 @@ class MLflow:
         place = {"artifact_location": (directory / "mlflow_artifacts").as_uri()} if local else {}
         found = self._client.get_experiment_by_name(run.project)
         experiment = found.experiment_id if found else self._client.create_experiment(run.project, **place)
-        tags = {tag: "true" for tag in run.tags} | {"pa_npu.id": run.id}
-        self.id = str(self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id)
+        own = {"pa_npu.id": run.id}
+        self.id = str(self._client.create_run(experiment, run_name=run.name, tags=own).info.run_id)
         parameters = [mlflow.entities.Param(key, str(value)[:_LONGEST_VALUE]) for key, value in run.config.items()]
         for first in range(0, len(parameters), _PARAMETERS_AT_ONCE):
             self._client.log_batch(self.id, params=parameters[first : first + _PARAMETERS_AT_ONCE])

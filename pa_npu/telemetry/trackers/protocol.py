@@ -13,17 +13,15 @@ class TrackedRun:
     """A run as a tracker is told of it.
 
     run_dir: what the tracker writes locally goes into it. id: that the run had with this tracker before, or a new one to use;
-    resumed: which of both. first_step: of this attempt. offline: nothing may go over the network. config: resolved, flat.
+    resumed: which of both. first_step: of this attempt. config: resolved, flat.
     """
 
     run_dir: str
     project: str
     name: str
-    tags: Sequence[str]
     id: str
     resumed: bool
     first_step: int
-    offline: bool
     config: Mapping[str, Any]
 
 

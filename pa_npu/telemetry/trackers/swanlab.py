@@ -1,4 +1,4 @@
-"""SwanLab: one experiment by its id; its files are in RUN/trackers/swanlab, and offline `swanlab sync` sends them later."""
+"""SwanLab: one experiment by its id, its files in RUN/trackers/swanlab. After SWANLAB_MODE=offline `swanlab sync` sends them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ class SwanLab:
     def __init__(self, run: TrackedRun) -> None:
         directory = Path(run.run_dir) / "trackers" / "swanlab"
         directory.mkdir(parents=True, exist_ok=True)
-        mode = "offline" if run.offline else os.environ.get("SWANLAB_MODE", "online")
+        mode = os.environ.get("SWANLAB_MODE", "online")
         swanlab.init(
             project=run.project,
             name=run.name,
-            tags=list(run.tags),
             id=run.id,
             resume="allow",
             config=dict(run.config),

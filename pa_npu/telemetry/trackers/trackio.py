@@ -9,13 +9,8 @@ from typing import Any
 
 from pa_npu.telemetry.trackers.protocol import TrackedRun
 
-_OTHER_PLACES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_DATASET_ID", "TRACKIO_BUCKET_ID")
-
 
 def start(run: TrackedRun) -> Trackio:
-    if run.offline:
-        for variable in _OTHER_PLACES:
-            os.environ.pop(variable, None)
     # read when the library is imported
     os.environ.setdefault("TRACKIO_DIR", str(Path(run.run_dir).resolve() / "trackers" / "trackio"))
     return Trackio(run)
@@ -30,7 +25,7 @@ class Trackio:
         self._run = trackio.init(
             project=run.project,
             name=self.id,
-            config={**run.config, "tags": list(run.tags)},
+            config=dict(run.config),
             resume="allow",
             embed=False,
             auto_log_gpu=False,

@@ -1,4 +1,4 @@
-"""Weights & Biases: one run by its id; its files are in RUN/trackers/wandb, and offline `wandb sync` sends them later."""
+"""Weights & Biases: one run by its id; its files are in RUN/trackers/wandb. After WANDB_MODE=offline `wandb sync` sends them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ class WandB:
         self._run = wandb.init(
             project=run.project,
             name=run.name,
-            tags=list(run.tags),
             id=run.id,
             resume="allow",
             config=dict(run.config),
             dir=str(directory),
-            mode="offline" if run.offline else None,  # else what the environment says
             settings=wandb.Settings(console="off", disable_git=True, save_code=False),
         )
         self.id = str(self._run.id)

@@ -60,9 +60,7 @@ class ToyBackend:
             {"params": [m for m in self._masters if m.ndim > 1], "weight_decay": options.weight_decay},
             {"params": [m for m in self._masters if m.ndim <= 1], "weight_decay": 0.0},
         ]
-        self._optimizer = torch.optim.AdamW(
-            groups, lr=options.learning_rate, betas=(options.beta1, options.beta2), eps=options.epsilon
-        )
+        self._optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.epsilon)
 
     def _load(self, name: str) -> Any:
         dtype = self._config.model.dtype if name in ("policy", "published") else self._config.frozen_dtype

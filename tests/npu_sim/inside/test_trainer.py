@@ -50,14 +50,13 @@ TIME_LIMIT_S = 420  # ranks import MindSpeed and Megatron in a minute each where
 GROUPS = 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"devices": 2, "tensor_parallel": 2, "recompute": "none"},
-    "TP2+SP": {"devices": 2, "tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"},
+    "TP2 full": {"devices": 2, "tensor_parallel": 2, "recompute": "full"},
     "DP2": {"devices": 2, "recompute": "none"},
     "PP2": {"devices": 2, "pipeline_parallel": 2, "recompute": "none"},
     "TP2xPP2": {
         "devices": 4,
         "tensor_parallel": 2,
         "pipeline_parallel": 2,
-        "sequence_parallel": True,
         "recompute": "full",
     },
     "FSDP2": {"devices": 2, "backend": "fsdp", "recompute": "full"},
