@@ -88,17 +88,9 @@ class Timeline:
 
 
 def merge(run_dir: Path | str) -> Path:
-    """Writes RUN/timeline.json and returns its path."""
-    merged = Path(run_dir) / MERGED
-    partial = merged.with_suffix(".partial")
-    partial.write_text(json.dumps(chrome_trace(run_dir)), encoding="utf-8")
-    partial.replace(merged)
-    return merged
-
-
-def chrome_trace(run_dir: Path | str) -> dict[str, Any]:
-    """All RUN/timeline/*.jsonl so far as one trace; its time 0 is the first event."""
-    processes = [(path, read_events(path)) for path in sorted((Path(run_dir) / DIRECTORY).glob("*.jsonl"))]
+    """Writes RUN/timeline.json from all RUN/timeline/*.jsonl and returns its path; its time 0 is the first event."""
+    run_dir = Path(run_dir)
+    processes = [(path, read_events(path)) for path in sorted((run_dir / DIRECTORY).glob("*.jsonl"))]
     origin_s = min((event["start"] for _, events in processes for event in events), default=0.0)
     trace: list[dict[str, Any]] = []
     for pid, (path, events) in enumerate(processes, start=1):
@@ -107,7 +99,11 @@ def chrome_trace(run_dir: Path | str) -> dict[str, Any]:
         trace.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
         trace.append({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}})
         trace.extend(_process_trace(pid, [event for event in events if "end" in event], origin_s))
-    return {"displayTimeUnit": "ms", "traceEvents": trace}
+    merged = run_dir / MERGED
+    partial = merged.with_suffix(".partial")
+    partial.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": trace}), encoding="utf-8")
+    partial.replace(merged)
+    return merged
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

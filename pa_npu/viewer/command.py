@@ -31,23 +31,27 @@ def export(runs: Sequence[RunDirectory], file: Path) -> str:
                 "text": runs[0].log(process["log"], EXPORTED_LOG_BYTES),
             }
     room = LARGEST_BYTES - len(json.dumps(data, default=str))
-    wanted = data["run"]["sample_iterations"]
-    kept = []
-    for iteration in reversed(wanted):
-        found = answer(runs, f"samples/{iteration}")
-        room -= len(json.dumps(found, default=str))
-        if room < 0:
-            break
-        data[f"samples/{iteration}"] = found
-        kept.append(iteration)
-    data["run"]["sample_iterations"] = sorted(kept)
+    left_out = {}
+    for kind in ("timeline", "samples"):
+        wanted = data["run"][f"{kind.removesuffix('s')}_iterations"]
+        kept = []
+        for iteration in reversed(wanted):
+            name = f"{kind}/{iteration}"
+            found = answer(runs, name)
+            room -= len(json.dumps(found, default=str))
+            if room < 0:
+                break
+            data[name] = found
+            kept.append(iteration)
+        data["run"][f"{kind.removesuffix('s')}_iterations"] = sorted(kept)
+        if len(kept) < len(wanted):
+            left_out[kind] = len(wanted) - len(kept)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(page(json.loads(json.dumps(data, default=str))), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--export {file}: cannot be written ({error.strerror}); choose another file") from None
-    left_out = len(wanted) - len(kept)
-    return f"; samples of the {left_out} oldest iterations left out" if left_out else ""
+    return "".join(f"; {kind} of the {count} oldest iterations left out" for kind, count in left_out.items())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

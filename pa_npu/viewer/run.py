@@ -18,9 +18,9 @@ from pa_npu.errors import DataError, UserError
 from pa_npu.telemetry.metrics import EVALUATIONS, METRICS
 from pa_npu.telemetry.sample_store import read_samples, sample_iterations
 from pa_npu.telemetry.secrets import Secrets, flat
-from pa_npu.telemetry.timeline import DIRECTORY
 from pa_npu.viewer.advice import advise
 from pa_npu.viewer.files import JsonLines, number, read_yaml, tail
+from pa_npu.viewer.timeline import RunTimeline
 
 LOG_TAIL_BYTES = 256 << 10
 MOST_POINTS = 2000
@@ -41,7 +41,7 @@ class RunDirectory:
             raise UserError(f"{directory}: holds no config.yaml, {METRICS} or logs, so it is no run directory")
         self._metrics = JsonLines(self.directory / METRICS)
         self._evaluations = JsonLines(self.directory / EVALUATIONS)
-        self._timelines: dict[str, JsonLines] = {}
+        self._timeline = RunTimeline(self.directory)
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class RunDirectory:
     def stamp(self) -> str:
         """Changes when a file changes that the page is made from."""
         watched = [self.directory / name for name in ("config.yaml", METRICS, EVALUATIONS, "runs_on.json")]
-        for folder in ("logs", DIRECTORY, "samples"):
+        for folder in ("logs", "timeline", "samples"):
             watched += sorted((self.directory / folder).glob("*"))
         return str(hash(tuple(f"{status.st_size}.{status.st_mtime_ns}" for status in _states(watched))))
 
@@ -90,11 +90,12 @@ class RunDirectory:
             "processes": self.processes(),
             "state": self.state(records, config),
             "sample_iterations": sample_iterations(self.directory),
+            "timeline_iterations": sorted(self._timeline.bounds()),
         }
 
     def state(self, records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
         """Says whether the run is finished, running or silent, by its files and when they were last written."""
-        launcher = self._events().get("launcher", [])
+        launcher = self._timeline.processes().get("launcher", [])
         begun = [index for index, event in enumerate(launcher) if "process" in event]
         ended = any(event.get("name") == "run" for event in launcher[begun[-1] if begun else 0 :])
         newest = self._newest()
@@ -110,12 +111,12 @@ class RunDirectory:
         }
 
     def _newest(self) -> float:
-        written = [path for folder in ("logs", DIRECTORY) for path in (self.directory / folder).glob("*")]
+        written = [path for folder in ("logs", "timeline") for path in (self.directory / folder).glob("*")]
         return max((status.st_mtime for status in _states([self.directory / METRICS, *written])), default=0.0)
 
     def processes(self) -> list[dict[str, Any]]:
         """One entry per log or timeline: what it did last, when, how often it was started, what its log warns of."""
-        timelines = self._events()
+        timelines = self._timeline.processes()
         logs = {name.removesuffix(".log"): self.directory / "logs" / name for name in self._logs()}
         found, secrets = [], self._secrets()
         for name in sorted({*timelines, *logs}):
@@ -148,11 +149,8 @@ class RunDirectory:
         """Files alone: what a link points to is not the run's."""
         return sorted(path.name for path in (self.directory / "logs").glob("*.log") if not path.is_symlink())
 
-    def _events(self) -> dict[str, list[dict[str, Any]]]:
-        """Events by the process's name: coordinator, launcher, trainer-0, ..."""
-        for path in sorted((self.directory / DIRECTORY).glob("*.jsonl")):
-            self._timelines.setdefault(path.stem, JsonLines(path))
-        return {name: file.read() for name, file in self._timelines.items()}
+    def timeline(self, iteration: int) -> dict[str, Any] | None:
+        return self._timeline.iteration(iteration)
 
     def samples(self, iteration: int) -> dict[str, Any]:
         """The kept groups of an iteration with their responses."""

@@ -15,7 +15,6 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from pa_npu.errors import UserError
-from pa_npu.telemetry.timeline import MERGED, chrome_trace
 from pa_npu.viewer.run import RunDirectory
 
 LOOPBACK = "127.0.0.1"
@@ -27,6 +26,7 @@ SCRIPTS = (
     "charts.js",
     "overview.js",
     "samples.js",
+    "timeline.js",
     "evaluation.js",
     "configuration.js",
     "processes.js",
@@ -37,7 +37,7 @@ SCRIPTS = (
 def answer(runs: Sequence[RunDirectory], path: str) -> Any:
     """The data at a path, plain values; None where there is none. runs: the one that is viewed, then those it is compared with.
 
-    run, samples/N, log/NAME, compare.
+    run, samples/N, timeline/N, log/NAME, compare.
     """
     run = runs[0]
     kind, _, which = path.partition("/")
@@ -47,8 +47,8 @@ def answer(runs: Sequence[RunDirectory], path: str) -> Any:
         return [other.overview() for other in runs[1:]]
     if kind == "log" and (text := run.log(which)) is not None:
         return {"name": which, "text": text}
-    if kind == "samples" and which.isascii() and which.isdigit() and len(which) < 11:
-        return run.samples(int(which))
+    if kind in ("samples", "timeline") and which.isascii() and which.isdigit() and len(which) < 11:
+        return run.samples(int(which)) if kind == "samples" else run.timeline(int(which))
     return None
 
 
@@ -80,9 +80,6 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         if parts.path == "/":
             return self._send(200, "text/html; charset=utf-8", page().encode())
-        if parts.path == f"/{MERGED}":
-            trace = json.dumps(chrome_trace(self.server.runs[0].directory))
-            return self._send(200, "application/json", trace.encode())
         if not parts.path.startswith("/api/"):
             return self._send(404, "text/plain", b"not found\n")
         name = parts.path.removeprefix("/api/")

@@ -17,7 +17,7 @@ from pa_npu.viewer.command import export
 from pa_npu.viewer.run import RunDirectory
 from pa_npu.viewer.server import ViewServer
 from tests.helpers.browser import Browser, find_browser
-from tests.helpers.finished_run import RESPONSES, make_run, metrics
+from tests.helpers.finished_run import ENGINES, GROUPS, RESPONSES, make_run, metrics
 
 pytestmark = [
     pytest.mark.integration,
@@ -27,7 +27,7 @@ pytestmark = [
     ),
 ]
 
-VIEWS = ("overview", "samples", "evaluation", "configuration", "processes")
+VIEWS = ("overview", "timeline", "samples", "evaluation", "configuration", "processes")
 SIZES = ((1280, 900), (390, 844))
 LOW_CONTRAST = (Path(__file__).parents[1] / "helpers" / "low_contrast.js").read_text()
 
@@ -147,6 +147,23 @@ def test_a_whole_visit_by_keyboard(browser: Browser, url: str) -> None:
         outline = browser.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline != "none", "what has the focus shows it"
     assert "svg.plot" in seen, "curves are reached by Tab"
+
+
+def test_the_timeline_shows_who_waited(browser: Browser, url: str) -> None:
+    browser.look(1280)
+    browser.open(f"{url}#timeline?i=5")
+    text = browser.evaluate("document.querySelector('#main').innerText")
+    assert "Trainers waited 3 s (30 %) for groups" in text and "1 s (10 %) at the border" in text
+    browser.wait_for(f"document.querySelectorAll('svg.gantt rect.k-generate').length == {GROUPS}")
+    bars = browser.evaluate("document.querySelectorAll('svg.gantt rect.k-generate').length")
+    assert bars == GROUPS and ENGINES[0].removeprefix("http://") in text
+    browser.evaluate("document.querySelector('svg.gantt').focus()")
+    browser.press("+", "+")
+    assert browser.evaluate("document.querySelectorAll('svg.gantt rect.k-generate').length") < bars, (
+        "zoomed into a part"
+    )
+    browser.press("0")
+    assert browser.evaluate("document.querySelectorAll('svg.gantt rect.k-generate').length") == bars
 
 
 def test_samples_are_filtered_and_their_tokens_coloured_by_difference(browser: Browser, url: str) -> None:

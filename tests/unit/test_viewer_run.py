@@ -8,6 +8,7 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import pytest
 
 from pa_npu.errors import UserError
 from pa_npu.launcher.cli import main
+from pa_npu.telemetry.timeline import Timeline
 from pa_npu.viewer import run as viewer_run
 from pa_npu.viewer.command import export
 from pa_npu.viewer.run import RunDirectory, columns
 from pa_npu.viewer.server import ViewServer, answer
-from tests.helpers.finished_run import GROUPS, HOSTILE, ITERATIONS, RESPONSES, SECRET, make_run, metrics
+from pa_npu.viewer.timeline import RunTimeline
+from tests.helpers.finished_run import ENGINES, GROUPS, HOSTILE, ITERATIONS, RESPONSES, SECRET, make_run, metrics
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +72,55 @@ def test_secrets_of_the_engines_environment_are_not_shown(run_dir: Path) -> None
     assert SECRET not in text and '"rollout.env.OMP_NUM_THREADS": "1"' in text
 
 
-def test_the_timeline_of_a_run_is_served_as_it_is_so_far(server: ViewServer) -> None:
-    status, body, _ = ask(server, "/timeline.json")
-    names = {event["args"]["name"] for event in json.loads(body)["traceEvents"] if event["name"] == "process_name"}
-    assert status == 200 and names == {"coordinator", "launcher", "trainer-0", "trainer-1"}
+def test_waits_of_an_iteration_are_what_its_spans_add_up_to(run_dir: Path) -> None:
+    found = RunDirectory(run_dir).timeline(5)
+    assert found is not None and found["seconds"] == pytest.approx(10.0) and not found["running"]
+    assert [row["name"] for row in found["rows"]] == ["coordinator", *ENGINES, "rewards", "trainer-0", "trainer-1"]
+    waits = {entry["name"]: entry for entry in found["waits"]}
+    trainer = waits["trainer-0"]
+    assert trainer["parts"] | {"publish": 0, "checkpoint": 0} == pytest.approx(
+        {"train": 5.5, "wait for groups": 3.0, "wait for engines": 1.0, "publish": 0, "checkpoint": 0}
+    )
+    assert trainer["idle"] == pytest.approx(0.5), "between its five microbatches and the step"
+    engine = waits[ENGINES[0]]  # groups 0, 2, 4: 0.2 to 3.0, 1.8 to 5.2, 3.4 to 7.4; then the publish of 0.5 s
+    assert engine["parts"]["generate"] == pytest.approx(7.2) and engine["idle"] == pytest.approx(10 - 7.2 - 0.5)
+    for row in found["rows"]:
+        bars = sorted(row["bars"])
+        for one, two in pairwise(bars):
+            assert one[0] != two[0] or one[1] + one[2] <= two[1] + 2e-6, f"bars of a track overlap in {row['name']}"
+    assert RunDirectory(run_dir).timeline(ITERATIONS + 5) is None
+
+
+def test_a_device_shows_its_roles_and_is_no_engine(tmp_path: Path) -> None:
+    with Timeline.for_run(tmp_path, "coordinator") as timeline:
+        for version, end_s in ((0, 1.0), (1, 11.0)):
+            timeline.complete("publish", end_s - 0.5, end_s, version=version)
+        timeline.complete("group 0", 1.5, 6.0, "engine e-0")
+        timeline.complete("decodes", 1.0, 6.0, "role of engine 0")
+        timeline.complete("trains", 6.0, 10.5, "role of engine 0")
+    found = RunTimeline(tmp_path).iteration(0)
+    assert found is not None and [entry["name"] for entry in found["waits"]] == ["e-0"]
+    (role,) = [row for row in found["rows"] if row["name"].startswith("role")]
+    assert [bar[3:] for bar in role["bars"]] == [["generate", "decodes"], ["train", "trains"]]
+
+
+def test_a_device_that_decodes_is_not_idle_while_its_trainer_waits(tmp_path: Path) -> None:
+    with Timeline.for_run(tmp_path, "coordinator") as timeline:
+        for version, end_s in ((0, 1.0), (1, 11.0)):
+            timeline.complete("publish", end_s - 0.5, end_s, version=version)
+        timeline.complete("decodes", 1.0, 6.0, "role of engine 0", ranks=[0])
+        timeline.complete("decodes", 1.0, 9.0, "role of engine 1", ranks=[1])
+    for rank, (start_s, end_s) in enumerate([(6.5, 8.5), (9.0, 10.5)]):
+        with Timeline.for_run(tmp_path, f"trainer-{rank}") as timeline:
+            timeline.complete("wait for group", 1.0, start_s)
+            timeline.complete("group 0", start_s, end_s, "microbatches")
+    found = RunTimeline(tmp_path).iteration(0)
+    assert found is not None
+    devices = {entry["name"]: entry for entry in found["waits"] if entry["role"] == "device"}
+    assert {name: entry["idle"] for name, entry in devices.items()} == pytest.approx(
+        {"device of trainer-0": 0.5 + 2.5, "device of trainer-1": 0.5}
+    )
+    assert devices["device of trainer-0"]["parts"] == pytest.approx({"decodes": 5.0, "trains": 2.0})
 
 
 def test_groups_have_their_responses_side_by_side(run_dir: Path) -> None:
@@ -147,6 +195,7 @@ def test_the_server_is_on_loopback_and_answers_only_who_calls_it_so(server: View
             "/api/samples/-1",
             "/api/samples/1e3",
             "/api/samples/99999999999999999999",
+            "/api/timeline/x",
             "/api/",
             "/api/no",
         ),
@@ -182,7 +231,7 @@ def test_a_copied_directory_is_exported_the_same_and_nothing_is_written_to_it(ru
     text = (tmp_path / "page.html").read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
     assert HOSTILE in data["samples/2"]["groups"][2]["sessions"][0]["turns"][0]["shown"], "what an agent was shown"
-    assert data["samples/2"]["groups"][0]["responses"][0]["text"] == HOSTILE
+    assert data["samples/2"]["groups"][0]["responses"][0]["text"] == HOSTILE and "timeline/11" in data
     assert "<img" not in text and text.count("<script") == 2 == text.count("</script"), "texts cannot become markup"
     assert SECRET not in text and "connect-src 'none'" in text
 

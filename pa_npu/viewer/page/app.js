@@ -1,6 +1,6 @@
 /* Header, views, keys, and the look every two seconds for what is new. */
 
-const VIEWS = [["overview", "Overview", overviewView], ["samples", "Samples", samplesView], ["evaluation", "Evaluation", evaluationView], ["configuration", "Configuration", configurationView], ["processes", "Processes", processesView]];
+const VIEWS = [["overview", "Overview", overviewView], ["timeline", "Timeline", timelineView], ["samples", "Samples", samplesView], ["evaluation", "Evaluation", evaluationView], ["configuration", "Configuration", configurationView], ["processes", "Processes", processesView]];
 const POLL_MS = 2000;
 
 const theme = {
@@ -54,7 +54,7 @@ document.addEventListener("keydown", (event) => {
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(document.activeElement?.tagName || "");
   if (event.key === "Escape" && typing) { document.activeElement.blur(); return; }
   if (typing) return;
-  if (/^[1-5]$/.test(event.key)) show(VIEWS[Number(event.key) - 1][0]);
+  if (/^[1-6]$/.test(event.key)) show(VIEWS[Number(event.key) - 1][0]);
   else if (event.key === "/") document.getElementById("search")?.focus();
   else if (event.key === "[" || event.key === "]") document.querySelector(`[data-step="${event.key === "[" ? -1 : 1}"]`)?.click();
   else if (event.key === "t") theme.next();

@@ -1,22 +1,5 @@
 /* Samples of an iteration: groups to choose from, responses side by side, tokens coloured by log-prob differences. */
 
-/* The iterations that can be shown, with buttons, a slider and the keys [ and ]. */
-function iterationPicker(available, chosen, choose) {
-  const at = available.indexOf(chosen);
-  const step = (by) => available[at + by] !== undefined && choose(available[at + by]);
-  return [h("button", { class: "plain", "data-step": "-1", disabled: at <= 0, onclick: () => step(-1), "aria-label": "earlier iteration", title: "earlier iteration: [" }, "◀"),
-    h("label", {}, "iteration", h("select", { id: "iteration", onchange: (event) => choose(Number(event.target.value)) }, available.map((value) => h("option", { value, selected: value === chosen }, value)))),
-    h("button", { class: "plain", "data-step": "1", disabled: at >= available.length - 1, onclick: () => step(1), "aria-label": "later iteration", title: "later iteration: ]" }, "▶"),
-    available.length > 2 && h("input", { type: "range", min: 0, max: available.length - 1, value: at, "aria-label": "iteration", onchange: (event) => choose(available[Number(event.target.value)]) })];
-}
-
-function chosenIteration(available) {
-  const wanted = Number(place.read().i ?? NaN);
-  if (available.includes(wanted)) return wanted;
-  const before = available.filter((value) => value <= wanted);
-  return before.length ? before[before.length - 1] : available[available.length - 1];
-}
-
 const FILTERS = [["", "all groups"], ["mixed", "rewards differ"], ["equal", "all rewards equal"], ["right", "all right"], ["wrong", "all wrong"], ["cut", "cut at the limit"], ["errors", "reward errors"]];
 const COLOURINGS = [["", "plain text"], ["difference", "trainer − engine log-prob"], ["probability", "engine's probability"]];
 
