@@ -57,19 +57,15 @@ class HostActor:
         self._processes: dict[int, Process] = {}
         self._ended: list[tuple[int, int, list[str]]] = []
 
-    def where(self) -> str:
-        """This node's address in the cluster."""
-        import ray
-
-        return str(ray.util.get_node_ip_address())
-
     def join(self, order: dict[str, Any]) -> dict[str, Any]:
         """Check this node for a run and make ready to start its processes; returns a NodeReport as JSON.
 
-        order: config (the launcher's, as a tree), node, engine (an extra engine's index, or None), address, store (host and
-        port), directory (the launcher's working directory), environment, versions, token.
+        order: config (the launcher's, as a tree), node, engine (an extra engine's index, or None), store (host and port),
+        directory (the launcher's working directory), environment, versions, token.
         """
-        address = str(order["address"])
+        import ray
+
+        address = str(ray.util.get_node_ip_address())
         try:
             return self.prepare(order, address).to_json()
         except PaNpuError as error:
