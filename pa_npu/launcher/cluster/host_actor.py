@@ -69,7 +69,7 @@ class HostActor:
         try:
             return self.prepare(order, address).to_json()
         except PaNpuError as error:
-            return NodeReport(os.uname().nodename, address, versions=all_versions(), problems=[str(error)]).to_json()
+            return NodeReport(os.uname().nodename, address, versions=all_versions(), problem=str(error)).to_json()
 
     def prepare(self, order: dict[str, Any], address: str) -> NodeReport:
         """Raises PaNpuError for what makes this node unfit."""
@@ -83,8 +83,6 @@ class HostActor:
         config = config.model_copy(update={"placement": config.placement.model_copy(update={"host": address})})
         share = check_share(config, platform, int(order["node"]), order["engine"])
         report = inspect_node(config, platform, share, int(order["node"]), str(order["token"]))
-        if report.problems:
-            return report
         store = Store(str(order["store"][0]), int(order["store"][1]))
         commands = NodeCommands(config, platform, share, store, int(order["node"]), lambda: run_key(config))
         self.make_ready(Path(config.run.dir) / "logs", commands)
