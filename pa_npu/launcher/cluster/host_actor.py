@@ -46,7 +46,7 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class HostActor:
-    """The processes of one node. `join` first; then `start`, `look`, `stop`, `kill` in any order, from any thread."""
+    """The processes of one node. `join` first; then `start`, `look`, `stop` in any order, from any thread."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self._grace_s = grace_s
@@ -120,30 +120,21 @@ class HostActor:
         news, self._ended = self._ended, []
         return news
 
-    def stop(self, numbers: list[int]) -> None:
-        """Stop these gracefully at first; returns when they and all their descendants are gone."""
-        self._end(numbers, lambda tree, chosen: tree.stop(chosen))
-
-    def kill(self, numbers: list[int]) -> None:
-        """SIGKILL these and their descendants."""
-
-        def kill(tree: ProcessTree, chosen: list[Process]) -> None:
-            for process in chosen:
-                tree.kill_one(process)
-
-        self._end(numbers, kill)
-
-    def hurry(self) -> None:
-        """A stop under way, and every later one, ends its grace at once."""
-        self._hurry = True
-
-    def _end(self, numbers: list[int], how: Callable[[ProcessTree, list[Process]], None]) -> None:
+    def stop(self, numbers: list[int], at_once: bool = False) -> None:
+        """Stop these, gracefully at first unless `at_once`; returns when they and all their descendants are gone."""
         if self._tree is None:
             return
         chosen = [process for number in numbers if (process := self._processes.get(number))]
         with self._lock:
-            how(self._tree, chosen)
+            if not at_once:
+                self._tree.stop(chosen)
+            for process in chosen if at_once else ():
+                self._tree.kill_one(process)
             self._tree.forget([process for process in chosen if process.exit_code is not None])
+
+    def hurry(self) -> None:
+        """A stop under way, and every later one, ends its grace at once."""
+        self._hurry = True
 
 
 def _enter(directory: str) -> None:

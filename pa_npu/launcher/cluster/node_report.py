@@ -65,7 +65,7 @@ def all_versions() -> dict[str, str]:
 
 
 def inspect_node(config: Config, platform: Platform, share: Placement, node: int, token: str) -> NodeReport:
-    """What this node is like; `share` is what the run has on it. The config has this node's address.
+    """Report on this node; `share` is what the run has on it. The config has this node's address.
 
     Raises PaNpuError with what keeps it from taking part.
     """
