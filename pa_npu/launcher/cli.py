@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol, cast
 
@@ -29,26 +28,18 @@ class Subcommand(Protocol):
         """Do it, and return the exit code. rest: what the parser did not know, which must be refused or used."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A sub-command of the table: the module that is it, and its line in --help."""
-
-    module: str
-    help: str
-
-
-# A sub-command of your own is a module of this folder and a line here.
-SUBCOMMANDS: dict[str, Entry] = {
-    "run": Entry("run", "start a run, or continue it"),
-    "plan": Entry("plan", "print the resolved configuration and its arithmetic; start nothing"),
-    "doctor": Entry("doctor", "say what is installed, what is missing and how to get it"),
-    "selftest": Entry("selftest", "try everything on this machine's devices, and write a report"),
-    "engines": Entry("engines", "start engines alone, for runs that attach to them"),
-    "join": Entry("join", "add an engine to a running job"),
-    "export": Entry("export", "write the policy of a checkpoint as an HF directory"),
-    "report": Entry("report", "print the throughput of runs side by side"),
-    "evaluate": Entry("evaluate", "answer sets of questions with a model or checkpoint, and say how many are right"),
-    "view": Entry("view", "show a run as a page: live on this machine, or as one HTML file"),
+# A sub-command of your own is a module of `subcommands/` and its line in --help here.
+SUBCOMMANDS = {
+    "run": "start a run, or continue it",
+    "plan": "print the resolved configuration and its arithmetic; start nothing",
+    "doctor": "say what is installed, what is missing and how to get it",
+    "selftest": "try everything on this machine's devices, and write a report",
+    "engines": "start engines alone, for runs that attach to them",
+    "join": "add an engine to a running job",
+    "export": "write the policy of a checkpoint as an HF directory",
+    "report": "print the throughput of runs side by side",
+    "evaluate": "answer sets of questions with a model or checkpoint, and say how many are right",
+    "view": "show a run as a page: live on this machine, or as one HTML file",
 }
 
 
@@ -101,13 +92,13 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(required=True, metavar=" | ".join(SUBCOMMANDS))
-    for name, entry in SUBCOMMANDS.items():
+    for name, line in SUBCOMMANDS.items():
         inner = commands.add_parser(
-            name, help=entry.help, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+            name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
         if name in arguments[:1]:
-            module = cast(Subcommand, import_module(f"pa_npu.launcher.subcommands.{entry.module}"))
-            inner.description = entry.help[0].upper() + entry.help[1:] + "."
+            module = cast(Subcommand, import_module(f"pa_npu.launcher.subcommands.{name}"))
+            inner.description = line[0].upper() + line[1:] + "."
             module.configure(inner)
             inner.set_defaults(main=module.main)
     return parser

@@ -25,9 +25,8 @@ from pa_npu.evaluation.results import Judged, compare, read_results, results_fil
 from pa_npu.evaluation.statistics import Estimate
 from pa_npu.families.model_directory import check_tokenizer, load_tokenizer
 from pa_npu.families.spec import ModelSpec
+from pa_npu.launcher.cluster.cluster import local_cluster
 from pa_npu.launcher.engine_key import engine_key
-from pa_npu.launcher.placement import engine_ports
-from pa_npu.launcher.process.commands import engine_command, engine_url
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 from pa_npu.launcher.process.readiness import engine_answers
 from pa_npu.launcher.run_checks import check_engines, check_held_out, check_rewards, resolve_device
@@ -116,12 +115,12 @@ def _engines(config: Config, platform: Any, key: str, directory: Path) -> Iterat
     if config.rollout.attach:
         yield config.rollout.attach
         return
-    spec, placement = check_engines(config, platform)
-    ports = engine_ports(config, placement.engines)
-    urls = [engine_url(config.placement.address, port) for port in ports]
+    placement = check_engines(config, platform)
     with ProcessTree(directory / "logs", GRACE_S) as tree:
-        for index, port in zip(placement.engines, ports, strict=True):
-            tree.launch(engine_command(config, spec, platform, placement, index, port, key))
+        cluster = local_cluster(config, platform, placement, tree, key)
+        for engine in cluster.engines():
+            tree.launch(engine)
+        urls = [cluster.engine_url(engine) for engine in cluster.engines()]
         deadline = time.monotonic() + config.run.startup_timeout_s
         say(f"starting {len(urls)} engine{'s' if len(urls) > 1 else ''}; their logs are in {directory / 'logs'}")
         while not all(map(engine_answers, urls)):

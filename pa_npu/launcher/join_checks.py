@@ -29,15 +29,14 @@ from pa_npu.telemetry.secrets import HIDDEN
 _CONNECT_TIMEOUT_S = 10.0
 _ENGINES_TO_ASK = 3
 _LOGS = "pa_npu-engines"
-KEY_REMEDY = "give a copy of the api_key in the directory of {} with --key-file"
+KEY_REMEDY = f"export {KEY_VARIABLE} with what the api_key in the directory of {{}} holds"
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The user's choices for this engine. port: 0 takes a free one. python: None is the run's."""
+    """The user's choices for this engine. python: None is the run's."""
 
-    host: str | None
-    port: int
+    host: str
     devices: tuple[int, ...] | None
     python: str | None
 
@@ -65,11 +64,10 @@ def check_site(config: Config, choices: Choices, run_name: str) -> Site:
         )
     run_dir = Path(config.run.dir)
     log_dir = run_dir / "logs" if run_dir.is_dir() else Path(_LOGS).resolve()
-    host = choices.host or config.placement.address
     config = config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": str(run_dir if run_dir.is_dir() else log_dir)}),
-            "placement": config.placement.model_copy(update={"host": host}),
+            "placement": config.placement.model_copy(update={"host": choices.host}),
             "rollout": config.rollout.model_copy(update={"python": choices.python or config.rollout.python}),
         }
     )
@@ -80,8 +78,7 @@ def check_site(config: Config, choices: Choices, run_name: str) -> Site:
     except ConfigError as error:
         raise ConfigError(f"{error} (here with --python)") from None
     placement = _place(config, platform, choices.devices)
-    port = _free_port(host, choices.port)
-    return Site(config, spec, platform, placement, port, log_dir, device_notes(platform, placement))
+    return Site(config, spec, platform, placement, _free_port(choices.host), log_dir, device_notes(platform, placement))
 
 
 def _place(config: Config, platform: Platform, devices: tuple[int, ...] | None) -> Placement:
@@ -105,16 +102,12 @@ def _place(config: Config, platform: Platform, devices: tuple[int, ...] | None) 
     return Placement((devices,), (), (pinned,), (), engines=(0,))
 
 
-def _free_port(host: str, port: int) -> int:
+def _free_port(host: str) -> int:
     if problem := port_problem(host, 0):
         raise UserError(f"--host: cannot listen on {host} ({problem}); use an address of this machine")
     if host in ("0.0.0.0", "::"):
         raise UserError(f"--host: {host} is no address that the coordinator can reach; use one of this machine")
-    if not port:
-        return free_ports(host, 1)[0]
-    if problem := port_problem(host, port):
-        raise UserError(f"--port: {port} of {host} cannot be used ({problem}); choose another, or none for a free one")
-    return port
+    return free_ports(host, 1)[0]
 
 
 def local_address(host: str, port: int) -> str:
@@ -126,19 +119,17 @@ def local_address(host: str, port: int) -> str:
         raise UserError(f"join: {host}:{port} is not reachable any more ({error.strerror or error})") from None
 
 
-def find_key(claimed: Mapping[str, Any], key_file: Path | None, run_name: str) -> tuple[str, str]:
+def find_key(claimed: Mapping[str, Any], run_name: str) -> tuple[str, str]:
     """The run's API key, and where it was found. claimed: a configuration that nobody has vouched for yet."""
     remedy = KEY_REMEDY.format(run_name)
-    if key_file is not None:
-        return read_key(key_file, "--key-file", remedy), "--key-file"
     if key := os.environ.get(KEY_VARIABLE, ""):
         return checked_key(key, KEY_VARIABLE), KEY_VARIABLE
     run = section if isinstance(section := claimed.get("run"), dict) else {}
     file = Path(str(run.get("dir") or "")) / KEY_FILE
     if not file.is_file():
-        raise UserError(f"--key-file: the API key is neither in {KEY_VARIABLE} nor in {file}; {remedy}")
+        raise UserError(f"API key: it is neither in {KEY_VARIABLE} nor in {file}; {remedy}")
     if file.stat().st_uid not in (os.geteuid(), 0):
-        raise UserError(f"API key: {file}, which {run_name} names, is another user's; name a file with --key-file")
+        raise UserError(f"API key: {file}, which {run_name} names, is another user's; {remedy}")
     return read_key(file, "API key", remedy), str(file)
 
 
@@ -149,8 +140,7 @@ def check_key(config: Config, roster: Roster, key: str, where: str, run_name: st
             engine_kind(config.rollout.backend).served_model(entry.url, key)
         except KeyRefused:
             raise UserError(
-                f"{where}: the engine {entry.url} of {run_name} refuses this API key; give a copy of the run's "
-                f"api_key with --key-file"
+                f"{where}: the engine {entry.url} of {run_name} refuses this API key; {KEY_REMEDY.format(run_name)}"
             ) from None
         except (OSError, ValueError, LookupError, TypeError):
             continue  # it is starting, or has gone: another one may answer

@@ -36,8 +36,8 @@ from pa_npu.launcher.cluster.cluster import Cluster, local_cluster
 from pa_npu.launcher.cluster.ray_cluster import ray_cluster
 from pa_npu.launcher.cluster.ray_connection import RayConnection, connected
 from pa_npu.launcher.engine_key import engine_key, key_file, run_key_file
-from pa_npu.launcher.placement import engine_ports, placement_lines
-from pa_npu.launcher.process.commands import Startable, Store, coordinator_command, engine_command, engine_url
+from pa_npu.launcher.placement import placement_lines
+from pa_npu.launcher.process.commands import Startable, Store, coordinator_command
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 from pa_npu.launcher.process.readiness import Awaited, engine_answers, trainers_announced
@@ -118,7 +118,7 @@ def _open_cluster(
     """Opens the machine or the cluster for engines and trainers; None if a signal came before all nodes were there."""
     if connection is None:
         assert findings.placement
-        yield local_cluster(config, platform, findings.placement, local, store, key)
+        yield local_cluster(config, platform, findings.placement, local, key, store)
         return
     with ray_cluster(config, platform, connection, local, store, console, signals) as cluster:
         yield cluster
@@ -146,26 +146,23 @@ def run_engines(config: Config) -> int:
     """Start the engines alone and keep them until a signal, for runs that name them in rollout.attach."""
     config, platform = resolve_device(config)
     assert platform
-    spec, placement = check_engines(config, platform)
+    placement = check_engines(config, platform)
     directory = Path(f"{config.run.dir}-engines")
     key = engine_key(config)
-    ports = engine_ports(config, placement.engines)
-    commands = [
-        engine_command(config, spec, platform, placement, index, port, key)
-        for index, port in zip(placement.engines, ports, strict=True)
-    ]
-    urls = [engine_url(config.placement.address, port) for port in ports]
     with (
         Console(directory / "logs" / "launcher.log") as console,
         key_file(directory, key) as file,
         stop_signals() as signals,
         ProcessTree(directory / "logs", GRACE_S, signals.insisted) as tree,
     ):
+        cluster = local_cluster(config, platform, placement, tree, key)
+        engines = cluster.engines()
+        urls = [cluster.engine_url(engine) for engine in engines]
         console.say(
             f"attach with rollout.attach=[{','.join(urls)}] and {KEY_VARIABLE}=$(cat {file.resolve()}) in the environment"
         )
         supervisor = Supervisor(tree, console, Timeline(None, "launcher"), signals)
-        return supervisor.run(commands, [], await_engines(config, urls))
+        return supervisor.run(engines, [], await_engines(config, urls))
 
 
 @dataclass(frozen=True)

@@ -284,17 +284,16 @@ def check_memory(config: Config, findings: Findings) -> None:
         findings.notes.append(shortage.line())
 
 
-def check_engines(config: Config, platform: Platform) -> tuple[ModelSpec, Placement]:
-    """The checks that engines without a run need."""
+def check_engines(config: Config, platform: Platform) -> Placement:
+    """The checks that engines without a run need; returns their places."""
     if config.rollout.attach:
         raise ConfigError("rollout.attach: these engines are to be started, not attached; remove the key")
     if config.placement.cluster != "local":
         raise ConfigError("placement.cluster: engines alone are started on this machine only; set it to local")
-    spec = check_model_files(config)
-    check_engine_keys(config, spec)
+    check_engine_keys(config, check_model_files(config))
     check_engine_interpreter(config)
     check_ports(config, range(config.num_engines))
-    return spec, place(config, _num_devices(platform), available_cores())
+    return place(config, _num_devices(platform), available_cores())
 
 
 def check_model_files(config: Config) -> ModelSpec:

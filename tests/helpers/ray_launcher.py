@@ -36,7 +36,7 @@ class StandInHost(HostActor):
         self.make_ready(directory / "logs", lambda role: command(directory, role.name, address))
         report = NodeReport(address, address, versions=dict(order["versions"]), ports=[7])
         problem = directory / "problem"
-        return NodeReport(address, address, problems=[problem.read_text()]) if problem.exists() else report
+        return NodeReport(address, address, problem=problem.read_text()) if problem.exists() else report
 
 
 def command(directory: Path, name: str, address: str) -> Command:

@@ -169,9 +169,13 @@ def test_a_node_with_another_directory_model_or_version_is_named(
     def problem() -> str:
         return str(node_problem(inspect_node(there, cast(Any, Cpu()), NOWHERE, 0, token), own))
 
-    assert problem().startswith(f"{name}run.dir: ") and "is not shared or not writable here" in problem()
+    with pytest.raises(UserError, match=r"^run\.dir: .* is not shared or not writable here"):
+        problem()
     leave_token(there)
-    assert "is another directory than the launcher's" in problem()
+    with pytest.raises(UserError, match=r"^run\.dir: .* is another directory than the launcher's"):
+        problem()
+    refused = NodeReport(own.host, own.address, versions=own.versions, problem="run.dir: not shared")
+    assert node_problem(refused, own) == f"{name}run.dir: not shared"
     (tmp_path / "b" / "run" / ".nodes").write_text(token)
     assert problem() == "None", "the same model"
     (tmp_path / "b" / "model" / "config.json").write_text('{"changed": 1}')

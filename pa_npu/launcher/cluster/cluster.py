@@ -64,12 +64,12 @@ class Cluster:
 
 
 def local_cluster(
-    config: Config, platform: Platform, placement: Placement, tree: ProcessTree, store: Store, key: str
+    config: Config, platform: Platform, placement: Placement, tree: ProcessTree, key: str, store: Store | None = None
 ) -> Cluster:
-    """This machine alone: every process is a child of the launcher. key: of the engines."""
-    commands = NodeCommands(config, platform, placement, store, 0, lambda: key)
-    tree.build = commands
+    """This machine alone: every process is a child of the launcher. key: of the engines. store: None for engines alone."""
     host = config.placement.address
+    commands = NodeCommands(config, platform, placement, store or Store(host, 0), 0, lambda: key)
+    tree.build = commands
     return Cluster(
         config, tree, [placement], 1, lambda engine: (host, commands.ports[engine.index]), await_nodes=lambda: None
     )

@@ -46,7 +46,7 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class HostActor:
-    """The processes of one node. `join` first; then `start`, `look`, `stop`, `kill` in any order, from any thread."""
+    """The processes of one node. `join` first; then `start`, `look`, `stop` in any order, from any thread."""
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self._grace_s = grace_s
@@ -57,23 +57,19 @@ class HostActor:
         self._processes: dict[int, Process] = {}
         self._ended: list[tuple[int, int, list[str]]] = []
 
-    def where(self) -> str:
-        """This node's address in the cluster."""
-        import ray
-
-        return str(ray.util.get_node_ip_address())
-
     def join(self, order: dict[str, Any]) -> dict[str, Any]:
         """Check this node for a run and make ready to start its processes; returns a NodeReport as JSON.
 
-        order: config (the launcher's, as a tree), node, engine (an extra engine's index, or None), address, store (host and
-        port), directory (the launcher's working directory), environment, versions, token.
+        order: config (the launcher's, as a tree), node, engine (an extra engine's index, or None), store (host and port),
+        directory (the launcher's working directory), environment, versions, token.
         """
-        address = str(order["address"])
+        import ray
+
+        address = str(ray.util.get_node_ip_address())
         try:
             return self.prepare(order, address).to_json()
         except PaNpuError as error:
-            return NodeReport(os.uname().nodename, address, versions=all_versions(), problems=[str(error)]).to_json()
+            return NodeReport(os.uname().nodename, address, versions=all_versions(), problem=str(error)).to_json()
 
     def prepare(self, order: dict[str, Any], address: str) -> NodeReport:
         """Raises PaNpuError for what makes this node unfit."""
@@ -87,8 +83,6 @@ class HostActor:
         config = config.model_copy(update={"placement": config.placement.model_copy(update={"host": address})})
         share = check_share(config, platform, int(order["node"]), order["engine"])
         report = inspect_node(config, platform, share, int(order["node"]), str(order["token"]))
-        if report.problems:
-            return report
         store = Store(str(order["store"][0]), int(order["store"][1]))
         commands = NodeCommands(config, platform, share, store, int(order["node"]), lambda: run_key(config))
         self.make_ready(Path(config.run.dir) / "logs", commands)
@@ -126,30 +120,21 @@ class HostActor:
         news, self._ended = self._ended, []
         return news
 
-    def stop(self, numbers: list[int]) -> None:
-        """Stop these gracefully at first; returns when they and all their descendants are gone."""
-        self._end(numbers, lambda tree, chosen: tree.stop(chosen))
-
-    def kill(self, numbers: list[int]) -> None:
-        """SIGKILL these and their descendants."""
-
-        def kill(tree: ProcessTree, chosen: list[Process]) -> None:
-            for process in chosen:
-                tree.kill_one(process)
-
-        self._end(numbers, kill)
-
-    def hurry(self) -> None:
-        """A stop under way, and every later one, ends its grace at once."""
-        self._hurry = True
-
-    def _end(self, numbers: list[int], how: Callable[[ProcessTree, list[Process]], None]) -> None:
+    def stop(self, numbers: list[int], at_once: bool = False) -> None:
+        """Stop these, gracefully at first unless `at_once`; returns when they and all their descendants are gone."""
         if self._tree is None:
             return
         chosen = [process for number in numbers if (process := self._processes.get(number))]
         with self._lock:
-            how(self._tree, chosen)
+            if not at_once:
+                self._tree.stop(chosen)
+            for process in chosen if at_once else ():
+                self._tree.kill_one(process)
             self._tree.forget([process for process in chosen if process.exit_code is not None])
+
+    def hurry(self) -> None:
+        """A stop under way, and every later one, ends its grace at once."""
+        self._hurry = True
 
 
 def _enter(directory: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from pa_npu import __version__
 from pa_npu.checkpoints.provenance import model_fingerprint
 from pa_npu.config.schema import Config
-from pa_npu.errors import PaNpuError, UserError
+from pa_npu.errors import UserError
 from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.run_checks import check_ports, device_notes
 from pa_npu.launcher.trainer_versions import installed_versions, trainer_problems
@@ -27,7 +27,7 @@ TOKEN_FILE = ".nodes"
 
 @dataclass(frozen=True)
 class NodeReport:
-    """problems: what keeps this node from taking part. notes: what is unusual. model: a fingerprint of model.path's files.
+    """problem: what keeps this node from taking part. notes: what is unusual. model: a fingerprint of model.path's files.
 
     address: where the node's processes listen. ports: of its engines, in the order of its share; empty where there is a problem.
     """
@@ -36,7 +36,7 @@ class NodeReport:
     address: str
     model: str = ""
     versions: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    problem: str = ""
     notes: list[str] = field(default_factory=list)
     ports: list[int] = field(default_factory=list)
 
@@ -65,14 +65,18 @@ def all_versions() -> dict[str, str]:
 
 
 def inspect_node(config: Config, platform: Platform, share: Placement, node: int, token: str) -> NodeReport:
-    """Everything that can be wrong with this node; `share` is what the run has on it. The config has this node's address."""
-    found, model = (_shared_directory(config, node, token), _ports(config, share)), Path(config.model.path)
+    """Report on this node; `share` is what the run has on it. The config has this node's address.
+
+    Raises PaNpuError with what keeps it from taking part.
+    """
+    _check_directory(config, node, token)
+    check_ports(config, share.engines, has_store=False)
+    model = Path(config.model.path)
     return NodeReport(
         host=socket.gethostname(),
         address=config.placement.address,
         model=model_fingerprint(model) if (model / "config.json").is_file() else "",
         versions=all_versions(),
-        problems=[problem for problem in found if problem],
         notes=[*trainer_problems(platform.name), *device_notes(platform, share)],
     )
 
@@ -80,8 +84,8 @@ def inspect_node(config: Config, platform: Platform, share: Placement, node: int
 def node_problem(report: NodeReport, own: NodeReport) -> str | None:
     """Why this node cannot take part beside the launcher's machine, whose report is `own`; one line."""
     who = f"node {report.name}"
-    for problem in report.problems:
-        return f"{who}: {problem}"
+    if report.problem:
+        return f"{who}: {report.problem}"
     if line := differing_versions(report.versions, own.versions):
         return f"{who}: {line}"
     if report.model != own.model:
@@ -101,7 +105,7 @@ def differing_versions(there: Mapping[str, str], here: Mapping[str, str]) -> str
     return None
 
 
-def _shared_directory(config: Config, node: int, token: str) -> str | None:
+def _check_directory(config: Config, node: int, token: str) -> None:
     directory = Path(config.run.dir)
     try:
         seen = (directory / TOKEN_FILE).read_text(encoding="utf-8")
@@ -109,17 +113,10 @@ def _shared_directory(config: Config, node: int, token: str) -> str | None:
         probe.write_text(token, encoding="utf-8")
         probe.unlink()
     except OSError as error:
-        return (
+        raise UserError(
             f"run.dir: {directory} is not shared or not writable here ({error.strerror}); use a directory of all nodes"
-        )
+        ) from None
     if seen != token:
-        return f"run.dir: {directory} is another directory than the launcher's; use one on a shared file system"
-    return None
-
-
-def _ports(config: Config, share: Placement) -> str | None:
-    try:
-        check_ports(config, share.engines, has_store=False)
-    except PaNpuError as error:
-        return str(error)
-    return None
+        raise UserError(
+            f"run.dir: {directory} is another directory than the launcher's; use one on a shared file system"
+        )

@@ -116,13 +116,13 @@ class RayProcesses:
 
     def stop(self, processes: Sequence[Process] | None = None) -> None:
         running = [process for process in self._chosen(processes) if process.exit_code is None]
-        pending = self._ask(running, "stop")
+        pending = self._ask_to_stop(running)
         self._local.stop(processes)
         self._finish(pending, running)
 
     def kill_one(self, process: Process) -> None:
         running = [remote for remote in self._chosen([process]) if remote.exit_code is None]
-        self._finish(self._ask(running, "kill"), running)
+        self._finish(self._ask_to_stop(running, at_once=True), running)
         self._local.kill_one(process)
 
     def forget(self, processes: Sequence[Process]) -> None:
@@ -168,12 +168,13 @@ class RayProcesses:
     def _chosen(self, processes: Sequence[Process] | None) -> list[RemoteProcess]:
         return [process for process in self._remote if processes is None or process in processes]
 
-    def _ask(self, processes: Sequence[RemoteProcess], method: str) -> list[object]:
+    def _ask_to_stop(self, processes: Sequence[RemoteProcess], at_once: bool = False) -> list[object]:
         """Begin a call on every node that has some of these."""
+        numbers: dict[Node, list[int]] = {}
+        for process in processes:
+            numbers.setdefault(process.node, []).append(process.number)
         return [
-            self._connection.call(node.host, method, [process.number for process in processes if process.node is node])
-            for node in {process.node for process in processes}
-            if node.present
+            self._connection.call(node.host, "stop", some, at_once) for node, some in numbers.items() if node.present
         ]
 
     def _finish(self, pending: Sequence[object], processes: Sequence[RemoteProcess]) -> None:

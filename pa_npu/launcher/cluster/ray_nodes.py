@@ -40,7 +40,6 @@ class Node:
     resources: dict[str, float]
     extra: int | None = None
     host: Any = None
-    where: Any = None
     joining: Any = None
     look: Any = None
     heard_s: float = 0.0
@@ -65,7 +64,7 @@ class Listener(Protocol):
 
 @dataclass
 class RayNodes:
-    """The nodes of a run. own: the launcher's machine's report. order: what a host is told beside its number and address.
+    """The nodes of a run. own: the launcher's machine's report. order: what a host is told beside its number.
 
     timeout_s: run.startup_timeout_s, within which the cluster gives nodes, also for lost ones.
     """
@@ -141,11 +140,12 @@ class RayNodes:
     def _make(self, node: Node) -> None:
         group = None if node.extra is not None else self._group
         node.host = self.connection.make_host(node.name, node.resources, group, node.number)
-        node.ask_again_s, node.joining, node.look = None, None, None
-        node.where = self.connection.call(node.host, "where")
+        node.ask_again_s, node.look = None, None
+        order = {**self.order, "node": node.number, "engine": node.extra}
+        node.joining = self.connection.call(node.host, "join", order)
 
     def _hear(self, node: Node) -> None:
-        reference = node.look or node.joining or node.where
+        reference = node.look or node.joining
         if not self.connection.done([reference]):
             silent_s = time.monotonic() - node.heard_s
             if node.present and silent_s > SILENT_S:
@@ -163,10 +163,7 @@ class RayNodes:
             self._refuse(node, f"node {node.number}: its checks failed: {error}")
             return
         node.heard_s = time.monotonic()
-        if reference is node.where:
-            order = {**self.order, "node": node.number, "engine": node.extra, "address": value}
-            node.where, node.joining = None, self.connection.call(node.host, "join", order)
-        elif reference is node.joining:
+        if reference is node.joining:
             node.joining = None
             self._welcome(node, NodeReport(**value))
         else:
@@ -200,7 +197,7 @@ class RayNodes:
 
     def _take_away(self, node: Node, pause_s: float) -> None:
         self.connection.end(node.host)
-        node.host = node.look = node.joining = node.where = None
+        node.host = node.look = node.joining = None
         node.ask_again_s = time.monotonic() + pause_s
 
     def _wait(self, is_true: Callable[[], bool], why_not: Callable[[], str]) -> bool:

@@ -6,7 +6,6 @@ is started again as far as `Recovery` allows.
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -27,11 +26,6 @@ from pa_npu.telemetry.timeline import Timeline, now
 _TICK_S = 0.1
 _PROBE_EVERY_S = 0.5
 _WAITING_LINE_EVERY_S = 15.0
-_LINE_COLUMNS = 80
-# What loggers put before a message: a process in brackets, level, date, time, a file in brackets.
-_STAMP = re.compile(
-    r"^(\([^)]*\)\s*)?((DEBUG|INFO|WARNING|ERROR)\b:?\s*|[DIWE] [\w-]+ |[\d][\d\-:,.]+\s+|\[[^]]*\]\s*)*"
-)
 _LOG_LINES = 20
 # Processes that follow a dead one within this time are mentioned, not blamed.
 _AFTERMATH_S = 1.0
@@ -137,15 +131,9 @@ class Supervisor:
                     )
             if pending and time.monotonic() - said > _WAITING_LINE_EVERY_S:
                 said = time.monotonic()
-                self._console.say(self._waiting_line(pending, seconds))
+                names = ", ".join(item.name for item in pending)
+                self._console.say(f"waiting for {names} ({seconds:.0f} s)")
         return True
-
-    def _waiting_line(self, pending: Sequence[Awaited], seconds: float) -> str:
-        """Says what is waited for, and what the first of these has said last, on a line of a usual width."""
-        processes = {process.name: process for process in self._tree.processes}
-        line = f"waiting for {', '.join(item.name for item in pending)} ({seconds:.0f} s)"
-        said = [word for item in pending for word in _last_word(processes.get(item.process)) if word.strip()]
-        return f"{line}: {said[0]}"[:_LINE_COLUMNS] if said else line
 
     def _until_done(self, awaited: Sequence[Awaited]) -> bool:
         """Until coordinator and trainers have ended well: each of them has deadlines on all of its own waits.
@@ -224,13 +212,6 @@ class Supervisor:
         self._tree.stop()
         self._relay()
         self._console.say(f"all processes ended ({time.monotonic() - began:.1f} s)")
-
-
-def _last_word(process: Process | None) -> list[str]:
-    """The last line of its log, without the time and the level that it may begin with."""
-    if process is None:
-        return []
-    return [_STAMP.sub("", line, count=1) for line in process.last_lines(1)]
 
 
 def _is_engine(process: Process) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class Result:
 
 
 _HERE = "pa_npu.launcher.selftest"
+_POLL_S = 0.05
 # The order is that of trust: what later parts need comes first.
 PARTS = (
     Part("versions", f"{_HERE}.numbers:versions", "the libraries of a supported row are here, and a device", 120),
@@ -94,48 +95,25 @@ ACCEPTANCE = (
 
 
 def run_part(part: Part, bench: Bench) -> Result:
-    """Run it in a child with a log of its own, ended with everything that it started at its deadline."""
-    log = bench.folder / "logs" / f"{part.name}.log"
+    """Run it in a process with a log of its own, ended with everything that it started at its deadline."""
     answer = bench.folder / f"{part.name}.json"
     answer.unlink(missing_ok=True)
     asked = json.dumps({**asdict(bench), "folder": str(bench.folder)})
     start_s = time.monotonic()
-    with log.open("wb") as file:
-        child = subprocess.Popen(
-            [sys.executable, "-m", _HERE, part.function, asked, str(answer)],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        problem = _wait(child, part.limit_s)
-    result = Result(part.name, time.monotonic() - start_s, problem=problem)
-    if problem is None and not answer.is_file():
-        result.problem = f"it ended with code {child.returncode}: {_last_words(log)}"
+    with ProcessTree(bench.folder / "logs", GRACE_S) as tree:
+        process = tree.start(part.name, [sys.executable, "-m", _HERE, part.function, asked, str(answer)], os.environ)
+        while process.exit_code is None and time.monotonic() - start_s < part.limit_s:
+            time.sleep(_POLL_S)
+        code = process.exit_code
+    result = Result(part.name, time.monotonic() - start_s)
+    if code is None:
+        result.problem = f"it was not done after {part.limit_s:g} s, and was ended"
     elif answer.is_file():
         result.findings = [Finding(**finding) for finding in json.loads(answer.read_text())]
+    else:
+        (last,) = process.last_lines(1) or ["nothing was written"]
+        result.problem = f"it ended with code {code}: {last.strip()[:300]}"
     return result
-
-
-def _wait(child: subprocess.Popen[bytes], limit_s: float) -> str | None:
-    """Wait for it; end its process group, first politely, where it takes too long or this process is interrupted."""
-    try:
-        child.wait(limit_s)
-        return None
-    except subprocess.TimeoutExpired:
-        return f"it was not done after {limit_s:g} s, and was ended"
-    finally:
-        for number in (signal.SIGINT, signal.SIGKILL):
-            if child.poll() is None:
-                os.killpg(child.pid, number)
-                try:
-                    child.wait(60)
-                except subprocess.TimeoutExpired:
-                    continue
-
-
-def _last_words(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "nothing was written"
 
 
 def run_function(function: str, asked: str, answer: str) -> int:

@@ -29,15 +29,16 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"configuration keys (in YAML files, or as key=value on the command line):\n\n{keys_help()}"
 
 
-def read(options: argparse.Namespace, rest: Sequence[str]) -> Config:
-    """Overrides may stand before, between and after the options; argparse leaves the later ones in `rest`."""
+def overrides(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    """They may stand before, between and after the options; argparse leaves the later ones in `rest`."""
     for argument in rest:
         if argument.startswith("-"):
             raise UserError(f"command line: {argument}: unknown option; see --help")
-    device = [f"run.device={options.device}"] if options.device else []
-    return automatic.load(
-        options.config, [*options.overrides, *rest, *device], lambda line: print(line, file=sys.stderr)
-    )
+    return [*options.overrides, *rest, *([f"run.device={options.device}"] if options.device else [])]
+
+
+def read(options: argparse.Namespace, rest: Sequence[str]) -> Config:
+    return automatic.load(options.config, overrides(options, rest), lambda line: print(line, file=sys.stderr))
 
 
 def is_given(options: argparse.Namespace, rest: Sequence[str]) -> bool:

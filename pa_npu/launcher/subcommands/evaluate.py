@@ -23,7 +23,7 @@ _OWN_NAMES = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = __doc__
-    parser.add_argument("--config", action="append", default=[], metavar="YAML", help="configuration; later ones win")
+    configuration.add_options(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="HF", help="HF model directory")
     source.add_argument("--checkpoint", metavar="DIR", help="a directory .../iteration_NNNNNN; it is exported for this")
@@ -35,10 +35,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", default="runs/evaluate", metavar="DIR", help="where results and logs go")
     parser.add_argument("--compare", metavar="FILE", help="results of another evaluation to compare with, by question")
-    parser.add_argument("--device", choices=("auto", "npu", "cuda", "cpu"), help="short for run.device=KIND")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="configuration keys, such as evaluate.samples=8"
-    )
 
 
 def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -58,9 +54,7 @@ def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _config(options: argparse.Namespace, rest: Sequence[str]) -> Config:
-    for argument in rest:
-        if argument.startswith("-"):
-            raise UserError(f"command line: {argument}: unknown option; see --help")
+    given = configuration.overrides(options, rest)
     if not options.data:
         raise UserError("command line: --data NAME=FILE is needed, as in --data gsm8k=data/gsm8k/test.jsonl")
     sets: list[tuple[str, str]] = []
@@ -71,7 +65,6 @@ def _config(options: argparse.Namespace, rest: Sequence[str]) -> Config:
         if name in (other for other, _ in sets):
             raise UserError(f"command line: --data {text}: a set is called {name} already; give each a name of its own")
         sets.append((name, file))
-    given = [*options.overrides, *rest, *([f"run.device={options.device}"] if options.device else [])]
     given += [f"run.dir={options.output}", f"data.train={sets[0][1]}"]  # a configuration needs one; it is not read
     given += [f"evaluate.sets.{name}={file}" for name, file in sets]
     given += [f"model.path={options.model or f'{options.output}/model'}"]
