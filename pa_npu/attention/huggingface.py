@@ -55,8 +55,9 @@ def _attend(
         raise ValueError(
             f"a batch of {query.shape[0]} rows with dropout {dropout}: give one packed row, and no dropout"
         )
-    longest = max(offset + length for offset, length in zip(layout.offsets, layout.lengths, strict=True))
-    window = None if sliding_window is None or longest <= sliding_window else f"a window of {sliding_window} tokens"
+    window = (
+        None if sliding_window is None or layout.longest <= sliding_window else f"a window of {sliding_window} tokens"
+    )
     for unlike in (window, softcap and "capped scores", None if s_aux is None else "attention sinks"):
         if unlike:
             raise ValueError(f"layout: this model's attention has {unlike}, which shared-prompt attention has not")

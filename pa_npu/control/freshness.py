@@ -61,13 +61,9 @@ class Freshness:
         """How many iterations producing runs ahead of training."""
         return self.max_staleness if self.ahead is None else self.ahead
 
-    def may_produce(self, iteration: int, published_version: int | None) -> bool:
-        """Whether engines that hold `published_version` may generate for `iteration`."""
-        return published_version is not None and self.holds(iteration, published_version)
-
     def check_production(self, iteration: int, published_version: int | None) -> None:
         """Raises InvariantViolation where iteration `iteration` may not be produced with what has been published."""
-        if not self.may_produce(iteration, published_version):
+        if published_version is None or not self.holds(iteration, published_version):
             raise InvariantViolation(
                 f"I1 version: iteration {iteration} may not be produced while the engines hold weight version "
                 f"{published_version}, as schedule.max_staleness = {self.max_staleness}"

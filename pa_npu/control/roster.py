@@ -15,7 +15,7 @@ import hashlib
 import hmac
 import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from pa_npu.control.channel import StoreChannel, StoreError
@@ -50,20 +50,10 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
-class ReplacementWanted:
-    """This start of an engine is to be replaced."""
+class Said:
+    """Something that is asked of an engine's start or told of it, with a reason where one belongs to it."""
 
-    reason: str
-
-
-@dataclass(frozen=True)
-class LeaveAsked:
-    """An engine wants to leave the run."""
-
-
-@dataclass(frozen=True)
-class HasLeft:
-    """Nothing of the run is on the engine any more."""
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,24 +65,20 @@ class DeviceLent:
 
 CONFIG = Topic("config", RunConfig, "the launcher to publish its configuration")
 START = Topic("{index}", EngineStart, "engine {index} to be announced")
-REPLACE = Topic("{index}/replace/{generation}", ReplacementWanted, "the coordinator to ask for another engine {index}")
-LEAVE = Topic("{index}/leave", LeaveAsked, "engine {index} to leave")
-LEFT = Topic("{index}/left", HasLeft, "the coordinator to let engine {index} go")
+REPLACE = Topic("{index}/replace/{generation}", Said, "the coordinator to ask for another engine {index}")
+LEAVE = Topic("{index}/leave", Said, "engine {index} to leave")
+LEFT = Topic("{index}/left", Said, "the coordinator to let engine {index} go")
 LENT = Topic("{index}/lent", DeviceLent, "the coordinator to say who has the device of engine {index}")
 COUNT = Counter("count")
 CHANGES = Counter("changes")
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One engine, as `entries` finds it. generation, restarts and shared: as in EngineStart."""
+class Entry(EngineStart):
+    """One engine, as `entries` finds it."""
 
     index: int
-    url: str
-    generation: int
-    restarts: bool
     leaving: bool
-    shared: bool
 
 
 class Unsigned(StoreError):
@@ -182,11 +168,11 @@ class Roster:
             if start is None:  # counted, not written yet
                 continue
             leaving = self._read(LEAVE, index=index) is not None
-            entries.append(Entry(index, start.url, start.generation, start.restarts, leaving, start.shared))
+            entries.append(Entry(**asdict(start), index=index, leaving=leaving))
         return entries
 
     def ask_replacement(self, index: int, generation: int, reason: str) -> None:
-        REPLACE.put(self._channel, ReplacementWanted(reason), index=index, generation=generation)
+        REPLACE.put(self._channel, Said(reason), index=index, generation=generation)
 
     def replacement_wanted(self, index: int, generation: int) -> str | None:
         """Why this start of the engine is to be replaced, if it is."""
@@ -194,11 +180,11 @@ class Roster:
         return found.reason if found is not None else None
 
     def ask_leave(self, index: int) -> None:
-        LEAVE.put(self._channel, LeaveAsked(), index=index)
+        LEAVE.put(self._channel, Said(), index=index)
         CHANGES.add(self._channel)
 
     def confirm_left(self, index: int) -> None:
-        LEFT.put(self._channel, HasLeft(), index=index)
+        LEFT.put(self._channel, Said(), index=index)
 
     def has_left(self, index: int) -> bool:
         return self._read(LEFT, index=index) is not None
