@@ -52,7 +52,7 @@ def observe_iteration(
     return end_s + 2.0
 
 
-@pytest.mark.parametrize("kind", ["equal", "unequal"])
+@pytest.mark.parametrize("kind", [pytest.param("equal", marks=pytest.mark.nightly), "unequal"])
 @pytest.mark.parametrize(("engines", "each"), [(4, 4), (64, 16), (512, 8)])
 def test_choosing_never_takes_more_than_a_few_percent_of_an_iteration(
     simulated: list[float], kind: str, engines: int, each: int
@@ -98,9 +98,9 @@ WIDE = Case("wide", (NPU.engines[0],) * 16, 256, 8, 300, HEAVY, 256, 1.0, replic
     "case",
     [
         WIDE,
-        replace(WIDE, train=2.0),
-        replace(WIDE, max_num_seqs=64, train=0.5),
-        replace(WIDE, lengths=Lengths(512, 512)),
+        pytest.param(replace(WIDE, train=2.0), marks=pytest.mark.nightly),
+        pytest.param(replace(WIDE, max_num_seqs=64, train=0.5), marks=pytest.mark.nightly),
+        pytest.param(replace(WIDE, lengths=Lengths(512, 512)), marks=pytest.mark.nightly),
         replace(WIDE, engines=(NPU.engines[0],) * 12 + (NPU.engines[0].scaled(2.0),) * 4, train=0.5),
     ],
     ids=["balanced", "trainer-bound", "waves", "equal lengths", "unequal engines"],

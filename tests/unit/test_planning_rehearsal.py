@@ -79,7 +79,15 @@ def test_more_sequences_than_can_be_simulated_are_not():
     assert "too many" in predicted_lines(config, spec)[0]
 
 
-@pytest.mark.parametrize("name", ["qwen2.5_7b", "qwen3_8b", "deepseek_r1_distill_qwen_7b", "qwen2.5_32b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2.5_7b",
+        pytest.param("qwen3_8b", marks=pytest.mark.nightly),
+        pytest.param("deepseek_r1_distill_qwen_7b", marks=pytest.mark.nightly),
+        "qwen2.5_32b",
+    ],
+)
 def test_every_recipe_idles_little_though_lengths_are_not_known_before(name: str):
     """Devices for both sides, by themselves; a split reaches eight tenths of its bound."""
     config = load_config([f"configs/grpo_{name}.yaml"], ["run.device=npu"])
