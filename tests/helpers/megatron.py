@@ -20,6 +20,7 @@ PLATFORM = platforms.get("cpu")
 prepare(PLATFORM.name)
 
 # these import megatron, which must come after its preparation: tests take them from here
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
 from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel  # noqa: E402
@@ -44,7 +45,8 @@ def single_process(config: Config) -> Iterator[None]:
     finally:
         shutdown_parallel()
         # its auxiliary losses' groups, and models in cycles, keep the sockets of groups that are destroyed
-        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+        place = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else parallel_state  # core 0.12
+        place.get_moe_layer_wise_logging_tracker().clear()
         gc.collect()
 
 
