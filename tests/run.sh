@@ -63,8 +63,8 @@ if [[ $what == unit || $what == integration ]]; then
   run_tests "${paths[@]}"
   exit
 fi
-# tests of trainer ranks alone stand beside the unit tests, so that both halves take as long
-ranks=(tests/integration/test_{backends,checkpoints,gradient,memory,samples,trainer,trimodel}_*.py tests/integration/test_mixture_trainer.py)
+# some tests of trainer ranks alone stand beside the unit tests, so that both halves take as long
+ranks=(tests/integration/test_{backends,trainer,trimodel}_*.py tests/integration/test_mixture_trainer.py)
 others=()
 for folder in tests/*/; do
   [[ $folder == tests/@(integration|helpers|__pycache__)/ ]] || others+=("$folder")

@@ -243,7 +243,9 @@ class BackendConformance:
             steps.append((before, one.backend.digest(), report.learning_rate, report.grad_norm))
         assert steps[0] == steps[1] and steps[0][1] != steps[0][0][0]
 
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
+        processes = multiprocessing.get_context("forkserver")
+        processes.set_forkserver_preload([__name__])  # it imports once, whatever the number of backends
+        with ProcessPoolExecutor(1, processes) as alone:
             config = learner._config
             done = alone.submit(made_and_left, self.name, config, checkpoint, tmp_path / "hf")
             assert done.result(ALONE_S) == (1, True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,10 +25,12 @@ from pa_npu.control.messages import BORDER, REPORT, TRAINERS_RUN_ON, BorderRepor
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.typed import Topic
+from pa_npu.coordinator import main as coordinator
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, MEMBERS, READY, VERDICT, StageManifest, TrainersReady
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
+from tests.helpers.preloaded import start_rank
 from tests.helpers.reports import iteration_report, trainers_run_on
 from tests.helpers.stand_in_engine import API_KEY, Served
 
@@ -131,21 +132,16 @@ class Run:
         self.roster.publish_config(self.config.model_dump(mode="json"))
         for engine in engines:
             self.roster.announce(engine.url)
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "pa_npu.coordinator.main", "--config", str(self.dir / "config.yaml")),
-            ],
-            env={
-                "PATH": "/usr/bin:/bin",
-                "PA_NPU_STORE": f"127.0.0.1:{self.server.port}",
-                "VLLM_API_KEY": API_KEY,
-                "OMP_NUM_THREADS": "1",
-                **(variables or {}),
-            },
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        self._log = directory / "coordinator.log"
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "PA_NPU_STORE": f"127.0.0.1:{self.server.port}",
+            "VLLM_API_KEY": API_KEY,
+            "OMP_NUM_THREADS": "1",
+            **(variables or {}),
+        }
+        self.process = start_rank(
+            "tests.helpers.coordinator_run", str(self.dir / "config.yaml"), environment, self._log
         )
 
     def announce(self, version: int, report: dict[str, Any] | None, *, publishes: bool = True) -> None:
@@ -199,8 +195,14 @@ class Run:
 
     def end(self) -> str:
         """Everything the coordinator printed."""
-        output, _ = self.process.communicate(timeout=WAIT_S)
-        return output
+        self.process.wait(WAIT_S)
+        return self._log.read_text()
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.dir / name).read_text().splitlines()]
+
+
+def main(config_file: str) -> None:
+    """Runs a coordinator, in a process that `Run` has forked."""
+    sys.argv[1:] = ["--config", config_file]
+    sys.exit(coordinator.main())

@@ -53,7 +53,7 @@ ELSEWHERE = {
     "rollout.kv_cache_gib=0.25 evaluate.samples=4": _QUICK_START,
     "bash launch/run_grpo_tiny.sh schedule.iterations=5 schedule.stream=false run.dir=runs/sync": _QUICK_START,
     "pa-npu run --config ... checkpoint.every=10 checkpoint.resume=auto": "tests/integration/test_recovery.py::"
-    "test_trainers_coordinator_reward_workers_and_launcher_that_are_killed_whenever_change_nothing",
+    "test_engines_trainers_coordinator_reward_workers_and_launcher_that_are_killed_whenever_change_nothing",
     "pa-npu export --checkpoint RUN/checkpoints/iteration_000010 --output DIR [--merged]": "tests/unit/test_backends_lora.py::"
     "test_exports_load_in_peft_and_transformers_and_give_the_trainers_logprobs",
     "pa-npu export --checkpoint RUN/checkpoints/iteration_000010 --output HF_DIR": "tests/integration/test_backends_hf_export.py::"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,9 @@ PLATFORM = platforms.get("cpu")
 prepare(PLATFORM.name)
 
 # these import megatron, which must come after its preparation: tests take them from here
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
+
 from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel  # noqa: E402
 from pa_npu.backends.megatron.stage import TriModel, build_stage  # noqa: E402
 from pa_npu.backends.megatron.weights.hf_map import load_hf, part_view, sources  # noqa: E402
@@ -40,6 +44,10 @@ def single_process(config: Config) -> Iterator[None]:
         yield
     finally:
         shutdown_parallel()
+        # its auxiliary losses' groups, and models in cycles, keep the sockets of groups that are destroyed
+        place = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else parallel_state  # core 0.12
+        place.get_moe_layer_wise_logging_tracker().clear()
+        gc.collect()
 
 
 def loaded_stage(model: Path, frozen: dict[str, Path] | None = None, /, **sections: dict[str, Any]) -> TriModel:

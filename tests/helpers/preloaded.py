@@ -1,9 +1,9 @@
-"""Ranks that need not import: each is a fork of one process that has imported what trainers import, and has done nothing else.
+"""Processes that need not import: each is a fork of one that has imported what trainers and coordinators do, and nothing else.
 
     python -m tests.helpers.preloaded     reads requests from its standard input and ends with it
 
-Importing takes longer than what most tests let a rank compute. What a fork inherits is modules: no threads, no groups, no
-random state that a rank does not seed.
+Importing takes longer than what most tests let a rank or a coordinator compute. A fork inherits modules: no threads, no
+groups, no random state that it does not seed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ MODULES = (
     "pa_npu.backends.megatron.backend",
     "pa_npu.checkpoints.saving",
     "pa_npu.config.load",
+    "pa_npu.coordinator.main",
     "pa_npu.samples.rollout_buffer",
     "pa_npu.trainer.assemble",
     "pa_npu.trainer.loop",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen2.modeling_qwen2",
 )
 
 
@@ -46,6 +50,15 @@ class Rank:
     def poll(self) -> int | None:
         return self._server.code(self.pid, 0.0)
 
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
     def wait(self, timeout_s: float | None = None) -> int:
         """The exit code, negative for a signal. Raises subprocess.TimeoutExpired."""
         code = self._server.code(self.pid, timeout_s)
@@ -54,9 +67,7 @@ class Rank:
         return code
 
     def kill(self) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
 
 class Server:
@@ -176,6 +187,7 @@ def _be_rank(request: dict[str, Any]) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.closerange(3, log)  # the pipe of the answers; others are the log alone
+        sys.path[:0] = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
         sys.argv = [request["module"], request["argument"]]
         importlib.import_module(request["module"]).main(request["argument"])
         code = 0

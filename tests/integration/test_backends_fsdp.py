@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pa_npu.backends.registry import export_checkpoint
 from pa_npu.checkpoints import directories as store
-from pa_npu.families.model_directory import load_tokenizer
-from tests.helpers.launched import Launched, settings
 from tests.helpers.megatron import model_config
 from tests.helpers.models import make_model
-from tests.helpers.remote_model import make_remote
 from tests.helpers.trainer_rank import Job, run_job
 from tools import try_models
 
@@ -111,7 +106,7 @@ def test_copies_of_shards_train_as_one_rank_and_one_goes_on_from_their_checkpoin
     assert any(not torch.equal(tensor, weights(model)[name].to(tensor.dtype)) for name, tensor in expected.items())
 
 
-@pytest.mark.nightly  # unit/test_any_model.py has its weights, and the test below trains another such model
+@pytest.mark.nightly  # unit/test_any_model.py has its weights, and test_exact_schedules.py trains another such model
 def test_a_model_without_a_family_file_trains_and_its_engine_has_what_was_trained(tiny: Path, tmp_path: Path) -> None:
     """From the trial to the export, with scaled logits, embeddings and residuals."""
     found = try_models.run("granite", "transformers", tiny, tmp_path)
@@ -123,26 +118,3 @@ def test_a_model_without_a_family_file_trains_and_its_engine_has_what_was_traine
     before, after = (weights(tmp_path / "granite" / name) for name in ("model", "transformers/hf"))
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[name], after[name]) for name in before)
-
-
-def test_a_model_with_code_of_its_own_trains_once_it_is_trusted(tiny: Path, tmp_path: Path) -> None:
-    """Its model, configuration and tokenizer in every process of a run, and in the export."""
-    model, directory = make_remote(tmp_path / "model", tiny), tmp_path / "run"
-    trusted = {"trainer.backend": "fsdp", "model.trust_remote_code": "true", "model.path": model}
-    reward = 'reward.functions=[{name: format, pattern: "[0-4]"}]'
-    run = Launched(tmp_path, "run", *settings(tiny, directory, **trusted, rollout__responses_per_prompt=4), reward)
-    run.popen.wait(300)
-    assert run.popen.returncode == 0, run.output
-    assert "model.path: transformers own, prompts are shared" in run.output
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    assert len(records) == 2 and all(record["logprob_diff_max"] < 1e-5 for record in records), records
-    assert max(record["grad_norm"] for record in records) > 0.01
-    exported, found = directory / "hf", AutoModelForCausalLM.from_pretrained
-    assert type(load_tokenizer(str(exported), True)).__name__ == "OwnTokenizer"
-    ids = torch.arange(12)[None]
-    own = found(exported, trust_remote_code=True)
-    assert type(own).__name__ == "OwnForCausalLM"
-    plain = LlamaForCausalLM(LlamaConfig.from_pretrained(exported))
-    plain.load_state_dict(own.state_dict())
-    torch.testing.assert_close(own(ids).logits, 2 * plain.eval()(ids).logits, msg="its code computes")
-    assert any(not torch.equal(tensor, weights(model)[name]) for name, tensor in weights(exported).items())

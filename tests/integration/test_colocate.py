@@ -54,6 +54,7 @@ def colocated(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tiny, tmp_path_factory.mktemp("colocated"), True)
 
 
+@pytest.mark.nightly  # unit/test_colocate.py has the turns; runs of such devices: test_exact_schedules.py, test_recovery.py
 def test_a_device_with_both_counts_once_and_they_work_in_turn(colocated: Path) -> None:
     check_records(colocated, True)
 

@@ -1,7 +1,8 @@
-"""Dynamic sampling in whole runs of the coordinator: a resumed run takes, discards and trains what the undisturbed one does."""
+"""Resumed runs of the coordinator take, discard and train what the undisturbed do: dynamic sampling, several datasets, a filter."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,22 +117,26 @@ def content(groups: list[Group]) -> list[tuple[Any, ...]]:
     )
 
 
+def whole_and_resumed(directory: Path, order: str, iterations: int, **changes: Any) -> tuple[Outcome, Outcome]:
+    """A run, and one that goes on from its checkpoint: with another number and speed of engines, in another order of arrival."""
+    whole = produce(directory / "whole", order, 0, Speed(step_s=0.0005, stride=4), 2, None, iterations, **changes)
+    checkpoint = write_checkpoint(directory, whole.states[RESUMED_AT])
+    slower = Speed(step_s=0.002, stride=8)
+    resumed = produce(directory / "resumed", order, RESUMED_AT, slower, 1, checkpoint, iterations, **changes)
+    assert set(resumed.trained) == set(range(RESUMED_AT, iterations))
+    for iteration, ours in resumed.trained.items():
+        expected = whole.trained[iteration]
+        assert content(ours) == content(expected), f"iteration {iteration}"
+        if order == "prompt":
+            assert [to_bytes(group) for group in ours] == [to_bytes(group) for group in expected]
+        assert resumed.states[iteration + 1] == whole.states[iteration + 1]
+        assert resumed.dispatched[iteration] == whole.dispatched[iteration]
+    return whole, resumed
+
+
 @pytest.mark.parametrize("order", ["prompt", "completion"])
 def test_a_resumed_run_goes_on_as_the_undisturbed_one(order: str, tmp_path: Path) -> None:
-    whole = produce(tmp_path / "whole", order, 0, Speed(step_s=0.0005, stride=4), 2, None)
-    checkpoint = write_checkpoint(tmp_path, whole.states[RESUMED_AT])
-    # another number of engines and another speed, so that groups finish in another order
-    resumed = produce(tmp_path / "resumed", order, RESUMED_AT, Speed(step_s=0.002, stride=8), 1, checkpoint)
-
-    later = range(RESUMED_AT, ITERATIONS)
-    assert set(resumed.trained) == set(later)
-    for iteration in later:
-        assert content(resumed.trained[iteration]) == content(whole.trained[iteration]), f"iteration {iteration}"
-        if order == "prompt":
-            ours, expected = resumed.trained[iteration], whole.trained[iteration]
-            assert [to_bytes(group) for group in ours] == [to_bytes(group) for group in expected]
-        assert resumed.positions[iteration + 1] == whole.positions[iteration + 1]
-        assert resumed.dispatched[iteration] == whole.dispatched[iteration]
+    whole, resumed = whole_and_resumed(tmp_path, order, ITERATIONS)
     assert resumed.sampled < whole.sampled, "the discarded groups are sampled alike too"
     assert len(resumed.sampled) == sum(resumed.dispatched.values())
 
@@ -141,5 +146,40 @@ def test_a_resumed_run_goes_on_as_the_undisturbed_one(order: str, tmp_path: Path
     assert whole.positions[ITERATIONS] > 40, "the prompts went into their second epoch"
     for groups in whole.trained.values():
         assert len(groups) == GROUPS and all(len(set(group.rewards.tolist())) > 1 for group in groups)
-    taken = [group.prompt_id for iteration in later for group in whole.trained[iteration]]
+    taken = [group.prompt_id for iteration in resumed.trained for group in whole.trained[iteration]]
     assert taken != [group.prompt_id for iteration in (0, 1) for group in whole.trained[iteration]]
+
+
+@pytest.mark.parametrize("order", ["prompt", "completion"])
+def test_a_resumed_run_of_several_datasets_asks_what_the_undisturbed_one_does(order: str, tmp_path: Path) -> None:
+    iterations, names = 5, {"many": range(40), "few": range(40, 70)}
+    for name, numbers in names.items():
+        rows = [{"q": f"w{3 + i} w{4 + i}", "a": {"final": str(i)}} for i in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes: dict[str, Any] = {
+        "data": {
+            "train": [
+                {"path": str(tmp_path / "many.jsonl"), "weight": 1},
+                {"path": str(tmp_path / "few.jsonl"), "weight": 2},
+            ],
+            "test": None,
+            "max_prompt_tokens": 16,
+            "question_column": "q",
+            "answer_column": "a.final",
+        },
+        "schedule": {"iterations": iterations, "prompts_per_iteration": GROUPS, "order": order},
+    }
+    whole, resumed = whole_and_resumed(tmp_path, order, iterations, **changes)
+    for iteration in resumed.trained:
+        assert resumed.records[iteration]["sources"] == whole.records[iteration]["sources"]
+
+    # the weights, by what was trained
+    asked: list[int] = []
+    for iteration in range(iterations):
+        sources, groups = whole.records[iteration]["sources"], whole.trained[iteration]
+        assert [sources[name]["prompts"] for name in names] == [GROUPS // 3, 2 * GROUPS // 3]
+        assert sources["few"]["share"] == pytest.approx(2 / 3)
+        own = [float((group.rewards > 0).mean()) for group in groups if group.prompt_id >= 40]
+        assert sources["few"]["accuracy"] == pytest.approx(sum(own) / len(own))
+        asked += [group.prompt_id for group in groups]
+    assert len(asked) > len(set(asked)), "later epochs came"

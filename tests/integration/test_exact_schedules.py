@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from pa_npu.families.model_directory import load_tokenizer
 from tests.helpers.launched import Launched, settings
+from tests.helpers.remote_model import make_remote
 from tests.helpers.scripted_schedules import NAMES
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
@@ -25,11 +28,19 @@ GROUPS, ITERATIONS = 8, len(NAMES)
 
 
 @pytest.fixture(scope="module")
+def launched() -> Iterator[list[Launched]]:
+    """The runs that `run` has made, the newest last."""
+    made: list[Launched] = []
+    yield made
+    for item in made:
+        item.close()
+
+
+@pytest.fixture(scope="module")
 def run(
-    tiny: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., tuple[dict[str, torch.Tensor], Any]]]:
+    tiny: Path, launched: list[Launched], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[dict[str, torch.Tensor], Any]]:
     """Runs with some keys of their own; gives (final weights, records)."""
-    launched: list[Launched] = []
 
     def start(**others: object) -> tuple[dict[str, torch.Tensor], Any]:
         directory = tmp_path_factory.mktemp("scheduled")
@@ -51,9 +62,7 @@ def run(
         records = [json.loads(line) for line in (directory / "run/metrics.jsonl").read_text().splitlines()]
         return load_file(directory / "run/hf/model.safetensors"), records
 
-    yield start
-    for item in launched:
-        item.close()
+    return start
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +71,32 @@ def synchronous(run: Callable[..., Any]) -> Callable[[str], Any]:
     return cache(lambda backend: run(**{"schedule.stream": "false", "trainer.backend": backend}))
 
 
-def test_sharded_trainers_end_with_the_synchronous_runs_weights_too(run: Callable[..., Any], tiny: Path) -> None:
-    backend = {"trainer.backend": "fsdp", "schedule.iterations": 3}
-    weights, _ = run(**backend)
-    synchronous, _ = run(**backend, **{"schedule.stream": "false"})
-    initial = load_file(tiny / "model" / "model.safetensors")
+def test_sharded_trainers_of_a_model_with_code_of_its_own_end_with_the_synchronous_runs_weights_too(
+    run: Callable[..., Any], launched: list[Launched], tiny: Path, tmp_path: Path
+) -> None:
+    """Once it is trusted, its model, configuration and tokenizer are in every process of a run, and in the export."""
+    model = make_remote(tmp_path / "model", tiny)
+    chosen = {
+        "trainer.backend": "fsdp",
+        "model.trust_remote_code": "true",
+        "model.path": model,
+        "schedule.iterations": 3,
+    }
+    weights, records = run(**chosen)
+    exported = launched[-1].output_file.parent / "run" / "hf"
+    assert "model.path: transformers own, prompts are shared" in launched[-1].output
+    synchronous, _ = run(**chosen, **{"schedule.stream": "false"})
     assert weights.keys() == synchronous.keys() and all(torch.equal(weights[n], synchronous[n]) for n in weights)
-    assert any(not torch.equal(weights[name], initial[name]) for name in weights), "something was learned"
+    assert any(
+        not torch.equal(tensor, weights[name]) for name, tensor in load_file(model / "model.safetensors").items()
+    )
+    assert len(records) == 3 and all(record["logprob_diff_max"] < 1e-5 for record in records), records
+    assert type(load_tokenizer(str(exported), True)).__name__ == "OwnTokenizer"
+    own, ids = AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True), torch.arange(12)[None]
+    assert type(own).__name__ == "OwnForCausalLM"
+    plain = LlamaForCausalLM(LlamaConfig.from_pretrained(exported))
+    plain.load_state_dict(own.state_dict())
+    torch.testing.assert_close(own(ids).logits, 2 * plain.eval()(ids).logits, msg="its code computes")
 
 
 def test_replicas_that_share_a_mixtures_experts_end_with_the_synchronous_runs_weights_too(

@@ -37,8 +37,8 @@ def run(tiny: Path, directory: Path, **keys: object) -> tuple[list[dict[str, Any
 @pytest.mark.parametrize(
     ("backend", "keys"),
     [
-        pytest.param("transformers", {}, id="transformers"),
-        # both engines merge what they get in tests/helpers/engine_conformance.py
+        # both engines merge what they get in tests/helpers/engine_conformance.py, to the bit in unit/test_publish_adapters.py
+        pytest.param("transformers", {}, id="transformers", marks=pytest.mark.nightly),
         pytest.param("vllm", {}, id="vllm", marks=pytest.mark.nightly),
         pytest.param(
             "transformers",

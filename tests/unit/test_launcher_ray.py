@@ -75,6 +75,7 @@ def test_a_launcher_that_is_stopped_or_killed_leaves_nothing_on_any_node(
     launcher.wait_for(lambda: not any(alive(pid) for pid in pids), "nothing is left")
 
 
+@pytest.mark.nightly  # each is a start of a cluster's processes
 def test_a_killed_raylet_is_named_not_those_who_lost_contact_and_its_processes_are_gone(
     launcher: RayLauncher, two: Raylets
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_node_that_does_not_come_back_ends_the_run_in_one_line(launcher: RayLa
     assert f"({OTHER}) is not there, within 20 s (run.startup_timeout_s)" in line
 
 
+@pytest.mark.nightly  # each is a start of a cluster's processes
 def test_too_few_resources_are_one_line_that_says_what_is_wanted_and_what_there_is(launcher: RayLauncher) -> None:
     keys = {"nnodes": 3, "devices": None, "devices_per_node": 1}
     assert launcher.start(run={"startup_timeout_s": 2.0}, placement=keys).code() == 2

@@ -34,7 +34,7 @@ def observe_iteration(
     return end_s + 2.0
 
 
-@pytest.mark.parametrize("kind", ["equal", "unequal"])
+@pytest.mark.parametrize("kind", [pytest.param("equal", marks=pytest.mark.nightly), "unequal"])
 @pytest.mark.parametrize(("engines", "each"), [(4, 4), (64, 16), (512, 8)])
 def test_choosing_never_takes_more_than_a_few_percent_of_an_iteration(
     monkeypatch: pytest.MonkeyPatch, kind: str, engines: int, each: int

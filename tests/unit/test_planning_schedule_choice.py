@@ -77,7 +77,9 @@ HEAVY_CASES = {
 }
 
 
-@pytest.mark.parametrize("name", HEAVY_CASES)
+@pytest.mark.parametrize(
+    "name", [name if "waves" in name else pytest.param(name, marks=pytest.mark.nightly) for name in HEAVY_CASES]
+)
 @pytest.mark.parametrize("size", ["half", pytest.param("full", marks=pytest.mark.nightly)])
 def test_with_heavy_tailed_lengths_it_is_within_five_percent_of_the_optimum_that_knows_them(name, size):
     """Below 1 with waves: the optimum keeps a group's places until it ends, the engine's own queue does not."""

@@ -75,8 +75,16 @@ def test_the_arithmetic_in_a_recipe_is_what_dry_run_prints(recipe: Path) -> None
         assert len(claimed) == 5
 
 
+# a dense model on one machine, and a mixture
+IN_CI = ("grpo_qwen2.5_7b.yaml", "grpo_qwen3_30b_a3b.yaml")
+
+
 @pytest.mark.skipif(platforms.missing("npu") is None, reason="plans with the typical device, not this one")
-@pytest.mark.parametrize("files", SIZED, ids=lambda files: files[-1].removesuffix(".yaml").removeprefix("clusters/"))
+@pytest.mark.parametrize(
+    "files",
+    [files if files[-1] in IN_CI else pytest.param(files, marks=pytest.mark.nightly) for files in SIZED],
+    ids=lambda files: files[-1].removesuffix(".yaml").removeprefix("clusters/"),
+)
 def test_a_recipes_sizes_are_within_two_percent_of_the_planners(files: tuple[str, ...]) -> None:
     config, (nodes, devices) = shipped(files), SIZED[files]
     assert config.num_devices == nodes * devices
@@ -150,7 +158,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
-def test_keys_and_links_in_the_documents_exist(document: Path) -> None:
+def test_keys_in_the_documents_exist(document: Path) -> None:
     text = document.read_text()
     keys = {key.name for key in all_keys()}
     if document.stem == "releases":  # it says what is gone; a configuration that names such a key hears the same
@@ -158,9 +166,6 @@ def test_keys_and_links_in_the_documents_exist(document: Path) -> None:
     sections = "|".join(Config.model_fields)
     named = re.findall(rf"`((?:{sections})\.[a-z_]+)(?:=[^`]*)?`", text)
     assert [name for name in named if name not in keys and not name.endswith("_") and our_key(name) is None] == []
-    links = re.findall(r"\]\(([^)#:]+)\)", text)
-    assert [link for link in links if not (document.parent / link).exists()] == []
-    assert named or links, "something must have been found"
 
 
 @st.composite
