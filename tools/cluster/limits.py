@@ -16,8 +16,8 @@ from pa_npu.platform.typical import TypicalSpeed
 # The coordinator's processor time: per group, per response and per response token; per group and engine when a group is dispatched;
 # per engine at a border (a request to load, its answer, digests).
 _GROUP_S, _RESPONSE_S, _TOKEN_S, _ENGINE_CHOICE_S, _ENGINE_BORDER_S = 4e-4, 3e-5, 2.35e-7, 2.5e-7, 1.5e-3
-# Choosing the schedule of an iteration, beside training, and learning from the one before, per group; measured with 16,384 groups on
-# 512 engines.
+# Choosing the schedule of an iteration, beside training, and learning from the one before, per group; measured with 16,384 groups
+# on 512 engines.
 _SCHEDULE_GROUP_S = 2e-4
 # Bytes of a token in the rollout buffer: its id, mask, log-prob, version and advantage.
 _TOKEN_BYTES = 17
