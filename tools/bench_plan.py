@@ -46,12 +46,12 @@ from pa_npu.config.schema import Config
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.placement import free_ports
-from pa_npu.planning.prediction.calibration import Calibration
 from pa_npu.planning.prediction.virtual_run import Predicted, predict
 from pa_npu.planning.prediction.workload import Shape, Workload
 from pa_npu.platform.typical import typical_speed
 from pa_npu.telemetry.metrics import read_records
 from tools.bench_schedule import MOST_OF_MEAN, drawn_lengths, median_for
+from tools.cluster.calibration import Calibration
 from tools.cluster.fit import against_itself, calibrate
 from tools.cluster.records import read_run, seen_workload
 from tools.free_lengths import make_end_likelier

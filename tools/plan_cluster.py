@@ -18,11 +18,11 @@ from pa_npu.errors import BAD_INPUT, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.subcommands import configuration
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.prediction.calibration import published
 from pa_npu.planning.prediction.workload import assumed_workload
 from tools.cluster.hardware import published_speed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.cluster.calibration import published
 from tools.cluster.fit import against_itself, calibrate
 from tools.cluster.plan import KnownBasis, plan_cluster, planning_base
 from tools.cluster.records import read_run, seen_workload

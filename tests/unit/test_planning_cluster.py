@@ -10,10 +10,10 @@ from helpers.recorded_run import write_run
 
 from pa_npu.config.load import load_config
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.prediction.calibration import published
 from pa_npu.planning.prediction.costs import GroupSeconds
 from pa_npu.planning.prediction.virtual_run import predict
 from pa_npu.planning.prediction.workload import assumed_workload
+from tools.cluster.calibration import published
 from tools.cluster.hardware import PUBLISHED, published_speed
 from tools.cluster.limits import limited_s, limits
 from tools.cluster.plan import ClusterPlan, KnownBasis, first_to_break, plan_cluster, planning_base
@@ -57,7 +57,7 @@ def test_the_colocated_bound_is_generation_and_training_on_all_devices_after_eac
     found, (_, plan) = plans
     config = plan.config
     replica = config.trainer.tensor_parallel * config.trainer.pipeline_parallel
-    cost = found.calibration.trainer_for(config, found.spec, found.typical)
+    cost = found.costs.trainer_for(config, found.spec, found.typical)
     seconds = GroupSeconds(config, found.spec, cost, found.typical)
     shapes = found.workload.draw(config, 0, 256)
     groups = config.schedule.prompts_per_iteration
@@ -67,9 +67,7 @@ def test_the_colocated_bound_is_generation_and_training_on_all_devices_after_eac
             "rollout": config.rollout.model_copy(update={"engines": plan.devices // config.rollout.tensor_parallel})
         }
     )
-    generate_s = predict(
-        engines, found.spec, found.calibration, found.workload, found.typical, streams=False
-    ).generate_s
+    generate_s = predict(engines, found.spec, found.costs, found.workload, found.typical, streams=False).generate_s
     assert plan.colocated_s.value == pytest.approx(generate_s + train_s + cost.step_s + cost.border_s, rel=0.06)
 
 
@@ -167,9 +165,7 @@ def test_device_counts():
 
 def test_an_interval_is_wider_where_costs_are_carried_to_another_model(plans):
     found, _ = plans
-    run = replace(
-        found, calibration=replace(found.calibration, origin="calibrated", engine_error=0.05, trainer_error=0.04)
-    )
+    run = replace(found, costs=replace(found.costs, origin="calibrated", engine_error=0.05, trainer_error=0.04))
     other = replace(run, spec=replace(run.spec, num_layers=64))
     assert run.relative_error == pytest.approx(0.05) and other.relative_error > 0.2
     assert (run.origin, found.origin) == ("calibrated", "estimated")

@@ -1,4 +1,4 @@
-"""What is predicted of a configuration before anything runs: who waits, and whether groups suffice."""
+"""Predictions of a configuration before anything runs: who waits, and whether groups suffice."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ from pa_npu.dispatch.work import GroupWork
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning import amounts
 from pa_npu.planning.iteration_model.cluster import GroupTiming
-from pa_npu.planning.prediction.calibration import Calibration
 from pa_npu.planning.prediction.costs import (
     EngineCost,
     TrainerCost,
@@ -36,6 +35,7 @@ from pa_npu.planning.prediction.costs import (
 from pa_npu.planning.prediction.virtual_run import predict
 from pa_npu.planning.prediction.workload import Workload
 from pa_npu.platform.typical import TypicalSpeed
+from tools.cluster.calibration import Calibration
 from tools.cluster.records import SeenIteration, SeenRun
 
 Array = npt.NDArray[np.float64]

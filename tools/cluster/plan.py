@@ -13,10 +13,18 @@ from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.planning import amounts
 from pa_npu.planning.memory import Memory, engine_memory, trainer_memory
-from pa_npu.planning.prediction.changed import changed
-from pa_npu.planning.prediction.divisions import Basis, Choices, best_divisions, device_bytes, mean_response, sides_s
+from pa_npu.planning.prediction.divisions import (
+    Basis,
+    Choices,
+    best_divisions,
+    changed,
+    device_bytes,
+    mean_response,
+    sides_s,
+)
 from pa_npu.planning.prediction.virtual_run import Predicted
 from pa_npu.planning.prediction.workload import Origin
+from tools.cluster.calibration import Calibration
 from tools.cluster.figures import Figure, figure, weakest
 from tools.cluster.limits import Limit, limited_s, limits
 
@@ -29,22 +37,23 @@ _PREDICTED = 3
 class KnownBasis(Basis):
     """The basis of a plan whose errors are known. error: of the model of an iteration, relative."""
 
+    costs: Calibration
     error: float
 
     @property
     def origin(self) -> Origin:
-        return weakest(self.calibration.origin, "calibrated", "calibrated" if self._same_device else "estimated")
+        return weakest(self.costs.origin, "calibrated", "calibrated" if self._same_device else "estimated")
 
     @property
     def _same_device(self) -> bool:
-        return self.calibration.typical.name == self.typical.name
+        return self.costs.typical.name == self.typical.name
 
     @property
     def relative_error(self) -> float:
         """Relative error of predicted times: of the costs, of carrying them over, and of the model of an iteration."""
-        known = max(self.calibration.engine_error, self.calibration.trainer_error)
-        same = self._same_device and self.calibration.spec.num_parameters == self.spec.num_parameters
-        carried = 0.0 if same or self.calibration.origin == "estimated" else TRANSFER_ERROR
+        known = max(self.costs.engine_error, self.costs.trainer_error)
+        same = self._same_device and self.costs.spec.num_parameters == self.spec.num_parameters
+        carried = 0.0 if same or self.costs.origin == "estimated" else TRANSFER_ERROR
         return math.sqrt(known**2 + carried**2 + self.error**2)
 
 

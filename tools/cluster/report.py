@@ -26,7 +26,7 @@ def plan_lines(basis: KnownBasis, plans: Sequence[ClusterPlan]) -> list[str]:
 
 def basis_lines(basis: KnownBasis) -> list[str]:
     """Say what is planned from, and where that is from."""
-    calibration, workload = basis.calibration, basis.workload
+    calibration, workload = basis.costs, basis.workload
     known = f"every time within a factor of {1.0 + basis.relative_error:.2f}"
     engine = calibration.engine_for(basis.base, basis.spec, basis.typical)
     lines = [
@@ -130,9 +130,9 @@ def as_json(basis: KnownBasis, plans: Sequence[ClusterPlan]) -> dict[str, Any]:
     """Everything, with origin and interval of each figure."""
     return {
         "device": asdict(basis.typical),
-        "costs": {"origin": basis.calibration.origin, "relative_error": basis.relative_error},
-        "engine": asdict(basis.calibration.engine_for(basis.base, basis.spec, basis.typical)),
-        "trainer": asdict(basis.calibration.trainer_for(basis.base, basis.spec, basis.typical)),
+        "costs": {"origin": basis.costs.origin, "relative_error": basis.relative_error},
+        "engine": asdict(basis.costs.engine_for(basis.base, basis.spec, basis.typical)),
+        "trainer": asdict(basis.costs.trainer_for(basis.base, basis.spec, basis.typical)),
         "lengths": {
             "origin": basis.workload.origin,
             "prompt_mean": basis.workload.prompt_mean,

@@ -1,8 +1,7 @@
-"""Costs of a decode step and a prompt on an engine, and of a group on a replica; carries both over to what was not tried.
+"""Costs of a decode step and a prompt on an engine, and of a group on a replica, by published figures of a device.
 
-A device's published figures give the shape: what of a cost is reading weights, arithmetic, dispatch, communication, and so how it
-changes with the model, the layout and the device. A run gives the factor by which its own costs differ from that. Where there is no
-run the factor is 1.
+These give the shape: what of a cost is reading weights, arithmetic, dispatch, communication, and so how it changes with the model,
+the layout and the device. A run gives the factor by which its own costs differ from that (tools/cluster/calibration.py).
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from pa_npu.config.schema import Config
 from pa_npu.dispatch.work import GroupWork
@@ -51,16 +51,6 @@ class EngineCost:
         """With so many tokens of context per sequence on average."""
         return EngineSpeed(self.step_s, self.sequence_s + self.context_s * context, self.prompt_token_s)
 
-    def times(self, other: EngineCost, over: EngineCost) -> EngineCost:
-        """This one, changed as `other` is changed against `over`."""
-        return EngineCost(
-            self.step_s * other.step_s / over.step_s,
-            self.sequence_s * other.sequence_s / over.sequence_s,
-            self.context_s * other.context_s / over.context_s,
-            self.prompt_token_s * other.prompt_token_s / over.prompt_token_s,
-            other.prefix_block,
-        )
-
 
 def computed_prompt_tokens(prompt: int, responses: int, prefix_block: int) -> int:
     """Tokens of a group's prompt that an engine computes: whole blocks once, the rest for each response."""
@@ -96,18 +86,6 @@ class TrainerCost:
     step_s: float
     border_s: float
 
-    def times(self, other: TrainerCost, over: TrainerCost) -> TrainerCost:
-        """This one, changed as `other` is changed against `over`."""
-        border_s = self.border_s * other.border_s / over.border_s
-        if self.border_s > over.border_s:  # what it takes beyond bytes and messages goes by neither
-            border_s = self.border_s + other.border_s - over.border_s
-        return TrainerCost(
-            self.microbatch_s * other.microbatch_s / over.microbatch_s,
-            self.operation_s * other.operation_s / over.operation_s,
-            self.step_s * other.step_s / over.step_s,
-            max(border_s, 0.0),
-        )
-
 
 def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost:
     """Cost of trainers on such devices, by their published figures."""
@@ -132,6 +110,25 @@ def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> T
         step_s,
         publish_s + _BORDER_MESSAGES_S,
     )
+
+
+class Costs(Protocol):
+    """Costs of any configuration, model and device. delivery_s: from a group's end until trainers can take it."""
+
+    @property
+    def delivery_s(self) -> float: ...
+
+    def engine_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> EngineCost: ...
+
+    def trainer_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost: ...
+
+
+class Published:
+    """Costs without a run: all by published and assumed figures."""
+
+    delivery_s = 0.0
+    engine_for = staticmethod(typical_engine)
+    trainer_for = staticmethod(typical_trainer)
 
 
 class GroupSeconds:

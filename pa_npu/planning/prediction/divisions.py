@@ -10,19 +10,20 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from pa_npu.config.mesh import Mesh, nodes_of
 from pa_npu.config.schema import Config
-from pa_npu.errors import UserError
+from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning import amounts
 from pa_npu.planning.memory import GIB, USABLE, engine_memory, kv_bytes_per_token, left_share, trainer_memory
-from pa_npu.planning.prediction.calibration import Calibration, published
-from pa_npu.planning.prediction.changed import changed
-from pa_npu.planning.prediction.costs import GroupSeconds, computed_prompt_tokens
+from pa_npu.planning.model_rules import check_model
+from pa_npu.planning.prediction.costs import Costs, GroupSeconds, Published, computed_prompt_tokens
 from pa_npu.planning.prediction.virtual_run import Predicted, predict
 from pa_npu.planning.prediction.workload import Workload, assumed_workload
 from pa_npu.platform.typical import TypicalSpeed
@@ -44,19 +45,19 @@ class Basis:
 
     base: Config
     spec: ModelSpec
-    calibration: Calibration
+    costs: Costs
     workload: Workload
     typical: TypicalSpeed
     groups_per_device: float | None
 
     def predicted(self, config: Config, *, streams: bool = True) -> Predicted:
         """Predict iterations of a configuration."""
-        return predict(config, self.spec, self.calibration, self.workload, self.typical, streams=streams)
+        return predict(config, self.spec, self.costs, self.workload, self.typical, streams=streams)
 
 
 def assumed_basis(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Basis:
     """Before anything ran: published figures and assumed lengths, with as many prompts as config has."""
-    return Basis(config, spec, published(config, spec, typical), assumed_workload(config), typical, None)
+    return Basis(config, spec, Published(), assumed_workload(config), typical, None)
 
 
 @dataclass(frozen=True)
@@ -202,9 +203,9 @@ def sides_s(basis: Basis, config: Config) -> tuple[float, float]:
     equally loaded."""
     rollout, groups = config.rollout, config.schedule.prompts_per_iteration
     shapes = basis.workload.draw(config, 0, _SAMPLE)
-    engine = basis.calibration.engine_for(config, basis.spec, basis.typical)
+    engine = basis.costs.engine_for(config, basis.spec, basis.typical)
     seconds = GroupSeconds(
-        config, basis.spec, basis.calibration.trainer_for(config, basis.spec, basis.typical), basis.typical
+        config, basis.spec, basis.costs.trainer_for(config, basis.spec, basis.typical), basis.typical
     )
     tokens = statistics.mean(sum(shape.lengths) for shape in shapes)
     context = sum(n * (shape.prompt + 0.5 * n) for shape in shapes for n in shape.lengths) / (tokens * len(shapes))
@@ -216,3 +217,17 @@ def sides_s(basis: Basis, config: Config) -> tuple[float, float]:
     group_s = tokens * (speed.step_s / together + speed.sequence_s) + computed * speed.prompt_token_s
     train_s = statistics.mean(seconds(*shape.trained) for shape in shapes)
     return groups * group_s / rollout.engines, groups * train_s / config.data_parallel
+
+
+def changed(config: Config, changes: Mapping[str, Mapping[str, Any]], spec: ModelSpec | None = None) -> Config | None:
+    """The configuration with `changes`, by section and key; None where the rules between keys, or those of the model, forbid it."""
+    tree = config.model_dump(exclude_unset=True)
+    for section, values in changes.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    try:
+        found = Config.model_validate(tree)
+        if spec is not None:
+            check_model(found, spec)
+    except (ValidationError, ConfigError):
+        return None
+    return found

@@ -23,8 +23,7 @@ from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup, expec
 from pa_npu.planning.iteration_model.flow import Flow
 from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, Rules
 from pa_npu.planning.iteration_model.schedules import choose, flow_of
-from pa_npu.planning.prediction.calibration import Calibration
-from pa_npu.planning.prediction.costs import EngineCost, GroupSeconds, TrainerCost, computed_prompt_tokens
+from pa_npu.planning.prediction.costs import Costs, EngineCost, GroupSeconds, TrainerCost, computed_prompt_tokens
 from pa_npu.planning.prediction.workload import Shape, Workload
 from pa_npu.platform.typical import TypicalSpeed
 
@@ -67,7 +66,7 @@ class Predicted:
 def predict(
     config: Config,
     spec: ModelSpec,
-    calibration: Calibration,
+    costs: Costs,
     workload: Workload,
     typical: TypicalSpeed,
     *,
@@ -77,8 +76,8 @@ def predict(
 
     streams: periodic, not synchronous; colocated engines and trainers have roles that follow the work, or take turns.
     """
-    engine_cost = calibration.engine_for(config, spec, typical)
-    trainer_cost = calibration.trainer_for(config, spec, typical)
+    engine_cost = costs.engine_for(config, spec, typical)
+    trainer_cost = costs.trainer_for(config, spec, typical)
     part, responses = _part(config), config.rollout.responses_per_prompt
     engine_cost, trainer_cost = _shared_devices(config, engine_cost, trainer_cost)
     seconds, rules = (
@@ -104,7 +103,7 @@ def predict(
             config.schedule.order,
             amounts.work(config).updates,
             trainer_cost.step_s + fill_s,
-            calibration.delivery_s,
+            costs.delivery_s,
         )
         # all prompts are different, as in a first epoch: of none more is known than of the others
         lengths = expected_lengths(longest, mean, responses)

@@ -32,14 +32,31 @@ class Calibration:
     origin: Origin
 
     def engine_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> EngineCost:
-        """Cost of an engine of another configuration, model and device."""
-        own = typical_engine(self.config, self.spec, self.typical)
-        return self.engine.times(typical_engine(config, spec, typical), own)
+        """Cost of an engine of another configuration, model and device: changed as published figures are."""
+        own = self.engine
+        over, other = typical_engine(self.config, self.spec, self.typical), typical_engine(config, spec, typical)
+        return EngineCost(
+            own.step_s * other.step_s / over.step_s,
+            own.sequence_s * other.sequence_s / over.sequence_s,
+            own.context_s * other.context_s / over.context_s,
+            own.prompt_token_s * other.prompt_token_s / over.prompt_token_s,
+            other.prefix_block,
+        )
 
     def trainer_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost:
-        """Cost of the trainers of another configuration, model and device."""
-        own = typical_trainer(self.config, self.spec, self.typical)
-        return self.trainer.times(typical_trainer(config, spec, typical), own)
+        """Cost of the trainers of another configuration, model and device: changed as published figures are."""
+        own = self.trainer
+        over = typical_trainer(self.config, self.spec, self.typical)
+        other = typical_trainer(config, spec, typical)
+        border_s = own.border_s * other.border_s / over.border_s
+        if own.border_s > over.border_s:  # what it takes beyond bytes and messages goes by neither
+            border_s = own.border_s + other.border_s - over.border_s
+        return TrainerCost(
+            own.microbatch_s * other.microbatch_s / over.microbatch_s,
+            own.operation_s * other.operation_s / over.operation_s,
+            own.step_s * other.step_s / over.step_s,
+            max(border_s, 0.0),
+        )
 
 
 def published(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Calibration:
