@@ -44,10 +44,16 @@ def single_process(config: Config) -> Iterator[None]:
         yield
     finally:
         shutdown_parallel()
-        # its auxiliary losses' groups, and models in cycles, keep the sockets of groups that are destroyed
-        place = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else parallel_state  # core 0.12
-        place.get_moe_layer_wise_logging_tracker().clear()
-        gc.collect()
+        _let_go()
+
+
+def _let_go() -> None:
+    """Frees what Megatron keeps of a world that has ended: sockets of groups stay open as long as anything has the groups."""
+    tracker = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else parallel_state  # core 0.12
+    tracker.get_moe_layer_wise_logging_tracker().clear()
+    for name in ("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"):
+        setattr(parallel_state, name, None)
+    gc.collect()
 
 
 def loaded_stage(model: Path, frozen: dict[str, Path] | None = None, /, **sections: dict[str, Any]) -> TriModel:
