@@ -115,8 +115,7 @@ MEGATRON = re.compile(r"^get_\w+_parallel_(rank|world_size)$")
 KNOWN = {
     ("backends/megatron/parallel.py", "the sizes that Megatron was given make this process's mesh"): 5,
     ("dispatch/token_budget.py", "rows of groups, one per replica, of an update that is not known to be whole"): 3,
-    ("planning/iteration_model/backwards.py", "replicas of a simulated part of a cluster"): 1,
-    ("planning/iteration_model/simulate.py", "replicas of a simulated part of a cluster"): 1,
+    ("planning/iteration_model/flow.py", "replicas of a cluster whose iteration is predicted"): 2,
 }
 
 
