@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -114,15 +115,18 @@ def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, r
 
 
 def test_a_judge_that_fails_and_a_tracker_that_hangs_are_counted_and_the_run_goes_on(tmp_path, runs):
-    """The tracker never answers iteration 1, nor do its thread and its handler at exit end; and the judge refuses
-    some responses of each iteration."""
+    """The tracker answers iteration 1 late, its thread and its handler at exit never end; and the judge refuses some responses of
+    each iteration."""
     library, told = tmp_path / "library", tmp_path / "told.jsonl"
     library.mkdir()
     (library / "wandb.py").write_text((ROOT / "tests/helpers/fake_wandb.py").read_text())
     environment = {"PYTHONPATH": str(library), "FAKE_WANDB_FILE": str(told), "FAKE_WANDB": "hang:1,hang_at_exit"}
 
+    asked = itertools.count()
+
     def judged(message: str, _: int) -> Answer:
-        return Answer(status=400) if len(message) % 4 == 0 else Answer(f"Score: {len(message) % 10}")
+        # of few groups, or the run would end
+        return Answer(status=400) if next(asked) % 14 == 3 else Answer(f"Score: {len(message) % 10}")
 
     reward = {
         "functions": [{"name": "judge"}],
@@ -139,20 +143,20 @@ def test_a_judge_that_fails_and_a_tracker_that_hangs_are_counted_and_the_run_goe
             run.announce(version, {"loss": 0.5, "train_s": 1.0, "wait_s": 0.0} if version else None)
             assert run.published(version)["done"]
             groups += run.consume(version) if version < 2 else []
+        Path(f"{told}.go").touch()
         output = run.end()
     assert run.process.returncode == 0, output
     records = run.lines("metrics.jsonl")
     assert all(record["reward_no_verdict"]["judge"] > 0 for record in records)
-    assert "| no verdict by judge on " in output and "| tracker wandb: " in output
-    assert records[-1].get("records_lost", 0) <= 1 and len(records) == 2
+    assert "| no verdict by judge on " in output
+    assert "records_lost" not in records[-1] and len(records) == 2
     for group in groups:
         assert np.isfinite(group.advantages).all() and group.num_samples == RESPONSES
     lines = [json.loads(line) for line in told.read_text().splitlines()]
     inits = [line["init"] for line in lines if "init" in line]
     assert len(inits) == 1 and inits[0]["project"] == "proof"
     logged = [line["log"] for line in lines if "train/reward" in line.get("log", {})]
-    assert [values["iteration"] for values in logged] == [0], "the last one hangs"
-    for values, record in zip(logged, records[:1], strict=True):
+    for values, record in zip(logged, records, strict=True):
         assert values["train/reward"] == pytest.approx(record["reward_mean"])
         assert values["train/rewards/judge/mean"] == pytest.approx(record["rewards"]["judge"])
     tables = [line["tables"]["completions"] for line in lines if line.get("tables")]

@@ -156,19 +156,25 @@ def test_an_engine_joins_with_one_command_serves_from_the_next_publish_and_leave
 def test_an_engine_whose_server_dies_says_so_and_one_whose_run_ends_just_ends(tmp_path, started):
     with stand_in_engines(1, Speed(step_s=0.02)) as engines:
         run = begin(tmp_path, engines, started)
+        run.announce(0, None)
+        assert run.published(0)["workers"] == 1
+        assert engines[0].wait_for_request(lambda _: True, WAIT_S)
+        engines[0].engine.speed = Speed(step_s=0.5)  # so that the iteration lasts until the others have joined
         joiners = [Joiner(run, tmp_path, number) for number in range(2)]
         started += joiners
         for joiner in joiners:
             joiner.wait_joined()
-        assert iterate(run, 0)["workers"] == 3
-        run.announce(1, {"loss": 0.0})
-        run.published(1)
+        engines[0].engine.speed = Speed(step_s=0.02)
+        run.consume(0)
+        assert iterate(run, 1)["workers"] == 3
+        run.announce(2, {"loss": 0.0})
+        run.published(2)
         os.kill(joiners[0].server(), signal.SIGKILL)
-        assert sorted(group.index for group in run.consume(1)) == list(range(GROUPS)), "others took its groups"
+        assert sorted(group.index for group in run.consume(2)) == list(range(GROUPS)), "others took its groups"
         assert joiners[0].end() == 1
         assert "server ended: killed by SIGKILL; last lines of" in joiners[0].output
         assert "stand-in engine ready" in joiners[0].output, "the log's last lines are shown"
-        assert iterate(run, 2)["workers"] == 2
+        assert iterate(run, 3)["workers"] == 2
         run.process.kill()
         run.end()
         del run.server
