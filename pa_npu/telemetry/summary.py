@@ -10,7 +10,6 @@ from pa_npu.config.words import counted
 from pa_npu.errors import DataError
 from pa_npu.telemetry.metrics import EVALUATIONS, METRICS, read_evaluations, read_records
 from pa_npu.telemetry.report import each_run, load_report, render_text
-from pa_npu.telemetry.timeline import MERGED
 from pa_npu.telemetry.tpspd import number
 
 _LEAST_COMPARED = 2
@@ -22,7 +21,6 @@ _WRITTEN = (
     (EVALUATIONS, "one object per evaluation"),
     ("samples.jsonl", "prompts, responses and rewards"),
     ("tensorboard", "TensorBoard events"),
-    (MERGED, "timeline for https://ui.perfetto.dev"),
     ("logs", "one log per process"),
     ("checkpoints", "checkpoints"),
     ("hf", "final weights, HF format"),
