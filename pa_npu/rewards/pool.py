@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,13 +28,13 @@ import numpy as np
 from pa_npu.config.sections import RewardConfig
 from pa_npu.control.tasks import gather
 from pa_npu.control.worker_process import WorkerProcess
-from pa_npu.errors import DataError, PaNpuError
+from pa_npu.errors import DataError, DeadlineExceeded, PaNpuError
 from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, function_specs
-from pa_npu.rewards.process import check_reward_functions, first_message, start_worker
 from pa_npu.rewards.types import SHAPING, RewardInput, RewardResult, group_line
 
-__all__ = ["RewardInput", "RewardPool", "RewardResult", "check_reward_functions"]
+__all__ = ["RewardInput", "RewardPool", "RewardResult"]
 
+STARTUP_TIMEOUT_S = 120.0  # importing math-verify and a user's module on a busy machine
 WINDOW = 64  # groups that a function's failing share is taken over
 LEAST = 8  # groups that must have been scored before it is judged
 _NO_VERDICT_AT_ALL = 0.5  # of a judge's 0 to 1
@@ -193,7 +193,7 @@ class Workers:
     """
 
     def __init__(self, specs: Sequence[FunctionSpec], timeout_s: float, *, waits: bool, count: int = 1) -> None:
-        self.first = first_message(specs, timeout_s, waits=waits)
+        self.first = {"functions": [asdict(spec) for spec in specs], "waits": waits, "timeout_s": timeout_s}
         self.waits = waits
         self.timeout_s = timeout_s
         self.others: set[str] = set()
@@ -247,6 +247,30 @@ class Workers:
             if not job.future.done():
                 job.future.set_exception(error)
         self._waiting.clear()
+
+
+async def start_worker(first: Mapping[str, Any]) -> WorkerProcess:
+    """Return a process whose functions are loaded. first: what it reads first.
+
+    Raises DataError where a function cannot be used, DeadlineExceeded where loading takes too long.
+    """
+    try:
+        worker = await WorkerProcess.start(["pa_npu.rewards.worker"], first, STARTUP_TIMEOUT_S)
+    except DeadlineExceeded:
+        raise DeadlineExceeded(
+            f"a reward worker did not load its functions within {STARTUP_TIMEOUT_S:.0f} s; make them import faster"
+        ) from None
+    try:
+        if not worker.ready:
+            raise DataError(
+                "reward.functions: the reward worker died while loading them; correct what its output above says"
+            )
+        if "unusable" in worker.ready:
+            raise DataError(worker.ready["unusable"])
+    except BaseException:
+        await worker.reap()
+        raise
+    return worker
 
 
 class _Worker:
