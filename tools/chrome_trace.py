@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pa_npu.telemetry.timeline import DIRECTORY, read_events
+from pa_npu.config.plain_file import open_plain
+from pa_npu.telemetry.timeline import DIRECTORY
 
 MERGED = "timeline.json"
 
@@ -33,6 +34,21 @@ def merge(run_dir: Path | str) -> Path:
     partial.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": trace}), encoding="utf-8")
     partial.replace(merged)
     return merged
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Events of one process, from RUN/timeline/<process>.jsonl. Only the last line of a stretch that a killed process wrote may be
+    incomplete."""
+    events = []
+    with open_plain(path) as lines:
+        for line in lines:
+            try:
+                event = json.loads(line.decode("utf-8", "replace"))
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(event, dict) and isinstance(event.get("start"), float):
+                events.append(event)
+    return events
 
 
 def _process_trace(pid: int, events: list[dict[str, Any]], origin_s: float) -> Iterator[dict[str, Any]]:

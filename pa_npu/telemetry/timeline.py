@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pa_npu.config.plain_file import open_plain
 from pa_npu.telemetry.record_file import RecordFile
 
 _WALL_ANCHOR_S = time.time() - time.perf_counter()
@@ -83,18 +82,3 @@ class Timeline:
         if self._file is None:
             return
         self._file.write(json.dumps(event, default=str, separators=(",", ":")))
-
-
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Events of one process, from RUN/timeline/<process>.jsonl. Only the last line of a stretch that a killed process wrote may be
-    incomplete."""
-    events = []
-    with open_plain(path) as lines:
-        for line in lines:
-            try:
-                event = json.loads(line.decode("utf-8", "replace"))
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(event, dict) and isinstance(event.get("start"), float):
-                events.append(event)
-    return events

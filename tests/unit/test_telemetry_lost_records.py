@@ -21,7 +21,8 @@ from pa_npu.telemetry import record_file
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.metrics import EVALUATIONS, METRICS, MetricsWriter, drop_records, read_records
 from pa_npu.telemetry.record_file import RecordFile, json_line, lost_records
-from pa_npu.telemetry.timeline import Timeline, read_events
+from pa_npu.telemetry.timeline import Timeline
+from tools.chrome_trace import read_events
 
 
 @pytest.fixture(autouse=True)
