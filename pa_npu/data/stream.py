@@ -70,23 +70,20 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, JSON."""
-        return {"position": self._position, "fingerprint": self.fingerprint()}
+        return {"position": self._position, "fingerprint": self.fingerprint}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state` was asked for, after checking that dataset, seed and order are the same."""
-        if state.get("fingerprint") != self.fingerprint():
+        if state.get("fingerprint") != self.fingerprint:
             raise DataError(
                 "data.train: prompts, run.seed or data.shuffle differ from those of the checkpoint, so its position "
                 "means other prompts; restore them, or start a new run"
             )
         self._position = int(state["position"])
 
+    @cached_property
     def fingerprint(self) -> str:
         """Changes with the prompts' tokens or answers, their order, the seed and the shuffling."""
-        return self._fingerprint
-
-    @cached_property
-    def _fingerprint(self) -> str:
         digest = hashlib.blake2b(f"{self._seed} {self._shuffle}".encode(), digest_size=8)
         for prompt in self._prompts:
             digest.update(np.asarray(prompt.tokens, "<i4").tobytes())

@@ -48,8 +48,8 @@ from pa_npu.launcher.run_checks import Findings, check_engines, check_surroundin
 from pa_npu.launcher.run_directory import begin_attempt, own_run_directory
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.progress import format_duration
+from pa_npu.telemetry.report import summarise
 from pa_npu.telemetry.secrets import HIDDEN, Secrets
-from pa_npu.telemetry.summary import summarise
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer.transport import Abandonment
 

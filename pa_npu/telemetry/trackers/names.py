@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from pa_npu.telemetry.secrets import flat
 
 # By field of the iteration record; "a.*" is every field of a, whose name takes the place of the asterisk.
 NAMES = {
@@ -34,7 +36,12 @@ _NOT_NUMBERS_OF_A_CURVE = frozenset({"iteration", "version", "time", "non_finite
 
 def tracked(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of an iteration record under their names; what is not a finite number is left out."""
-    return {_STEP: float(record["iteration"])} | {_named(field): value for field, value in _numbers(record, "")}
+    found = {
+        _named(field): float(value)
+        for field, value in flat(record).items()
+        if _is_number(value) and field not in _NOT_NUMBERS_OF_A_CURVE
+    }
+    return {_STEP: float(record["iteration"])} | found
 
 
 def tracked_evaluation(record: Mapping[str, Any]) -> dict[str, float]:
@@ -52,14 +59,6 @@ def _named(field: str) -> str:
     if label and (pattern := NAMES.get(f"{section}.*")):
         return pattern.replace("*", label)
     return NAMES.get(field) or f"pa_npu/{field.replace('.', '/')}"
-
-
-def _numbers(record: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
-    for key, value in record.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{key}.")
-        elif _is_number(value) and not (prefix == "" and key in _NOT_NUMBERS_OF_A_CURVE):
-            yield prefix + key, float(value)
 
 
 def _is_number(value: Any) -> bool:
