@@ -1,9 +1,11 @@
-"""Rows of a dataset on disk, each with the place it came from: a file, or a directory of files by split.
+"""Rows of a dataset on disk, each with the place it came from: a file, or a directory as libraries of datasets write them.
 
     file.jsonl, file.csv, file.parquet     told apart by content and ending
+    DIR/dataset_dict.json, DIR/SPLIT/      datasets.DatasetDict.save_to_disk
+    DIR/state.json, DIR/*.arrow            datasets.Dataset.save_to_disk
     DIR/**/*.parquet (or .jsonl, .csv)     a hub's repository: files and directories named by split, train-00000-of-00002.parquet
 
-What the datasets library has saved to disk (Arrow) is written as parquet by its `to_parquet`.
+pyarrow reads all of these; the library itself is not needed.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,13 @@ from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.errors import DataError
 
 PARQUET_MAGIC = b"PAR1"
+ARROW_FILE_MAGIC = b"ARROW1"
 BATCH_ROWS = 4096
 LONGEST_ROW_BYTES = 16 << 20
 
 Rows = Iterator[tuple[str, Any]]
 
-_ENDINGS = (".parquet", ".jsonl", ".csv")
+_ENDINGS = (".parquet", ".jsonl", ".csv", ".arrow")
 _DEEPEST = 3  # DIR/CONFIGURATION/SPLIT/0000.parquet
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -43,7 +46,7 @@ def read_rows(path: str, key: str, split: str | None = None, usual: Sequence[str
     if not file.exists():
         raise DataError(f"{key}: {path} does not exist; name a JSONL or parquet file, or a directory of a dataset")
     if file.is_dir():
-        for part in _files_of_split(file, key, split, usual):
+        for part in _parts(file, key, split, usual):
             yield from _file_rows(part, key)
         return
     if split is not None:
@@ -56,16 +59,42 @@ def _file_rows(file: Path, key: str) -> Rows:
         raise DataError(f"{key}: {file} is a device or a pipe, not an ordinary file; name a JSONL or parquet file")
     try:
         with open_plain(file) as stream:
-            magic = stream.read(len(PARQUET_MAGIC))
+            magic = stream.read(len(ARROW_FILE_MAGIC))
     except OSError as error:
         raise DataError(f"{key}: {file} cannot be read ({reason(error)}); give a file that can be") from None
-    if magic == PARQUET_MAGIC:
-        return _parquet_rows(file, key)
+    if magic.startswith(PARQUET_MAGIC):
+        return _table_rows(file, "parquet", key)
+    if file.suffix == ".arrow":
+        return _table_rows(file, "arrow file" if magic == ARROW_FILE_MAGIC else "arrow stream", key)
     return _csv_rows(file) if file.suffix == ".csv" else _jsonl_rows(file)
 
 
-def _files_of_split(directory: Path, key: str, split: str | None, usual: Sequence[str]) -> list[Path]:
-    """The files of one split of a directory, in order, by the split that their names say."""
+def _parts(directory: Path, key: str, split: str | None, usual: Sequence[str]) -> list[Path]:
+    """The files of one split of a directory, in order."""
+    if (listing := directory / "dataset_dict.json").exists():
+        splits = _read_json(listing, key, lambda found: [str(name) for name in found["splits"]])
+        chosen = _choose(splits, split, usual, directory, key)
+        return _saved_files(directory / chosen, key)
+    if (directory / "state.json").exists():
+        if split is not None:
+            raise DataError(f"{key}: {directory} is one dataset, which has no split {split}; remove split")
+        return _saved_files(directory, key)
+    return _loose_files(directory, key, split, usual)
+
+
+def _saved_files(directory: Path, key: str) -> list[Path]:
+    """List the files that Dataset.save_to_disk wrote, in the order of its rows."""
+    names = _read_json(directory / "state.json", key, lambda found: [f["filename"] for f in found["_data_files"]])
+    if not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise DataError(f"{key}: {directory}/state.json names files of other directories; save the dataset again")
+    files = [directory / name for name in names]
+    if missing := [file for file in files if not file.exists()]:
+        raise DataError(f"{key}: {missing[0]} does not exist, which state.json names; copy the whole directory")
+    return files
+
+
+def _loose_files(directory: Path, key: str, split: str | None, usual: Sequence[str]) -> list[Path]:
+    """Data files of a directory that nothing describes, by the split that their names say."""
     try:
         files = sorted(
             file
@@ -78,8 +107,8 @@ def _files_of_split(directory: Path, key: str, split: str | None, usual: Sequenc
         raise DataError(f"{key}: {directory} cannot be read ({error.strerror}); check its permissions") from None
     if not files:
         raise DataError(
-            f"{key}: {directory} holds no dataset (no {', '.join(_ENDINGS)} files); name a file, or the directory of one dataset; "
-            f"what the datasets library saved to disk is written so by its to_parquet"
+            f"{key}: {directory} holds no dataset (neither dataset_dict.json, state.json nor {', '.join(_ENDINGS)} files); name a "
+            f"file, or the directory of one dataset"
         )
     by_split: dict[str, list[Path]] = {}
     for file in files:
@@ -115,6 +144,14 @@ def _choose(splits: Sequence[str], split: str | None, usual: Sequence[str], dire
     raise DataError(
         f"{key}: {directory} has the splits {', '.join(splits) or 'none'}, not {' or '.join(wanted)}; name one of them with split"
     )
+
+
+def _read_json(file: Path, key: str, take: Callable[[Any], list[str]]) -> list[str]:
+    try:
+        return take(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{key}: {file} does not describe a dataset ({reason}); save the dataset again") from None
 
 
 def _csv_rows(file: Path) -> Rows:
@@ -167,23 +204,40 @@ def _is_text(row: Any) -> bool:
     return True
 
 
-def _parquet_rows(file: Path, key: str) -> Rows:
+def _table_rows(file: Path, form: str, key: str) -> Rows:
+    """form: parquet, arrow stream or arrow file."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise DataError(f"{key}: {file} is parquet, which needs pyarrow; pip install pyarrow, or use JSONL") from None
+        raise DataError(f"{key}: {file} is {form}, which needs pyarrow; pip install pyarrow, or use JSONL") from None
     number = 0
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=BATCH_ROWS):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{file}: row {number}", row
+        for batch in _batches(file, form):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{file}: row {number}", row
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file}: after row {number}, a text column is not UTF-8 (byte {error.start} of a value); write the file again"
         ) from None
     except (pyarrow.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{file}: unreadable parquet after row {number} ({reason}); write the file again") from None
+        raise DataError(f"{file}: unreadable {form} after row {number} ({reason}); write the file again") from None
+
+
+def _batches(file: Path, form: str) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    if form == "parquet":
+        with pyarrow.parquet.ParquetFile(file) as table:
+            yield from table.iter_batches(batch_size=BATCH_ROWS)
+        return
+    with pyarrow.memory_map(str(file)) as source:
+        if form == "arrow file":
+            reader = pyarrow.ipc.open_file(source)
+            for index in range(reader.num_record_batches):
+                yield reader.get_batch(index)
+        else:
+            yield from pyarrow.ipc.open_stream(source)

@@ -1,4 +1,4 @@
-"""Datasets on disk, files or directories of them, become the same rows, and what is ambiguous is one line."""
+"""Datasets on disk in every layout that libraries write become the same rows, and what is ambiguous is one line."""
 
 from __future__ import annotations
 
@@ -27,6 +27,54 @@ def refusal(path: Path, split: str | None = None, *usual: str) -> str:
     return str(caught.value)
 
 
+def save_to_disk(directory: Path, parts: list[list[dict[str, Any]]]) -> None:
+    """The layout of Dataset.save_to_disk (datasets 2 to 4): arrow streams, and a state.json that lists them."""
+    directory.mkdir(parents=True)
+    names = [f"data-{number:05d}-of-{len(parts):05d}.arrow" for number in range(len(parts))]
+    for name, part in zip(names, parts, strict=True):
+        table = pa.Table.from_pylist(part)
+        with pa.OSFile(str(directory / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    (directory / "dataset_info.json").write_text("{}")
+    (directory / "state.json").write_text(json.dumps({"_data_files": [{"filename": n} for n in names], "_split": None}))
+
+
+def test_a_dataset_that_was_saved_to_disk_in_several_files(tmp_path: Path) -> None:
+    save_to_disk(tmp_path / "d", [ROWS[:3], ROWS[3:]])
+    assert rows(tmp_path / "d") == ROWS
+    locations = [location for location, _ in read_rows(str(tmp_path / "d"), "data.train")]
+    assert locations[3].endswith("data-00001-of-00002.arrow: row 1")
+    assert "has no split test" in refusal(tmp_path / "d", "test")
+    (tmp_path / "d" / "data-00001-of-00002.arrow").unlink()
+    assert "does not exist, which state.json names" in refusal(tmp_path / "d")
+    (tmp_path / "d" / "state.json").write_text('{"_data_files": [{"filename": "../x.arrow"}]}')
+    assert "names files of other directories" in refusal(tmp_path / "d")
+    (tmp_path / "d" / "state.json").write_text("[")
+    assert "does not describe a dataset" in refusal(tmp_path / "d")
+
+
+def test_a_dictionary_of_datasets_and_its_splits(tmp_path: Path) -> None:
+    save_to_disk(tmp_path / "d" / "train", [ROWS[:5]])
+    save_to_disk(tmp_path / "d" / "validation", [ROWS[5:]])
+    (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
+    assert rows(tmp_path / "d") == ROWS[:5]
+    assert rows(tmp_path / "d", None, "test", "validation") == ROWS[5:], "held-out sets take what there is"
+    assert rows(tmp_path / "d", "validation") == ROWS[5:] == rows(tmp_path / "d" / "validation")
+    assert "has the splits train, validation, not test" in refusal(tmp_path / "d", "test")
+
+
+def test_damaged_arrow_files_are_one_line(tmp_path: Path) -> None:
+    save_to_disk(tmp_path / "d", [ROWS])
+    file = tmp_path / "d" / "data-00000-of-00001.arrow"
+    whole = file.read_bytes()
+    for cut in (0, 3, 100, len(whole) // 2):
+        file.write_bytes(whole[:cut])
+        assert "unreadable arrow stream" in refusal(tmp_path / "d"), cut
+    with pa.OSFile(str(file), "wb") as out, pa.ipc.new_file(out, pa.Table.from_pylist(ROWS).schema) as writer:
+        writer.write_table(pa.Table.from_pylist(ROWS))
+    assert rows(tmp_path / "d") == ROWS, "the other form of arrow is told by its content"
+
+
 @pytest.mark.parametrize("layout", ["{split}-0000{part}-of-00002.parquet", "data/{split}-0000{part}-of-00002.parquet"])
 def test_a_hubs_repository_of_parquet_files(tmp_path: Path, layout: str) -> None:
     for split, parts in (("train", [ROWS[:2], ROWS[2:5]]), ("test", [ROWS[5:]])):
@@ -42,9 +90,7 @@ def test_a_hubs_repository_of_parquet_files(tmp_path: Path, layout: str) -> None
 
 
 def test_directories_that_say_nothing_or_too_much(tmp_path: Path) -> None:
-    (tmp_path / "data-00000-of-00001.arrow").write_bytes(b"")
-    (tmp_path / "state.json").write_text("{}")
-    assert "holds no dataset" in refusal(tmp_path) and "its to_parquet" in refusal(tmp_path)
+    assert "holds no dataset" in refusal(tmp_path)
     (tmp_path / "part-1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:4]))
     (tmp_path / "part-2.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[4:]))
     assert rows(tmp_path) == ROWS, "one split, whatever it is"
@@ -58,8 +104,10 @@ def test_directories_that_say_nothing_or_too_much(tmp_path: Path) -> None:
     assert "is one file, which has no split test" in refusal(tmp_path / "part-1.jsonl", "test")
 
 
-def test_what_the_datasets_library_writes_as_parquet_is_read(tmp_path: Path) -> None:
+def test_what_the_datasets_library_itself_writes_is_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    chosen = datasets.Dataset.from_list(ROWS).shuffle(seed=1).select(range(4))
-    chosen.to_parquet(tmp_path / "train.parquet")
-    assert rows(tmp_path / "train.parquet") == chosen.to_list()
+    whole = datasets.Dataset.from_list(ROWS)
+    whole.shuffle(seed=1).select(range(4)).save_to_disk(tmp_path / "chosen", num_shards=2)
+    assert rows(tmp_path / "chosen") == whole.shuffle(seed=1).select(range(4)).to_list()
+    datasets.DatasetDict({"train": whole, "test": whole.select([0])}).save_to_disk(tmp_path / "both")
+    assert rows(tmp_path / "both") == ROWS and rows(tmp_path / "both", "test") == ROWS[:1]

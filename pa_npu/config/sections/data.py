@@ -52,7 +52,7 @@ class DataConfig(Section):
     train: Annotated[str, Field(min_length=1)] | Annotated[tuple[TrainingDataset, ...], Field(min_length=1)] = Field(
         ...,
         description="Training prompts: a JSONL, CSV or parquet file (question/answer, prompt/answer or messages), or a directory "
-        "of such files; or a list of several, mixed by weight.",
+        "of the datasets library; or a list of several, mixed by weight.",
     )
     test: str | Dataset | None = Field(
         None, description="Held-out prompts in the same formats; none disables evaluation."
