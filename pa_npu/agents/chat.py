@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pa_npu.agents.refusals import Refused
+from pa_npu.agents.requests import Refused
 from pa_npu.agents.tool_calls import Parsed, Parser, make_parser
 from pa_npu.config.schema import Config
 from pa_npu.data.template import TemplateFailed, chosen_template, rendered

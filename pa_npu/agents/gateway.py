@@ -29,8 +29,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from pa_npu.agents.answers import events, models, whole_answer
-from pa_npu.agents.refusals import Refused
-from pa_npu.agents.requests import Asked, read_request
+from pa_npu.agents.requests import Asked, Refused, read_request
 from pa_npu.agents.session import Session, Turn
 from pa_npu.agents.sessions import Sessions
 from pa_npu.control.tasks import cancel

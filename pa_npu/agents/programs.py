@@ -29,6 +29,7 @@ from pa_npu.agents.sessions import Sessions
 from pa_npu.config.sections import AgentConfig
 from pa_npu.control import keeper
 from pa_npu.control.tasks import cancel
+from pa_npu.control.worker_process import start_kept
 from pa_npu.errors import ConfigError
 from pa_npu.telemetry.secrets import is_secret
 
@@ -95,29 +96,18 @@ class Programs:
     async def _run(self, variables: Mapping[str, str], session: Session | None) -> int | None:
         """The exit code, negative for a signal; None where the session ended before the program."""
         with tempfile.TemporaryDirectory(prefix="pa_npu-agent-", ignore_cleanup_errors=True) as directory:
-            theirs, lifeline = os.pipe()
             command, own = self._command, {"GATEWAY_URL": self._sessions.url, **variables}
             path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), os.getcwd())))
             env = {**self._inherited(), "PYTHONPATH": path, **own}
             if self._containers is not None:
                 command, removal = self._containers.commands(command, own)
                 env[keeper.LAST] = shlex.join(removal)
-            kept = [sys.executable, "-I", "-S", keeper.__file__, str(theirs), "0", "", "--", *command]
+            output = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
+            process, lifeline = await start_kept(
+                command, env, stdin=asyncio.subprocess.DEVNULL, cwd=directory, **output
+            )
             waiting: list[asyncio.Task[object]] = []
-            process: asyncio.subprocess.Process | None = None
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *kept,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.STDOUT,
-                    cwd=directory,
-                    env=env,
-                    pass_fds=(theirs,),
-                    start_new_session=True,
-                )
-                os.close(theirs)
-                theirs = -1
                 reading = asyncio.create_task(self._read(process, session), name="output of an agent")
                 waiting = [reading]
                 if session is not None:
@@ -130,12 +120,9 @@ class Programs:
                     return code if self._containers is None else self._containers.exit_code(code)
                 return None
             finally:
-                for descriptor in (theirs, lifeline):
-                    if descriptor >= 0:
-                        os.close(descriptor)
+                os.close(lifeline)
                 await cancel(waiting)
-                if process is not None:
-                    await _reap(process)
+                await _reap(process)
 
     def _inherited(self) -> dict[str, str]:
         """This process's environment without secrets, known by their names: the keys of hubs, trackers and judges."""

@@ -26,8 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.agents.chat import Answer, Chat
-from pa_npu.agents.refusals import Refused
-from pa_npu.agents.requests import Asked
+from pa_npu.agents.requests import Asked, Refused
 from pa_npu.agents.tree import Node, SessionTree
 from pa_npu.control.tasks import cancel
 from pa_npu.engines.protocol import Generation

@@ -71,23 +71,9 @@ class WorkerProcess:
 
     @classmethod
     async def _begin(cls, arguments: Sequence[str]) -> WorkerProcess:
-        theirs, lifeline = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *_kept(arguments, theirs),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                limit=REPLY_LIMIT_BYTES,
-                env=_environment(),
-                pass_fds=(theirs,),
-                start_new_session=True,  # a Ctrl-C in the terminal is for the parent
-            )
-        except BaseException:
-            os.close(lifeline)
-            raise
-        finally:
-            os.close(theirs)
-        return cls(process, lifeline)
+        command = [sys.executable, "-m", *arguments]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "limit": REPLY_LIMIT_BYTES}
+        return cls(*await start_kept(command, _environment(), **pipes))
 
     async def _was_killed(self) -> bool:
         """Whether a signal ended the process, which has closed its output."""
@@ -128,11 +114,35 @@ class WorkerProcess:
         return f"exit code {returncode}" if returncode >= 0 else signal.Signals(-returncode).name
 
 
+async def start_kept(
+    command: Sequence[str], environment: Mapping[str, str], **options: Any
+) -> tuple[asyncio.subprocess.Process, int]:
+    """A keeper with this command, and its lifeline: the descriptor with whose end all of it ends.
+
+    options: of asyncio.create_subprocess_exec.
+    """
+    theirs, lifeline = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *_kept(command, theirs),
+            env=environment,
+            pass_fds=(theirs,),
+            start_new_session=True,  # a Ctrl-C in the terminal is for the parent
+            **options,
+        )
+    except BaseException:
+        os.close(lifeline)
+        raise
+    finally:
+        os.close(theirs)
+    return process, lifeline
+
+
 def run_worker(arguments: Sequence[str], requests: bytes, limit_s: float) -> tuple[bytes, int | None]:
     """Return what a process wrote that was given these requests at once, and its exit code; None where the limit was reached."""
     theirs, lifeline = os.pipe()
     with subprocess.Popen(
-        _kept(arguments, theirs),
+        _kept([sys.executable, "-m", *arguments], theirs),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=_environment(),
@@ -154,9 +164,8 @@ def json_line(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _kept(arguments: Sequence[str], lifeline: int) -> list[str]:
-    kept = [sys.executable, "-I", "-S", keeper.__file__, str(lifeline), "0", "", "--"]
-    return [*kept, sys.executable, "-m", *arguments]
+def _kept(command: Sequence[str], lifeline: int) -> list[str]:
+    return [sys.executable, "-I", "-S", keeper.__file__, str(lifeline), "0", "", "--", *command]
 
 
 def _environment() -> dict[str, str]:

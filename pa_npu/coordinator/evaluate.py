@@ -30,8 +30,7 @@ from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Environment, EnvironmentFailed
 from pa_npu.errors import InvariantViolation, PaNpuError
 from pa_npu.evaluation.results import GREEDY, SAMPLE, Judged, as_record, summarise
-from pa_npu.rewards.answers import extract_answer
-from pa_npu.rewards.choices import chosen_letter
+from pa_npu.rewards.answers import chosen_letter, extract_answer
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Sample
 from pa_npu.telemetry.timeline import Timeline, now

@@ -45,7 +45,6 @@ from pa_npu.coordinator.loop import Coordinator, IterationEnd
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.roles import make_roles
-from pa_npu.data.mixture import training_stream
 from pa_npu.data.prompts import PromptSet, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
 from pa_npu.dispatch.work import GroupWork
@@ -191,7 +190,7 @@ def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[TrainingStream, di
     }
     for name, prompts in held_out.items():
         logger.info("evaluating on %s: %s", name, prompts.summary)
-    stream = training_stream(config.data, loaded, config.run.seed)
+    stream = TrainingStream(config.data, loaded, config.run.seed)
     if config.checkpoint.load:
         stream.restore(read_meta(Path(config.checkpoint.load)).data)
     return stream, held_out

@@ -1,4 +1,9 @@
-"""PromptStream: the prompts of one dataset in seeded epochs, endless, resumable by position."""
+"""The stream of training prompts: datasets in seeded epochs, several of them by weight, endless, resumable by position.
+
+Of several datasets the turn is that of the one with the least (2 n + 1) / weight, n being what it has given so far (the divisor
+method of Webster and Sainte-Lague, which apportions seats by votes): every stretch of prompts, and so every iteration, has the
+shares of the weights up to rounding, and no random number is drawn.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.data.prompts import Prompt
+from pa_npu.config.sections import DataConfig
+from pa_npu.data.prompts import Prompt, PromptSet
 from pa_npu.errors import DataError
 
 
@@ -27,24 +33,8 @@ class Outcome:
     reward: float
 
 
-class TrainingStream(Protocol):
-    """The source from which the coordinator takes prompts; a position in it is part of every checkpoint (I6)."""
-
-    def take(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts."""
-
-    def observe(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-        """Numbers for the record of an iteration whose prompts were worth this."""
-
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint, JSON."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was asked for. Raises DataError where it is of other data."""
-
-
 class PromptStream:
-    """Endless prompts in epochs: each epoch holds every prompt once, in an order given by (seed, epoch).
+    """Endless prompts of one dataset in epochs: each holds every prompt once, in an order given by (seed, epoch).
 
     The position counts prompts since the start, with the same dataset and seed it determines everything that
     follows, so a resumed run neither drops nor repeats a prompt (I6). Positions are plain integers for checkpoints;
@@ -60,11 +50,6 @@ class PromptStream:
         self._position = 0
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.arange(0)
-
-    @property
-    def position(self) -> int:
-        """Prompts taken so far."""
-        return self._position
 
     def take(self, num_prompts: int) -> list[Prompt]:
         """The next prompts; runs over into the next epoch where needed."""
@@ -83,35 +68,98 @@ class PromptStream:
         # RandomState's streams are frozen (NEP 19), so a resumed run sees the same order under any NumPy version.
         return np.random.RandomState([self._seed, epoch]).permutation(len(self._prompts))
 
-    def observe(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-        """Nothing that the record does not say anyway."""
-        return {}
-
     def state(self) -> dict[str, Any]:
         """For a checkpoint, JSON."""
-        return {"position": self._position, "fingerprint": self.fingerprint()}
+        return {"position": self._position, "fingerprint": self.fingerprint}
 
-    def restore(self, state: int | Mapping[str, Any]) -> None:
-        """Continues at a position, or at a `state()` after checking that dataset, seed and order are the same."""
-        if isinstance(state, Mapping):
-            if state.get("fingerprint") != self.fingerprint():
-                raise DataError(
-                    "data.train: prompts, run.seed or data.shuffle differ from those of the checkpoint, so its position "
-                    "means other prompts; restore them, or start a new run"
-                )
-            state = int(state["position"])
-        if state < 0:
-            raise ValueError(f"a position counts prompts taken and cannot be {state}")
-        self._position = state
-
-    def fingerprint(self) -> str:
-        """Changes with the prompts' tokens or answers, their order, the seed and the shuffling."""
-        return self._fingerprint
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was asked for, after checking that dataset, seed and order are the same."""
+        if state.get("fingerprint") != self.fingerprint:
+            raise DataError(
+                "data.train: prompts, run.seed or data.shuffle differ from those of the checkpoint, so its position "
+                "means other prompts; restore them, or start a new run"
+            )
+        self._position = int(state["position"])
 
     @cached_property
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:
+        """Changes with the prompts' tokens or answers, their order, the seed and the shuffling."""
         digest = hashlib.blake2b(f"{self._seed} {self._shuffle}".encode(), digest_size=8)
         for prompt in self._prompts:
             digest.update(np.asarray(prompt.tokens, "<i4").tobytes())
             digest.update(f"\n{prompt.prompt_id}\n{prompt.answer}\n".encode())
         return digest.hexdigest()
+
+
+class TrainingStream:
+    """The prompts of data.train, from which the coordinator takes; a position in it is part of every checkpoint (I6).
+
+    loaded: by dataset, as load_training.
+    """
+
+    def __init__(self, config: DataConfig, loaded: Sequence[PromptSet], seed: int) -> None:
+        self._names = [dataset.called for dataset in config.datasets]
+        self._weights = [dataset.weight for dataset in config.datasets]
+        self._streams = [PromptStream(prompts, seed, config.shuffle) for prompts in loaded]
+        self._taken = [0] * len(self._streams)
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """The next prompts."""
+        return [self._next() for _ in range(num_prompts)]
+
+    def _next(self) -> Prompt:
+        turn = min(range(len(self._streams)), key=lambda i: (2 * self._taken[i] + 1) / self._weights[i])
+        self._taken[turn] += 1
+        return self._streams[turn].take(1)[0]
+
+    def observe(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        """Numbers for the record of an iteration whose prompts were worth this: nothing of one dataset alone.
+
+        sources: by name, prompts of the iteration with their mean accuracy and reward, and the dataset's share by weight.
+        """
+        if len(self._streams) == 1:
+            return {}
+        total = sum(self._weights)
+        sources = {}
+        for name, weight in zip(self._names, self._weights, strict=True):
+            own = [outcome for outcome in outcomes if outcome.source == name]
+            known = [outcome.right for outcome in own if outcome.right is not None]
+            sources[name] = {
+                "share": weight / total,
+                "prompts": len(own),
+                "accuracy": sum(known) / len(known) if known else None,
+                "reward_mean": sum(outcome.reward for outcome in own) / len(own) if own else None,
+            }
+        return {"sources": sources}
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, JSON."""
+        if len(self._streams) == 1:
+            return self._streams[0].state()
+        return {
+            "sources": [
+                {"name": name, "weight": weight, "taken": taken, **stream.state()}
+                for name, weight, taken, stream in zip(
+                    self._names, self._weights, self._taken, self._streams, strict=True
+                )
+            ]
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was asked for; with other weights, as if nothing had been given by these.
+
+        Raises DataError where it is of other data.
+        """
+        if len(self._streams) == 1:
+            self._streams[0].restore(state)
+            return
+        saved = state.get("sources")
+        if not isinstance(saved, list) or [one.get("name") for one in saved] != self._names:
+            raise DataError(
+                f"data.train: the checkpoint is of other datasets than {', '.join(self._names)}, so its position means other "
+                f"prompts; restore them, or start a new run"
+            )
+        for stream, one in zip(self._streams, saved, strict=True):
+            stream.restore(one)
+        same = [one["weight"] for one in saved] == self._weights
+        self._taken = [int(one["taken"]) if same else 0 for one in saved]

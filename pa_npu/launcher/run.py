@@ -48,10 +48,9 @@ from pa_npu.launcher.run_checks import Findings, check_engines, check_surroundin
 from pa_npu.launcher.run_directory import begin_attempt, own_run_directory
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.progress import format_duration
-from pa_npu.telemetry.record_file import attempt
+from pa_npu.telemetry.report import summarise
 from pa_npu.telemetry.secrets import HIDDEN, Secrets
-from pa_npu.telemetry.summary import summarise
-from pa_npu.telemetry.timeline import MERGED, Timeline, merge
+from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer.transport import Abandonment
 
 
@@ -249,8 +248,7 @@ def _host_store(config: Config) -> dist.TCPStore:
 
 
 def finish(config: Config, run_dir: Path, console: Console, code: int, seconds: float) -> None:
-    """Merge the timeline; after a run that went well, print its summary. What cannot be written changes no exit code."""
-    attempt(run_dir / MERGED, lambda: merge(run_dir))
+    """After a run that went well, print its summary."""
     if code:
         console.complain(f"logs: {run_dir / 'logs'}")
         return

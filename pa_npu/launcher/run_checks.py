@@ -339,7 +339,7 @@ def check_rewards(config: Config, sample: Prompt | None, ask_judge: bool = True)
 
     sample: a prompt of the dataset, for which they are called once. ask_judge: also the judge (reward.judge), over the network.
     """
-    from pa_npu.rewards.process import check_reward_functions, sample_group
+    from pa_npu.rewards.check import check_reward_functions, sample_group
 
     size = config.rollout.responses_per_prompt
     group = sample_group(sample.text, sample.answer, sample.row, size) if sample else None

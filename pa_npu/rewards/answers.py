@@ -100,6 +100,13 @@ _BASE_WORD = re.compile(
 )
 _BASES = {"binary": "2", "octal": "8", "hexadecimal": "16"}
 _VARIABLE = re.compile(r"\s*\\?[A-Za-z]+(?:_\{?\w+\}?)?\s*")
+_MARKED_LETTER = re.compile(
+    r"(?:####|\b(?:answer|choice|option)\b(?:\s+is)?\s*:?)[\s*_:]*\(?([A-Za-z])(?![A-Za-z0-9'])(?!\s+[a-z])",
+    re.IGNORECASE,
+)
+_LETTER_DECORATION = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+_BOXED_LETTER = re.compile(r"\s*\(?([A-Za-z])(?![A-Za-z0-9])")
+_LETTER_ALONE = re.compile(r"^[\s*_$(\[]*([A-Z])[\s*_$)\].:]*$")
 
 
 def final_text(response: str) -> str:
@@ -153,6 +160,26 @@ def last_boxed(text: str) -> str | None:
         return None
     bare = list(_BARE_BOX.finditer(text))
     return (bare[-1][1] or bare[-1][2]) if bare else None
+
+
+def chosen_letter(response: str, letters: str) -> str | None:
+    r"""The letter that a response to a multiple choice ends with; None where the response does not commit itself.
+
+    The last \boxed{C}; else the last #### C, "answer is (C)" or "Answer: C"; else a last line that is nothing but the letter.
+    Letters in running text are not answers: "A good start" is none.
+    """
+    text = final_text(response)[-_SEARCHED_CHARACTERS:]
+    boxed = last_boxed(text)
+    if boxed is not None:
+        found = _BOXED_LETTER.match(_LETTER_DECORATION.sub(r"\1", boxed))
+        letter = found[1].upper() if found else None
+        return letter if letter is not None and letter in letters else None
+    marked = [found[1].upper() for found in _MARKED_LETTER.finditer(text) if found[1].upper() in letters]
+    if marked:
+        return marked[-1]
+    lines = [line for line in text.splitlines() if line.strip()]
+    alone = _LETTER_ALONE.match(lines[-1]) if lines else None
+    return alone[1] if alone and alone[1] in letters else None
 
 
 def _of_line(line: str) -> str:

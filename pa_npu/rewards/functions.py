@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pa_npu.config.user_code import ERROR_CHARACTERS, describe, import_function, source_of
 from pa_npu.data.records import CHOICE_COLUMN
 from pa_npu.errors import ConfigError, DataError
-from pa_npu.rewards.answers import is_correct
-from pa_npu.rewards.choices import chosen_letter
+from pa_npu.rewards.answers import chosen_letter, is_correct
 from pa_npu.rewards.types import RewardInput
 
 if TYPE_CHECKING:

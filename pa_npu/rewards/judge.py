@@ -248,37 +248,34 @@ class JudgeCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._database = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
-            self._database.execute(
-                "create table if not exists scores (content text primary key, score real, answer text)"
-            )
         except (sqlite3.Error, OSError) as error:
             self._give_up(error)
+        self._do("create table if not exists scores (content text primary key, score real, answer text)")
 
     def get(self, content: Any) -> float | None:
         """The score of what has these contents (JSON)."""
-        if self._database is None:
-            return None
-        try:
-            row = self._database.execute("select score from scores where content = ?", (_key(content),)).fetchone()
-        except sqlite3.Error as error:
-            self._give_up(error)
-            return None
+        row = self._do("select score from scores where content = ?", _key(content))
         return float(row[0]) if row else None
 
     def put(self, content: Any, score: float, answer: str) -> None:
         """answer: what the judge wrote, for people who look into the file."""
-        if self._database is None:
-            return
-        try:
-            clean = answer.encode("utf-8", "replace").decode()
-            self._database.execute("insert or replace into scores values (?, ?, ?)", (_key(content), score, clean))
-        except sqlite3.Error as error:
-            self._give_up(error)
+        clean = answer.encode("utf-8", "replace").decode()
+        self._do("insert or replace into scores values (?, ?, ?)", _key(content), score, clean)
 
     def close(self) -> None:
         if self._database is not None:
             with contextlib.suppress(sqlite3.Error):
                 self._database.close()
+
+    def _do(self, statement: str, *values: Any) -> Any:
+        """The first row that a statement finds; None where there is none, or no database."""
+        if self._database is None:
+            return None
+        try:
+            return self._database.execute(statement, values).fetchone()
+        except sqlite3.Error as error:
+            self._give_up(error)
+            return None
 
     def _give_up(self, error: Exception) -> None:
         log.warning("reward.judge: scores: %s cannot be used (%s); the judge is asked every time", self._path, error)

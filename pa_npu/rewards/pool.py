@@ -3,14 +3,13 @@
     score(group) ──> waiting ──> worker ──> its reply
                         ▲           │ says nothing for too long: it is killed
                         └───────────┘ died: what it was scoring is scored again, and fails when a worker dies of it a third time;
-                                      what was behind that waits again, and the worker is started anew
+                                      the worker is started anew
 
 So a worker that somebody kills changes no reward (I6), and a function that kills its worker every time costs its group.
 
-Functions that compute run in reward.workers processes (worker.py). Such a worker has a head, which its time limit is for, and
-groups behind it. Groups behind a slow head do not stall: a worker without work takes them over (a reward is a function of the
-group, so whoever answers first is right). Functions that wait (a judge, the sandbox, a user's `async def`) run beside these in one
-process, which has all groups at once and says every second that its event loop turns.
+Functions that compute run in reward.workers processes (worker.py), each of which has one group at a time. Functions that wait (a
+judge, the sandbox, a user's `async def`) run beside these in one process, which has all groups at once and says every second that
+its event loop turns.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,19 +28,18 @@ import numpy as np
 from pa_npu.config.sections import RewardConfig
 from pa_npu.control.tasks import gather
 from pa_npu.control.worker_process import WorkerProcess
-from pa_npu.errors import DataError, PaNpuError
+from pa_npu.errors import DataError, DeadlineExceeded, PaNpuError
 from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, function_specs
-from pa_npu.rewards.process import check_reward_functions, first_message, start_worker
 from pa_npu.rewards.types import SHAPING, RewardInput, RewardResult, group_line
 
-__all__ = ["RewardInput", "RewardPool", "RewardResult", "check_reward_functions"]
+__all__ = ["RewardInput", "RewardPool", "RewardResult"]
 
+STARTUP_TIMEOUT_S = 120.0  # importing math-verify and a user's module on a busy machine
 WINDOW = 64  # groups that a function's failing share is taken over
 LEAST = 8  # groups that must have been scored before it is judged
 _NO_VERDICT_AT_ALL = 0.5  # of a judge's 0 to 1
 _RIGHT_FROM = {"code": 1.0}  # what counts as right
 _RIGHT_FROM_HALF = 0.5  # of a judge and of graded functions: 0.128 is no right answer
-PIPELINE_DEPTH = 4  # groups in a worker at once, so that it never waits for the event loop
 ATTEMPTS = 3  # workers that may die of one group
 FAILED_STARTS = 3  # in a row, then the pool gives up
 SILENCE_S = 30.0  # beyond the time of a user's function that waits; a machine may be busy
@@ -180,15 +178,11 @@ class FailingShare:
 
 @dataclass(eq=False)
 class _Job:
-    """A group on its way. future: resolves to the worker's reply. workers: indices of those that hold it now.
-
-    deaths: of workers while they scored it.
-    """
+    """A group on its way. future: resolves to the worker's reply. deaths: of workers while they scored it."""
 
     line: bytes
     identity: int
     future: asyncio.Future[dict[str, Any]]
-    workers: set[int] = field(default_factory=set)
     deaths: int = 0
 
 
@@ -199,7 +193,7 @@ class Workers:
     """
 
     def __init__(self, specs: Sequence[FunctionSpec], timeout_s: float, *, waits: bool, count: int = 1) -> None:
-        self.first = first_message(specs, timeout_s, waits=waits)
+        self.first = {"functions": [asdict(spec) for spec in specs], "waits": waits, "timeout_s": timeout_s}
         self.waits = waits
         self.timeout_s = timeout_s
         self.others: set[str] = set()
@@ -231,27 +225,19 @@ class Workers:
         return await job.future
 
     def dispatch(self) -> None:
-        """Hands waiting groups to the least occupied workers, then groups that wait behind others to workers without work."""
+        """Hands waiting groups to workers that have room."""
         while self._waiting:
-            if self._waiting[0].future.done():  # its caller was cancelled, or another worker answered
+            if self._waiting[0].future.done():  # its caller was cancelled
                 self._waiting.popleft()
                 continue
-            worker = min((w for w in self._workers if w.has_room), key=lambda w: len(w.jobs), default=None)
+            worker = next((worker for worker in self._workers if worker.has_room), None)
             if worker is None:
                 return
             worker.send(self._waiting.popleft())
-        for idle in self._workers:
-            if not idle.has_room or idle.jobs:
-                continue
-            stuck = (job for worker in self._workers for job in list(worker.jobs.values())[1:])
-            job = next((job for job in stuck if len(job.workers) == 1 and not job.future.done()), None)
-            if job is None:
-                return
-            idle.send(job)
 
     def put_back(self, jobs: list[_Job]) -> None:
-        """Groups of a dead worker that no other holds wait again, before all others."""
-        self._waiting.extendleft(job for job in reversed(jobs) if not job.workers and not job.future.done())
+        """Groups of a dead worker wait again, before all others."""
+        self._waiting.extendleft(job for job in reversed(jobs) if not job.future.done())
         self.dispatch()
 
     def give_up(self, error: PaNpuError) -> None:
@@ -263,12 +249,35 @@ class Workers:
         self._waiting.clear()
 
 
+async def start_worker(first: Mapping[str, Any]) -> WorkerProcess:
+    """Return a process whose functions are loaded. first: what it reads first.
+
+    Raises DataError where a function cannot be used, DeadlineExceeded where loading takes too long.
+    """
+    try:
+        worker = await WorkerProcess.start(["pa_npu.rewards.worker"], first, STARTUP_TIMEOUT_S)
+    except DeadlineExceeded:
+        raise DeadlineExceeded(
+            f"a reward worker did not load its functions within {STARTUP_TIMEOUT_S:.0f} s; make them import faster"
+        ) from None
+    try:
+        if not worker.ready:
+            raise DataError(
+                "reward.functions: the reward worker died while loading them; correct what its output above says"
+            )
+        if "unusable" in worker.ready:
+            raise DataError(worker.ready["unusable"])
+    except BaseException:
+        await worker.reap()
+        raise
+    return worker
+
+
 class _Worker:
-    """A worker's place: one process at a time, started anew whenever it dies. jobs: by identity, the head first."""
+    """A worker's place: one process at a time, started anew whenever it dies. jobs: what it scores, by identity."""
 
     def __init__(self, index: int, workers: Workers) -> None:
         self.jobs: dict[int, _Job] = {}
-        self._index = index
         self._all = workers
         self._name = "the worker of reward functions that wait" if workers.waits else f"reward worker {index}"
         self._process: WorkerProcess | None = None
@@ -279,12 +288,7 @@ class _Worker:
 
     @property
     def has_room(self) -> bool:
-        return self._process is not None and (self._all.waits or len(self.jobs) < PIPELINE_DEPTH)
-
-    @property
-    def _scored(self) -> list[_Job]:
-        """The groups that the process works at."""
-        return list(self.jobs.values())[: None if self._all.waits else 1]
+        return self._process is not None and (self._all.waits or not self.jobs)
 
     async def start(self) -> None:
         self._process = await start_worker(self._all.first)
@@ -304,7 +308,6 @@ class _Worker:
     def send(self, job: _Job) -> None:
         assert self._process is not None
         self._process.write(job.line)
-        job.workers.add(self._index)
         self.jobs[job.identity] = job
         if len(self.jobs) == 1:
             self._restart_clock()
@@ -347,9 +350,9 @@ class _Worker:
         """The process died of what it was scoring perhaps, unless it was killed for a group that it has answered since."""
         self._stop_clock()
         overdue, self._overdue = self._overdue, []
-        scored = [job for job in self._scored if not overdue or job in overdue]
         jobs = list(self.jobs.values())
         self.jobs.clear()
+        scored = [job for job in jobs if not overdue or job in overdue]
         limit_s = self._all.timeout_s
         if overdue and self._all.waits:
             cause = f"its event loop stood still for {limit_s + SILENCE_S:g} s, blocked by a function"
@@ -362,12 +365,9 @@ class _Worker:
                 self._resolve(job, {"failure": f"its reward worker died {ATTEMPTS} times (last: {cause})"})
         again = "; what it scored is scored again" if any(not job.future.done() for job in scored) else ""
         log.warning("%s died (%s)%s", self._name, cause, again)
-        for job in jobs:
-            job.workers.discard(self._index)
         self._all.put_back(jobs)
 
     def _resolve(self, job: _Job, reply: dict[str, Any]) -> None:
-        job.workers.discard(self._index)
         if not job.future.done():
             job.future.set_result(reply)
 
@@ -384,6 +384,6 @@ class _Worker:
         self._timer = None
 
     def _on_time_limit(self) -> None:
-        self._overdue = self._scored
+        self._overdue = list(self.jobs.values())
         if self._process is not None:
             self._process.kill()

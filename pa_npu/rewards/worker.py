@@ -1,15 +1,15 @@
 """A process of reward functions: groups in, rewards out, one JSON object per line.
 
-    stdin   {"functions": [FunctionSpec's fields, ...], "waits", "timeout_s", "trial"}   first line
+    stdin   {"functions": [FunctionSpec's fields, ...], "waits", "timeout_s"}            first line
             {"id", "group": {prompt, answer, responses, response_tokens, row}}           one line per group
-    stdout  {"others": [label, ...], "isolation"} or {"unusable": reason}                first line
+    stdout  {"others": [label, ...]} or {"unusable": reason}                             first line
             {"id", "rewards": {label: [G numbers or null]}, "errors": {label: reason}, "fatal": reason | null}
             {"alive": true}                                                              every second, with waits
 
 Without `waits` it runs functions that compute, one group after another, in the main thread, where math-verify's signals work. With
 `waits` it runs the judge, the sandbox and users' `async def`, many groups at once in one event loop; null is a response without
 a verdict, and a user's function has timeout_s for a group. Functions of the other kind are named as others and left to another
-process. trial: one group before a run, for which the sandbox is tried too, and how it isolates is said.
+process.
 
 Functions see /dev/null as standard input, and what they print goes to standard error. The process ends with its input, and its
 keeper kills it when its parent dies.
@@ -28,7 +28,7 @@ from typing import Any
 from pa_npu.config.user_code import describe
 from pa_npu.control.child_process import private_pipes, send
 from pa_npu.control.tasks import held
-from pa_npu.errors import PaNpuError, UserError
+from pa_npu.errors import UserError
 from pa_npu.rewards.answers import preload
 from pa_npu.rewards.functions import (
     CONCURRENT,
@@ -61,10 +61,10 @@ def main() -> int:
     functions = [(spec, function) for spec, function in built if is_concurrent(function) == first["waits"]]
     others = [spec.label for spec, function in built if is_concurrent(function) != first["waits"]]
     if first["waits"]:
-        return asyncio.run(_Waiting(functions, first["timeout_s"], reply).run(requests, others, first["trial"]))
+        return asyncio.run(_Waiting(functions, first["timeout_s"], reply).run(requests, others))
     if any(spec.name == "math" for spec in specs):
         preload()
-    reply({"others": others, "isolation": ""})
+    reply({"others": others})
     for line in requests:
         request = json.loads(line)
         reply({"id": request["id"], **compute(functions, RewardInput(**request["group"]))})
@@ -90,17 +90,8 @@ class _Waiting:
         self._reply = reply
         self._turn = asyncio.Semaphore(_GROUPS_AT_ONCE)
 
-    async def run(self, requests: Any, others: list[str], trial: bool) -> int:
-        isolation = ""
-        try:
-            for spec, function in self._functions:
-                if trial and spec.name == "code":
-                    isolation = await function.check()
-        except PaNpuError as error:
-            said = str(error)
-            self._reply({"unusable": said if said.startswith("reward.code") else f"reward.code: {said}"})
-            return 1
-        self._reply({"others": others, "isolation": isolation})
+    async def run(self, requests: Any, others: list[str]) -> int:
+        self._reply({"others": others})
         lines: asyncio.Queue[bytes | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -116,8 +107,6 @@ class _Waiting:
             task = asyncio.create_task(self._score(json.loads(line)), name="group")
             running.add(task)
             task.add_done_callback(running.discard)
-        if trial:
-            await asyncio.gather(*running)
         for task in (alive, *running):
             task.cancel()
         for spec, function in self._functions:

@@ -8,7 +8,6 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from pa_npu.errors import DataError, UserError
 from pa_npu.telemetry.metrics import EVALUATIONS, METRICS
 from pa_npu.telemetry.sample_store import read_samples, sample_iterations
 from pa_npu.telemetry.secrets import Secrets, flat
-from pa_npu.viewer.advice import advise
 from pa_npu.viewer.files import JsonLines, number, read_yaml, tail
 from pa_npu.viewer.timeline import RunTimeline
 
@@ -83,7 +81,6 @@ class RunDirectory:
             "now": time.time(),
             "columns": columns(records),
             "evaluations": evaluations,
-            "advice": [asdict(advice) for advice in advise(records, config)],
             "config": config,
             "defaults": {key.name: None if key.required else _plain(key.default) for key in all_keys()},
             "meaning": {key.name: key.description for key in all_keys()},

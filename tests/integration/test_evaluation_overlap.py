@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pa_npu.evaluation.results import read_results, results_file
-from pa_npu.telemetry.timeline import MERGED
 from tests.helpers.launched import Launched, settings
+from tools.chrome_trace import read_events
 
 pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 ITERATIONS, QUESTIONS = 4, 8
@@ -48,11 +48,11 @@ def test_an_overlapped_evaluation_ends_before_the_next_weights_and_answers_by_it
             f"a greedy answer and two samples, version {version}"
         )
 
-    events = json.loads((run / MERGED).read_text())["traceEvents"]
+    events = [event for path in sorted((run / "timeline").glob("*.jsonl")) for event in read_events(path)]
     spans = {
-        name: {event["args"]["version"]: event for event in events if event.get("name") == name and event["ph"] == "X"}
+        name: {event["args"]["version"]: event for event in events if event.get("name") == name}
         for name in ("evaluate", "publish")
     }
     for version in by_version.keys() - {ITERATIONS}:
-        ends_us = spans["evaluate"][version]["ts"] + spans["evaluate"][version]["dur"]
-        assert ends_us < spans["publish"][version + 1]["ts"] + LATE_S * 1e6, f"version {version} delayed a publish"
+        ends_s = spans["evaluate"][version]["end"]
+        assert ends_s < spans["publish"][version + 1]["start"] + LATE_S, f"version {version} delayed a publish"

@@ -147,7 +147,7 @@ def test_a_file_of_trl_becomes_a_configuration_and_a_list(tmp_path: Path, capsys
     assert (config.schedule.iterations, config.checkpoint.every) == (300, 50)
     named = [line.split(": ")[1].split(" = ")[0] for line in lost if line.startswith("not translated: ")]
     assert set(named) == {"dataset_name", "top_k", "num_iterations", "per_device_train_batch_size"}
-    assert config.telemetry.trackers == ("wandb",) and config.telemetry.metric_names == "trl"
+    assert config.telemetry.trackers == ("wandb",)
     assert "still needed: data.train" in lost
 
 
@@ -176,7 +176,7 @@ def test_a_file_of_verl_becomes_a_configuration_and_a_list() -> None:
     assert values["trainer.tensor_parallel"] == 2
     assert values["algorithm.aggregation"] == "sequence-mean" and values["algorithm.advantage"] == "group-std"
     assert (values["checkpoint.every"], values["schedule.evaluate_every"]) == (0, 5)
-    assert (values["telemetry.trackers"], values["telemetry.metric_names"]) == (["wandb"], "verl")
+    assert values["telemetry.trackers"] == ["wandb"]
     assert set(imported.untranslated) == {
         "actor_rollout_ref.actor.megatron.context_parallel_size",
         "algorithm.gamma",
@@ -189,7 +189,6 @@ def test_trackers_without_a_counterpart_are_listed_and_none_is_an_empty_list() -
     several = import_config("trl", {"report_to": ["tensorboard", "clearml"], "adam_beta1": 0.8})
     assert several.values == {
         "telemetry.trackers": ["tensorboard"],
-        "telemetry.metric_names": "trl",
         "optimizer.betas": [0.8, 0.999],
     }
     assert list(several.untranslated) == ["report_to"]

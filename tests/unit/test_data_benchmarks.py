@@ -11,7 +11,7 @@ import pytest
 
 from pa_npu.data.records import read_records
 from pa_npu.errors import DataError
-from pa_npu.rewards.choices import chosen_letter
+from pa_npu.rewards.answers import chosen_letter
 from pa_npu.rewards.functions import math_reward
 from pa_npu.rewards.types import RewardInput
 

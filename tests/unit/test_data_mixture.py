@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
 
 import numpy as np
 import pytest
 
 from pa_npu.config.sections import DataConfig
-from pa_npu.data.mixture import training_stream
 from pa_npu.data.prompts import Prompt, PromptSet
-from pa_npu.data.stream import Outcome, PromptStream
+from pa_npu.data.stream import Outcome, PromptStream, TrainingStream
 from pa_npu.errors import DataError
 
 
@@ -25,10 +23,10 @@ def loaded(sizes: dict[str, int]) -> list[PromptSet]:
     return found
 
 
-def stream(sizes: dict[str, int], weights: list[float]) -> Any:
+def stream(sizes: dict[str, int], weights: list[float]) -> TrainingStream:
     train = [{"path": name, "weight": weight} for name, weight in zip(sizes, weights, strict=True)]
     config = DataConfig.model_validate({"train": train})
-    return training_stream(config, loaded(sizes), 1)
+    return TrainingStream(config, loaded(sizes), 1)
 
 
 @pytest.mark.parametrize("weights", [[1, 1, 1], [3, 1, 1], [0.7, 0.2, 0.1], [1e-3, 5, 80], [1, 1 / 3, 1 / 7]])
@@ -86,5 +84,11 @@ def test_the_record_counts_each_dataset() -> None:
 
 def test_one_dataset_is_a_plain_stream_whose_old_states_are_understood() -> None:
     alone = stream({"a": 9}, [1])
-    assert isinstance(alone, PromptStream) and set(alone.state()) == {"position", "fingerprint"}
+    plain = PromptStream(loaded({"a": 9})[0], 1)
+    assert [p.prompt_id for p in alone.take(4)] == [
+        p.prompt_id for p in plain.take(4)
+    ] and alone.state() == plain.state()
+    again = stream({"a": 9}, [2])
+    again.restore(plain.state())
+    assert [p.prompt_id for p in again.take(20)] == [p.prompt_id for p in plain.take(20)]
     assert alone.observe([]) == {}

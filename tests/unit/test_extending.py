@@ -5,6 +5,7 @@ What a recipe touches beside its own file is told in the registrations below: at
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
@@ -29,8 +30,8 @@ from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.families import spec as families
 from pa_npu.families.spec import ModelSpec
+from pa_npu.rewards.check import check_reward_functions, sample_group
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.rewards.process import check_reward_functions, sample_group
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.samples.rollout_buffer import RolloutBuffer
@@ -105,7 +106,7 @@ def test_a_column() -> None:
 async def test_a_reward() -> None:
     own = config(reward={"functions": [{"name": "my_reward:brevity"}], "workers": 1})
     group = sample_group("What is 6*7?", "42", {}, 4)
-    check_reward_functions(own, group)
+    await asyncio.to_thread(check_reward_functions, own, group)
     async with RewardPool(own.reward) as pool:
         assert (await pool.score(group)).total.tolist() == [float(len(text) < 20) for text in group.responses]
 

@@ -162,7 +162,7 @@ BESIDE = {
     "algorithm.aggregation": ["algorithm.loss=dpo", "algorithm.kl_coef=0"],
     "trainer.distributed_optimizer": ["trainer.backend=fsdp"],
     "publish.probe_tolerance": ["publish.probe_tokens=0"],
-    **{f"telemetry.{name}": ["telemetry.trackers=[]"] for name in ("project", "metric_names")},
+    "telemetry.project": ["telemetry.trackers=[]"],
 }
 CONDITIONAL = dict.fromkeys(key for condition in CONDITIONS for key in condition.keys.split())
 

@@ -14,7 +14,7 @@ from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.config.schema import Config
 from pa_npu.config.tree import PROBE_RESPONSES
 from pa_npu.control.freshness import Freshness
-from pa_npu.telemetry.summary import saved_publishes_line
+from pa_npu.telemetry.report import saved_publishes_line
 from pa_npu.trainer.border import PublishWhen
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model

@@ -20,9 +20,9 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections import CodeConfig, RewardConfig, RewardFunction
 from pa_npu.errors import DataError
 from pa_npu.rewards import sandbox
-from pa_npu.rewards.code_reward import CodeReward
-from pa_npu.rewards.code_tests import program_of, row_tests, same_output, same_result
-from pa_npu.rewards.pool import RewardPool, check_reward_functions
+from pa_npu.rewards.check import check_reward_functions
+from pa_npu.rewards.code_reward import CodeReward, program_of, row_tests, same_output, same_result
+from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.sandbox import Limits, Outcome
 from pa_npu.rewards.types import RewardInput
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -13,7 +14,8 @@ from pa_npu.config.load import load_config
 from pa_npu.config.sections import RewardConfig, RewardFunction
 from pa_npu.data.prompts import load_training
 from pa_npu.errors import DataError
-from pa_npu.rewards.pool import RewardPool, check_reward_functions
+from pa_npu.rewards.check import check_reward_functions
+from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.types import RewardInput
 from tests.helpers.fake_judge import Answer, fake_judge
 from tools.make_tiny_model import make_tokenizer
@@ -83,4 +85,5 @@ async def test_the_waiting_function_of_the_page_reads_a_column(tmp_path: Path, m
     group = RewardInput("p", "", ["of cats", "of dogs"], [2, 2], {"topic": "cats"})
     async with RewardPool(RewardConfig(functions=functions)) as pool:
         assert (await pool.score(group)).total.tolist() == [1.0, 0.0]
-    check_reward_functions(config(tmp_path, "", "reward.functions=[{name: 'my_waiting:relevance'}]"), group)
+    chosen = config(tmp_path, "", "reward.functions=[{name: 'my_waiting:relevance'}]")
+    await asyncio.to_thread(check_reward_functions, chosen, group)

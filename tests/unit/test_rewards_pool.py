@@ -20,7 +20,8 @@ from pa_npu.config.sections import DataConfig, ModelConfig, RewardConfig, Reward
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, PaNpuError
 from pa_npu.rewards import pool as pool_module
-from pa_npu.rewards.pool import LEAST, WINDOW, FailingShare, RewardInput, RewardPool, check_reward_functions
+from pa_npu.rewards.check import check_reward_functions
+from pa_npu.rewards.pool import LEAST, WINDOW, FailingShare, RewardInput, RewardPool
 
 USERS_MODULE = '''
 import json, os, subprocess, sys, time

@@ -14,7 +14,7 @@ from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import ADVANTAGES, LOSSES, AlgorithmConfig
 from pa_npu.errors import ConfigError, UserError
-from pa_npu.rewards.process import check_reward_functions, sample_group
+from pa_npu.rewards.check import check_reward_functions, sample_group
 
 MODULE = """
 import torch
@@ -189,7 +189,7 @@ def test_a_reward_function_is_called_once_for_a_row_of_the_dataset(users_module:
     for function, problem in (
         ("missing_column", "KeyError: 'colour'"),
         ("too_few", "returned 1 rewards for 4 responses"),
-        ("dies", "the worker died"),
+        ("dies", "its reward worker died 3 times"),
     ):
         with pytest.raises(UserError, match=problem) as refused:
             check_reward_functions(users_rewards(f"{module}:{function}"), sample)

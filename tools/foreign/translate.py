@@ -332,7 +332,7 @@ def _whole_distribution(work: _Import, top_p: str, top_k: str) -> None:
 
 
 def _trackers(work: _Import, name: str) -> None:
-    """One tracker or several; metrics keep the names that they had there."""
+    """One tracker or several."""
     value = work.take(name)
     if value is None:
         return
@@ -341,8 +341,6 @@ def _trackers(work: _Import, name: str) -> None:
     ]
     chosen = [tracker for tracker in given if tracker in TRACKERS]
     work.set("telemetry.trackers", chosen)
-    if chosen:
-        work.set("telemetry.metric_names", work.origin)
     if len(chosen) < len(given):
         work.lose(name, value, f"not all have a counterpart; telemetry.trackers takes {', '.join(TRACKERS)}")
 

@@ -65,7 +65,6 @@ class Trackers:
     def __init__(
         self, run_dir: Path | str, telemetry: TelemetryConfig, config: Mapping[str, Any], first_iteration: int = 0
     ) -> None:
-        self._convention = telemetry.metric_names
         self._feeds: list[_Feed] = []
         if telemetry.trackers:
             path = Path(run_dir) / DIRECTORY / RECORDS
@@ -77,15 +76,14 @@ class Trackers:
 
     def write_iteration(self, record: Mapping[str, Any], kept: Sequence[KeptResponse] = ()) -> None:
         """One finished iteration with its kept samples; returns at once."""
-        message = {"kind": "iteration", "step": int(record["iteration"]), "log": tracked(record, self._convention)}
+        message = {"kind": "iteration", "step": int(record["iteration"]), "log": tracked(record)}
         if rows := [row for row in kept if row.index < SAMPLES_IN_SHORT]:
-            message["table"] = _table(SAMPLES_TABLE[self._convention], record["iteration"], rows)
+            message["table"] = _table(SAMPLES_TABLE, record["iteration"], rows)
         self._write(message)
 
     def write_evaluation(self, record: Mapping[str, Any]) -> None:
         """One evaluation; returns at once."""
-        log = tracked_evaluation(record, self._convention)
-        self._write({"kind": "version", "step": int(record["version"]), "log": log})
+        self._write({"kind": "version", "step": int(record["version"]), "log": tracked_evaluation(record)})
 
     def close(self, limit_s: float | None = None) -> None:
         """Waits until everything is where it belongs, all trackers together at most ANSWER_TIMEOUT_S, or limit_s."""
