@@ -45,6 +45,5 @@ TRANSFORMERS = EngineKind(
     check,
     describe,
     served_model,
-    merges_adapters=True,
     records_routes=True,
 )

@@ -53,6 +53,5 @@ VLLM = EngineKind(
     describe,
     served_model,
     tool_parser,
-    merges_adapters=True,
     records_routes=True,
 )

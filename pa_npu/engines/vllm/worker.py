@@ -62,7 +62,6 @@ class WorkerExtension:
             device=torch.device(worker.device),
             timeout_s=float(timeout_s),
             model=worker.model_config.hf_config.get_text_config(),
-            directory=str(worker.model_config.model),
         )
         return {"rank": rank, "stages": len(stages)}
 
@@ -98,8 +97,7 @@ class WorkerExtension:
         self, version: int, received: Iterable[tuple[str, torch.Tensor]], digests: Callable[[], tuple[str, ...]]
     ) -> dict[str, Any]:
         """digests: of what was received, asked for when all of it has been loaded."""
-        receiver = self._pa_get()
-        weights = receiver.whole(received)
+        receiver, weights = self._pa_get(), iter(received)
         start = time.perf_counter()
         worker: Any = self
         self._pa_version = None
