@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.messages import PublishMembers, StageManifest
-from pa_npu.weight_transfer import progress, transport
+from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.digest import Digests
 from pa_npu.weight_transfer.manifest import Manifest
 
@@ -225,7 +225,7 @@ class Publisher:
         plan = self._source.manifest.buckets
         header = torch.tensor([version, self._source.manifest.digest], dtype=torch.int64, device=self._device)
         for wire in self._wires:
-            progress.announce_begin(wire.group, version, self._begun)
+            transport.announce_begin(wire.group, version, self._begun)
         self._begun = version
         on_the_wire, sending = self._start(header), "the header"
         waited = 0.0
@@ -258,14 +258,8 @@ class Publisher:
                 f"{_workers(wire.workers, wire.name)}",
                 "check in the engines' logs that each is alive and in pa_receive of this version, or raise "
                 "publish.timeout_s",
-                blame=lambda wire=wire: self._laggards(wire, version),  # type: ignore[misc]
             )
         return time.perf_counter() - start
-
-    def _laggards(self, wire: _Wire, version: int) -> str:
-        assert self._source is not None
-        messages = 1 + len(self._source.manifest.buckets)
-        return progress.laggards(wire.group, range(1, 1 + wire.workers), version, messages)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ stage, to which the same leader sends the same messages in another way (Way):
     group     the usual one
     host      a torch group through host memory (HOST_BACKEND)
 
-Keys under a group's own prefix in the store: `member/RANK` (it is about to join), `abandoned` (it is given up, and why), and those
-of pa_npu.weight_transfer.progress. What backends of collectives do differently is in pa_npu.weight_transfer.collectives.
+Keys under a group's own prefix in the store: `member/RANK` (it is about to join), `abandoned` (it is given up, and why), and
+`begun/VERSION` (it is about to be sent). What backends of collectives do differently is in pa_npu.weight_transfer.collectives.
 """
 
 from __future__ import annotations
@@ -115,27 +115,18 @@ def wait(
     deadline: Deadline,
     what: str,
     remedy: str,
-    *,
-    meanwhile: Callable[[], None] | None = None,
-    blame: Callable[[], str] | None = None,
 ) -> None:
     """Wait for a collective of any backend. Raises DeadlineExceeded, and WeightSyncError when the connection broke.
 
     Polls, because Work.wait's timeout differs by backend (gloo: give up; NCCL, HCCL: none unless in blocking mode).
-    Args:
-        what, remedy: begin and end the message of an error.
-        meanwhile: runs between the polls.
-        blame: asked past the deadline who is missing, for the message.
+    what, remedy: begin and end the message of an error.
     """
     start = time.monotonic()
     while not work.is_completed():
         if deadline.remaining_s <= 0:
-            missing = f" ({blame()})" if blame is not None else ""
-            raise DeadlineExceeded(f"{what}: not done within {deadline.seconds:g} s{missing}; {remedy}")
+            raise DeadlineExceeded(f"{what}: not done within {deadline.seconds:g} s; {remedy}")
         if reason := deadline.given_up():
             raise WeightSyncError(f"{what}: given up after {deadline.elapsed_s:.1f} s: {reason}")
-        if meanwhile is not None:
-            meanwhile()
         waited_s = time.monotonic() - start
         time.sleep(min(_LONGEST_POLL_S, _SHORTEST_POLL_S + waited_s * _POLL_SHARE))
     try:
@@ -322,6 +313,34 @@ def epoch_name(name: str, epoch: int) -> str:
 def way_name(name: str, way: Way) -> str:
     """The name of the stage's group that goes this way."""
     return name if way == "group" else f"{name}.{way}"
+
+
+def announce_begin(group: dist.ProcessGroup, version: int, before: int | None) -> None:
+    """The sender is about to send `version`, and was at `before` the last time.
+
+    Receivers that were asked to load ahead of time wait for it with no collective open, whose own timeout would run meanwhile.
+    """
+    store = _group_store(group)
+    store.set(_begun(version), "")
+    if before is not None and before != version:
+        store.delete_key(_begun(before))
+
+
+def has_begun(group: dist.ProcessGroup, version: int) -> bool:
+    """Whether the sender of this group is about to send `version`, or has begun."""
+    return bool(_group_store(group).check([_begun(version)]))
+
+
+def _begun(version: int) -> str:
+    return f"begun/{version}"
+
+
+def _group_store(group: Any) -> dist.Store:
+    """The store on which the group met, with the group's own prefix."""
+    if hasattr(group, "get_group_store"):
+        store: dist.Store = group.get_group_store()
+        return store
+    return c10d._world.pg_map[group][1]
 
 
 def leave_group(group: dist.ProcessGroup) -> None:
