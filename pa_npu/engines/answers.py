@@ -36,7 +36,6 @@ def checked_generations(
     vocab_size: int,
     engine: str,
     version: int | None = None,
-    instance: str | None = None,
 ) -> list[Generation]:
     """All responses of an answer, in order. Raises EngineError when a length, id, value or reason is impossible.
 
@@ -57,7 +56,6 @@ def checked_generations(
             text=response.text,
             finish_reason=cast(Literal["stop", "length", "cut"], response.finish_reason),
             version=version,
-            instance=instance,
         )
         for response, (start, end) in zip(responses, pairwise(bounds), strict=True)
     ]

@@ -91,7 +91,6 @@ def decode_response(
     vocab_size: int,
     engine: str,
     version: int | None = None,
-    instance: str | None = None,
 ) -> list[Generation]:
     """The n responses in order of their seeds. Raises EngineError when a count, length, id or value is impossible."""
     try:
@@ -112,7 +111,7 @@ def decode_response(
         )
         for choice in choices
     ]
-    return checked_generations(responses, sampling, vocab_size, engine, version, instance)
+    return checked_generations(responses, sampling, vocab_size, engine, version)
 
 
 def recorded_routes(data: bytes, layers: Sequence[int]) -> tuple[str, list[npt.NDArray[np.uint16]] | None]:
