@@ -102,16 +102,13 @@ class EngineCapabilities:
     """The kind and abilities of an engine that is ready; None where it does not say.
 
     kind: the value of rollout.backend. version: of its software.
-    max_num_seqs: responses that it generates at the same time; further ones wait in it. continues: it goes on with a response that
-    another engine has begun, and hands on its own. sleeps: it can give its device's memory back for a time. records_routes: it says
-    which experts of a mixture each token took.
+    continues: it goes on with a response that another engine has begun, and hands on its own. sleeps: it can give its device's
+    memory back for a time. records_routes: it says which experts of a mixture each token took.
     """
 
     kind: str
     version: str | None = None
     num_workers: int | None = None
-    max_num_seqs: int | None = None
-    loads_weights: bool = True
     continues: bool = False
     sleeps: bool = False
     records_routes: bool = False

@@ -122,11 +122,10 @@ class Publisher:
         assert self._source is not None, "only replica 0 publishes"
         return StageManifest(self._name, self._source.manifest.to_json())
 
-    def connect(self, members: PublishMembers, timeout_s: float | None = None) -> None:
+    def connect(self, members: PublishMembers) -> None:
         """Form the group of this epoch; ranks that do not send return at once, as does a leader that is in it already.
 
-        Waits for the workers at most timeout_s, which should cover the engines' start; None takes the publisher's own. Raises
-        DeadlineExceeded with the missing workers.
+        Raises DeadlineExceeded with the missing workers.
         """
         if not self.is_leader or members.epoch == self._epoch:
             return
@@ -135,10 +134,10 @@ class Publisher:
         for way, workers in members.by_way().items():
             if workers:
                 name = transport.epoch_name(transport.way_name(self._name, way), members.epoch)
-                self._wires.append(self._join(way, name, workers, timeout_s))
+                self._wires.append(self._join(way, name, workers))
         self._epoch, self._begun = members.epoch, None
 
-    def _join(self, way: transport.Way, name: str, workers: int, timeout_s: float | None) -> _Wire:
+    def _join(self, way: transport.Way, name: str, workers: int) -> _Wire:
         """The group `name` as its rank 0."""
         describe = f"stage {self._stage} publishes to {_workers(workers, name)}"
         backend, device = (transport.HOST_BACKEND, _HOST) if way == "host" else (self._backend, self._device)
@@ -151,7 +150,6 @@ class Publisher:
             device=device,
             timeout_s=self._timeout_s,
             describe=describe,
-            members_timeout_s=timeout_s,
         )
         return _Wire(group, workers, device, name)
 

@@ -162,20 +162,18 @@ def join_group(
     backend: str,
     timeout_s: float,
     describe: str,
-    members_timeout_s: float | None = None,
     device: torch.device = _CPU,
 ) -> dist.ProcessGroup:
     """Join the group `name` beside whatever default group this process has. A name serves once.
 
     Args:
         host, port: of any c10d TCPStore that all members reach; each uses a client of its own.
-        timeout_s: of one publish.
-        members_timeout_s: until all members are there, communicator included; default: timeout_s.
+        timeout_s: until all members are there, communicator included; and of one publish.
         device: of the tensors that will be sent.
     Raises DeadlineExceeded, with the ranks that are missing, or WeightSyncError, also when the group is abandoned meanwhile.
     """
     timeout = timedelta(seconds=timeout_s + _BACKEND_MARGIN_S)
-    deadline = Deadline(members_timeout_s or timeout_s, Abandonment(host, port, name).reason)
+    deadline = Deadline(timeout_s, Abandonment(host, port, name).reason)
     try:
         store = dist.PrefixStore(
             name, dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -186,18 +184,13 @@ def join_group(
         wait_for_members(store, rank, size, rules.terms(), deadline, describe)
         group = _make_group(store, name, rank, size, backend, timeout, device, deadline, describe)
     except (RuntimeError, ValueError) as error:
-        raise join_failed(host, port, size, describe, backend, error) from error
+        raise WeightSyncError(
+            f"{describe}: could not join the group of {size} members through the store at {host}:{port} "
+            f"({_reason(error)}); check that the store is that of this run, that {backend} is available, and "
+            f"that the members reach each other over the network"
+        ) from error
     c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
     return group
-
-
-def join_failed(host: str, port: int, size: int, describe: str, means: str, error: Exception) -> WeightSyncError:
-    """Names the members and the store. means: the kind of collectives or handles that the group works by."""
-    return WeightSyncError(
-        f"{describe}: could not join the group of {size} members through the store at {host}:{port} "
-        f"({_reason(error)}); check that the store is that of this run, that {means} is available, and "
-        f"that the members reach each other over the network"
-    )
 
 
 def _make_group(

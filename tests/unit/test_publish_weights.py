@@ -331,9 +331,9 @@ def test_the_next_bucket_is_ready_before_the_one_on_the_wire_has_left(
 def test_members_that_do_not_join_are_named() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("lonely/member/2", "1")
-    arguments = {"name": "lonely", "rank": 0, "size": 4, "backend": "gloo", "timeout_s": 30.0, "describe": "stage 0"}
+    arguments = {"name": "lonely", "rank": 0, "size": 4, "backend": "gloo", "timeout_s": 0.3, "describe": "stage 0"}
     with pytest.raises(DeadlineExceeded, match=r"stage 0: ranks \[1, 3\] of 4 did not join within 0.3 s"):
-        transport.join_group("127.0.0.1", store.port, **arguments, members_timeout_s=0.3)
+        transport.join_group("127.0.0.1", store.port, **arguments)
     group = transport.join_group("127.0.0.1", store.port, **arguments | {"name": "alone", "size": 1})
     assert group.size() == 1
     transport.leave_group(group)
