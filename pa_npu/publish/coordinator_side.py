@@ -123,7 +123,7 @@ class CoordinatorPublish:
         self._epoch = -1
         self._connected: list[Member] | None = None  # the members of the groups of this epoch, while these are whole
         self._late_number = 0
-        self._groups = EngineGroups(config, pool, connection)
+        self._groups = EngineGroups(config, connection)
         self._arrival = ArrivalCheck(connection.stages, connection.late_stages)
         self._failed_ahead: int | None = None  # the version whose first attempt, beside generation, failed
         fleet.deliver_late = self.deliver_late

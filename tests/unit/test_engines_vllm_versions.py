@@ -13,7 +13,6 @@ import pytest
 from pa_npu.config.schema import Config
 from pa_npu.engines import interpreter
 from pa_npu.engines.membership import Member
-from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.vllm import ascend, kind, versions
 from pa_npu.engines.vllm import command as engine
 from pa_npu.engines.vllm.versions import (
@@ -227,8 +226,7 @@ async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow
     engines = [SimpleNamespace(name=name) for name in "ab"]
     connection = Connection(("127.0.0.1", 1), "hccl", [StageManifest("stage", {})], [StageManifest("late", {})])
     members = [Member(number, 0, True, engine) for number, engine in enumerate(engines)]  # type: ignore[arg-type]
-    pool = EnginePool(engines)  # type: ignore[arg-type]
-    planned = EngineGroups(chosen, pool, connection)
+    planned = EngineGroups(chosen, connection)
     joined = planned.of_members(members, 0)
     # rank 0 is the trainers' leader; each of the two engines has two workers
     assert [(groups.first_rank, groups.world_size) for groups in joined] == [(1, 5), (3, 5)]
