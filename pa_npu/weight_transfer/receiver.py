@@ -163,7 +163,7 @@ class Receiver:
         return arriving.result()[1] if arriving.done() else None
 
     def take(self, version: int) -> Received:
-        """What was prepared, which is the caller's. Raises WeightSyncError until it is here."""
+        """Hand out what was prepared, which is the caller's from here on. Raises WeightSyncError until it is here."""
         arriving = self._arriving(version)
         if not arriving.done():
             raise WeightSyncError(f"weight version {version} is still being received")
