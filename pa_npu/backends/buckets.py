@@ -19,6 +19,7 @@ import torch.distributed as dist
 from pa_npu.config.mesh import Place
 from pa_npu.families.spec import ModelSpec
 from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer.adapters import Base
 from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment
 
 _WORD_BYTES = 4  # sums of bits are those of int32, which every backend of collectives adds
@@ -46,8 +47,8 @@ class Part(Protocol):
 class GatheredWeights(ABC):
     """A WeightSource. A backend's subclass says what is sent (`tensors`, by name) and what of it is here (`parts`).
 
-    group: the ranks that together hold the weights, None where this rank is alone; its first one leads.
-    on_host: buckets are made in host memory, where the group's collectives are, for a thread beside training.
+    group: the ranks that together hold the weights, None where this rank is alone; its first one leads. base: what adapters are
+    merged into. on_host: buckets are made in host memory, where the group's collectives are, for a thread beside training.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class GatheredWeights(ABC):
         group: dist.ProcessGroup | None,
         device: torch.device,
         *,
+        base: Base | None = None,
         on_host: bool = False,
     ) -> None:
         self._place = place
@@ -76,6 +78,7 @@ class GatheredWeights(ABC):
                 for dtype, shapes in by_type.items()
                 for segments in plan_segments(shapes, max(1, bucket_bytes // dtype.itemsize))
             ),
+            base=base,
         )
 
     @abstractmethod

@@ -43,7 +43,6 @@ REMOVED: dict[str, str] = {
     "placement.trainer_devices": "use placement.devices: the engines' indices, then those of the trainer ranks",
     "publish.bucket_mib": "buckets follow the device's free memory; publish.timeout_s ends a publish",
     "publish.false_stop_rate": "use publish.noise_margin",
-    "publish.lora": "engines get merged weights, whatever lora.rank; less crosses the wire with publish.divergence",
     "publish.shared_through": "engines of placement.colocate get weights through host memory, or with gloo in everyone's group",
     "publish.swap": "use publish.mode=rolling, or delayed for what was together",
     "publish.when": "use publish.divergence; none publishes every version",

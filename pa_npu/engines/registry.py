@@ -49,6 +49,7 @@ class EngineKind:
         ValueError, LookupError or TypeError when it does not say.
     tool_parser: from the name of one and a tokenizer to what finds tool calls in a text, or raises ConfigError; None where the kind
         has none.
+    merges_adapters: whether its engines load adapters that are sent alone (publish.lora=adapter): Receiver.whole.
     records_routes: whether they can say which experts each token took (algorithm.router_replay): EngineCapabilities.
     """
 
@@ -59,6 +60,7 @@ class EngineKind:
     describe: Callable[[Config | None], tuple[str, str | None]]
     served_model: Callable[[str, str], str]
     tool_parser: Callable[[str, Any], Callable[..., Any]] | None = None
+    merges_adapters: bool = False
     records_routes: bool = False
 
 
@@ -80,6 +82,11 @@ def engine_kind(backend: str) -> EngineKind:
 def check_engine_keys(config: Config, spec: ModelSpec | None) -> None:
     """Raises ConfigError where configuration and model, if that is known, ask for what the kind cannot do."""
     kind = engine_kind(config.rollout.backend)
+    if config.publish.lora == "adapter" and not kind.merges_adapters:
+        raise ConfigError(
+            f"publish.lora: adapter with rollout.backend={config.rollout.backend}, whose engines merge no adapters; set "
+            f"publish.lora=merged"
+        )
     if config.algorithm.router_replay != "none" and not kind.records_routes:
         raise ConfigError(
             f"algorithm.router_replay: {config.algorithm.router_replay} with rollout.backend={config.rollout.backend}, whose "

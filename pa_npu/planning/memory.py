@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.adapters import adapter_parts
+from pa_npu.planning.adapters import adapter_parameters, adapter_parts
 from pa_npu.planning.amounts import Work, work
 from pa_npu.planning.sharded import gathered_bytes, sharded_parts
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, group_buffer_bytes
@@ -204,7 +204,9 @@ def engine_memory(config: Config, spec: ModelSpec, device_bytes: int | None, *, 
     rollout, element = config.rollout, _BYTES[config.model.dtype]
     weights = spec.num_parameters * element // rollout.tensor_parallel
     # of a publish that arrives beside generation, outside of the share that the engine takes for itself
-    second = weights if config.publish.mode != "blocking" else 0
+    second = 0
+    if config.publish.mode != "blocking":
+        second = _FP32 * adapter_parameters(config, spec) if config.publish.lora == "adapter" else weights
     if device_bytes is None:
         cache = int(rollout.kv_cache_gib * GIB)
         return Memory("engine", (("weights", weights), ("second buffer", second), ("KV cache", cache)))

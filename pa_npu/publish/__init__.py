@@ -32,5 +32,5 @@
 
 Where things are: messages and their keys in `messages`; what the coordinator makes of digests in `arrival`; which version a late
 engine may be sent in `version_gate`; sizes and seconds in `sizing`. The wire itself - groups, buckets, digests, and the engine's
-end, which runs inside engines - is the room below, pa_npu.weight_transfer.
+end, which runs inside engines, and adapters that engines merge - is the room below, pa_npu.weight_transfer.
 """

@@ -9,11 +9,12 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 
+from pa_npu.weight_transfer.adapters import Base, StoredWeight
 from pa_npu.weight_transfer.transport import WeightSyncError
 
 
@@ -22,6 +23,15 @@ def _count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
         raise ValueError(f"{value!r:.40} is not a count")
     return value
+
+
+def _base(raw: Any) -> Base:
+    """A Base from JSON. Raises KeyError, TypeError or ValueError."""
+    weights = []
+    for name, file, start, stop, row, dtype, loaded, shape, layer in raw["weights"]:
+        place, sizes = (_count(start), _count(stop), _count(row)), tuple(map(_count, shape))
+        weights.append(StoredWeight(str(name), str(file), *place, str(dtype), str(loaded), sizes, str(layer)))
+    return Base(float(raw["factor"]), str(raw["digest"]), tuple(weights))
 
 
 @dataclass(frozen=True)
@@ -61,12 +71,21 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The weights that one stage sends: shapes of its HF tensors, and its buckets in order. `model`: sizes that engines compare."""
+    """The weights that one stage sends: shapes of its HF tensors, and its buckets in order. `model`: sizes that engines compare.
+
+    base: the weights that the tensors sent are adapters of; None where they are the weights.
+    """
 
     stage: int
     model: dict[str, int]
     shapes: dict[str, tuple[int, ...]]
     buckets: tuple[Bucket, ...]
+    base: Base | None = None
+
+    @property
+    def loaded(self) -> set[str]:
+        """HF names of the weights that an engine has in the end."""
+        return set(self.shapes) if self.base is None else {weight.name for weight in self.base.weights}
 
     @property
     def num_bytes(self) -> int:
@@ -85,6 +104,11 @@ class Manifest:
             "buckets": [
                 [bucket.dtype, [[s.name, s.start, s.size] for s in bucket.segments]] for bucket in self.buckets
             ],
+            **(
+                {}
+                if self.base is None
+                else {"base": vars(self.base) | {"weights": [astuple(weight) for weight in self.base.weights]}}
+            ),
         }
 
     @classmethod
@@ -102,6 +126,7 @@ class Manifest:
                     )
                     for dtype, segments in raw["buckets"]
                 ),
+                base=_base(raw["base"]) if "base" in raw else None,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise WeightSyncError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer.adapters import BaseDirectory
 from pa_npu.weight_transfer.digest import Digests
 from pa_npu.weight_transfer.manifest import Assembler, Bucket, Manifest
 from pa_npu.weight_transfer.transport import Abandonment, Deadline, WeightSyncError
@@ -55,8 +56,10 @@ class Receiver:
         device: torch.device,
         timeout_s: float,
         abandonments: list[Abandonment] | None = None,
+        base: BaseDirectory | None = None,
     ) -> None:
         self._manifests = manifests
+        self._base = base
         self._abandonments = abandonments or []
         self._groups = groups
         self._rank = rank
@@ -78,6 +81,7 @@ class Receiver:
         device: torch.device,
         timeout_s: float,
         model: object,
+        directory: str,
     ) -> Receiver:
         """Join one group per stage as member `rank` of `world_size`; blocks until the stages' leaders are there.
 
@@ -86,10 +90,12 @@ class Receiver:
             stages: name and manifest of each, in stage order (StageManifest as JSON).
             backend: of collectives.
             model: what the engine knows of its model, with the names of HF's config.json as attributes.
+            directory: of the engine's model, into whose weights adapters that are sent alone are merged.
         Raises WeightSyncError where that is another model or the groups cannot be joined, and DeadlineExceeded.
         """
         manifests = [Manifest.from_json(stage["manifest"]) for stage in stages]
         check_model(manifests, model)
+        bases = [BaseDirectory(manifest.base, directory, device) for manifest in manifests if manifest.base is not None]
         names = [str(stage["name"]) for stage in stages]
         groups: list[Any] = []
         try:
@@ -113,7 +119,7 @@ class Receiver:
         abandonments = [Abandonment(*store, name) for name in names]
         # an engine on a trainer's device receives in host memory, from where its loader takes tensors as from a file
         memory = torch.device("cpu") if backend == transport.HOST_BACKEND else device
-        return cls(manifests, groups, rank, memory, timeout_s, abandonments)
+        return cls(manifests, groups, rank, memory, timeout_s, abandonments, bases[0] if bases else None)
 
     @property
     def digests(self) -> tuple[str, ...]:
@@ -123,10 +129,14 @@ class Receiver:
     @property
     def is_tied(self) -> bool:
         """Whether the LM head is the embedding, so that the trainer sends no head."""
-        return all(HEAD not in manifest.shapes for manifest in self._manifests)
+        return all(HEAD not in manifest.loaded for manifest in self._manifests)
+
+    def whole(self, received: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, tensor) of all weights, as an engine loads them: what was received, or what it is merged into."""
+        return iter(received) if self._base is None else self._base.merged(received)
 
     def receive(self, version: int, *, begins_within_s: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, tensor) of all weights. Each may be kept: buffers are not used again.
+        """(HF name, tensor) of all that is sent (`whole` makes weights of it). Each may be kept: buffers are not used again.
 
         begins_within_s: how long the trainers may take until they send; the deadline of the publish counts from there. None: they
         are about to. A bucket's digest is of what is handed to the engine's loader; what that makes of it (vLLM packs weights for

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import shutil
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -27,8 +29,10 @@ from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineCapabilities, EngineError, EngineGone, Generation, Sampling
 from pa_npu.engines.registry import EngineKind
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
+from pa_npu.families.model_directory import read_header
+from pa_npu.weight_transfer.adapters import Base, StoredWeight, merge, stored_digest
 from tests.helpers.models import make_model
-from tests.helpers.weight_sender import WeightSender
+from tests.helpers.weight_sender import WeightSender, tensors_of
 
 VOCAB, EOS = 128, 1
 MAX_PROMPT, MAX_RESPONSE = 64, 64
@@ -42,6 +46,28 @@ def make_engine_model(directory: Path, seed: int = 0, family: str = "qwen2", **m
     vocabulary = {"<pad>": 0, "</s>": EOS} | {f"w{i}": i for i in range(2, VOCAB)}
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)), eos_token="</s>").save_pretrained(model)
     return model
+
+
+def make_adapters(model: Path, directory: Path) -> tuple[Base, Path, Path]:
+    """Random adapters of some weights: what they are merged into, a directory with them, and one with the merged model."""
+    header = read_header(model / "model.safetensors")
+    sent, merged, weights = {}, tensors_of(model), []
+    for name, found in header.items():
+        layer = name.removesuffix(".weight") if name.endswith("_proj.weight") and "k_proj" not in name else ""
+        if layer:
+            outputs, inputs = found.shape
+            down, up = torch.randn(4, inputs), 0.1 * torch.randn(outputs, 4)
+            sent |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+            merge(merged[name], up, down, 0.5)
+        place = (found.begin, found.begin + found.num_bytes, 0)
+        weights.append(StoredWeight(name, "model.safetensors", *place, "float32", "float32", found.shape, layer))
+    stored = tuple(weights)
+    base = Base(0.5, stored_digest(str(model), stored, torch.device("cpu")), stored)
+    alone, whole = directory / "alone", shutil.copytree(model, directory / "merged")
+    alone.mkdir()
+    save_file(sent, alone / "model.safetensors")
+    save_file(merged, whole / "model.safetensors", metadata={"format": "pt"})
+    return base, alone, whole
 
 
 @dataclass
@@ -452,6 +478,31 @@ class ModelConformance(Conformance):
             assert _difference(subject.model, generation, 1.0) > 0.1, "still the former weights"
         await self.publish(subject, client, 7)
         assert bits(await ask(client)) == before, "the same weights again, the same bits"
+
+    async def test_adapters_alone_are_merged_into_the_weights_that_it_was_started_with(self, subject, client, tmp_path):
+        """The same bits as of merged weights, at once or after a swap, and nothing of them stays."""
+        if not subject.kind.merges_adapters:
+            pytest.skip("this kind takes whole weights alone")
+        base, alone, merged = make_adapters(subject.model, tmp_path)
+        whole = await subject.sender.publish(client, 5, merged)
+        expected = await ask(client)
+        await self.publish(subject, client, 6)
+        before = bits(await ask(client))
+        loaded = await subject.sender.publish(client, 7, alone, base=base)
+        assert loaded.versions == (7,) and loaded.digests != whole.digests, "digests are of what was sent"
+        assert bits(await ask(client)) == bits(expected) != before
+        assert all(_difference(merged, generation, 1.0) < 1e-4 for generation in expected)
+
+        await self.publish(subject, client, 8)
+        received = await subject.sender.publish(client, 9, alone, base=base, joined=asyncio.Event())
+        assert received.digests == loaded.digests and bits(await ask(client)) == before
+        await client.swap_weights(9, deadline_s=DEADLINE_S)
+        assert bits(await ask(client)) == bits(expected)
+
+        with pytest.raises(EngineError, match="has other weights than the trainers'"):
+            await subject.sender.publish(client, 10, alone, base=replace(base, digest="0" * 16))
+        await self.publish(subject, client, 11)
+        assert bits(await ask(client)) == before
 
     async def test_a_load_that_fails_leaves_no_version(self, subject, client):
         await self.publish(subject, client, 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from pa_npu.engines.protocol import LoadedWeights, RolloutEngine, WeightGroups
 from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer.adapters import Base
 from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment
 
 TIMEOUT_S = 60.0
@@ -34,15 +36,17 @@ class WeightSender:
         *,
         sent_version: int | None = None,
         joined: asyncio.Event | None = None,
+        base: Base | None = None,
         **sizes: int,
     ) -> LoadedWeights:
         """One engine of one worker joins, receives and loads. sent_version: what the header says instead of `version`. joined: it
-        receives beside generation, and keeps what it has until it swaps; set when that may begin.
+        receives beside generation, and keeps what it has until it swaps; set when that may begin. base: what the tensors of
+        `model` are adapters of.
 
         sizes: of the model, which engines compare with their own.
         """
         tensors = tensors_of(model)
-        manifest = manifest_of(tensors, sizes)
+        manifest = replace(manifest_of(tensors, sizes), base=base)
         name = f"sender-{next(_names)}"
         stages = [{"name": name, "manifest": manifest.to_json()}]
         groups = WeightGroups(("127.0.0.1", self._store.port), 1, 2, stages, "gloo", TIMEOUT_S)

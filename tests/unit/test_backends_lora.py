@@ -18,7 +18,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from pa_npu.backends.fsdp.lora import add_adapters
-from pa_npu.backends.fsdp.lora_merge import merge
 from pa_npu.backends.fsdp.optimizer import local
 from pa_npu.backends.registry import backend_module, export_checkpoint
 from pa_npu.checkpoints.directories import directory_name
@@ -331,27 +330,3 @@ def test_what_is_no_adapter_of_the_model_is_refused_in_a_line(
 def test_keys_that_do_not_fit_together_are_refused(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match=message):
         model_config(tmp_path, **sections)
-
-
-@pytest.mark.parametrize(("outputs", "inputs", "rank"), [(700, 257, 8), (128, 64, 4), (300, 33, 1)])
-def test_a_merged_row_has_the_same_bits_however_the_weight_is_cut(outputs: int, inputs: int, rank: int) -> None:
-    torch.manual_seed(0)
-    weight, up, down = torch.randn(outputs, inputs), torch.randn(outputs, rank), torch.randn(rank, inputs)
-
-    def merged(first: int, last: int) -> torch.Tensor:
-        rows = weight[first:last].clone()
-        merge(rows, up[first:last], down, 1.7, first)
-        return rows
-
-    whole = merged(0, outputs)
-    torch.testing.assert_close(
-        whole.double(), weight.double() + 1.7 * (up.double() @ down.double()), rtol=1e-4, atol=1e-5
-    )
-    plain = torch.addmm(weight, up, down, alpha=1.7)
-    unlike = 0
-    for count in (1, 3, 7, 100, 256):
-        for first in range(0, outputs, count):
-            rows = slice(first, first + count)
-            assert torch.equal(merged(first, first + count), whole[rows]), f"{first}, {count}"
-            unlike += int((torch.addmm(weight[rows], up[rows], down, alpha=1.7) != plain[rows]).sum())
-    assert unlike or rank == 1, "a product of the rows alone would be seen"

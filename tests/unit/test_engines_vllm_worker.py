@@ -210,7 +210,7 @@ def test_engine_needs_nothing_but_torch_and_vllm() -> None:
     rooms = (".engines", ".engines.vllm", ".weight_transfer")
     rooms += tuple(f".engines.vllm.{part}" for part in ("worker", "experts", "routes", "streams"))
     rooms += (".platform", ".platform.memory_peaks", ".platform.typical")
-    parts = ("collectives", "digest", "manifest", "receiver", "transport")
+    parts = ("adapters", "collectives", "digest", "manifest", "receiver", "transport")
     rooms = (*rooms, *(f".weight_transfer.{part}" for part in parts))
     modules = {f"pa_npu{name}" for name in ("", ".errors", *rooms)}
     assert set(json.loads(lines[1])) == modules

@@ -22,7 +22,7 @@ from pa_npu.attention import PrefixLayout
 from pa_npu.backends.fsdp.checkpoint import PlannedShards, load_state, state_of
 from pa_npu.backends.fsdp.lora import Adapted
 from pa_npu.backends.fsdp.lora_export import write_adapters
-from pa_npu.backends.fsdp.lora_merge import Merged
+from pa_npu.backends.fsdp.lora_merge import Merged, base_of
 from pa_npu.backends.fsdp.model import DTYPES, ScoredModel, count_reductions
 from pa_npu.backends.fsdp.optimizer import ShardedAdamW, local
 from pa_npu.backends.fsdp.reduction import counted
@@ -105,7 +105,15 @@ class FsdpBackend:
             group = groups[self.place.shard_group]
         if not self.place.sends:
             return None
-        return self._whole(self._models[late_from or "policy"], bucket_bytes, group, on_host=late_from is not None)
+        model, dtype = self._models[late_from or "policy"], DTYPES[self._config.model.dtype]
+        if not isinstance(model, Adapted) or self._config.publish.lora == "merged":
+            return self._whole(model, bucket_bytes, group, on_host=late_from is not None)
+        base = base_of(model, self._config.model.path, dtype) if self.place.publishes else None
+        return ShardedWeights(
+            *(model, self._spec, self.place, bucket_bytes, torch.float32, group),
+            base=base,
+            on_host=late_from is not None,
+        )
 
     def name_policy(self, weights: PolicyState) -> None:
         self._weights["policy"] = weights

@@ -1,22 +1,26 @@
 """The model with a set of adapters merged into its weights, row by row as it is sent: no merged copy of it exists anywhere.
 
 A row of a merged weight is W + factor * B A, added in fp32 and rounded once, to the type that is sent. W and B are cut into the
-same rows over the ranks, so that a rank needs A alone of the others.
+same rows over the ranks, so that a rank needs A alone of the others. An engine that gets A and B alone does the same (base_of).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from pa_npu.backends.fsdp.lora import Adapted
+from pa_npu.backends.fsdp.lora import PREFIX, Adapted
 from pa_npu.backends.fsdp.optimizer import local
 from pa_npu.backends.fsdp.weights import Rows, rows_of
+from pa_npu.errors import DataError
+from pa_npu.families.model_directory import read_header, weight_files
 from pa_npu.families.wire_names import WireWeight
+from pa_npu.weight_transfer.adapters import Base, StoredWeight, merge, stored_digest
 
-_BLOCK_ROWS = 256
+_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class Merged:
@@ -39,21 +43,28 @@ class Merged:
         return _MergedRows(own.shard, own.start, down, up, layer.scaling[adapters])
 
 
-def merge(weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor, factor: float, first: int = 0) -> None:
-    """Add factor * B A to rows of a weight in place, in fp32, and round once to its type.
+def base_of(adapted: Adapted, directory: str, dtype: torch.dtype) -> Base:
+    """The model directory's weights, which engines merge adapters into that are sent alone. dtype: as ShardedWeights'.
 
-    weight: rows from `first` on, of any type; up: B's, fp32 [rows, rank]; down: A, fp32 [rank, inputs].
-
-    The bits are the same however a weight is cut into rows. Kernels sum few rows otherwise than many, so a row is always computed
-    at the same place of a product of the same size, with zeros for rows that are not asked for.
+    Raises DataError where the directory has other tensors than would be sent merged.
     """
-    last = first + len(weight)
-    for block in range(first // _BLOCK_ROWS * _BLOCK_ROWS, last, _BLOCK_ROWS):
-        start, stop = max(block, first), min(block + _BLOCK_ROWS, last)
-        rows, own = slice(start - first, stop - first), slice(start - block, stop - block)
-        padded = up.new_zeros(_BLOCK_ROWS, up.shape[1])
-        padded[own] = up[rows]
-        weight[rows] = (padded @ down)[own].mul_(factor).add_(weight[rows])
+    files, stored = weight_files(directory), []
+    headers = {file: read_header(Path(directory) / file) for file in set(files.values())}
+    for name, weight, whole in adapted.model.wire_weights():
+        found = headers.get(files.get(name, ""), {}).get(name)
+        if found is None or found.shape != weight.shape or found.dtype not in _TORCH_NAMES:
+            raise DataError(
+                f"publish.lora=adapter: {directory} does not have {name} as it would be sent, shape {list(weight.shape)}; set "
+                f"publish.lora=merged"
+            )
+        layer = weight.source.removesuffix(".weight")
+        layer, row = (PREFIX + layer, weight.start // weight.shape[1]) if layer in adapted.layers else ("", 0)
+        place = (found.begin, found.begin + found.num_bytes, row)
+        loaded = str(dtype if isinstance(whole, torch.nn.Parameter) else whole.dtype).removeprefix("torch.")
+        stored.append(StoredWeight(name, files[name], *place, _TORCH_NAMES[found.dtype], loaded, weight.shape, layer))
+    (factor,) = {layer.scaling[adapted.adapters] for layer in adapted.layers.values()}
+    digest = stored_digest(directory, tuple(stored), next(adapted.parameters()).device)
+    return Base(factor, digest, tuple(stored))
 
 
 @dataclass(frozen=True)

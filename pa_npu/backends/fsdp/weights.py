@@ -16,6 +16,7 @@ from pa_npu.backends.fsdp.optimizer import local
 from pa_npu.config.mesh import Place
 from pa_npu.families.spec import ModelSpec
 from pa_npu.families.wire_names import WireWeight
+from pa_npu.weight_transfer.adapters import Base
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class ShardedWeights(GatheredWeights):
         dtype: torch.dtype,
         group: dist.ProcessGroup | None,
         *,
+        base: Base | None = None,
         on_host: bool = False,
     ) -> None:
         self._model = model
@@ -70,7 +72,7 @@ class ShardedWeights(GatheredWeights):
             for name, weight, whole in self._weights
         }
         device = local(self._weights[0][2]).device
-        super().__init__(sent, spec, place, bucket_bytes, group, device, on_host=on_host)
+        super().__init__(sent, spec, place, bucket_bytes, group, device, base=base, on_host=on_host)
 
     def parts(self, leads: bool) -> Mapping[str, Rows]:
         return {name: self._model.rows(weight, whole, leads) for name, weight, whole in self._weights}

@@ -78,6 +78,7 @@ CONDITIONS: tuple[Condition, ...] = (
         lambda c: c.lora.rank > 0,
         "there are no adapters to begin: set lora.rank",
     ),
+    Condition("publish.lora", lambda c: c.has_adapters, "set lora.rank or model.adapter"),
     Condition("reward.judge", _has_function("judge"), "add {name: judge} to reward.functions"),
     Condition("reward.code", _has_function("code"), "add {name: code} to reward.functions"),
     Condition("algorithm.kl_in algorithm.kl_estimator", lambda c: c.algorithm.kl_coef > 0, "set algorithm.kl_coef"),

@@ -87,6 +87,11 @@ class EvaluateConfig(Section):
 
 class PublishConfig(Section):
     timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
+    lora: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="What engines get of adapters: merged, all weights with the adapters in them; adapter, A and B alone, which "
+        "engines merge into the weights of their model directory.",
+    )
     mode: Literal["blocking", "delayed", "rolling"] = Field(
         "blocking",
         description="How a version comes to the engines. blocking: it is loaded between two iterations. delayed and rolling, with "

@@ -45,5 +45,6 @@ TRANSFORMERS = EngineKind(
     check,
     describe,
     served_model,
+    merges_adapters=True,
     records_routes=True,
 )

@@ -75,7 +75,7 @@ class Server:
         self._identity = Identity()
         self._device = device
         self._peak = ResidentPeak(own_processes)
-        self._weights = WeightReceiver(model, device)
+        self._weights = WeightReceiver(model, device, path)
         decoder = Decoder(model, device)
         self._records_routes = decoder.records_routes
         self._scheduler = Scheduler(decoder, max_num_seqs)

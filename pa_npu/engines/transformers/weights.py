@@ -15,8 +15,9 @@ from pa_npu.weight_transfer.transport import WeightSyncError
 class WeightReceiver:
     """The engine's end of publishes: the one worker of this engine."""
 
-    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, device: torch.device, directory: str) -> None:
         self._model = model
+        self._directory = directory
         self._device = device
         self._receiver: Receiver | None = None
 
@@ -42,6 +43,7 @@ class WeightReceiver:
             device=self._device,
             timeout_s=timeout_s,
             model=config.get_text_config(),
+            directory=self._directory,
         )
 
     @torch.no_grad()
@@ -54,7 +56,7 @@ class WeightReceiver:
         """
         receiver = self._connected()
         received = receiver.receive(version, begins_within_s=begins_within_s)
-        self._take(version, received, lambda p, t: p.copy_(t))
+        self._take(version, receiver.whole(received), lambda p, t: p.copy_(t))
         return receiver.digests
 
     def prepare(self, version: int) -> None:
@@ -76,7 +78,7 @@ class WeightReceiver:
             else:  # a part of one
                 parameter.copy_(tensor)
 
-        self._take(version, received, exchange)
+        self._take(version, self._connected().whole(received), exchange)
         return digests
 
     def _connected(self) -> Receiver:

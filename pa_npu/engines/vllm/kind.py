@@ -53,5 +53,6 @@ VLLM = EngineKind(
     describe,
     served_model,
     tool_parser,
+    merges_adapters=True,
     records_routes=True,
 )

@@ -61,6 +61,7 @@ class WorkerExtension:
             device=torch.device(worker.device),
             timeout_s=float(timeout_s),
             model=worker.model_config.hf_config.get_text_config(),
+            directory=str(worker.model_config.model),
         )
         return {"rank": rank, "stages": len(stages)}
 
@@ -92,7 +93,8 @@ class WorkerExtension:
         self, version: int, received: Iterable[tuple[str, torch.Tensor]], digests: Callable[[], tuple[str, ...]]
     ) -> dict[str, Any]:
         """digests: of what was received, asked for when all of it has been loaded."""
-        receiver, weights = self._pa_get(), iter(received)
+        receiver = self._pa_get()
+        weights = receiver.whole(received)
         start = time.perf_counter()
         worker: Any = self
         self._pa_version = None

@@ -221,6 +221,7 @@ class EngineWorker:
             device=torch.device("npu", 0),
             timeout_s=TIMEOUT_S / 2,
             model=AutoConfig.from_pretrained(self.run.model(self.layout)),
+            directory=str(self.run.model(self.layout)),
         )
 
     def _read(self, receiver: Receiver, memory: str = "npu") -> tuple[dict[str, torch.Tensor], list[str]]:
