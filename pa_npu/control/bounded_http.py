@@ -12,6 +12,21 @@ if TYPE_CHECKING:
 _MOST_BYTES = 1 << 20
 
 
+async def read_at_most(reply: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    """Read an answer's body; raises ValueError where it is larger, before all of it is read."""
+    too_large = ValueError(f"its answer is longer than {most_bytes} bytes")
+    if (reply.content_length or 0) > most_bytes:
+        raise too_large
+    if reply.content_length is not None and not reply.headers.get("Content-Encoding"):
+        return await reply.read()  # as long as it says, at once
+    found = bytearray()
+    async for part in reply.content.iter_any():
+        found += part
+        if len(found) > most_bytes:
+            raise too_large
+    return bytes(found)
+
+
 async def bounded_request(
     session: aiohttp.ClientSession,
     method: str,
@@ -29,12 +44,7 @@ async def bounded_request(
         async with session.request(
             method, url, headers=headers, data=body, timeout=timeout, allow_redirects=False
         ) as reply:
-            found = bytearray()
-            async for chunk in reply.content.iter_chunked(1 << 16):
-                found += chunk
-                if len(found) > _MOST_BYTES:
-                    raise ValueError(f"its answer is longer than {_MOST_BYTES} bytes")
-            return reply.status, bytes(found)
+            return reply.status, await read_at_most(reply, _MOST_BYTES)
     except asyncio.TimeoutError:
         raise OSError(f"no complete answer within {deadline_s:g} s") from None
     except aiohttp.ClientError as error:

@@ -59,9 +59,6 @@ class Topic(Generic[T]):
     def exists(self, channel: StoreChannel, **place: Any) -> bool:
         return channel.exists(self.at(**place))
 
-    def delete(self, channel: StoreChannel, **place: Any) -> bool:
-        return channel.delete(self.at(**place))
-
     def get(self, channel: StoreChannel, **place: Any) -> T:
         """The message that is there. Raises StoreError when none is, MessageError when it is none of this topic's."""
         return self._decode(channel.get_bytes(self.at(**place)), place)

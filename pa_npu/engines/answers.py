@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, pairwise
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -19,15 +19,27 @@ from pa_npu.samples.routes import NO_ROUTE, Routes
 _LOGPROB_ROUNDING = 1e-4
 # vLLM replaces -inf by this, which a sampled token cannot have.
 _LOGPROB_CLAMP = -9999.0
+# abort: how vLLM ends what it hands on
+_REASONS: dict[str | None, Literal["stop", "length", "cut"]] = {"stop": "stop", "length": "length", "abort": "cut"}
 
 
-class Answered(NamedTuple):
+class LogProbs(msgspec.Struct, gc=False):
+    token_logprobs: list[float]
+
+
+class Answered(msgspec.Struct, gc=False):
     """One response as an engine sent it."""
 
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
+    index: int
     text: str
-    finish_reason: str | None
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: LogProbs | None = None
+    routed_experts: str | None = None
+
+    @property
+    def token_logprobs(self) -> Sequence[float]:
+        return self.logprobs.token_logprobs if self.logprobs is not None else ()
 
 
 def checked_generations(
@@ -36,7 +48,6 @@ def checked_generations(
     vocab_size: int,
     engine: str,
     version: int | None = None,
-    instance: str | None = None,
 ) -> list[Generation]:
     """All responses of an answer, in order. Raises EngineError when a length, id, value or reason is impossible.
 
@@ -49,15 +60,14 @@ def checked_generations(
     tokens = _checked_tokens([response.token_ids for response in responses], bounds, vocab_size, engine)
     logprobs = np.empty(0, np.float32)
     if sampling.logprobs:
-        logprobs = _checked_logprobs([response.logprobs for response in responses], bounds, engine)
+        logprobs = _checked_logprobs([response.token_logprobs for response in responses], bounds, engine)
     return [
         Generation(
             tokens=tokens[start:end],
             logprobs=logprobs[start:end],
             text=response.text,
-            finish_reason=cast(Literal["stop", "length", "cut"], response.finish_reason),
+            finish_reason=_REASONS[response.finish_reason],
             version=version,
-            instance=instance,
         )
         for response, (start, end) in zip(responses, pairwise(bounds), strict=True)
     ]
@@ -66,13 +76,13 @@ def checked_generations(
 def _problem(response: Answered, sampling: Sampling) -> str | None:
     """Name what is wrong with the shape of a response; None where nothing is."""
     length = len(response.token_ids)
-    is_cut = response.finish_reason == "cut"
-    if response.finish_reason not in ("stop", "length", "cut"):
+    reason = _REASONS.get(response.finish_reason)
+    if reason is None:
         return f"ended with reason {response.finish_reason!r} instead of stop or length; see the engine's log"
-    if not (0 if is_cut else 1) <= length <= sampling.max_tokens:
+    if not (0 if reason == "cut" else 1) <= length <= sampling.max_tokens:
         return f"has {length} tokens, must be 1 to {sampling.max_tokens}"
-    if sampling.logprobs and len(response.logprobs) != length:
-        return f"has {len(response.logprobs)} log-probs for {length} tokens"
+    if sampling.logprobs and len(response.token_logprobs) != length:
+        return f"has {len(response.token_logprobs)} log-probs for {length} tokens"
     return None
 
 

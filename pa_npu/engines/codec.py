@@ -19,21 +19,8 @@ SERVED_MODEL = "policy"
 """The name under which every engine serves the model."""
 
 
-class _LogProbs(msgspec.Struct, gc=False):
-    token_logprobs: list[float]
-
-
-class _Choice(msgspec.Struct, gc=False):
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    logprobs: _LogProbs | None = None
-    routed_experts: str | None = None
-
-
 class _Response(msgspec.Struct, gc=False):
-    choices: list[_Choice]
+    choices: list[Answered]
     id: str = ""
 
 
@@ -91,7 +78,6 @@ def decode_response(
     vocab_size: int,
     engine: str,
     version: int | None = None,
-    instance: str | None = None,
 ) -> list[Generation]:
     """The n responses in order of their seeds. Raises EngineError when a count, length, id or value is impossible."""
     try:
@@ -103,16 +89,7 @@ def decode_response(
     choices.sort(key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(n)):
         raise EngineError(f"engine {engine}: {len(choices)} responses, but {n} were asked for")
-    responses = [
-        Answered(
-            choice.token_ids,
-            choice.logprobs.token_logprobs if choice.logprobs is not None else (),
-            choice.text,
-            "cut" if choice.finish_reason == "abort" else choice.finish_reason,
-        )
-        for choice in choices
-    ]
-    return checked_generations(responses, sampling, vocab_size, engine, version, instance)
+    return checked_generations(choices, sampling, vocab_size, engine, version)
 
 
 def recorded_routes(data: bytes, layers: Sequence[int]) -> tuple[str, list[npt.NDArray[np.uint16]] | None]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import aiohttp
 
 from pa_npu.config.texts import path_problem
-from pa_npu.control.bounded_http import bounded_get
+from pa_npu.control.bounded_http import bounded_get, read_at_most
 from pa_npu.engines.http_server import INSTANCE_HEADER, KEY_VARIABLE, NO_VERSION, VERSION_HEADER
 from pa_npu.engines.protocol import EngineError, EngineGone
 from pa_npu.errors import DeadlineExceeded
@@ -84,7 +84,7 @@ class HttpClient:
             ) as response:
                 self._responses.add(response)
                 try:
-                    data = await self._body(response, what, most_bytes)
+                    data = await read_at_most(response, most_bytes)
                 finally:
                     self._responses.discard(response)
         if response.status != 200:
@@ -94,22 +94,6 @@ class HttpClient:
             raise kind(f"engine {self.name}: {what} answered {response.status}: {excerpt}")
         self._recognise(response.headers.get(INSTANCE_HEADER))
         return data, response.headers
-
-    async def _body(self, response: aiohttp.ClientResponse, what: str, most_bytes: int) -> bytes:
-        """Read an answer's body; one that is larger than any that was asked for is not read."""
-        if (response.content_length or 0) > most_bytes:
-            raise self._too_large(what, most_bytes)
-        if response.content_length is not None and not response.headers.get("Content-Encoding"):
-            return await response.read()  # as long as it says, at once
-        data = bytearray()
-        async for part in response.content.iter_any():
-            data += part
-            if len(data) > most_bytes:
-                raise self._too_large(what, most_bytes)
-        return bytes(data)
-
-    def _too_large(self, what: str, most_bytes: int) -> EngineError:
-        return EngineError(f"engine {self.name}: {what} answered more than {most_bytes} bytes; is it one?")
 
     def _recognise(self, instance: str | None) -> None:
         if self._instance is None:
@@ -133,6 +117,8 @@ class HttpClient:
             raise EngineGone(
                 f"engine {self.name}: {what} failed ({detail}); it has probably died, see its log"
             ) from None
+        except ValueError as error:
+            raise EngineError(f"engine {self.name}: {what}: {error}; is it an engine?") from None
 
     def _open_session(self) -> aiohttp.ClientSession:
         # created on first use, because aiohttp binds a session to the running loop

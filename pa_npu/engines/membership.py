@@ -399,10 +399,6 @@ class Fleet:
                 f"engine {member.name} ({found.version}) does not say which experts a token took, as algorithm.router_replay "
                 f"wants; set that to none, or use another release of the engine"
             )
-        if not found.loads_weights:
-            raise ConfigError(
-                f"engine {member.name} cannot load weights, so that it would never be on-policy; use another"
-            )
 
     def _is_free(self, member: Member) -> bool:
         """Whether the member may go: nothing is in flight on it, and no publish counts on it."""

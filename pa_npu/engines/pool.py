@@ -341,11 +341,6 @@ class EnginePool:
             use.advance()
         return {name: EngineUse(**vars(self._uses[name])) for name in self._engines}
 
-    def is_shared(self, engine: RolloutEngine) -> bool:
-        """Whether the engine is on a trainer's device."""
-        use = self._uses.get(engine.name)
-        return use is not None and use.shared
-
     def rests(self, engine: RolloutEngine) -> bool:
         """Whether the engine takes nothing because its device has other work."""
         use = self._uses.get(engine.name)

@@ -49,8 +49,7 @@ class Generation:
 
     text leaves the end token and other special tokens out. finish_reason: stop (by itself), length (at its
     limit), or cut: handed on by `hand_on` as it stood, perhaps before its first token.
-    version: of the weights that generated it. instance: which start of the engine did. Both are what the engine itself
-    says; None where it does not say.
+    version: of the weights that generated it, as the engine itself says; None where it does not say.
     columns: declared columns that the engine fills, each [R, *shape]; those of context of what it was given too.
     """
 
@@ -59,7 +58,6 @@ class Generation:
     text: str
     finish_reason: Literal["stop", "length", "cut"]
     version: int | None = None
-    instance: str | None = None
     columns: Values = field(default_factory=dict)
 
     @property
@@ -100,29 +98,17 @@ class LoadedWeights:
 
 
 @dataclass(frozen=True)
-class EngineHealth:
-    """The state of an engine as it says without its workers. version and instance: as in Generation."""
-
-    version: int | None = None
-    instance: str | None = None
-
-
-@dataclass(frozen=True)
 class EngineCapabilities:
     """The kind and abilities of an engine that is ready; None where it does not say.
 
-    kind: the value of rollout.backend. version: of its software. instance: which start of the engine this is.
-    max_num_seqs: responses that it generates at the same time; further ones wait in it. continues: it goes on with a response that
-    another engine has begun, and hands on its own. sleeps: it can give its device's memory back for a time. records_routes: it says
-    which experts of a mixture each token took.
+    kind: the value of rollout.backend. version: of its software.
+    continues: it goes on with a response that another engine has begun, and hands on its own. sleeps: it can give its device's
+    memory back for a time. records_routes: it says which experts of a mixture each token took.
     """
 
     kind: str
     version: str | None = None
-    instance: str | None = None
     num_workers: int | None = None
-    max_num_seqs: int | None = None
-    loads_weights: bool = True
     continues: bool = False
     sleeps: bool = False
     records_routes: bool = False
@@ -204,8 +190,9 @@ class RolloutEngine(Protocol):
     async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:
         """Ask every worker which weights it holds. Each must answer, so it also tells whether they are all there."""
 
-    async def check_health(self, *, deadline_s: float) -> EngineHealth:
-        """Return when the engine says that it is well, which it can also while its workers load weights."""
+    async def check_health(self, *, deadline_s: float) -> int | None:
+        """Return when the engine says that it is well, which it can also while its workers load weights: the version that it
+        says it holds."""
 
     async def wait_ready(self, *, deadline_s: float) -> EngineCapabilities:
         """Return as soon as the engine serves requests."""

@@ -5,6 +5,7 @@ A kind of your own: write a module with an EngineKind in it and set rollout.back
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pa_npu
+from pa_npu import platform
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import RolloutConfig
 from pa_npu.config.user_code import check_name, import_object
@@ -93,7 +95,20 @@ def check_engine_keys(config: Config, spec: ModelSpec | None) -> None:
     kind.check_keys(config, spec)
 
 
-def import_path(config: Config, python: str) -> str | None:
+def common_environment(config: Config, python: str) -> dict[str, str]:
+    """The variables of every engine, with which its interpreter finds this package."""
+    device = platform.get(config.run.device)
+    env = {
+        "TOKENIZERS_PARALLELISM": "false",
+        **device.environment("engine"),
+        **device.collective_environment(config.longest_collective_s, config.deterministic_collectives),
+    }
+    if path := _import_path(config, python):
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
+    return env
+
+
+def _import_path(config: Config, python: str) -> str | None:
     """Directory from which an engine's interpreter can import pa_npu; None when it can already.
 
     Never a whole site-packages: its torch would shadow that of an engine with an environment of its own.

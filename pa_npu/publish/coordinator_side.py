@@ -123,7 +123,7 @@ class CoordinatorPublish:
         self._epoch = -1
         self._connected: list[Member] | None = None  # the members of the groups of this epoch, while these are whole
         self._late_number = 0
-        self._groups = EngineGroups(config, pool, connection)
+        self._groups = EngineGroups(config, connection)
         self._arrival = ArrivalCheck(connection.stages, connection.late_stages)
         self._failed_ahead: int | None = None  # the version whose first attempt, beside generation, failed
         fleet.deliver_late = self.deliver_late
@@ -155,10 +155,7 @@ class CoordinatorPublish:
                             raise
                         reason = str(error)
                         logger.warning("publish of weight version %d failed: %s", version, reason)
-                        self._abandon(self._connection.stages, self._epoch, reason)
-                        self._connected = None
-                        await self._fleet.check(members)
-                        VERDICT.put(self._channel, PublishVerdict(False, reason), **place)
+                        await self._give_up(members, reason, place)
                         continue
                     logger.info(
                         "weight version %d on %s after %.2f s",
@@ -196,10 +193,8 @@ class CoordinatorPublish:
             received = await self._unless_broken(BROKEN, place, gather(work))
         except (EngineError, DeadlineExceeded) as error:
             logger.warning("weight version %d could not be sent beside generation: %s", version, error)
-            self._abandon(self._connection.stages, self._epoch, str(error))
-            self._connected, self._failed_ahead = None, version
-            await self._fleet.check(members)
-            VERDICT.put(self._channel, PublishVerdict(False, str(error)), **place)
+            self._failed_ahead = version
+            await self._give_up(members, str(error), place)
             return None
         by_engine = {member.name: weights for member, weights in zip(members, received, strict=True)}
         if self._arrival.applies:
@@ -413,6 +408,13 @@ class CoordinatorPublish:
             return await task
         finally:
             await cancel([task])
+
+    async def _give_up(self, members: Sequence[Member], reason: str, place: dict[str, int]) -> None:
+        """End an attempt on both sides, and find out which engines are left."""
+        self._abandon(self._connection.stages, self._epoch, reason)
+        self._connected = None
+        await self._fleet.check(members)
+        VERDICT.put(self._channel, PublishVerdict(False, reason), **place)
 
     def _abandon(self, stages: Sequence[StageManifest], epoch: int, reason: str) -> None:
         for stage in stages:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from pa_npu.config.schema import Config
 from pa_npu.engines.membership import Member
-from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import WeightGroups
 from pa_npu.publish.messages import PublishMembers, StageManifest
 from pa_npu.weight_transfer import collectives
@@ -29,11 +28,8 @@ class Connection:
 
 
 class EngineGroups:
-    """pool: says which engines are on the trainers' devices."""
-
-    def __init__(self, config: Config, pool: EnginePool, connection: Connection) -> None:
+    def __init__(self, config: Config, connection: Connection) -> None:
         self._config = config
-        self._pool = pool
         self._connection = connection
         self._workers = config.rollout.tensor_parallel
 
@@ -44,7 +40,7 @@ class EngineGroups:
         if settings.device_kind not in (None, self._connection.device):
             return "host"
         shares = collectives.rules(self._connection.backend).shares_device
-        return "host" if self._pool.is_shared(member.engine) and not shares else "group"
+        return "host" if member.shared and not shares else "group"
 
     def receivers(self, members: Sequence[Member], epoch: int) -> PublishMembers:
         """How many workers the trainers send to, by the way to them."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.messages import PublishMembers, StageManifest
-from pa_npu.weight_transfer import progress, transport
+from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.digest import Digests
 from pa_npu.weight_transfer.manifest import Manifest
 
@@ -122,11 +122,10 @@ class Publisher:
         assert self._source is not None, "only replica 0 publishes"
         return StageManifest(self._name, self._source.manifest.to_json())
 
-    def connect(self, members: PublishMembers, timeout_s: float | None = None) -> None:
+    def connect(self, members: PublishMembers) -> None:
         """Form the group of this epoch; ranks that do not send return at once, as does a leader that is in it already.
 
-        Waits for the workers at most timeout_s, which should cover the engines' start; None takes the publisher's own. Raises
-        DeadlineExceeded with the missing workers.
+        Raises DeadlineExceeded with the missing workers.
         """
         if not self.is_leader or members.epoch == self._epoch:
             return
@@ -135,10 +134,10 @@ class Publisher:
         for way, workers in members.by_way().items():
             if workers:
                 name = transport.epoch_name(transport.way_name(self._name, way), members.epoch)
-                self._wires.append(self._join(way, name, workers, timeout_s))
+                self._wires.append(self._join(way, name, workers))
         self._epoch, self._begun = members.epoch, None
 
-    def _join(self, way: transport.Way, name: str, workers: int, timeout_s: float | None) -> _Wire:
+    def _join(self, way: transport.Way, name: str, workers: int) -> _Wire:
         """The group `name` as its rank 0."""
         describe = f"stage {self._stage} publishes to {_workers(workers, name)}"
         backend, device = (transport.HOST_BACKEND, _HOST) if way == "host" else (self._backend, self._device)
@@ -151,7 +150,6 @@ class Publisher:
             device=device,
             timeout_s=self._timeout_s,
             describe=describe,
-            members_timeout_s=timeout_s,
         )
         return _Wire(group, workers, device, name)
 
@@ -225,7 +223,7 @@ class Publisher:
         plan = self._source.manifest.buckets
         header = torch.tensor([version, self._source.manifest.digest], dtype=torch.int64, device=self._device)
         for wire in self._wires:
-            progress.announce_begin(wire.group, version, self._begun)
+            transport.announce_begin(wire.group, version, self._begun)
         self._begun = version
         on_the_wire, sending = self._start(header), "the header"
         waited = 0.0
@@ -258,14 +256,8 @@ class Publisher:
                 f"{_workers(wire.workers, wire.name)}",
                 "check in the engines' logs that each is alive and in pa_receive of this version, or raise "
                 "publish.timeout_s",
-                blame=lambda wire=wire: self._laggards(wire, version),  # type: ignore[misc]
             )
         return time.perf_counter() - start
-
-    def _laggards(self, wire: _Wire, version: int) -> str:
-        assert self._source is not None
-        messages = 1 + len(self._source.manifest.buckets)
-        return progress.laggards(wire.group, range(1, 1 + wire.workers), version, messages)
 
 
 @dataclass(frozen=True)

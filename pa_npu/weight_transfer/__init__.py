@@ -4,7 +4,6 @@
     manifest      what a stage sends: its buckets, and the HF tensors that they are cut from
     receiver      the engine's end: joins the groups, receives the buckets, hands out HF tensors
     digest        sums of every bucket, in which a changed or skipped weight shows
-    progress      which engine worker is behind, and at which message
 
 Who sends what when is pa_npu.publish's. This room runs inside engines, where only torch and the engine are installed: it
 imports torch and pa_npu.errors, and nothing else.

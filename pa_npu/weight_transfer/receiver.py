@@ -1,13 +1,16 @@
 """The engine's end of a publish: join the stages' groups, receive every bucket in order, and hand out HF tensors.
 
-Knows nothing of any engine: what runs inside one calls it and gives the tensors to its loader. Imports torch only.
+Knows nothing of any engine: what runs inside one calls it and gives the tensors to its loader. A version may also arrive beside
+what the engine does, in memory of its own, as many bytes as the weights have, until the engine swaps to it. Imports torch only.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +22,6 @@ from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.adapters import BaseDirectory
 from pa_npu.weight_transfer.digest import Digests
 from pa_npu.weight_transfer.manifest import Assembler, Bucket, Manifest
-from pa_npu.weight_transfer.progress import Progress, has_begun
 from pa_npu.weight_transfer.transport import Abandonment, Deadline, WeightSyncError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -27,6 +29,9 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _AHEAD = 2
 # Between looks for the beginning of a publish: they grow with the time waited, of which one comes late by half a percent at most.
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S, _LOOK_SHARE = 0.0002, 0.02, 0.005
+
+Received = tuple[list[tuple[str, torch.Tensor]], tuple[str, ...]]
+"""(HF name, tensor) of all that was sent, and the digests of what each stage sent."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,9 @@ class Receiver:
         self._rank = rank
         self._device = device
         self._timeout_s = timeout_s
-        self._progress = Progress(groups, rank)
         self._unfinished = False  # broadcasts may be pending
         self._digests: list[Digests] = []
+        self._prepared: tuple[int, Future[Received]] | None = None
 
     @classmethod
     def join(
@@ -142,7 +147,6 @@ class Receiver:
         deadline = Deadline(self._timeout_s, self._given_up)
         self._unfinished = True
         self._digests = [Digests() for _ in self._manifests]
-        self._progress.begin(version)
         for message in self._messages(version, deadline):
             stage = self._manifests.index(message.manifest)
             if message.bucket is None:
@@ -151,6 +155,46 @@ class Receiver:
                 self._digests[stage].add(message.buffer)
                 yield from message.assembler.take(message.bucket, message.buffer)
         self._unfinished = False
+
+    def prepare(self, version: int) -> None:
+        """Receive `version` in a thread, which ends by the publish's deadline or abandonment. Raises WeightSyncError while another
+        one is under way."""
+        if self._prepared is not None and not self._prepared[1].done():
+            raise WeightSyncError(f"weight version {self._prepared[0]} is still being received; one at a time")
+        arriving: Future[Received] = Future()
+        self._prepared = version, arriving
+        threading.Thread(
+            target=self._keep, args=(version, arriving), name=f"weight version {version}", daemon=True
+        ).start()
+
+    def prepared(self, version: int) -> tuple[str, ...] | None:
+        """Digests of what each stage sent, once all of `version` is here; None before. Raises what went wrong with it."""
+        arriving = self._arriving(version)
+        return arriving.result()[1] if arriving.done() else None
+
+    def take(self, version: int) -> Received:
+        """Hand out what was prepared, which is the caller's from here on. Raises WeightSyncError until it is here."""
+        arriving = self._arriving(version)
+        if not arriving.done():
+            raise WeightSyncError(f"weight version {version} is still being received")
+        taken = arriving.result()
+        self._prepared = None
+        return taken
+
+    def _arriving(self, version: int) -> Future[Received]:
+        last, arriving = self._prepared or (None, None)
+        if last != version or arriving is None:
+            raise WeightSyncError(f"weight version {version} was never asked for, or given up; the last one is {last}")
+        return arriving
+
+    @torch.no_grad()
+    def _keep(self, version: int, arriving: Future[Received]) -> None:
+        try:
+            # memory of their own, aligned as an engine's, so that kernels compute the same bits whichever way a version came
+            weights = [(name, tensor.clone()) for name, tensor in self.receive(version)]
+            arriving.set_result((weights, self.digests))
+        except Exception as error:  # for whoever asks
+            arriving.set_exception(error)
 
     def close(self) -> None:
         for group in self._groups:
@@ -164,7 +208,7 @@ class Receiver:
         """Until the first stage is about to send. Raises DeadlineExceeded, or WeightSyncError where the publish is given up."""
         deadline = Deadline(within_s, self._given_up)
         what = f"engine worker {self._rank} waits for the trainers to begin with weight version {version}"
-        while not has_begun(self._groups[0], version):
+        while not transport.has_begun(self._groups[0], version):
             if deadline.remaining_s <= 0:
                 raise DeadlineExceeded(
                     f"{what}: they did not within {within_s:g} s; look at the trainers' logs, or raise trainer.wait_timeout_s"
@@ -201,9 +245,7 @@ class Receiver:
             deadline,
             f"engine worker {self._rank} waits for weight version {version}, {message.name}",
             "check in the trainer's logs that the leader of this stage is alive and publishing, or raise publish.timeout_s",
-            meanwhile=self._progress.beat,
         )
-        self._progress.arrived(self._manifests.index(message.manifest))
         return message
 
     def _check_header(self, header: torch.Tensor, manifest: Manifest, version: int) -> None:

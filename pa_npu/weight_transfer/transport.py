@@ -12,8 +12,8 @@ stage, to which the same leader sends the same messages in another way (Way):
     group     the usual one
     host      a torch group through host memory (HOST_BACKEND)
 
-Keys under a group's own prefix in the store: `member/RANK` (it is about to join), `abandoned` (it is given up, and why), and those
-of pa_npu.weight_transfer.progress. What backends of collectives do differently is in pa_npu.weight_transfer.collectives.
+Keys under a group's own prefix in the store: `member/RANK` (it is about to join), `abandoned` (it is given up, and why), and
+`begun/VERSION` (it is about to be sent). What backends of collectives do differently is in pa_npu.weight_transfer.collectives.
 """
 
 from __future__ import annotations
@@ -115,27 +115,18 @@ def wait(
     deadline: Deadline,
     what: str,
     remedy: str,
-    *,
-    meanwhile: Callable[[], None] | None = None,
-    blame: Callable[[], str] | None = None,
 ) -> None:
     """Wait for a collective of any backend. Raises DeadlineExceeded, and WeightSyncError when the connection broke.
 
     Polls, because Work.wait's timeout differs by backend (gloo: give up; NCCL, HCCL: none unless in blocking mode).
-    Args:
-        what, remedy: begin and end the message of an error.
-        meanwhile: runs between the polls.
-        blame: asked past the deadline who is missing, for the message.
+    what, remedy: begin and end the message of an error.
     """
     start = time.monotonic()
     while not work.is_completed():
         if deadline.remaining_s <= 0:
-            missing = f" ({blame()})" if blame is not None else ""
-            raise DeadlineExceeded(f"{what}: not done within {deadline.seconds:g} s{missing}; {remedy}")
+            raise DeadlineExceeded(f"{what}: not done within {deadline.seconds:g} s; {remedy}")
         if reason := deadline.given_up():
             raise WeightSyncError(f"{what}: given up after {deadline.elapsed_s:.1f} s: {reason}")
-        if meanwhile is not None:
-            meanwhile()
         waited_s = time.monotonic() - start
         time.sleep(min(_LONGEST_POLL_S, _SHORTEST_POLL_S + waited_s * _POLL_SHARE))
     try:
@@ -171,20 +162,18 @@ def join_group(
     backend: str,
     timeout_s: float,
     describe: str,
-    members_timeout_s: float | None = None,
     device: torch.device = _CPU,
 ) -> dist.ProcessGroup:
     """Join the group `name` beside whatever default group this process has. A name serves once.
 
     Args:
         host, port: of any c10d TCPStore that all members reach; each uses a client of its own.
-        timeout_s: of one publish.
-        members_timeout_s: until all members are there, communicator included; default: timeout_s.
+        timeout_s: until all members are there, communicator included; and of one publish.
         device: of the tensors that will be sent.
     Raises DeadlineExceeded, with the ranks that are missing, or WeightSyncError, also when the group is abandoned meanwhile.
     """
     timeout = timedelta(seconds=timeout_s + _BACKEND_MARGIN_S)
-    deadline = Deadline(members_timeout_s or timeout_s, Abandonment(host, port, name).reason)
+    deadline = Deadline(timeout_s, Abandonment(host, port, name).reason)
     try:
         store = dist.PrefixStore(
             name, dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -195,18 +184,13 @@ def join_group(
         wait_for_members(store, rank, size, rules.terms(), deadline, describe)
         group = _make_group(store, name, rank, size, backend, timeout, device, deadline, describe)
     except (RuntimeError, ValueError) as error:
-        raise join_failed(host, port, size, describe, backend, error) from error
+        raise WeightSyncError(
+            f"{describe}: could not join the group of {size} members through the store at {host}:{port} "
+            f"({_reason(error)}); check that the store is that of this run, that {backend} is available, and "
+            f"that the members reach each other over the network"
+        ) from error
     c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
     return group
-
-
-def join_failed(host: str, port: int, size: int, describe: str, means: str, error: Exception) -> WeightSyncError:
-    """Names the members and the store. means: the kind of collectives or handles that the group works by."""
-    return WeightSyncError(
-        f"{describe}: could not join the group of {size} members through the store at {host}:{port} "
-        f"({_reason(error)}); check that the store is that of this run, that {means} is available, and "
-        f"that the members reach each other over the network"
-    )
 
 
 def _make_group(
@@ -322,6 +306,34 @@ def epoch_name(name: str, epoch: int) -> str:
 def way_name(name: str, way: Way) -> str:
     """The name of the stage's group that goes this way."""
     return name if way == "group" else f"{name}.{way}"
+
+
+def announce_begin(group: dist.ProcessGroup, version: int, before: int | None) -> None:
+    """The sender is about to send `version`, and was at `before` the last time.
+
+    Receivers that were asked to load ahead of time wait for it with no collective open, whose own timeout would run meanwhile.
+    """
+    store = _group_store(group)
+    store.set(_begun(version), "")
+    if before is not None and before != version:
+        store.delete_key(_begun(before))
+
+
+def has_begun(group: dist.ProcessGroup, version: int) -> bool:
+    """Whether the sender of this group is about to send `version`, or has begun."""
+    return bool(_group_store(group).check([_begun(version)]))
+
+
+def _begun(version: int) -> str:
+    return f"begun/{version}"
+
+
+def _group_store(group: Any) -> dist.Store:
+    """The store on which the group met, with the group's own prefix."""
+    if hasattr(group, "get_group_store"):
+        store: dist.Store = group.get_group_store()
+        return store
+    return c10d._world.pg_map[group][1]
 
 
 def leave_group(group: dist.ProcessGroup) -> None:

@@ -71,14 +71,14 @@ def main(job_file: str) -> None:
         source,
         store_host=host,
         store_port=port,
-        timeout_s=60.0,
+        timeout_s=240.0,  # engines start meanwhile
         backend="gloo",
         device=torch.device("cpu"),
     ) as publisher:
         if job["workers"]:
             if place.publishes:
                 store.set(f"manifest/{place.stage}", json.dumps(publisher.manifest().to_json()))
-            publisher.connect(PublishMembers(0, job["workers"]), 240.0)
+            publisher.connect(PublishMembers(0, job["workers"]))
         for version, model in enumerate(models):
             load_hf(stage.policy, ModelSpec.read(str(model)))
             if not job["workers"]:

@@ -51,7 +51,7 @@ def test_a_message_comes_back_equal_with_its_types(channel: StoreChannel) -> Non
     ]
     assert received == [SENT] * 4
     assert isinstance(received[0].parts[0].tokens, tuple) and isinstance(received[0].parts[1].logprob, float)
-    assert TOPIC.delete(channel, version=3) and not TOPIC.exists(channel, version=3)
+    assert TOPIC.exists(channel, version=3) and not TOPIC.exists(channel, version=4)
 
 
 def test_a_wait_names_what_is_missing_and_a_read_does_not_wait(channel: StoreChannel) -> None:

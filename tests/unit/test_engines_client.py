@@ -139,7 +139,7 @@ async def test_an_endless_or_dripping_answer_costs_bounded_memory_and_time(monke
             await asyncio.sleep(0.02)
 
     async with server({"/v1/completions": endless}) as url, EngineClient(url, 10) as client:
-        with pytest.raises(EngineError, match=r"/v1/completions answered more than \d+ bytes"):
+        with pytest.raises(EngineError, match=r"/v1/completions: its answer is longer than \d+ bytes"):
             await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=30)
     assert sent < 2**26
     async with server({"/v1/completions": drip}) as url, EngineClient(url, 10) as client:

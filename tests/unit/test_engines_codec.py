@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from pa_npu.engines.answers import Answered, checked_generations
+from pa_npu.engines.answers import Answered, LogProbs, checked_generations
 from pa_npu.engines.codec import decode_response, encode_request
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.samples.seeds import group_seed
@@ -104,7 +104,8 @@ def test_wrong_number_of_responses_is_refused():
 
 def test_not_a_number_is_refused_in_the_last_line_of_defence():
     with pytest.raises(EngineError, match="log-prob nan"):
-        checked_generations([Answered([1, 2], [-0.5, math.nan], "", "stop")], SAMPLING, 100, "http://e")
+        answer = Answered(0, "", [1, 2], "stop", LogProbs([-0.5, math.nan]))
+        checked_generations([answer], SAMPLING, 100, "http://e")
 
 
 @pytest.mark.parametrize(

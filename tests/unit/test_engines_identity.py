@@ -39,12 +39,10 @@ async def loaded(version: int = 7) -> AsyncIterator[tuple[StandInEngine, EngineC
         yield engine, client
 
 
-async def test_a_response_carries_the_version_and_the_start_of_the_engine_that_generated_it():
-    async with loaded(7) as (engine, client):
-        response = await generate(client)
-        assert (response.version, response.instance) == (7, engine.identity.instance)
-        health = await client.check_health(deadline_s=5)
-        assert (health.version, health.instance) == (7, engine.identity.instance)
+async def test_a_response_carries_the_version_that_generated_it():
+    async with loaded(7) as (_, client):
+        assert (await generate(client)).version == 7
+        assert await client.check_health(deadline_s=5) == 7
 
 
 async def test_an_engine_that_was_started_again_after_the_publish_is_gone_at_its_first_response():

@@ -55,7 +55,7 @@ def test_the_command_starts_its_server_with_the_lengths_of_the_configuration(sub
     assert not any("KEY" in name for name in command.env), "the key is the launcher's to give"
     trusting = chosen.model_copy(update={"model": chosen.model.model_copy(update={"trust_remote_code": True})})
     assert set(kind.command(trusting, spec, 0, 8123).argv) - set(command.argv) == {"--trust-remote-code"}
-    with pytest.raises(ConfigError, match="exceeds the model's 512 positions"):
+    with pytest.raises(ConfigError, match="exceeds the 512 positions of"):
         kind.command(config({"max_response_tokens": 500}, subject.model), spec, 0, 1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import sys
@@ -14,7 +13,6 @@ import pytest
 from pa_npu.config.schema import Config
 from pa_npu.engines import interpreter
 from pa_npu.engines.membership import Member
-from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.vllm import ascend, kind, versions
 from pa_npu.engines.vllm import command as engine
 from pa_npu.engines.vllm.versions import (
@@ -32,14 +30,13 @@ from pa_npu.publish.engine_groups import Connection, EngineGroups
 from pa_npu.publish.messages import StageManifest
 from tests.unit.test_engines_vllm_command import CPU, ROWS, SPEC, Device, config, option
 
-ASCEND = [row for row in VERSIONS if row.device == "npu"]
+(ASCEND,) = (row for row in VERSIONS if row.device == "npu")
 CUDA = ROWS["vllm 0.20 or later"]
 
 
 @pytest.mark.parametrize(
     ("found", "device", "row"),
     [
-        ({"vllm": "0.18.0+empty", "vllm-ascend": "0.18.0"}, "npu", "vllm-ascend 0.18"),
         ({"vllm": "0.23.0", "vllm-ascend": "0.23.0.post1"}, "npu", "vllm-ascend 0.23"),
         ({"vllm": "0.23.0", "vllm-ascend": "0.23.0rc1"}, "auto", "vllm-ascend 0.23"),
         ({"vllm": "0.20.2"}, "cuda", "vllm 0.20 or later"),
@@ -58,6 +55,7 @@ def test_an_installation_is_one_row(found, device, row):
     [
         ({}, "cpu"),
         ({"vllm": "0.23.0"}, "npu"),
+        ({"vllm": "0.18.0+empty", "vllm-ascend": "0.18.0"}, "npu"),
         ({"vllm": "0.20.2", "vllm-ascend": "0.20.2rc1"}, "npu"),
         ({"vllm": "0.24.0", "vllm-ascend": "0.24.0rc1"}, "npu"),
         ({"vllm": "0.19.1"}, "cuda"),
@@ -79,8 +77,7 @@ def test_what_is_not_supported_is_refused_in_one_line_that_names_what_is(found, 
 def test_every_row_says_where_its_facts_come_from_and_ranges_do_not_overlap():
     for row in VERSIONS:
         assert re.match(r"(read|run): .*0\.\d+", row.source), row.source
-    for row, other in itertools.pairwise(ASCEND):
-        assert row.below is not None and row.below <= other.lowest
+    assert len({row.distribution for row in VERSIONS}) == len(VERSIONS)
 
 
 def test_the_interpreter_is_asked_once_and_without_importing_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -119,14 +116,14 @@ def test_the_interpreter_is_asked_once_and_without_importing_vllm(tmp_path: Path
 def test_nz_is_off_on_ascend_unless_the_user_says_otherwise(monkeypatch):
     monkeypatch.delenv("VLLM_ASCEND_ENABLE_NZ", raising=False)
     for row in VERSIONS:
-        assert environment(config(), row) == ({"VLLM_ASCEND_ENABLE_NZ": "0"} if row in ASCEND else {})
+        assert environment(config(), row) == ({"VLLM_ASCEND_ENABLE_NZ": "0"} if row is ASCEND else {})
     monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "2")
-    assert environment(config(), ASCEND[0]) == {}
+    assert environment(config(), ASCEND) == {}
 
 
 def test_batch_invariance_is_a_variable_and_a_property_of_the_cpu_in_fp32():
     wanted = {"VLLM_BATCH_INVARIANT": "1"}
-    for row in (*ASCEND, CUDA):
+    for row in (ASCEND, CUDA):
         assert wanted.items() <= environment(config({"batch_invariant": True}), row).items()
         assert not wanted.items() & environment(config(), row).items()
     assert environment(config({"batch_invariant": True}), CPU) == {}
@@ -152,14 +149,13 @@ def test_command_of_every_row(monkeypatch, row):
 def test_whether_graphs_are_captured_goes_by_the_row_unless_the_user_says_so():
     full_decode = ("--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}')
     eager = ("--enforce-eager",)
-    old, new = ASCEND
     by_default = {row.name: graph_arguments(config(), row) for row in VERSIONS}
-    assert by_default.pop(new.name) == full_decode and set(by_default.values()) == {eager}
-    for row, graphs in ((old, full_decode), (new, full_decode), (CUDA, ()), (CPU, ())):
+    assert by_default.pop(ASCEND.name) == full_decode and set(by_default.values()) == {eager}
+    for row, graphs in ((ASCEND, full_decode), (CUDA, ()), (CPU, ())):
         assert graph_arguments(config({"graph_mode": True}), row) == graphs
         assert graph_arguments(config({"graph_mode": False}), row) == eager
-    assert graph_arguments(config({"batch_invariant": True}), new) == eager
-    assert graph_arguments(config({"batch_invariant": True, "graph_mode": True}), new) == full_decode
+    assert graph_arguments(config({"batch_invariant": True}), ASCEND) == eager
+    assert graph_arguments(config({"batch_invariant": True, "graph_mode": True}), ASCEND) == full_decode
 
 
 TORCH_NPU = {"torch_npu": "2.10.0.post4"}
@@ -167,15 +163,13 @@ BOTH_TRITONS = {**TORCH_NPU, "triton": "3.6.0", "triton-ascend": "3.2.2"}
 
 
 @pytest.mark.parametrize(
-    ("row", "cann", "theirs", "env", "said"),
+    ("cann", "theirs", "env", "said"),
     [
-        (0, "8.5.1", TORCH_NPU, {}, None),
-        (1, "9.0.1", TORCH_NPU, {}, None),
-        (0, "9.1.0", TORCH_NPU, {}, "vllm-ascend 0.18 is built for CANN 8.5, and the trainers have 9.1.0"),
-        (1, "9.1.0", BOTH_TRITONS, {}, "triton 3.6.0 is installed beside triton-ascend 3.2.2; both lie in one folder"),
-        (1, "9.1.0", TORCH_NPU, {"LD_LIBRARY_PATH": "/nowhere"}, "libatb.so is in no folder of LD_LIBRARY_PATH"),
+        ("9.0.1", TORCH_NPU, {}, None),
+        ("8.5.1", TORCH_NPU, {}, "vllm-ascend 0.23 is built for CANN 9.1, and the trainers have 8.5.1"),
+        ("9.1.0", BOTH_TRITONS, {}, "triton 3.6.0 is installed beside triton-ascend 3.2.2; both lie in one folder"),
+        ("9.1.0", TORCH_NPU, {"LD_LIBRARY_PATH": "/nowhere"}, "libatb.so is in no folder of LD_LIBRARY_PATH"),
         (
-            1,
             "9.1.0",
             TORCH_NPU,
             {"TORCH_HCCL_RANKS_PER_ROOT": "32"},
@@ -184,15 +178,14 @@ BOTH_TRITONS = {**TORCH_NPU, "triton": "3.6.0", "triton-ascend": "3.2.2"}
     ],
 )
 def test_what_an_ascend_installation_lacks_is_refused_before_engines_start(
-    row, cann, theirs, env, said, tmp_path, monkeypatch
+    cann, theirs, env, said, tmp_path, monkeypatch
 ):
-    """vllm-ascend 0.18 has torch_npu 2.9 for CANN 8.5; the other row has CANN 9.1."""
     (tmp_path / "ascend_toolkit_install.info").write_text(f"package_name=Ascend-cann-toolkit\nversion={cann}\n")
     (tmp_path / "libatb.so").write_text("")
     for name, value in {"ASCEND_HOME_PATH": str(tmp_path), "LD_LIBRARY_PATH": f":{tmp_path}", **env}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ascend, "distributions", lambda python, names: {} if python is None else theirs)
-    monkeypatch.setattr(kind, "engine_version", lambda config: ASCEND[row])
+    monkeypatch.setattr(kind, "engine_version", lambda config: ASCEND)
     chosen = config(rollout={"python": "theirs"})
     if said is None:
         kind.check(chosen)
@@ -233,8 +226,7 @@ async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow
     engines = [SimpleNamespace(name=name) for name in "ab"]
     connection = Connection(("127.0.0.1", 1), "hccl", [StageManifest("stage", {})], [StageManifest("late", {})])
     members = [Member(number, 0, True, engine) for number, engine in enumerate(engines)]  # type: ignore[arg-type]
-    pool = EnginePool(engines)  # type: ignore[arg-type]
-    planned = EngineGroups(chosen, pool, connection)
+    planned = EngineGroups(chosen, connection)
     joined = planned.of_members(members, 0)
     # rank 0 is the trainers' leader; each of the two engines has two workers
     assert [(groups.first_rank, groups.world_size) for groups in joined] == [(1, 5), (3, 5)]

@@ -28,7 +28,7 @@ from pa_npu.publish.messages import (
 )
 from pa_npu.publish.trainer_side import TrainerPublish
 from pa_npu.telemetry.timeline import Timeline
-from pa_npu.weight_transfer.second_buffer import SecondBuffer
+from pa_npu.weight_transfer.receiver import Receiver
 from pa_npu.weight_transfer.transport import WeightSyncError
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
@@ -62,63 +62,66 @@ def test_the_first_and_the_last_version_are_published_at_the_border() -> None:
     assert config.keeps_published, "engines that come late get the version before the swap"
 
 
-class Stage:
-    """A receiver that hands out two tensors, views of one buffer, when it is let."""
+class Stage(Receiver):
+    """Hands out two tensors, views of one buffer, when it is let."""
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self.go, self._error = threading.Event(), error
+    digests = ("digest",)
+
+    def __init__(self) -> None:
+        super().__init__([], [], 1, torch.device("cpu"), 1.0)
+        self.go = threading.Event()
+        self.error: Exception | None = None
         self.buffer = torch.arange(6.0)
-        self.digests = ("digest",)
 
-    def receive(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(self, version: int, **_: Any) -> Iterator[tuple[str, torch.Tensor]]:
         assert self.go.wait(10)
         yield "a", self.buffer[1:3]
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         yield "b", self.buffer[3:]
 
 
-def arrived(second: SecondBuffer, version: int) -> tuple[str, ...]:
+def arrived(stage: Stage, version: int) -> tuple[str, ...]:
     end_s = time.monotonic() + 10
-    while (digests := second.received(version)) is None:
+    while (digests := stage.prepared(version)) is None:
         assert time.monotonic() < end_s
         time.sleep(0.01)
     return digests
 
 
 def test_a_version_is_here_when_all_of_it_is() -> None:
-    second, stage = SecondBuffer(), Stage()
+    stage = Stage()
     with pytest.raises(WeightSyncError, match="never asked for"):
-        second.received(3)
-    second.begin(stage, 3)  # type: ignore[arg-type]
-    assert second.received(3) is None
-    for too_early in (lambda: second.take(3), lambda: second.begin(stage, 4)):  # type: ignore[arg-type]
+        stage.prepared(3)
+    stage.prepare(3)
+    assert stage.prepared(3) is None
+    for too_early in (lambda: stage.take(3), lambda: stage.prepare(4)):
         with pytest.raises(WeightSyncError, match="still being received"):
             too_early()
     stage.go.set()
-    assert arrived(second, 3) == ("digest",)
+    assert arrived(stage, 3) == ("digest",)
     with pytest.raises(WeightSyncError, match="weight version 4 was never asked for"):
-        second.take(4)
-    weights, digests = second.take(3)
+        stage.take(4)
+    weights, digests = stage.take(3)
     stage.buffer.zero_()
     assert {name: tensor.tolist() for name, tensor in weights} == {"a": [1, 2], "b": [3, 4, 5]}, "memory of its own"
     assert digests == ("digest",)
     with pytest.raises(WeightSyncError, match="never asked for"):
-        second.take(3)
+        stage.take(3)
 
 
 def test_a_version_that_broke_off_is_never_taken() -> None:
-    second, stage = SecondBuffer(), Stage(WeightSyncError("the leader is gone"))
-    second.begin(stage, 3)  # type: ignore[arg-type]
+    stage = Stage()
+    stage.error = WeightSyncError("the leader is gone")
+    stage.prepare(3)
     stage.go.set()
     with pytest.raises(WeightSyncError, match="the leader is gone"):
-        arrived(second, 3)
+        arrived(stage, 3)
     with pytest.raises(WeightSyncError, match="the leader is gone"):
-        second.take(3)
-    whole = Stage()
-    whole.go.set()
-    second.begin(whole, 3)  # type: ignore[arg-type]
-    assert arrived(second, 3) == ("digest",), "the next attempt"
+        stage.take(3)
+    stage.error = None
+    stage.prepare(3)
+    assert arrived(stage, 3) == ("digest",), "the next attempt"
 
 
 def test_the_second_buffer_is_in_the_plan_and_beside_the_engines_share() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 
 from pa_npu.config import Config
 from pa_npu.engines.membership import Member
-from pa_npu.engines.pool import EnginePool
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.publish.engine_groups import Connection, EngineGroups
@@ -25,19 +23,16 @@ def shared(**sections: Any) -> Any:
 
 
 @pytest.mark.parametrize(("backend", "has_host_groups"), [("gloo", False), ("nccl", True), ("hccl", True)])
-async def test_no_publish_group_has_two_ranks_on_a_device_where_the_backend_forbids_it(
+def test_no_publish_group_has_two_ranks_on_a_device_where_the_backend_forbids_it(
     backend: str, has_host_groups: bool
 ) -> None:
     """Two engines of two workers, the one on a trainer's device started first, and one stage."""
     config = shared(rollout={"tensor_parallel": 2}, trainer={"devices": 2})
-    async with EnginePool() as pool:
-        engines = {name: SimpleNamespace(name=name, close=lambda: asyncio.sleep(0)) for name in ("shared", "own")}
-        for name, engine in engines.items():
-            pool.add(engine, shared=name == "shared")  # type: ignore[arg-type]
-        connection = Connection(("127.0.0.1", 1), backend, [StageManifest("stage", {})], [StageManifest("late", {})])
-        members = [Member(number, 0, True, engine) for number, engine in enumerate(engines.values())]  # type: ignore[arg-type]
-        groups = EngineGroups(config, pool, connection)
-        joined, receivers = groups.of_members(members, 0), groups.receivers(members, 0)
+    connection = Connection(("127.0.0.1", 1), backend, [StageManifest("stage", {})], [StageManifest("late", {})])
+    engines: list[Any] = [SimpleNamespace(name=name) for name in ("shared", "own")]
+    members = [Member(number, 0, True, engine, shared=number == 0) for number, engine in enumerate(engines)]
+    groups = EngineGroups(config, connection)
+    joined, receivers = groups.of_members(members, 0), groups.receivers(members, 0)
     found = {member.name: one for member, one in zip(members, joined, strict=True)}
     shape = {name: (g.backend, g.stages[0]["name"], g.first_rank, g.world_size) for name, g in found.items()}
     if has_host_groups:

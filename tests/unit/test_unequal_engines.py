@@ -89,7 +89,7 @@ def test_engines_on_other_devices_get_weights_through_host_memory_and_workers_ar
     engines: list[Any] = [Engine(f"e{number}") for number in range(3)]
     members = [Member(number, 0, True, engine) for number, engine in enumerate(engines)]
     connection = Connection(("127.0.0.1", 1), "hccl", [StageManifest("s", {})], [StageManifest("late", {})], "npu")
-    groups = EngineGroups(chosen, EnginePool(engines), connection)
+    groups = EngineGroups(chosen, connection)
     shape = [(g.backend, g.stages[0]["name"], g.first_rank, g.world_size) for g in groups.of_members(members, 7)]
     assert shape == [("hccl", "s.7", 1, 5), ("hccl", "s.7", 3, 5), ("gloo", "s.host.7", 1, 3)]
     receivers = groups.receivers(members, 7)

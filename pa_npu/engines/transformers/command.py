@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 
 from pa_npu import platform
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import RolloutConfig
-from pa_npu.engines.registry import EngineCommand, import_path
+from pa_npu.engines.registry import EngineCommand, common_environment
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.model_rules import check_engine
 
 SERVER = "pa_npu.engines.transformers.server"
 
@@ -22,13 +22,8 @@ def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> En
     The API key, without which it refuses every request, is the environment's VLLM_API_KEY: command lines are public on a machine.
     """
     check_keys(config, spec)
+    check_engine(config, spec)
     python = config.rollout.python or sys.executable
-    total = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    if total > spec.max_positions:
-        raise ConfigError(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {config.data.max_prompt_tokens} + "
-            f"{config.rollout.max_response_tokens} exceeds the model's {spec.max_positions} positions; lower one of them"
-        )
     argv = [
         *(python, "-m", SERVER),
         *("--model", spec.path),
@@ -36,20 +31,13 @@ def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> En
         *("--port", str(port)),
         *("--dtype", config.model.dtype),
         *("--device", config.run.device),
-        *("--max-model-len", str(total)),
+        *("--max-model-len", str(config.data.max_prompt_tokens + config.rollout.max_response_tokens)),
         *("--max-num-seqs", str(config.rollout.max_num_seqs)),
         *(["--trust-remote-code"] if config.model.trust_remote_code else []),
     ]
-    device = platform.get(config.run.device)
-    env = {
-        "TOKENIZERS_PARALLELISM": "false",
-        **device.environment("engine"),
-        **device.collective_environment(config.longest_collective_s, config.deterministic_collectives),
-    }
-    if device.visible_devices_env is None:
+    env = common_environment(config, python)
+    if platform.get(config.run.device).visible_devices_env is None:
         env["OMP_NUM_THREADS"] = "1"  # a device is one core
-    if path := import_path(config, python):
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
     return EngineCommand(tuple(argv), env | config.rollout.env)
 
 

@@ -9,7 +9,6 @@ import torch
 
 from pa_npu.families.wire_names import stored_tensors, wire_weights
 from pa_npu.weight_transfer.receiver import Receiver
-from pa_npu.weight_transfer.second_buffer import SecondBuffer
 from pa_npu.weight_transfer.transport import WeightSyncError
 
 
@@ -21,7 +20,6 @@ class WeightReceiver:
         self._directory = directory
         self._device = device
         self._receiver: Receiver | None = None
-        self._second = SecondBuffer()
 
     def join(
         self,
@@ -63,16 +61,16 @@ class WeightReceiver:
 
     def prepare(self, version: int) -> None:
         """Begin to receive `version` beside what the model does. Raises WeightSyncError."""
-        self._second.begin(self._connected(), version)
+        self._connected().prepare(version)
 
     def prepared(self, version: int) -> tuple[str, ...] | None:
         """The digests of what was received; None before. Raises what went wrong."""
-        return self._second.received(version)
+        return self._connected().prepared(version)
 
     @torch.no_grad()
     def swap(self, version: int) -> tuple[str, ...]:
         """The model takes the memory that was received; returns the digests. Raises WeightSyncError."""
-        received, digests = self._second.take(version)
+        received, digests = self._connected().take(version)
 
         def exchange(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
             if isinstance(parameter, torch.nn.Parameter):

@@ -10,7 +10,7 @@ from pa_npu import platform
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import RolloutConfig
 from pa_npu.engines.codec import SERVED_MODEL
-from pa_npu.engines.registry import EngineCommand, import_path
+from pa_npu.engines.registry import EngineCommand, common_environment
 from pa_npu.engines.vllm.versions import EngineVersion, engine_version, environment, graph_arguments
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
@@ -77,9 +77,7 @@ def server_command(
     env = {
         "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc and /reset_prefix_cache
         "VLLM_NO_USAGE_STATS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        **device.environment("engine"),
-        **device.collective_environment(config.longest_collective_s, config.deterministic_collectives),
+        **common_environment(config, python),
         **environment(config, version),
     }
     if device.visible_devices_env is None:
@@ -89,8 +87,6 @@ def server_command(
     else:
         argv += ["--gpu-memory-utilization", str(config.memory_fraction)]
         argv += ["--enable-sleep-mode"] if config.engines_sleep else []
-    if path := import_path(config, python):
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
     env |= rollout.env
     # vLLM leaves the sockets between its processes behind when it is killed
     own = _SOCKETS not in os.environ | env and len(tempfile.gettempdir()) <= _LONGEST_TEMPORARY_DIRECTORY

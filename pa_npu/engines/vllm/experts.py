@@ -11,7 +11,7 @@ import torch
 def undo_waking(worker: Any) -> None:
     """Give parameters the layout in which this was first called: a reload takes them as they were then.
 
-    vllm-ascend transposes experts as a worker wakes (0.18 to 0.23), for weights that are loaded without a reload.
+    vllm-ascend transposes experts as a worker wakes (0.23), for weights that are loaded without a reload.
     """
     model = worker.model_runner.model
     layouts = {name: _layout(parameter) for name, parameter in model.named_parameters()}

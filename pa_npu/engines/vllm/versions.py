@@ -1,6 +1,6 @@
 """Versions of the supported engine, their needs and differences: one table, and the row of the engine that is installed.
 
-All of them have, read in the sources of vLLM 0.18, 0.20, 0.23 and 0.32: --middleware, --logprobs-mode processed_logprobs,
+All of them have, read in the sources of vLLM 0.20, 0.23 and 0.32: --middleware, --logprobs-mode processed_logprobs,
 --generation-config, --worker-extension-cls, --[no-]enable-prefix-caching, --enforce-eager; with VLLM_SERVER_DEV_MODE=1
 /collective_rpc and /reset_prefix_cache; token ids in and out of /v1/completions (`return_token_ids`), so that
 /inference/v1/generate, which is behind --enable-scale-out since 0.32, is not needed; and the layerwise reload that
@@ -26,8 +26,8 @@ class EngineVersion:
     """A row. Releases from `lowest` on and below `below` (None: all later ones) of `distribution`.
 
     env: what exact training needs; the user's own environment wins. batch_invariant_env: what makes results independent of the
-    batch. batch_invariant_dtypes: where they can be. graph_args: what captures graphs in the way that suits training.
-    captures_graphs: whether it does so when rollout.graph_mode is not set. cann: the release that its torch_npu is built
+    batch. batch_invariant_dtypes: where they can be. graph_args: what captures graphs in the way that suits training, also when
+    rollout.graph_mode is not set. cann: the release that its torch_npu is built
     for. routes_args: what makes it answer with the experts of tokens; on CPU the worker's extension records them instead. source:
     what all this is known from.
     """
@@ -42,7 +42,6 @@ class EngineVersion:
     batch_invariant_env: Mapping[str, str] = field(default_factory=dict)
     batch_invariant_dtypes: tuple[str, ...] = ("fp32", "bf16")
     graph_args: tuple[str, ...] = ()
-    captures_graphs: bool = False
     cann: tuple[int, int] | None = None
     routes_args: tuple[str, ...] = ()
 
@@ -64,35 +63,20 @@ _DECODE_GRAPHS = ("--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"
 
 VERSIONS = (
     EngineVersion(
-        "vllm-ascend 0.18",
-        "npu",
-        "vllm-ascend",
-        (0, 18),
-        (0, 19),
-        # with torch_npu 2.9.0 and hence CANN 8.5, not with the trainers' 9.1. The workers set HCCL_DETERMINISTIC and
-        # LCCL_DETERMINISTIC themselves when invariant; expandable segments are on unless PYTORCH_NPU_ALLOC_CONF names them or
-        # sleep mode is on
-        source="read: envs.py, platform.py, batch_invariant.py and requirements.txt of tag v0.18.0",
-        env=_NZ_OFF,
-        batch_invariant_env=_BATCH_INVARIANT,
-        graph_args=_DECODE_GRAPHS,
-        cann=(8, 5),
-    ),
-    EngineVersion(
         "vllm-ascend 0.23",
         "npu",
         "vllm-ascend",
         (0, 23),
         (0, 24),
         # with torch_npu 2.10.0.post4. Prefers --additional-config weight_nz_mode, takes the variable where that is not given.
-        # Expandable segments as in 0.18. Batch invariance is for A2 and A3; its kernels exist only where vllm-ascend was built
-        # with the variable set, otherwise Triton's are taken, and its guide captures piecewise graphs. It has an HCCL weight
-        # transfer of its own, not used here. additional_config.rl_config is no key of this release
+        # Expandable segments are on unless PYTORCH_NPU_ALLOC_CONF names them or sleep mode is on. Batch invariance is for A2 and
+        # A3, and its workers set HCCL_DETERMINISTIC and LCCL_DETERMINISTIC themselves; its kernels exist only where vllm-ascend
+        # was built with the variable set, otherwise Triton's are taken, and its guide captures piecewise graphs. It has an HCCL
+        # weight transfer of its own, not used here. additional_config.rl_config is no key of this release
         source="read: ascend_config.py, worker/worker.py, platform.py, batch_invariant.py and requirements.txt of tag v0.23.0",
         env=_NZ_OFF,
         batch_invariant_env=_BATCH_INVARIANT,
         graph_args=_DECODE_GRAPHS,
-        captures_graphs=True,
         cann=(9, 1),
         routes_args=_ROUTES,
     ),
@@ -140,16 +124,12 @@ def select(found: Mapping[str, str], device: str, python: str) -> EngineVersion:
     )
 
 
-def installed(python: str | None) -> dict[str, str]:
-    """Versions of vLLM's distributions in an interpreter (None: this one). Raises ConfigError."""
-    return _versions() if python is None else distributions(python, _DISTRIBUTIONS)
-
-
 _DISTRIBUTIONS = tuple(dict.fromkeys(["vllm", *(row.distribution for row in VERSIONS)]))
 
 
-def _versions() -> dict[str, str]:
-    return distributions(None, _DISTRIBUTIONS)
+def installed(python: str | None) -> dict[str, str]:
+    """Versions of vLLM's distributions in an interpreter (None: this one). Raises ConfigError."""
+    return distributions(python, _DISTRIBUTIONS)
 
 
 def _release(version: str) -> tuple[int, int] | None:
@@ -164,7 +144,7 @@ def graph_arguments(config: Config, version: EngineVersion) -> tuple[str, ...]:
     """
     wanted = config.rollout.graph_mode
     if wanted is None:
-        wanted = version.captures_graphs and not config.rollout.batch_invariant
+        wanted = bool(version.graph_args) and not config.rollout.batch_invariant
     return version.graph_args if wanted else ("--enforce-eager",)
 
 

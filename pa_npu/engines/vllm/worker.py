@@ -29,7 +29,6 @@ from pa_npu.engines.vllm import experts, routes
 from pa_npu.engines.vllm.streams import follow_streams
 from pa_npu.platform.memory_peaks import ResidentPeak, device_peak_bytes, own_processes, session_leader
 from pa_npu.weight_transfer.receiver import EMBEDDING, HEAD, Receiver
-from pa_npu.weight_transfer.second_buffer import SecondBuffer
 from pa_npu.weight_transfer.transport import WeightSyncError
 
 
@@ -77,22 +76,18 @@ class WorkerExtension:
 
     def pa_prepare(self, version: int) -> dict[str, Any]:
         """Begin to receive weight version `version` into a second buffer."""
-        self._pa_second().begin(self._pa_get(), int(version))
+        self._pa_get().prepare(int(version))
         return {}
 
     def pa_prepared(self, version: int) -> dict[str, Any]:
         """{"version": None} while it is still being received. Raises what went wrong."""
-        digests = self._pa_second().received(int(version))
+        digests = self._pa_get().prepared(int(version))
         return {"version": None if digests is None else int(version), "digests": list(digests or ())}
 
     def pa_swap(self, version: int) -> dict[str, Any]:
         """Load weight version `version` out of the second buffer. Errors as of pa_receive."""
-        received, digests = self._pa_second().take(int(version))
+        received, digests = self._pa_get().take(int(version))
         return self._pa_load(int(version), received, lambda: digests)
-
-    def _pa_second(self) -> SecondBuffer:
-        found: SecondBuffer = self.__dict__.setdefault("_pa_second_buffer", SecondBuffer())
-        return found
 
     def _pa_load(
         self, version: int, received: Iterable[tuple[str, torch.Tensor]], digests: Callable[[], tuple[str, ...]]
@@ -180,7 +175,7 @@ def with_tied_head(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tupl
 def take_logprobs_mode(worker: Any) -> None:
     """Let the sampler report what --logprobs-mode asked for.
 
-    vllm-ascend 0.18 to 0.25 builds its sampler without the mode, so that it would report raw log-probs, which are those of
+    vllm-ascend 0.23 to 0.25 builds its sampler without the mode, so that it would report raw log-probs, which are those of
     another distribution than the sampled one unless the temperature is 1.
     """
 
@@ -197,8 +192,8 @@ def _reloading(worker: Any) -> Iterator[Any]:
 
     vLLM packs weights for its kernels after loading (on CPU always), after which only its layerwise reload can load
     again: it puts each layer back to its HF form, loads it once complete, packs it anew and copies the result into the
-    old memory. vLLM 0.18 makes a layer's memory while it loads, on torch's default device, which must be the worker's until
-    the end; 0.23 remembers it. It is finished also on failure, else the engine would keep tensors without memory.
+    old memory. What is made meanwhile on torch's default device is on the worker's. It is finished also on failure, else the
+    engine would keep tensors without memory.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
