@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Time and peak memory of one tri-model pass against three separate passes over the same microbatches, PP1 and PP2.
 
-    python tools/bench_trimodel.py [--groups 6] [--repeats 5] [--frozen-dtype same|bf16] [--json FILE] [--markdown FILE]
+    python tools/bench_trimodel.py [--groups 6] [--repeats 5] [--json FILE] [--markdown FILE]
 
   one pass      policy (forward and backward), old policy and reference go through the pipeline together
   three passes  old policy, then reference, forward only, their log-probs stored; then the policy with GRPO's loss on these
@@ -74,7 +74,6 @@ class Case:
     stages: int
     variants: tuple[str, ...]
     repeats: int
-    frozen_dtype: str
     groups: int
     prompt: int
     response: int
@@ -84,7 +83,7 @@ class Case:
     def config(self) -> Config:
         tree: dict[str, dict[str, object]] = {
             "run": {"device": "cpu"},
-            "model": {"path": self.models["policy"], "dtype": "fp32", "frozen_dtype": self.frozen_dtype},
+            "model": {"path": self.models["policy"], "dtype": "fp32"},
             "data": {"train": "unused", "max_prompt_tokens": self.prompt},
             "rollout": {"responses_per_prompt": self.responses, "max_response_tokens": self.response},
             "algorithm": {"name": "grpo"},
@@ -116,7 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--response", type=int, default=64, help="longest response; lengths are half of it to it")
     parser.add_argument("--responses", type=int, default=8, help="responses per group")
-    parser.add_argument("--frozen-dtype", choices=("same", "bf16"), default="same", help="of old policy and reference")
     parser.add_argument("--repeats", type=int, default=5, help="timed repetitions; medians are printed")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--markdown", type=Path, help="write hardware, differences and table to this file")
@@ -132,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = render(rows)
     settings = (
         f"{args.groups} microbatches of {args.responses} responses of {args.response // 2} to {args.response} tokens, prompts of "
-        f"{args.prompt}; hidden {args.hidden}, 4 layers, fp32, frozen models {args.frozen_dtype}; medians of {args.repeats}"
+        f"{args.prompt}; hidden {args.hidden}, 4 layers, fp32; medians of {args.repeats}"
     )
     exact = ", ".join(f"{name}: {value}" for name, value in differences.items())
     lines = [hardware(), settings, f"largest difference of log-probs and gradients from separate passes: {exact}"]
@@ -167,7 +165,7 @@ def compare(models: dict[str, str], stages: int, args: argparse.Namespace) -> tu
     def run(variants: tuple[str, ...], repeats: int) -> list[dict[str, Any]]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         sizes = (args.groups, args.prompt, args.response, args.responses)
-        return run_world(Case(models, stages, variants, repeats, args.frozen_dtype, *sizes, store.port))
+        return run_world(Case(models, stages, variants, repeats, *sizes, store.port))
 
     timed = run(VARIANTS, args.repeats)
     rows = []
@@ -278,13 +276,11 @@ def build_pass(name: str, case: Case, config: Config, platform: Any, microbatche
     from pa_npu.backends.megatron.weights.hf_map import load_hf
 
     specs = {model: ModelSpec.read(path) for model, path in case.models.items()}
-    separate_dtype = config.model.model_copy(update={"dtype": config.frozen_dtype, "frozen_dtype": "same"})
-    narrow = config.model_copy(update={"model": separate_dtype})
     policy_loss = find_policy_loss(config.algorithm.loss)
 
-    def load(models: tuple[str, ...], as_config: Config) -> Any:
+    def load(models: tuple[str, ...]) -> Any:
         """A stage whose policy is the first of `models`, the others frozen beside it."""
-        stage = build_stage(specs[models[0]], as_config, platform, frozen=models[1:])
+        stage = build_stage(specs[models[0]], config, platform, frozen=models[1:])
         for model, gpt in zip(models, stage.gpts().values(), strict=True):
             load_hf(gpt, specs[model])
         return stage
@@ -327,9 +323,9 @@ def build_pass(name: str, case: Case, config: Config, platform: Any, microbatche
                 paced = arrivals.wait(microbatches)
                 run_pipelined(model, paced, len(microbatches), forward, loss, forward_only=forward_only)
 
-    others = {} if name == "one pass" else {model: load((model,), narrow) for model in MODELS[1:]}
+    others = {} if name == "one pass" else {model: load((model,)) for model in MODELS[1:]}
     trained = MODELS if name == "one pass" else MODELS[:1]
-    stage = load(trained, config)
+    stage = load(trained)
     ddp = data_parallel(stage, distributed_optimizer=False)
     stage.config.no_sync_func = ddp.no_sync
 

@@ -63,7 +63,6 @@ CHANGES: dict[str, Change] = {
             "publish": "mode probe_tokens probe_tolerance noise_margin",
         },
         Change.NEW_RUN: {
-            "model": "frozen_dtype",
             "data": "train question_column answer_column chat_template template_options system_prompt instruction "
             "max_prompt_tokens overlong_prompt shuffle",
             "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",

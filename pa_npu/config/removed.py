@@ -29,6 +29,7 @@ REMOVED: dict[str, str] = {
     "lora.export_merged": "use checkpoint.export_hf=merged",
     "lora.rank_stabilized": "use lora.alpha, times the square root of lora.rank",
     "microbatch.pad_to_multiple_of": "packed lengths follow trainer.tensor_parallel",
+    "model.frozen_dtype": "old policy and reference have model.dtype; with model.dtype=bf16 they take half the memory of fp32",
     "optimizer.beta1": "use optimizer.betas, such as [0.9, 0.95]",
     "optimizer.beta2": "use optimizer.betas, such as [0.9, 0.95]",
     "placement.engine_devices": "use placement.devices: the engines' indices, then those of the trainer ranks",

@@ -173,10 +173,7 @@ class ConfigTree(Section):
     @property
     def keeps_published(self) -> bool:
         """Whether trainers keep a copy of the published weights: with max_staleness they change while engines still need them."""
-        is_old = (
-            "old" in self.frozen_models and self.frozen_dtype == self.model.dtype and self.publish.divergence is None
-        )
-        is_old = is_old and self.publish.mode == "blocking"
+        is_old = "old" in self.frozen_models and self.publish.divergence is None and self.publish.mode == "blocking"
         return self.schedule.max_staleness > 0 and not is_old
 
     @property
@@ -239,11 +236,6 @@ class ConfigTree(Section):
     def saves(self, version: int) -> bool:
         """Whether a checkpoint of `version` is due by checkpoint.every."""
         return bool(self.checkpoint.every) and version % self.checkpoint.every == 0
-
-    @property
-    def frozen_dtype(self) -> Literal["fp32", "bf16"]:
-        """Type of the frozen models, resolved."""
-        return self.model.dtype if self.model.frozen_dtype == "same" else self.model.frozen_dtype
 
     @property
     def request_limit_s(self) -> float:

@@ -78,7 +78,7 @@ def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
     if config.trainer.backend != "fsdp":
         return fullest
     element = _BYTES[config.model.dtype]
-    held = sharded_parts(config, spec, element, _BYTES[config.frozen_dtype])
+    held = sharded_parts(config, spec, element, element)
     if config.has_adapters:
         held = adapter_parts(config, spec, element)
     parts = [(name, held.get(name, size)) for name, size in fullest.parts]
@@ -109,7 +109,7 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
             ("weights", weights * element),
             ("gradients", weights * _FP32),
             ("optimizer", dense * state // shards + experts * state // expert_shards),
-            ("frozen models", weights * _BYTES[config.frozen_dtype] * len(config.frozen_models)),
+            ("frozen models", weights * element * len(config.frozen_models)),
             ("published weights", weights * element * config.keeps_published),
             ("activations", activations),
             ("working set", working_set),
@@ -168,7 +168,7 @@ def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int,
     if stage == trainer.pipeline_parallel - 1:
         working_set = max(working_set, _head_bytes(config, spec, amount))
     # frozen models keep no activations, but their hidden states arrive in the same buffer as the policy's
-    received = hidden * in_flight * _num_beside(config) * _BYTES[config.frozen_dtype] if stage else 0
+    received = hidden * in_flight * _num_beside(config) * element if stage else 0
     return tokens * (kept * element + received), working_set
 
 

@@ -50,10 +50,10 @@ class Update:
 
 def late_source(config: Config) -> str:
     """The model that keeps the published weights longest: a copy made for that, or the old policy, through all of an iteration's
-    updates, where it is as exact as the policy; else the policy, until its next update."""
+    updates; else the policy, until its next update."""
     if config.keeps_published:
         return "published"
-    return "old" if "old" in config.frozen_models and config.frozen_dtype == config.model.dtype else "policy"
+    return "old" if "old" in config.frozen_models else "policy"
 
 
 class Learner:

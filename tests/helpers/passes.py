@@ -39,11 +39,8 @@ def compare_passes(
     mine = list(enumerate(batch))[place.replica :: place.mesh.data]
     together = run_pass(load(config, models, ("old", "reference")), mine, None)
 
-    narrow = config.model_copy(
-        update={"model": config.model.model_copy(update={"dtype": config.frozen_dtype, "frozen_dtype": "same"})}
-    )
     stored = {
-        name: run_pass(load(narrow, {"policy": models[name]}, ()), mine, None, forward_only=True).logprobs["policy"]
+        name: run_pass(load(config, {"policy": models[name]}, ()), mine, None, forward_only=True).logprobs["policy"]
         for name in ("old", "reference")
     }
     separate = run_pass(load(config, models, ()), mine, stored)

@@ -32,15 +32,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
-def configuration(model: Path, frozen_pass: str, stages: int = 1, **model_keys: Any) -> Config:
+def configuration(model: Path, frozen_pass: str, stages: int = 1) -> Config:
     return model_config(
         model,
-        model=model_keys,
         rollout={"responses_per_prompt": RESPONSES, "max_response_tokens": 16},
         schedule={"prompts_per_iteration": 2 * SHARES, "updates_per_iteration": SHARES},
         optimizer={"learning_rate": 3e-3},
-        # bf16 rounds more than the usual clip range
-        algorithm={"kl_coef": 0.05, "clip_low": 0.3, "clip_high": 0.3},
+        algorithm={"kl_coef": 0.05},
         trainer={"frozen_pass": frozen_pass, "devices": stages, "pipeline_parallel": stages},
     )
 
@@ -69,11 +67,8 @@ def trained(config: Config) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
     return reports, [parameter.detach().clone() for parameter in stage.policy.parameters()]
 
 
-@pytest.mark.parametrize("frozen_dtype", ["same", "bf16"])
-def test_separate_passes_give_the_same_update_bit_for_bit(model: Path, frozen_dtype: str) -> None:
-    (ours, weights), (expected, same) = (
-        trained(configuration(model, way, frozen_dtype=frozen_dtype)) for way in ("separate", "together")
-    )
+def test_separate_passes_give_the_same_update_bit_for_bit(model: Path) -> None:
+    (ours, weights), (expected, same) = (trained(configuration(model, way)) for way in ("separate", "together"))
     assert ours == expected
     assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
     assert ours[0]["kl"] > 1e-4 and ours[1]["clip_ratio"] > 0, "old policy and reference must show in the numbers"

@@ -323,7 +323,6 @@ def test_what_is_no_adapter_of_the_model_is_refused_in_a_line(
         ({"lora": {"rank": 8}}, "lora.rank: 8 with trainer.backend=megatron, which trains no adapters"),
         ({"model": {"adapter": "x"}}, "model.adapter: x with trainer.backend=megatron"),
         ({"lora": {"rank": 8}, "model": {"adapter": "x"}, **FSDP}, "lora.rank: 8 beside model.adapter"),
-        ({"lora": {"rank": 8}, "model": {"frozen_dtype": "bf16"}, **FSDP}, "model.frozen_dtype: bf16 with adapters"),
         ({"lora": {"alpha": 8.0}}, "lora.alpha: 8.0 would be read by nothing"),
     ],
 )

@@ -182,19 +182,18 @@ def test_trainer_memory_of_a_known_model() -> None:
     assert sharded["activations"] == pytest.approx(parts["activations"] / 4, rel=1e-3)
 
 
-def test_frozen_models_are_counted_in_their_own_type() -> None:
-    def frozen(dtype: str, frozen_dtype: str, **sections: dict[str, object]) -> tuple[int, int]:
+def test_a_frozen_model_takes_what_the_policys_weights_take() -> None:
+    def frozen(dtype: str, **sections: dict[str, object]) -> tuple[int, int]:
         config = make_config(**{"algorithm": {"kl_coef": 0.1}, **sections})
-        model = config.model.model_copy(update={"dtype": dtype, "frozen_dtype": frozen_dtype})
+        model = config.model.model_copy(update={"dtype": dtype})
         parts = dict(trainer_memory(config.model_copy(update={"model": model}), QWEN_7B).parts)
         return parts["frozen models"], parts["weights"]
 
-    wide, weights = frozen("fp32", "same")
+    wide, weights = frozen("fp32")
     assert wide == weights == pytest.approx(4 * 7.6156e9, rel=1e-3)
-    assert frozen("fp32", "bf16") == (wide // 2, weights)
-    assert frozen("bf16", "same") == frozen("bf16", "bf16") == (wide // 2, weights // 2)
-    both = frozen("fp32", "bf16", schedule={"updates_per_iteration": 2})
-    assert both == (wide, weights), "old policy and reference"
+    assert frozen("bf16") == (wide // 2, weights // 2)
+    both = frozen("fp32", schedule={"updates_per_iteration": 2})
+    assert both == (2 * wide, weights), "old policy and reference"
 
 
 def test_frozen_models_add_the_hidden_states_that_a_later_stage_receives() -> None:

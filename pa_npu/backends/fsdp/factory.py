@@ -84,8 +84,8 @@ def create(
         shared = load_adapted(config, spec, mesh)
         return FsdpBackend(shared, mesh, config, spec, platform, device, timeline)
     models: dict[str, ScoredModel] = {}
+    dtype = DTYPES[config.model.dtype]
     for name in ("policy", *config.model_copies):
-        dtype = DTYPES[config.model.dtype if name in ("policy", "published") else config.frozen_dtype]
         held = torch.float32 if name == "policy" else dtype
         causal = load_model(spec.path, held, trust_remote_code=spec.trust_remote_code)
         model = ScoredModel(causal, config.attention.implementation)

@@ -19,7 +19,7 @@ Megatron's Float16Module is not needed.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,9 +63,7 @@ class TriModel(MegatronModule):
     """One pipeline stage of the policy and of up to two frozen models with the same shape.
 
     Between stages the hidden states of all models travel side by side in one tensor [tokens, 1, width], so that one 1F1B pass
-    serves all models and the schedule needs to know nothing of it. Its type is the policy's; frozen models of a narrower
-    type (model.frozen_dtype) put their own bits there, two bf16 numbers in the place of one fp32, so that nothing is rounded
-    or widened on the way. The frozen parts carry no gradient.
+    serves all models and the schedule needs to know nothing of it. The frozen parts carry no gradient.
     """
 
     def __init__(
@@ -125,7 +123,7 @@ class TriModel(MegatronModule):
 
     @torch.no_grad()
     def copy_policy_to(self, name: str) -> None:
-        """Make the frozen model `name`, or "published", equal to the policy as it is now, rounded to its own type."""
+        """Make the frozen model `name`, or "published", equal to the policy as it is now."""
         for target, source in zip(self._copies[name].parameters(), self.policy.parameters(), strict=True):
             target.copy_(source)
         if "policy" in self.weights:
@@ -149,18 +147,18 @@ class TriModel(MegatronModule):
     ) -> ModelOutput | torch.Tensor:
         """One microbatch through this stage; see the module's docstring for shapes, AttentionContext for `balance` and `replay`."""
         self._check(tokens, layout)
-        contexts = self._contexts(layout, tokens.device, replay)
+        rotation = self._rotation(layout, tokens.device, self.config.params_dtype)
         inputs = self._unpack()
 
         frozen_hidden: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name, model in self._beside.items():
                 model.set_input_tensor(inputs.get(name))
-                frozen_hidden[name] = model(tokens, contexts[name])
+                frozen_hidden[name] = model(tokens, AttentionContext(layout, *rotation, replay=replay))
         self.policy.set_input_tensor(inputs.get("policy"))
-        hidden = self.policy(tokens, replace(contexts["policy"], balance=balance))
+        hidden = self.policy(tokens, AttentionContext(layout, *rotation, balance, replay))
         if not self.post_process:
-            return pack_hidden(hidden, list(frozen_hidden.values()))
+            return torch.cat([hidden, *frozen_hidden.values()], dim=-1) if frozen_hidden else hidden
 
         with torch.no_grad():
             frozen_logprobs = {
@@ -210,17 +208,10 @@ class TriModel(MegatronModule):
         """Each model's hidden states out of what the previous stage packed; nothing on the first stage."""
         if self.input_tensor is None:
             return {}
-        frozen_dtypes = [model.config.params_dtype for model in self._beside.values()]
-        parts = unpack_hidden(self.input_tensor, self.config.hidden_size, frozen_dtypes)
-        return dict(zip(("policy", *self._beside), parts, strict=True))
-
-    def _contexts(
-        self, layout: PrefixLayout, device: torch.device, replay: Replay | None
-    ) -> dict[str, AttentionContext]:
-        """Each model's, with the rotation in the type that it computes in."""
-        dtypes = {name: model.config.params_dtype for name, model in self.gpts().items()}
-        rotations = {dtype: self._rotation(layout, device, dtype) for dtype in set(dtypes.values())}
-        return {name: AttentionContext(layout, *rotations[dtype], replay=replay) for name, dtype in dtypes.items()}
+        if not self._beside:
+            return {"policy": self.input_tensor}
+        policy, *frozen = self.input_tensor.split(self.config.hidden_size, dim=-1)
+        return {"policy": policy, **dict(zip(self._beside, (part.detach() for part in frozen), strict=True))}
 
     def _rotation(
         self, layout: PrefixLayout, device: torch.device, dtype: torch.dtype
@@ -263,9 +254,8 @@ def build_stage(
         raise ValueError(f"frozen: {frozen} must be distinct names out of {FROZEN}")
     megatron_config = transformer_config(spec, config, platform, initialise=initialise)
     ops = device_of(platform).ops(platform.ops)
-    frozen_config = transformer_config(spec, config, platform, dtype=config.frozen_dtype, initialise=initialise)
 
-    def build(megatron_config: TransformerConfig) -> GPT:
+    def build() -> GPT:
         model = GPT(megatron_config, spec, ops, config.attention.implementation)
         if not initialise:
             _mark_tensor_parallel(model)
@@ -274,27 +264,11 @@ def build_stage(
                     parameter.fill_(float("nan"))
         return model
 
-    policy = build(megatron_config)
-    models = {name: build(frozen_config) for name in frozen}
-    published = build(megatron_config) if keeps_published else None
+    policy = build()
+    models = {name: build() for name in frozen}
+    published = build() if keeps_published else None
     together = config.trainer.frozen_pass == "together"
     return TriModel(megatron_config, policy, models, RotaryTable(spec), published, together)
-
-
-def pack_hidden(policy: torch.Tensor, frozen: list[torch.Tensor]) -> torch.Tensor:
-    """[tokens, 1, hidden] of each model -> [tokens, 1, width] in the policy's type, the frozen models' bits unchanged."""
-    if not frozen:
-        return policy
-    return torch.cat([policy, *(states.view(policy.dtype) for states in frozen)], dim=-1)
-
-
-def unpack_hidden(packed: torch.Tensor, hidden_size: int, frozen_dtypes: list[torch.dtype]) -> list[torch.Tensor]:
-    """The inverse of pack_hidden, as views: the policy's gradient flows back into its part, the others stay zero."""
-    if not frozen_dtypes:
-        return [packed]
-    widths = [hidden_size * dtype.itemsize // packed.dtype.itemsize for dtype in frozen_dtypes]
-    policy, *frozen = packed.split([hidden_size, *widths], dim=-1)
-    return [policy, *(part.detach().view(dtype) for part, dtype in zip(frozen, frozen_dtypes, strict=True))]
 
 
 def _mark_tensor_parallel(model: GPT) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,18 +24,16 @@ def transformer_config(
     config: Config,
     platform: Platform,
     *,
-    dtype: Literal["fp32", "bf16"] | None = None,
     initialise: bool = False,
 ) -> TransformerConfig:
     """Megatron's view of the model and its parallel layout.
 
-    dtype: of weights and activations; None means model.dtype.
     initialise: give weights their random initial values; otherwise they must be loaded.
     Raises ConfigError when the model's sizes do not divide by the parallel sizes.
     """
     check_division(config, spec)
     trainer = config.trainer
-    params_dtype = DTYPES[dtype or config.model.dtype]
+    params_dtype = DTYPES[config.model.dtype]
     fields: dict[str, Any] = {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,

@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from pa_npu.config.presets import PRESETS
 from pa_npu.config.tree import ConfigTree
 
-# Log-probs of a model in bf16 against the same one in fp32: differences of 0.005 to 0.01 (tests/unit/test_backends_frozen.py).
-_FROZEN_ROUNDING = 0.01
-
 
 def broken_algorithm(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
@@ -24,13 +21,6 @@ def broken_algorithm(c: ConfigTree) -> Iterator[str]:
         yield (
             f"algorithm.ratio: sampling with algorithm.importance_sampling={c.algorithm.importance_sampling}, which counts the "
             f"sampling policy twice; set ratio to proximal, or importance_sampling to none"
-        )
-    narrowest = min(c.algorithm.clip_low, c.algorithm.clip_high)
-    if "old" in c.frozen_models and c.frozen_dtype != c.model.dtype and narrowest < _FROZEN_ROUNDING:
-        yield (
-            f"model.frozen_dtype: bf16 rounds the old policy's log-probs by about {_FROZEN_ROUNDING}, more than the clip range "
-            f"{narrowest} of algorithm.clip_low and clip_high, so that rounding would be clipped instead of the update; set "
-            f"frozen_dtype to same, or schedule.updates_per_iteration to 1"
         )
     if (
         c.algorithm.kl_in == "reward"

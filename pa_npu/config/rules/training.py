@@ -105,8 +105,3 @@ def broken_lora(c: ConfigTree) -> Iterator[str]:
             f"lora.rank: {c.lora.rank} beside model.adapter, which has rank, alpha and targets of its own; remove the keys of "
             f"lora, or model.adapter to begin anew"
         )
-    if c.frozen_dtype != c.model.dtype:
-        yield (
-            f"model.frozen_dtype: {c.model.frozen_dtype} with adapters, whose old policy and reference share the base weights with "
-            f"the policy; remove the key"
-        )

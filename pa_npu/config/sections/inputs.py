@@ -41,11 +41,6 @@ class ModelConfig(Section):
     dtype: Literal["fp32", "bf16"] = Field(
         "bf16", description="Type of weights and activations; master weights are fp32."
     )
-    frozen_dtype: Literal["same", "bf16"] = Field(
-        "same",
-        description="Type in which old policy and reference are kept and computed: model.dtype, or bf16 also beside an fp32 "
-        "policy, for half their memory and pipeline traffic.",
-    )
     trust_remote_code: bool = Field(
         False,
         description="Run the code that a model directory brings along (auto_map), with trainer.backend=fsdp; read it before.",

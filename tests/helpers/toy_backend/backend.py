@@ -63,9 +63,8 @@ class ToyBackend:
         self._optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.epsilon)
 
     def _load(self, name: str) -> Any:
-        dtype = self._config.model.dtype if name in ("policy", "published") else self._config.frozen_dtype
         model = AutoModelForCausalLM.from_pretrained(
-            self._config.model.path, dtype=_DTYPES[dtype], attn_implementation="eager"
+            self._config.model.path, dtype=_DTYPES[self._config.model.dtype], attn_implementation="eager"
         ).to(self.device)
         return model.eval().requires_grad_(name == "policy")
 

@@ -26,10 +26,8 @@ def sim() -> NpuSim:
     return NpuSim(all_references())
 
 
-@pytest.mark.parametrize(("recompute", "frozen_dtype"), [("none", "same"), ("full", "bf16")])
-def test_stage_equals_transformers(
-    recompute: str, frozen_dtype: str, sim: NpuSim, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_stage_equals_transformers(recompute: str, sim: NpuSim, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     platform = platforms.get("npu")
     assert platforms.get("auto") is platform
     prepare(platform.name)
@@ -40,7 +38,7 @@ def test_stage_equals_transformers(
     model = make_model(tmp_path, "qwen3", tied=True)
     spec = ModelSpec.read(str(model))
     tree = {
-        "model": {"path": str(model), "dtype": "fp32", "frozen_dtype": frozen_dtype},
+        "model": {"path": str(model), "dtype": "fp32"},
         "data": {"train": "unused.jsonl"},
         "trainer": {"recompute": recompute},
         "attention": {"implementation": "merge"},
@@ -74,10 +72,7 @@ def test_stage_equals_transformers(
     theirs = torch.cat(expected)
     theirs.sum().backward()
     assert (ours - theirs).abs().max() < 5e-6
-    if frozen_dtype == "same":
-        assert torch.equal(reference, ours)
-    else:
-        assert 0 < (reference - ours).abs().max() < 0.1, "what bf16 costs"
+    assert torch.equal(reference, ours)
     by_name = {name: parameter.grad for name, parameter in hf_model.named_parameters()}
     for name, gradient in gradients.items():
         for tensor in sources(name, spec, 0):
@@ -90,24 +85,3 @@ def test_stage_equals_transformers(
         sim.calls
     )
     assert not sim.without_kernel
-
-
-@pytest.mark.parametrize("frozen", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_hidden_states_cross_a_stage_border_bit_for_bit(frozen: torch.dtype, sim: NpuSim) -> None:
-    """A stage packs for the next one, on npu tensors, every model's own bits, of any value."""
-    platform = platforms.get("npu")
-    prepare(platform.name)
-    from pa_npu.backends.megatron.stage import pack_hidden, unpack_hidden
-
-    generator = torch.Generator().manual_seed(2)
-    policy = torch.randn(5, 1, 8, generator=generator)
-    others = [torch.randn(5, 1, 8, generator=generator).to(frozen) for _ in range(2)]
-    others[0][0, 0, :3] = torch.tensor([float("nan"), float("-inf"), -0.0])
-    device = platform.device(0)
-    with sim:
-        packed = pack_hidden(policy.to(device), [states.to(device) for states in others])
-        assert packed.dtype == torch.float32 and packed.shape == (5, 1, 24 if frozen == torch.float32 else 16)
-        parts = [part.cpu() for part in unpack_hidden(packed, 8, [frozen, frozen])]
-    for found, sent in zip(parts, [policy, *others], strict=True):
-        assert found.dtype == sent.dtype
-        assert torch.equal(found.contiguous().view(torch.int16), sent.view(torch.int16))
