@@ -22,11 +22,8 @@ from pathlib import Path
 
 import torch
 
-from pa_npu.errors import UserError
-
 logger = logging.getLogger(__name__)
 
-STATS_LAYOUTS = ("TND", "NTD")
 LIBRARY_NAME = "libpa_npu_ascendc.so"
 LIBRARY_VARIABLE = "PA_NPU_ASCENDC_LIBRARY"
 KERNEL_STAT_WIDTH = 8
@@ -55,37 +52,24 @@ def lse_merge_(
     part_max: torch.Tensor,
     part_sum: torch.Tensor,
     row_intervals: Sequence[Interval],
-    stats_layout: str = "TND",
-    *,
-    part_stats_layout: str | None = None,
     segments: Sequence[int] | None = None,
     part_segments: Sequence[int] | None = None,
-    impl: str = "auto",
 ) -> None:
     """Merge `part_*` into the rows `row_intervals` of `out`, `softmax_max`, `softmax_sum`, in place.
 
     out [tokens, heads, dim]; softmax_max, softmax_sum [tokens, heads, width], `width` equal copies (8 on Ascend), fp32
     (fp64 where out is fp64). part_* likewise with the rows of the intervals one after the other.
     row_intervals: (first, last + 1) pairs, ascending and disjoint.
-    stats_layout: "TND" as the shape says, or "NTD": memory of each sequence of the call that made them is [heads,
-    length, width], whatever the shape says (npu_fusion_attention with softmax_layout=""); then `segments` gives these
-    lengths for the running statistics and `part_segments` for the partial ones. part_stats_layout: if it differs.
-    impl: "auto", "torch" or "ascendc".
-
-    Raises ValueError for inconsistent arguments, UserError when impl="ascendc" cannot be had.
+    segments, part_segments: None where memory of the statistics is as the shape says. In the NTD layout (npu_fusion_attention with
+    softmax_layout="") memory of each sequence of the call that made them is [heads, length, width], and these are the lengths.
+    The operator checks that all of this fits together.
     """
-    part_layout = stats_layout if part_stats_layout is None else part_stats_layout
-    intervals = tuple((int(start), int(end)) for start, end in row_intervals)
-    lengths = _sequence_lengths("segments", stats_layout, segments)
-    part_lengths = _sequence_lengths("part_segments", part_layout, part_segments)
-    _check(out, softmax_max, softmax_sum, part_out, part_max, part_sum, intervals, lengths, part_lengths)
     tensors = (out, softmax_max, softmax_sum, part_out, part_max, part_sum)
     if not part_out.numel():
         return
-    if _use_kernel(impl, tensors):
-        _merge_ascendc(tensors, intervals, lengths, part_lengths)
-    else:
-        _merge_torch(tensors, intervals, lengths, part_lengths)
+    lengths, part_lengths = (None if part is None else tuple(part) for part in (segments, part_segments))
+    merge = _merge_ascendc if _use_kernel(tensors) else _merge_torch
+    merge(tensors, tuple(row_intervals), lengths, part_lengths)
 
 
 def available() -> LseMergeStatus:
@@ -108,75 +92,13 @@ def _load(library: Path) -> LseMergeStatus:
     return LseMergeStatus("ascendc", f"loaded {library}", library)
 
 
-def _sequence_lengths(name: str, layout: str, lengths: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Lengths for the NTD layout, None for TND."""
-    if layout not in STATS_LAYOUTS:
-        raise ValueError(f"stats layout {layout!r} is unknown, use one of {STATS_LAYOUTS}")
-    if layout == "TND":
-        return None
-    if lengths is None:
-        raise ValueError(f"{name} is missing: the NTD layout is per sequence, pass the lengths of the call's sequences")
-    return tuple(int(length) for length in lengths)
-
-
-def _check(
-    out: torch.Tensor,
-    softmax_max: torch.Tensor,
-    softmax_sum: torch.Tensor,
-    part_out: torch.Tensor,
-    part_max: torch.Tensor,
-    part_sum: torch.Tensor,
-    intervals: tuple[Interval, ...],
-    lengths: tuple[int, ...] | None,
-    part_lengths: tuple[int, ...] | None,
-) -> None:
-    tokens, heads, dim = out.shape
-    previous = 0
-    for start, end in intervals:
-        if not previous <= start <= end <= tokens:
-            raise ValueError(f"row interval ({start}, {end}) must be ascending, disjoint and within {tokens} rows")
-        previous = end
-    rows = sum(end - start for start, end in intervals)
-    if part_out.shape != (rows, heads, dim) or part_out.dtype != out.dtype:
-        raise ValueError(
-            f"part_out {tuple(part_out.shape)} {part_out.dtype} must be {(rows, heads, dim)} {out.dtype}: "
-            "the intervals' rows of out"
-        )
-    width = softmax_max.shape[-1]
-    for name, stats, count in (
-        ("softmax_max", softmax_max, tokens),
-        ("softmax_sum", softmax_sum, tokens),
-        ("part_max", part_max, rows),
-        ("part_sum", part_sum, rows),
-    ):
-        if stats.shape != (count, heads, width) or stats.dtype != softmax_max.dtype:
-            raise ValueError(
-                f"{name} {tuple(stats.shape)} {stats.dtype} must be {(count, heads, width)} {softmax_max.dtype}"
-            )
-    for name, total, sequence, pair in (
-        ("segments", tokens, lengths, (softmax_max, softmax_sum)),
-        ("part_segments", rows, part_lengths, (part_max, part_sum)),
-    ):
-        if sequence is None:
-            continue
-        if min(sequence, default=0) < 0 or sum(sequence) != total:
-            raise ValueError(f"{name} must be lengths >= 0 that add up to {total} rows, add up to {sum(sequence)}")
-        if not all(tensor.is_contiguous() for tensor in pair):
-            raise ValueError(f"statistics in the NTD layout must be contiguous, see {name}")
-
-
-def _use_kernel(impl: str, tensors: tuple[torch.Tensor, ...]) -> bool:
-    if impl not in ("auto", "torch", "ascendc"):
-        raise ValueError(f"impl {impl!r} is unknown, use auto, torch or ascendc")
-    if impl == "torch" or (impl == "auto" and tensors[0].device.type != "npu"):
+def _use_kernel(tensors: tuple[torch.Tensor, ...]) -> bool:
+    if tensors[0].device.type != "npu":
         return False
     obstacle = _kernel_obstacle(tensors)
-    if obstacle is None:
-        return True
-    if impl == "ascendc":
-        raise UserError(f"lse_merge_ with impl='ascendc': {obstacle}")
-    _announce_fallback(obstacle)
-    return False
+    if obstacle is not None:
+        _announce_fallback(obstacle)
+    return obstacle is None
 
 
 def kernel_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:

@@ -56,7 +56,7 @@ def run(library: ctypes.CDLL, model: LseMergeModel, index: int, problem: Problem
     merge = problem.merge()
     tensors = merge.clone()
     expected = merge.clone()
-    lse_merge_(*expected, merge.intervals, impl="torch")
+    lse_merge_(*expected, merge.intervals)
     part_segments = None
     if problem.part_layout == "NTD":
         part_segments = merge.part_segments

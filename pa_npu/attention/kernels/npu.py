@@ -54,18 +54,9 @@ class NpuFusion:
     def merge(self, running: Partial, part: Partial, cross: CrossCall) -> None:
         maximum, total = running.stats
         part_maximum, part_total = part.stats
-        lse_merge_(
-            running.out,
-            maximum,
-            total,
-            part.out,
-            part_maximum,
-            part_total,
-            cross.q_rows.spans,
-            stats_layout(running.out.device, running.out.dtype).memory,
-            segments=running.call.q_lengths,
-            part_segments=part.call.q_lengths,
-        )
+        is_ntd = stats_layout(running.out.device, running.out.dtype).memory == "NTD"
+        lengths = (running.call.q_lengths, part.call.q_lengths) if is_ntd else ()
+        lse_merge_(*(running.out, maximum, total, part.out, part_maximum, part_total), cross.q_rows.spans, *lengths)
 
     def select(self, running: Partial, cross: CrossCall) -> Partial:
         out = cross.q_rows.take(running.out)
