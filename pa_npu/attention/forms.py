@@ -15,7 +15,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from pa_npu.attention.kernels.base import Partial, VarlenKernel
-from pa_npu.attention.layout import GatherPlan, MergePlan, PrefixLayout, gather_plan, merge_plan
+from pa_npu.attention.layout import AttentionPlan, PrefixLayout, Rows, gather_plan, merge_plan
 
 IMPLEMENTATIONS = ("auto", "dense", "merge", "gather")
 # each loaded when it is first needed
@@ -82,47 +82,7 @@ def gather_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout, scale: float, kernel: VarlenKernel
 ) -> torch.Tensor:
     """Shapes as in shared_prompt_attention. Costs a copy of the shared keys and values per sequence, and no merge."""
-    return _Gather.apply(q, k, v, gather_plan(layout), scale, kernel)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        plan: GatherPlan,
-        scale: float,
-        kernel: VarlenKernel,
-    ) -> torch.Tensor:
-        result = kernel.forward(q, _take(plan, k), _take(plan, v), plan.call, scale)
-        ctx.save_for_backward(q, k, v, result.out, *result.stats)
-        ctx.plan, ctx.scale, ctx.kernel = plan, scale, kernel
-        return result.out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, *stats = ctx.saved_tensors
-        plan: GatherPlan = ctx.plan
-        result = Partial(out, tuple(stats), plan.call)
-        dq, dk, dv = ctx.kernel.backward(grad, q, _take(plan, k), _take(plan, v), result, ctx.scale)
-        if plan.k_rows is None:
-            return dq, dk, dv, None, None, None
-        return dq, _sum_rows(plan, dk, k), _sum_rows(plan, dv, v), None, None, None
-
-
-def _take(plan: GatherPlan, x: torch.Tensor) -> torch.Tensor:
-    return x if plan.k_rows is None else plan.k_rows.take(x)
-
-
-def _sum_rows(plan: GatherPlan, gathered: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Gradients of a row that was gathered several times, summed in fp32 since a sum of G terms loses bits in bf16."""
-    assert plan.k_rows is not None
-    total = torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-    plan.k_rows.add_(total, gathered)
-    return total.to(like.dtype)
+    return _Attention.apply(q, k, v, gather_plan(layout), scale, kernel)
 
 
 def merge_attention(
@@ -130,21 +90,21 @@ def merge_attention(
 ) -> torch.Tensor:
     """Shapes as in shared_prompt_attention. Running output and gradients stay in q's dtype: a row is rounded once per
     ancestor depth."""
-    return _Merge.apply(q, k, v, merge_plan(layout, kernel.per_depth), scale, kernel)
+    return _Attention.apply(q, k, v, merge_plan(layout, kernel.per_depth), scale, kernel)
 
 
-class _Merge(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        plan: MergePlan,
+        plan: AttentionPlan,
         scale: float,
         kernel: VarlenKernel,
     ) -> torch.Tensor:
-        running = kernel.forward(q, k, v, plan.causal, scale)
+        running = kernel.forward(q, _take(plan, k), _take(plan, v), plan.call, scale)
         for cross in plan.crosses:
             keys, values = cross.k_rows.take(k), cross.k_rows.take(v)
             kernel.merge(running, kernel.forward(cross.q_rows.take(q), keys, values, cross.call, scale), cross)
@@ -157,8 +117,10 @@ class _Merge(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, *stats = ctx.saved_tensors
         plan, scale, kernel = ctx.plan, ctx.scale, ctx.kernel
-        result = Partial(out, tuple(stats), plan.causal)
-        dq, dk, dv = kernel.backward(grad, q, k, v, result, scale)
+        result = Partial(out, tuple(stats), plan.call)
+        dq, dk, dv = kernel.backward(grad, q, _take(plan, k), _take(plan, v), result, scale)
+        if plan.k_rows is not None:
+            dk, dv = _sum_rows(plan.k_rows, dk, k), _sum_rows(plan.k_rows, dv, v)
         for cross in plan.crosses:
             q_rows, k_rows = cross.q_rows, cross.k_rows
             part = kernel.select(result, cross)
@@ -167,6 +129,17 @@ class _Merge(torch.autograd.Function):
             for total, addend, rows in zip((dq, dk, dv), parts, (q_rows, k_rows, k_rows), strict=True):
                 rows.add_(total, addend)
         return dq, dk, dv, None, None, None
+
+
+def _take(plan: AttentionPlan, x: torch.Tensor) -> torch.Tensor:
+    return x if plan.k_rows is None else plan.k_rows.take(x)
+
+
+def _sum_rows(rows: Rows, gathered: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Gradients of a row that was gathered several times, summed in fp32 since a sum of G terms loses bits in bf16."""
+    total = torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    rows.add_(total, gathered)
+    return total.to(like.dtype)
 
 
 def dense_attention(

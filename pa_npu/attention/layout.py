@@ -374,29 +374,20 @@ class CrossCall:
 
 
 @dataclass(frozen=True, eq=False)
-class MergePlan:
+class AttentionPlan:
     """One causal call over all segments, then cross calls whose results are merged into it by log-sum-exp.
 
-    Every key row is in the causal call and in at most one cross call, so the gradient of a key is a sum of two terms.
+    k_rows: rows that the call takes as its keys, path after path, so that a shared row occurs several times; None: all as they are.
+    Without k_rows every key row is in the call and in at most one cross call, so the gradient of a key is a sum of two terms.
     """
 
-    causal: VarlenCall
-    crosses: tuple[CrossCall, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class GatherPlan:
-    """One bottom-right causal call: the queries of each segment against the keys of its whole path, gathered.
-
-    k_rows: path after path, so that a shared row occurs several times; None where nothing is shared.
-    """
-
-    k_rows: Rows | None
     call: VarlenCall
+    k_rows: Rows | None = None
+    crosses: tuple[CrossCall, ...] = ()
 
 
-def merge_plan(layout: PrefixLayout, per_depth: bool) -> MergePlan:
-    """The plan, kept with the layout.
+def merge_plan(layout: PrefixLayout, per_depth: bool) -> AttentionPlan:
+    """The queries of each segment against its own keys, and what is below a segment against that one's; kept with the layout.
 
     per_depth: one cross call per depth, for devices where a launch is dear and gathering rows is cheap; else one per
     inner segment, whose rows are views.
@@ -404,7 +395,7 @@ def merge_plan(layout: PrefixLayout, per_depth: bool) -> MergePlan:
     return layout.cached(("merge_plan", per_depth), lambda: _build_merge_plan(compress(layout), per_depth))
 
 
-def _build_merge_plan(layout: PrefixLayout, per_depth: bool) -> MergePlan:
+def _build_merge_plan(layout: PrefixLayout, per_depth: bool) -> AttentionPlan:
     lengths = tuple(length for length in layout.lengths if length)
     inner = [s for s, end in enumerate(layout.ends) if layout.starts[s] < end < layout.subtree_ends[s]]
     batches: dict[int, list[int]] = {}
@@ -416,22 +407,22 @@ def _build_merge_plan(layout: PrefixLayout, per_depth: bool) -> MergePlan:
         k_spans = [(layout.starts[s], layout.ends[s]) for s in segments]
         call = VarlenCall(_lengths(q_spans), _lengths(k_spans), causal=False)
         crosses.append(CrossCall(Rows.of(q_spans), Rows.of(k_spans), call))
-    return MergePlan(VarlenCall(lengths, lengths, causal=True), tuple(crosses))
+    return AttentionPlan(VarlenCall(lengths, lengths, causal=True), None, tuple(crosses))
 
 
-def gather_plan(layout: PrefixLayout) -> GatherPlan:
-    """The plan, kept with the layout."""
+def gather_plan(layout: PrefixLayout) -> AttentionPlan:
+    """The queries of each segment against the keys of its whole path, gathered, bottom-right causal; kept with the layout."""
     return layout.cached("gather_plan", lambda: _build_gather_plan(compress(layout)))
 
 
-def _build_gather_plan(layout: PrefixLayout) -> GatherPlan:
+def _build_gather_plan(layout: PrefixLayout) -> AttentionPlan:
     segments = [segment for segment, length in enumerate(layout.lengths) if length]
     spans = [(layout.starts[s], layout.ends[s]) for s in segments]
     paths = [[(layout.starts[a], layout.ends[a]) for a in layout.path(s) if layout.lengths[a]] for s in segments]
     shared = any(len(path) > 1 for path in paths)
     k_rows = Rows(tuple(span for path in paths for span in path)) if shared else None
     k_lengths = tuple(layout.offsets[s] + layout.lengths[s] for s in segments)
-    return GatherPlan(k_rows, VarlenCall(_lengths(spans), k_lengths, causal=True))
+    return AttentionPlan(VarlenCall(_lengths(spans), k_lengths, causal=True), k_rows)
 
 
 def compress(layout: PrefixLayout) -> PrefixLayout:

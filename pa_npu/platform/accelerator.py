@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from pa_npu.platform import base
-from pa_npu.platform.memory_peaks import MemoryPeak, ResidentPeak, device_peak_bytes, own_processes
+from pa_npu.platform.base import Platform
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES
 
 
-class AcceleratorPlatform:
+class AcceleratorPlatform(Platform):
     """Device functions through `torch.cuda` or `torch.npu`; a subclass names the kind."""
 
-    name: str
-    widest_dtype = torch.float64
     largest_bucket_bytes = LARGEST_BUCKET_BYTES
     _local_index = 0
-    _resident_peak = ResidentPeak(own_processes)
 
     @property
     def _module(self) -> Any:
@@ -39,9 +34,6 @@ class AcceleratorPlatform:
 
     def memory_bytes(self) -> int:
         return int(self._module.memory_allocated())
-
-    def take_memory_peak(self) -> MemoryPeak:
-        return MemoryPeak(self._resident_peak.take(), device_peak_bytes(self.name))
 
     def total_memory_bytes(self) -> int:
         return int(self._module.get_device_properties(self._module.current_device()).total_memory)
@@ -77,7 +69,7 @@ class AcceleratorPlatform:
             yield
 
     def seed_all(self, seed: int) -> None:
-        base.seed_host(seed)
+        super().seed_all(seed)
         self._module.manual_seed_all(seed)
 
     def rng_state(self) -> torch.Tensor | None:
@@ -87,8 +79,3 @@ class AcceleratorPlatform:
     def set_rng_state(self, state: torch.Tensor | None) -> None:
         if state is not None:
             self._module.set_rng_state(state)
-
-
-def without_users(defaults: dict[str, str]) -> dict[str, str]:
-    """The defaults that the user's environment does not set already."""
-    return {name: value for name, value in defaults.items() if name not in os.environ}

@@ -1,17 +1,18 @@
-"""The interface of a device kind to the rest of the package: the Platform protocol and the pieces its members share."""
+"""The interface of a device kind to the rest of the package, and what kinds share."""
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
-from pa_npu.platform.memory_peaks import MemoryPeak
+from pa_npu.platform.memory_peaks import MemoryPeak, ResidentPeak, device_peak_bytes, own_processes
 
 Role = Literal["launcher", "engine", "coordinator", "trainer"]
 
@@ -35,69 +36,65 @@ class FusedOps(Protocol):
         """
 
 
-class Platform(Protocol):
-    """One device kind (npu, cuda, cpu). Nothing outside this package asks which one it is talking to."""
+class Platform(ABC):
+    """One device kind (npu, cuda, cpu). Nothing outside this package asks which one it is talking to.
 
-    @property
-    def name(self) -> str:
-        """npu, cuda or cpu; also the device type of its tensors."""
+    A kind says what is abstract here. The rest is that of a device without queues, and without memory or generators of its own.
+    """
 
-    @property
-    def comm_backend(self) -> str:
-        """Backend of collectives on device tensors: hccl, nccl or gloo."""
+    name: str
+    """npu, cuda or cpu; also the device type of its tensors."""
+    comm_backend: str
+    """Backend of collectives on device tensors: hccl, nccl or gloo."""
+    process_group_backend: str
+    """Argument of `init_process_group`: also serves CPU tensors, which checkpoints and object collectives use."""
+    visible_devices_env: str | None = None
+    """Environment variable that restricts a process to some devices; None where there is none."""
+    cluster_resource: str
+    """Ray's name for one device of this kind, by which a cluster's nodes say what they have."""
+    widest_dtype: torch.dtype = torch.float64
+    """The most exact floating type that models can be computed in."""
+    largest_bucket_bytes: int
+    """Size from which on larger broadcasts of weights gain nothing."""
+    ops: FusedOps
+    """The platform's kernels for what the model computes per token."""
+    _resident_peak = ResidentPeak(own_processes)
 
-    @property
-    def process_group_backend(self) -> str:
-        """Argument of `init_process_group`: also serves CPU tensors, which checkpoints and object collectives use."""
-
-    @property
-    def visible_devices_env(self) -> str | None:
-        """Environment variable that restricts a process to some devices; None where there is none."""
-
-    @property
-    def cluster_resource(self) -> str:
-        """Ray's name for one device of this kind, by which a cluster's nodes say what they have."""
-
-    @property
-    def widest_dtype(self) -> torch.dtype:
-        """The most exact floating type that models can be computed in."""
-
-    @property
-    def ops(self) -> FusedOps:
-        """The platform's kernels for what the model computes per token."""
-
+    @abstractmethod
     def device(self, local_index: int) -> torch.device:
         """Device `local_index` of this process's visible ones."""
 
-    def set_device(self, local_index: int) -> None:
+    def set_device(self, local_index: int) -> None:  # noqa: B027
         """Make device `local_index` the current one of this process."""
 
+    @abstractmethod
     def device_count(self) -> int:
         """Number of devices this process may use."""
 
+    @abstractmethod
     def memory_bytes(self) -> int:
         """Bytes that this process has allocated on the current device."""
 
     def take_memory_peak(self) -> MemoryPeak:
         """The most that this process and its children had on the host, and on the current device, since the last call."""
+        return MemoryPeak(self._resident_peak.take(), device_peak_bytes(self.name))
 
+    @abstractmethod
     def total_memory_bytes(self) -> int:
         """Memory of one device."""
 
+    @abstractmethod
     def free_memory_bytes(self) -> int:
         """Memory that this process can still get on the current device."""
 
     def host_memory(self, like: torch.Tensor) -> torch.Tensor:
         """Pinned memory of the host of the tensor's shape and type; the tensor itself where the host's is the device's."""
+        return like
 
-    def release_memory(self) -> None:
+    def release_memory(self) -> None:  # noqa: B027
         """Give the device back what the allocator keeps for this process and nothing uses."""
 
-    @property
-    def largest_bucket_bytes(self) -> int:
-        """Size from which on larger broadcasts of weights gain nothing."""
-
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # noqa: B027
         """Wait until everything queued on the current device is done."""
 
     def side_stream(self) -> AbstractContextManager[None]:
@@ -107,62 +104,69 @@ class Platform(Protocol):
         the thread waits for the stream, so that its results may be used anywhere. Each entry takes a stream of its own;
         the calling thread is put on the device of set_device(). Without device queues it does nothing.
         """
+        return nullcontext()
 
     def detached_stream(self) -> AbstractContextManager[None]:
         """For a background thread that has nothing to do with training: a stream of its own that waits for nothing.
 
         For the whole of the thread's life; the calling thread is put on the device of set_device().
         """
+        return nullcontext()
 
     def profile(self, directory: Path, name: str) -> AbstractContextManager[Any]:
         """Record what runs on host and device inside, and write it to `directory` on exit, file or folder `name`....
 
-        Read it with TensorBoard, chrome://tracing or Perfetto; on npu also with MindStudio Insight.
+        By torch.profiler one Chrome trace, name.TIME.pt.trace.json. Read it with TensorBoard, chrome://tracing or Perfetto; on npu
+        also with MindStudio Insight.
         """
+        activity, profiler = torch.profiler.ProfilerActivity, torch.profiler
+        activities = [activity.CPU, activity.CUDA] if self.name == "cuda" else [activity.CPU]
+        handler = profiler.tensorboard_trace_handler(str(directory), worker_name=name)
+        return profiler.profile(activities=activities, on_trace_ready=handler, record_shapes=True)
 
     def seed_all(self, seed: int) -> None:
         """Seed Python, numpy and torch (host and device)."""
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
 
     def rng_state(self) -> torch.Tensor | None:
         """State of the current device's generator; None where it is the host's."""
+        return None
 
-    def set_rng_state(self, state: torch.Tensor | None) -> None:
+    def set_rng_state(self, state: torch.Tensor | None) -> None:  # noqa: B027
         """Restore what `rng_state` gave; nothing for None."""
 
     def set_deterministic(self, enabled: bool) -> None:
         """Choose deterministic kernels, or allow others. Call it before the first collective and the first kernel."""
+        torch.use_deterministic_algorithms(enabled)
+        # nothing here reads uninitialised memory
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
+    @abstractmethod
     def environment(self, role: Role) -> dict[str, str]:
         """Environment defaults for a child process of this role; variables the user has set are left out."""
 
     def collective_environment(self, longest_s: float, deterministic: bool) -> dict[str, str]:
         """Variables that collectives read when their communicator is made, equal on all members of a group, engines and trainers.
 
-        longest_s: what a collective may take before the device ends it by itself. deterministic: reductions in one order.
-        Raises ConfigError where the user's environment has a deadline that comes too early.
+        longest_s: what a collective may take before the device ends it by itself; nothing where torch's deadline is the only one.
+        deterministic: reductions in one order. Raises ConfigError where the user's environment has a deadline that comes too early.
         """
+        return {}
 
     def group_timeout_s(self, longest_s: float) -> float:
         """torch's own timeout of groups whose collectives may take so long."""
+        return longest_s
 
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
-        """Variables that make collectives use `address`, which `interface` has; variables the user has set are left out."""
+        """Variables that make collectives use `address`, which `interface` has; variables the user has set are left out.
+
+        gloo's interface is the launcher's to set, on every platform.
+        """
+        return {}
 
 
-def torch_profile(activities: Iterable[Any], directory: Path, name: str) -> AbstractContextManager[Any]:
-    """Platform.profile by torch.profiler: one Chrome trace, name.TIME.pt.trace.json."""
-    handler = torch.profiler.tensorboard_trace_handler(str(directory), worker_name=name)
-    return torch.profiler.profile(activities=activities, on_trace_ready=handler, record_shapes=True)
-
-
-def seed_host(seed: int) -> None:
-    """Seed the host generators: Python, numpy and torch's CPU generator."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
-
-
-def use_deterministic_algorithms(enabled: bool) -> None:
-    """torch's switch, without filling every fresh tensor: nothing here reads uninitialised memory."""
-    torch.use_deterministic_algorithms(enabled)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+def without_users(defaults: dict[str, str]) -> dict[str, str]:
+    """The defaults that the user's environment does not set already."""
+    return {name: value for name, value in defaults.items() if name not in os.environ}

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from pa_npu.platform import base
-from pa_npu.platform.accelerator import AcceleratorPlatform, without_users
+from pa_npu.platform.accelerator import AcceleratorPlatform
+from pa_npu.platform.base import Role, without_users
 from pa_npu.platform.ops import TorchOps
 
 # cuBLAS chooses between kernels at run time unless it has one fixed workspace; it reads this when it starts.
@@ -47,13 +44,9 @@ class CudaPlatform(AcceleratorPlatform):
         if enabled:
             os.environ.update(without_users(CUBLAS_WORKSPACE))
         torch.backends.cudnn.deterministic = enabled
-        base.use_deterministic_algorithms(enabled)
+        super().set_deterministic(enabled)
 
-    def profile(self, directory: Path, name: str) -> AbstractContextManager[Any]:
-        activity = torch.profiler.ProfilerActivity
-        return base.torch_profile([activity.CPU, activity.CUDA], directory, name)
-
-    def environment(self, role: base.Role) -> dict[str, str]:
+    def environment(self, role: Role) -> dict[str, str]:
         # vLLM turns NCCL's cuMem allocator off in its workers; the ranks of one group must agree on it
         defaults = (
             {"NCCL_CUMEM_ENABLE": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if role in ("engine", "trainer") else {}
@@ -66,12 +59,6 @@ class CudaPlatform(AcceleratorPlatform):
                 **CUBLAS_WORKSPACE,
             }
         return without_users(defaults)
-
-    def collective_environment(self, longest_s: float, deterministic: bool) -> dict[str, str]:
-        return {}  # torch's deadline is the only one
-
-    def group_timeout_s(self, longest_s: float) -> float:
-        return longest_s
 
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
         return without_users({"NCCL_SOCKET_IFNAME": f"={interface}"})  # = takes the name as a whole, not as a prefix

@@ -12,8 +12,8 @@ import torch
 import torch_npu
 
 from pa_npu.errors import ConfigError
-from pa_npu.platform import base
-from pa_npu.platform.accelerator import AcceleratorPlatform, without_users
+from pa_npu.platform.accelerator import AcceleratorPlatform
+from pa_npu.platform.base import Role, without_users
 
 # Seconds: engines load for minutes while trainers wait for them.
 HCCL_TIMEOUTS = {"HCCL_CONNECT_TIMEOUT": "1800"}
@@ -41,7 +41,7 @@ class NpuPlatform(AcceleratorPlatform):
     def set_deterministic(self, enabled: bool) -> None:
         if enabled:
             os.environ.update(without_users(_DETERMINISTIC))  # read when a communicator is created
-        base.use_deterministic_algorithms(enabled)
+        super().set_deterministic(enabled)
 
     def profile(self, directory: Path, name: str) -> AbstractContextManager[Any]:
         profiler: Any = torch_npu.profiler
@@ -52,7 +52,7 @@ class NpuPlatform(AcceleratorPlatform):
         )
         return recorder
 
-    def environment(self, role: base.Role) -> dict[str, str]:
+    def environment(self, role: Role) -> dict[str, str]:
         defaults: dict[str, str] = {}
         if role in ("engine", "trainer"):
             defaults |= HCCL_TIMEOUTS
