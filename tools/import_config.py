@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pa_npu.config.foreign_names import Origin
 from pa_npu.config.keys import all_keys
 from pa_npu.config.yaml_source import dump_yaml, read_text, read_yaml
 from pa_npu.errors import BAD_INPUT, UserError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.foreign.names import Origin
 from tools.foreign.program import read_program
 from tools.foreign.script import Arguments, read_script
 from tools.foreign.translate import Imported, import_config

@@ -22,7 +22,7 @@ _HEAD = """# Configuration
 
 Keys are written in YAML files, one section per heading, and as `section.key=value` on the command line; later files win over
 earlier ones, and the command line over files. `pa-npu plan --full --config FILE [key=value ...]` prints the whole resolved tree. An
-unknown key is an error that names the nearest one, also for names of TRL and verl ([coming from there](names.md)).
+unknown key is an error that names the nearest one. Names of TRL and verl are on [a page of their own](names.md).
 
 """
 

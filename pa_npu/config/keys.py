@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from pa_npu.config.foreign_names import our_key
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import Section
 
@@ -74,19 +73,13 @@ def _below(annotation: Any, part: str) -> Any:
 
 
 def nearest_key(path: tuple[str, ...], siblings: list[str]) -> str | None:
-    """The key that `path` was probably meant to be: one that TRL or verl call so, a sibling nearly alike, or its name elsewhere."""
+    """The key that `path` was probably meant to be: a sibling nearly alike, or a key of another section; None for no such key."""
     *parents, last = path
-    dotted = our_key(".".join(path))
-    if dotted and parents:
-        return dotted
-    alike = difflib.get_close_matches(last, siblings, n=1, cutoff=0.7)
-    if alike and parents:
+    if alike := difflib.get_close_matches(last, siblings, n=1, cutoff=0.7):
         return ".".join([*parents, alike[0]])
-    if ours := our_key(last):
-        return ours
-    if alike:
-        return alike[0]
-    by_last = {key.name.rpartition(".")[2]: key.name for key in all_keys()}
+    by_last: dict[str, str] = {}
+    for key in all_keys():
+        by_last.setdefault(key.name.rpartition(".")[2], key.name)
     elsewhere = difflib.get_close_matches(last, list(by_last), n=1, cutoff=0.7)
     return by_last[elsewhere[0]] if elsewhere else None
 

@@ -84,7 +84,7 @@ def test_objects_become_keys_and_files(tmp_path: Path) -> None:
     again = Run(run.config, {"run.seed": 5}, say=None)
     assert again.config.run.seed == 5 and again.config.schedule.iterations == 3
     with pytest.raises(ConfigError, match=r"did you mean algorithm\.kl_coef"):
-        Run(run.config, {"algorithm.beta": 1})
+        Run(run.config, {"algorithm.kl_coeff": 1})
     with pytest.raises(UserError, match="cannot be written as JSON"):
         Run(run.config, train=[{"question": object()}])
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from pa_npu.config.foreign_names import Origin
+from tools.foreign.names import Origin
 from pa_npu.config.yaml_source import read_value
 from pa_npu.errors import ConfigError
 

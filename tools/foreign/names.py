@@ -1,4 +1,4 @@
-"""Names that TRL's GRPOConfig and verl's ppo_trainer.yaml have for our keys: for hints, and for importing their files.
+"""Names that TRL's GRPOConfig and verl's ppo_trainer.yaml have for our keys.
 
 Names are those of TRL's trl/trainer/grpo_config.py (and transformers' TrainingArguments, which it extends) and of verl's
 verl/trainer/config. SAME holds what means the same and takes the same values; what must be converted is in RELATED, with the key
@@ -146,39 +146,3 @@ RELATED: dict[Origin, dict[str, str]] = {
         "custom_reward_function.path": "reward.functions",
     },
 }
-
-# What people type besides: names of papers and of other frameworks' command lines.
-_USUAL = {
-    "lr": "optimizer.learning_rate",
-    "group_size": "rollout.responses_per_prompt",
-    "batch_size": "schedule.prompts_per_iteration",
-    "rollout_batch_size": "schedule.prompts_per_iteration",
-    "max_tokens": "rollout.max_response_tokens",
-    "max_new_tokens": "rollout.max_response_tokens",
-    "kl_beta": "algorithm.kl_coef",
-    "kl_loss_coef": "algorithm.kl_coef",
-    "init_kl_coef": "algorithm.kl_coef",
-    "clip_eps": "algorithm.clip_low",
-    "cliprange": "algorithm.clip_low",
-    "eps_clip": "algorithm.clip_low",
-    "warmup_ratio": "optimizer.warmup_iterations",
-    "total_steps": "schedule.iterations",
-    "num_steps": "schedule.iterations",
-    "model_path": "model.path",
-    "save_interval": "checkpoint.every",
-    "eval_interval": "schedule.evaluate_every",
-    "reward_fn": "reward.functions",
-    "tp": "trainer.tensor_parallel",
-    "pp": "trainer.pipeline_parallel",
-}
-
-
-def our_key(theirs: str) -> str | None:
-    """Our key for a name of theirs, dotted or its last part alone where that is meant for one key only; None for no such name."""
-    by_name: dict[str, set[str]] = {name: {ours} for name, ours in _USUAL.items()}
-    for origin in SAME:
-        for name, ours in (SAME[origin] | RELATED[origin]).items():
-            for known in {name, name.rpartition(".")[2]} - _USUAL.keys():
-                by_name.setdefault(known, set()).add(ours)
-    found = by_name.get(theirs, set())
-    return next(iter(found)) if len(found) == 1 else None
