@@ -177,7 +177,9 @@ def _unknown_key(path: KeyPath, places: Places) -> str:
         return f"{_where(path, places)}{'.'.join(path)}: removed in an earlier release; {remedy}"
     siblings = _section_at(path[:-1])
     nearest = nearest_key(path, list(siblings.model_fields) if siblings else [])
-    remedy = f"did you mean {nearest}?" if nearest else "see --help for all keys, docs/names.md for those of TRL and verl"
+    remedy = (
+        f"did you mean {nearest}?" if nearest else "see --help for all keys, docs/names.md for those of TRL and verl"
+    )
     return f"{_where(path, places)}{'.'.join(path)}: unknown key; {remedy}"
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from tools.foreign.names import Origin
 from pa_npu.config.yaml_source import read_value
 from pa_npu.errors import ConfigError
+from tools.foreign.names import Origin
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.foreign.names import RELATED, SAME, Origin
 from pa_npu.config.sections import TRACKERS
 from pa_npu.telemetry.secrets import flat
+from tools.foreign.names import RELATED, SAME, Origin
 
 # Keys that say how the other framework works, or what this one always does: nothing is lost without them.
 _NOT_NEEDED: dict[Origin, re.Pattern[str]] = {
