@@ -44,7 +44,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
 
 def test_engines_serve_two_runs_and_leave_on_ctrl_c(
-    launch: Callable[..., Launched], tiny: Path, tmp_path: Path
+    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole runs, one after the other, on vLLM that outlives them; nobody listens but on loopback; the key stays secret."""
     sockets: dict[str, set[tuple[int, str, int]]] = {"engines": set(), "run": set()}
@@ -60,11 +60,12 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
 
     engines = launch("engines", *settings(tiny, tmp_path / "shared", rollout__backend="vllm"))
     engines.wait_for(lambda: "engine-0 ready" in engines.output, "the engine is ready", RUN_TIMEOUT_S)
-    attach = next(line for line in engines.output.splitlines() if "rollout.attach=" in line).split()[-2:]
+    attach = next(word for word in engines.output.split() if word.startswith("rollout.attach="))
     key = (tmp_path / "shared-engines" / "api_key").read_text().strip()
+    monkeypatch.setenv("VLLM_API_KEY", key)
     for number in (1, 2):
         directory = tmp_path / f"run{number}"
-        run = launch("run", *settings(tiny, directory, rollout__backend="vllm"), *attach)
+        run = launch("run", *settings(tiny, directory, rollout__backend="vllm"), attach)
         while run.popen.poll() is None:
             look("run", run)
             look("engines", engines)

@@ -147,7 +147,7 @@ def test_engines_and_trainers_of_a_publish_group_have_the_same_settings(
     config, placement = Config.model_validate(TREE | run), Placement((), (0,), (), ((),), (), (0,))
     trainer = commands.trainer_command(config, npu, placement, commands.Store("127.0.0.1", 29500), rank=0)
     monkeypatch.setattr("pa_npu.platform.get", lambda _: npu)
-    spec: Any = SimpleNamespace(path="m", max_positions=9999)
+    spec: Any = SimpleNamespace(path="m", max_positions=9999, num_heads=4, num_kv_heads=2)
     engine = server_command(config, spec, index=0, port=8000)
     shared = [
         {name: value for name, value in env.items() if name.startswith("HCCL_")} for env in (trainer.env, engine.env)

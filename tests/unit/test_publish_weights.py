@@ -400,7 +400,7 @@ def test_a_process_that_dropped_a_group_ends_at_once(how: str) -> None:
 
         def main():
             rank = int(sys.argv[1])
-            group = transport.join_group("127.0.0.1", {server.port}, "pair", rank, 2, "gloo", 1.0, "a member", 30.0)
+            group = transport.join_group("127.0.0.1", {server.port}, "pair", rank, 2, "gloo", 30.0, "a member")
             if rank:
                 sys.stdin.read()
             work = transport.broadcast(group, torch.zeros(1), root=1)

@@ -1,4 +1,4 @@
-"""What numbers are called in trackers: as TRL calls them, pa_npu/FIELD where it has no name; docs/trackers.md has the table."""
+"""Names of numbers in trackers: as TRL calls them, pa_npu/FIELD where it has no name; docs/trackers.md has the table."""
 
 from __future__ import annotations
 

@@ -299,13 +299,11 @@ def test_one_rank_of_a_replica_reads_each_group_and_the_others_get_it_over_the_d
         len(ranks) // replica
     )  # tensor parallel varies fastest, and there are no replicas of several ranks here
     assert [rank["reads"] for rank in ranks] == [groups if number in readers else 0 for number in range(len(ranks))]
-    collectives = 0 if replica == 1 else 3 if "pipeline_parallel" in trainer else 2
+    collectives = 0 if replica == 1 else 2
     for rank in ranks:
-        assert rank["calls"].get("c10d::broadcast_", 0) >= (collectives and 2) * groups, "sizes and payload"
+        assert rank["calls"].get("c10d::broadcast_", 0) >= collectives * groups, "sizes and payload"
         assert sum(report["rollout_reads"] for report in rank["reports"]) == GROUPS * ITERATIONS, "over all replicas"
         assert bool(sum(report["rollout_collective_bytes"] for report in rank["reports"])) == bool(collectives)
-    if collectives == 3:
-        assert ranks[-1]["calls"]["c10d::broadcast_"] >= 3 * groups, "and what the loss needs, on the last stage"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
