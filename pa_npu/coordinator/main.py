@@ -13,12 +13,10 @@ import argparse
 import gc
 import logging
 import os
-import sys
-import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from pa_npu import platform
 from pa_npu.agents.environment import AgentEnvironment, evaluated
@@ -68,6 +66,7 @@ from pa_npu.samples.routes import routes_of
 from pa_npu.samples.shards import open_buffer
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.weight_transfer.transport import run_and_exit
 
 logger = logging.getLogger(__name__)
 
@@ -209,18 +208,5 @@ def _store_address() -> tuple[str, int]:
     return host, int(port)
 
 
-def _end(code: int) -> NoReturn:
-    """Ends the process without what trackers' libraries do at exit, which may take as long as it likes."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    try:
-        status = main()
-    except Exception:
-        traceback.print_exc()
-        status = 1
-    _end(status)
+    run_and_exit(main)

@@ -362,20 +362,17 @@ def drop_group(group: dist.ProcessGroup, device: torch.device = _CPU, reason: st
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """sys.exit(main()), which does not wait for what is pending in dropped groups, as the end of the interpreter would."""
+    """Ends the process with main()'s code, and at once, where the end of the interpreter would wait for what is pending in dropped
+    groups and for what libraries do at exit, and would abort over a thread that waits in a store."""
     try:
         code = main()
     except Exception:
-        if not _left_behind:
-            raise
         traceback.print_exc()
         code = 1
-    if _left_behind:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def broadcast(group: dist.ProcessGroup | None, tensor: torch.Tensor, root: int = 0) -> dist.Work:

@@ -430,6 +430,36 @@ def test_a_process_that_dropped_a_group_ends_at_once(how: str) -> None:
     assert seconds < 10 if how in ("returns", "raises") else seconds > 10
 
 
+@pytest.mark.parametrize("how", ["run_and_exit(main)", pytest.param("sys.exit(main())", marks=pytest.mark.nightly)])
+def test_a_process_ends_with_its_own_code_while_a_thread_waits_in_a_store(how: str) -> None:
+    """As a trainer does that stops at a broken invariant, its feed waiting for the next group; the launcher goes by the code."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    program = f"""
+        import sys, threading, time
+        from datetime import timedelta
+        import torch.distributed as dist
+        from pa_npu.weight_transfer.transport import run_and_exit
+
+        def main():
+            store = dist.TCPStore("127.0.0.1", {server.port}, is_master=False, wait_for_workers=False)
+
+            def wait():
+                while True:
+                    try:
+                        store.wait(["never"], timedelta(seconds=0.2))
+                    except RuntimeError:
+                        pass
+
+            threading.Thread(target=wait, daemon=True).start()
+            time.sleep(0.3)
+            return 3
+
+        {how}
+    """
+    codes = [subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=60).returncode for _ in range(3)]
+    assert codes == [3] * 3 if how.startswith("run") else codes != [3] * 3, codes
+
+
 def test_a_publish_that_is_given_up_ends_on_both_sides_and_leaves_the_tp_peers_ready_for_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
