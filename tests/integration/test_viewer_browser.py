@@ -120,7 +120,7 @@ def test_a_whole_visit_by_keyboard(browser: Browser, url: str) -> None:
     for number, view in enumerate(VIEWS, start=1):
         browser.press(str(number))
         browser.wait_for(f"document.querySelector('#main').dataset.view === '{view}'")
-    browser.press("2")
+    browser.press("3")
     browser.wait_for("document.querySelector('#main').dataset.view === 'samples'")
     before = browser.evaluate("document.querySelector('#iteration').value")
     browser.press("[")
