@@ -153,7 +153,7 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
             with record_function(f"iteration-{iteration}"):
                 learner.accumulate(FixedMicrobatches(microbatches))
             learner.step()
-            for _ in range(8):  # gloo's threads hold the buffers of their last collective until their next one
+            for _ in range(64):  # gloo's threads hold the buffers of their last collective until their next one
                 dist.all_reduce(torch.zeros(1), group=group)
     events = recorded.profiler.kineto_results.events()
     (span,) = [e for e in events if e.name() == "iteration-1"]
