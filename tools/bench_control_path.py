@@ -52,8 +52,8 @@ from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.engines import codec as wire
-from pa_npu.engines.answers import with_routes
 from pa_npu.engines.client import EngineClient
+from pa_npu.engines.codec import with_routes
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import EnvironmentContext

@@ -33,7 +33,7 @@ from typing import Any
 
 from pa_npu.config.load import load_config
 from pa_npu.engines.http_server import KEY_VARIABLE
-from pa_npu.engines.vllm.command import server_command
+from pa_npu.engines.vllm.kind import server_command
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.placement import free_ports
 from pa_npu.platform.typical import HOST_PREFIX_BLOCK

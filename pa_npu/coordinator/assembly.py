@@ -14,7 +14,7 @@ from pa_npu.control.freshness import Freshness
 from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.coordinator.updates import BudgetedUpdates, InformativeUpdates, Updates
 from pa_npu.data.stream import TrainingStream
-from pa_npu.engines.handing_on import Decode
+from pa_npu.engines.group_session import Decode
 from pa_npu.engines.http_server import KEY_FILE
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling

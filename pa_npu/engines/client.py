@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.engines.answers import decode_object, with_routes
-from pa_npu.engines.codec import decode_response, encode_request, recorded_routes
-from pa_npu.engines.handing_on import NOTHING
+from pa_npu.engines.codec import decode_object, decode_response, encode_request, recorded_routes, with_routes
 from pa_npu.engines.http_client import ANSWER_BYTES, HttpClient, directory_in, get_json, said_version
 from pa_npu.engines.http_server import OPEN_PATH, VERSION_HEADER
 from pa_npu.engines.protocol import (
+    NOTHING,
     EngineCapabilities,
     EngineError,
     Generation,
@@ -69,9 +68,8 @@ class EngineClient(HttpClient):
         sampling: Sampling,
         *,
         deadline_s: float,
-        written: npt.NDArray[np.int32] | None = None,
+        written: npt.NDArray[np.int32] = NOTHING,
     ) -> list[Generation]:
-        written = NOTHING if written is None else written
         body = encode_request(prompt_tokens, n, seed, sampling, written)
         given = len(prompt_tokens) + len(written)
         most = ANSWER_BYTES + n * (_TOKEN_BYTES * sampling.max_tokens + _PROMPT_TOKEN_BYTES * given)

@@ -1,13 +1,18 @@
 """A group's requests to the engine that it has been given: moved where that engine is gone or rests, joined where several wrote.
 
 A slow engine gets more time, one that hangs is given up, and no group takes for ever.
+
+An engine that is asked to hand on ends every response in flight as it stands (finish_reason `cut`). The next engine gets the tokens
+so far, computes them once, and samples from the same place of the same random stream, so that the response is the one that it would
+have been. Where that cannot be, the response is generated again from its seed, which gives the same one too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -16,14 +21,17 @@ import numpy.typing as npt
 
 from pa_npu.config.sections import SLOWEST_TOKEN_S
 from pa_npu.control.tasks import cancel, gather
-from pa_npu.engines.handing_on import NOTHING, joined, left_of, written_of
-from pa_npu.engines.protocol import EngineError, EngineGone, Generation, RolloutEngine, Sampling
+from pa_npu.engines.protocol import NOTHING, EngineError, EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, UserError
+from pa_npu.samples.columns import continued
 
 if TYPE_CHECKING:
     from pa_npu.engines.pool import EnginePool, Lease
 
 logger = logging.getLogger(__name__)
+
+Decode = Callable[[Sequence[int]], str]
+"""Tokens to text, special tokens left out."""
 
 # Responses may be handed on unbegun whenever a device changes its role. An engine that does so of itself is broken.
 _MAX_UNASKED = 16
@@ -179,6 +187,34 @@ class GroupSession:
             version=self._version,
         )
         self.lease.first = first
+
+
+def written_of(part: Generation, sampling: Sampling, continues: bool) -> npt.NDArray[np.int32]:
+    """The tokens of a part that the next engine goes on from; none where it has to begin again.
+
+    A text that ends a response may lie across the cut, where no engine would find it.
+    """
+    return part.tokens if continues and not sampling.stop else NOTHING
+
+
+def left_of(sampling: Sampling, num_written: int) -> Sampling:
+    """The sampling of what is left of a response."""
+    return replace(sampling, max_tokens=sampling.max_tokens - num_written)
+
+
+def joined(first: Generation, rest: Generation, decode: Decode | None) -> Generation:
+    """One response of two parts; rest begins where `first` was cut. decode: None leaves their texts side by side."""
+    tokens = np.concatenate([first.tokens, rest.tokens])
+    text = first.text + rest.text
+    if decode is not None:
+        text = decode((tokens[:-1] if rest.finished else tokens).tolist())
+    return replace(
+        rest,
+        tokens=tokens,
+        logprobs=np.concatenate([first.logprobs, rest.logprobs]),
+        text=text,
+        columns=continued(first.columns, rest.columns),
+    )
 
 
 class GroupTooLong(UserError):

@@ -21,8 +21,7 @@ from pa_npu.config.sections import EngineSettings
 from pa_npu.config.words import counted
 from pa_npu.control.tasks import gather
 from pa_npu.dispatch.schedule import engine_with_room
-from pa_npu.engines.group_session import GroupSession
-from pa_npu.engines.handing_on import Decode
+from pa_npu.engines.group_session import Decode, GroupSession
 from pa_npu.engines.protocol import EngineError, RolloutEngine
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 

@@ -37,7 +37,7 @@ from pa_npu.coordinator import environment_trial
 from pa_npu.coordinator.assembly import make_gateway
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation
-from pa_npu.engines.vllm.tool_calls import tool_parser as vllm_parser
+from pa_npu.engines.vllm.kind import tool_parser as vllm_parser
 from pa_npu.environments.protocol import EnvironmentFailed, Generate, Turn
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import ConfigError

@@ -13,8 +13,7 @@ import pytest
 from pa_npu.config.schema import Config
 from pa_npu.engines import interpreter
 from pa_npu.engines.membership import Member
-from pa_npu.engines.vllm import ascend, kind, versions
-from pa_npu.engines.vllm import command as engine
+from pa_npu.engines.vllm import kind, versions
 from pa_npu.engines.vllm.versions import (
     VERSIONS,
     engine_version,
@@ -135,10 +134,10 @@ def test_batch_invariance_is_a_variable_and_a_property_of_the_cpu_in_fp32():
 @pytest.mark.parametrize("row", VERSIONS, ids=lambda row: row.name)
 def test_command_of_every_row(monkeypatch, row):
     if row.device != "cpu":
-        monkeypatch.setattr(engine.platform, "get", lambda kind: Device())
+        monkeypatch.setattr(kind.platform, "get", lambda kind: Device())
     flags = {"graph_mode": True, "batch_invariant": True}
-    plain = engine.server_command(config(), SPEC, 0, 1, row)
-    other = engine.server_command(config(flags), SPEC, 0, 1, row)
+    plain = kind.server_command(config(), SPEC, 0, 1, row)
+    other = kind.server_command(config(flags), SPEC, 0, 1, row)
     assert "--enforce-eager" not in other.argv
     assert "--enable-prefix-caching" in plain.argv and "--no-enable-prefix-caching" not in plain.argv
     assert option(plain.argv, "--middleware") and option(plain.argv, "--logprobs-mode") == "processed_logprobs"
@@ -184,7 +183,7 @@ def test_what_an_ascend_installation_lacks_is_refused_before_engines_start(
     (tmp_path / "libatb.so").write_text("")
     for name, value in {"ASCEND_HOME_PATH": str(tmp_path), "LD_LIBRARY_PATH": f":{tmp_path}", **env}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(ascend, "distributions", lambda python, names: {} if python is None else theirs)
+    monkeypatch.setattr(versions, "distributions", lambda python, names: {} if python is None else theirs)
     monkeypatch.setattr(kind, "engine_version", lambda config: ASCEND)
     chosen = config(rollout={"python": "theirs"})
     if said is None:
@@ -196,11 +195,11 @@ def test_what_an_ascend_installation_lacks_is_refused_before_engines_start(
 
 def test_engines_off_ascend_are_not_asked_for_its_libraries(monkeypatch):
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    assert ascend.installation_problem(CUDA, None) is None
+    assert versions.installation_problem(CUDA, None) is None
 
 
 async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow_one_another(monkeypatch):
-    monkeypatch.setattr(engine.platform, "get", lambda kind: Device())
+    monkeypatch.setattr(kind.platform, "get", lambda kind: Device())
     monkeypatch.setattr(versions, "installed", lambda python: {"vllm": "0.23.0", "vllm-ascend": "0.23.0"})
     monkeypatch.delenv("X_VISIBLE_DEVICES", raising=False)
     chosen = Config.model_validate(

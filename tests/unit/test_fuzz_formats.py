@@ -23,8 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pa_npu.config.sections import DataConfig
 from pa_npu.data.prompts import load_prompts
-from pa_npu.engines.answers import decode_object
-from pa_npu.engines.codec import decode_response
+from pa_npu.engines.codec import decode_object, decode_response
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.errors import DataError
 from pa_npu.families.model_directory import load_tokenizer

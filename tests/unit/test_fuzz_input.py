@@ -28,9 +28,8 @@ from pa_npu.data.prompts import load_prompts
 from pa_npu.data.records import read_records
 from pa_npu.data.rows import LONGEST_ROW_BYTES
 from pa_npu.data.template import RENDER_MEMORY_BYTES
-from pa_npu.engines.vllm import arguments
-from pa_npu.engines.vllm.arguments import check_extra_arguments
-from pa_npu.engines.vllm.kind import served_model
+from pa_npu.engines.vllm import kind
+from pa_npu.engines.vllm.kind import check_extra_arguments, served_model
 from pa_npu.errors import ConfigError, DataError
 from pa_npu.launcher.process.readiness import engine_answers
 
@@ -348,7 +347,7 @@ def test_arguments_that_the_engine_does_not_know_are_refused_by_its_own_parser(
     ):
         check_extra_arguments(config)
     check_extra_arguments(load_config([], SMALL))
-    monkeypatch.setattr(arguments, "_TIME_LIMIT_S", 0.01)
+    monkeypatch.setattr(kind, "_TIME_LIMIT_S", 0.01)
     config = load_config([], [*SMALL, "rollout.extra_args=[--block-size, '7']"])
     with pytest.raises(ConfigError, match="not parsed within"):
         check_extra_arguments(config)

@@ -14,7 +14,7 @@ import pytest
 
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
-from pa_npu.engines.transformers.command import server_command
+from pa_npu.engines.transformers.kind import server_command
 from pa_npu.errors import ConfigError, DeadlineExceeded
 from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.process import commands

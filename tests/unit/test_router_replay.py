@@ -16,9 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pa_npu.engines.answers import with_routes
-from pa_npu.engines.codec import encode_request, recorded_routes
-from pa_npu.engines.handing_on import joined
+from pa_npu.engines.codec import encode_request, recorded_routes, with_routes
+from pa_npu.engines.group_session import joined
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
 from pa_npu.engines.registry import check_engine_keys, engine_kind
 from pa_npu.environments.single_turn import samples_of

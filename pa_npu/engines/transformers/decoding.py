@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pa_npu.engines.transformers.routes import RouteRecorder
+NO_ROUTES = np.zeros((0, 0, 0), np.uint16)
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,29 @@ class Decoder:
         ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self._device)
         output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.past_key_values, output.logits[0, -1].float().cpu()
+
+
+class RouteRecorder:
+    """Takes the experts that a mixture's routers choose in a forward pass, by hooks.
+
+    num_routers: how many layers have one that says what it chooses.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+        self.num_routers = len(routers)
+        self._chosen: list[torch.Tensor] = []
+        for router in routers:
+            router.register_forward_hook(self._note)
+
+    def take(self) -> npt.NDArray[np.uint16]:
+        """The routes of the pass since the last call, uint16 [tokens, layers, experts per token]; [0, 0, 0] of a dense model."""
+        chosen, self._chosen = self._chosen, []
+        return torch.stack(chosen, 1).cpu().numpy().astype(np.uint16) if chosen else NO_ROUTES
+
+    def _note(self, router: torch.nn.Module, given: Any, output: Any) -> None:
+        """output: with the indices of the experts, [tokens, experts per token], behind scores and weights."""
+        self._chosen.append(output[-1])
 
 
 def nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
