@@ -76,6 +76,22 @@ async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
         await cancel(tasks)
 
 
+async def guarded(work: Awaitable[T], *guards: Awaitable[object]) -> T:
+    """The result of `work`, unless a guard raises before; one that returns says nothing. Leaves nothing running."""
+    working = asyncio.ensure_future(work)
+    watching = [asyncio.ensure_future(guard) for guard in guards]
+    left: set[asyncio.Future[Any]] = {working, *watching}
+    try:
+        while not working.done():
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                for guard in done:
+                    guard.result()
+        return await working
+    finally:
+        await cancel([working, *watching])
+
+
 async def held(call: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
     """Returns users' code's result, or what it raises: SystemExit, left to a task, would end the event loop and all groups."""
     try:

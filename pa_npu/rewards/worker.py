@@ -26,8 +26,8 @@ from functools import partial
 from typing import Any
 
 from pa_npu.config.user_code import describe
-from pa_npu.control.child_process import private_pipes, send
 from pa_npu.control.tasks import held
+from pa_npu.control.worker_process import private_pipes, send
 from pa_npu.errors import UserError
 from pa_npu.rewards.answers import preload
 from pa_npu.rewards.functions import (

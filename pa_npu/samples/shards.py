@@ -25,8 +25,7 @@ from safetensors.numpy import load, save
 from pa_npu.algorithm.advantages import find_group_advantage
 from pa_npu.algorithm.policy_losses import find_policy_loss
 from pa_npu.config.schema import Config
-from pa_npu.control.bounded_calls import BoundedCalls, NoAnswer
-from pa_npu.control.channel import StoreChannel, StoreError, connect, host_store
+from pa_npu.control.channel import BoundedCalls, NoAnswer, StoreChannel, StoreError, connect, host_store
 from pa_npu.control.messages import SHARD, ShardAddress
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.samples.columns import LOGPROBS, NONE, RunColumns

@@ -26,8 +26,7 @@ from safetensors.numpy import save_file
 
 from pa_npu.config import Config
 from pa_npu.control import roster as roster_module
-from pa_npu.control.bounded_calls import BoundedCalls
-from pa_npu.control.channel import StoreChannel, StoreError, connect
+from pa_npu.control.channel import BoundedCalls, StoreChannel, StoreError, connect
 from pa_npu.control.roster import PREFIX, Roster
 from pa_npu.errors import UserError
 from pa_npu.families.spec import ModelSpec

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from pa_npu.config.load import load_tree
 from pa_npu.config.schema import Config
 from pa_npu.config.texts import host_problem, path_problem, shown
-from pa_npu.control.bounded_calls import BoundedCalls, NoAnswer
-from pa_npu.control.channel import StoreChannel, StoreError, connect
+from pa_npu.control.channel import BoundedCalls, NoAnswer, StoreChannel, StoreError, connect
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster, Unsigned, claimed_config
 from pa_npu.errors import FAILED, DeadlineExceeded, UserError
