@@ -90,8 +90,8 @@ class Planner:
         # trainers that are behind wait for no group: what counts is when the last one is there
         streams = self._config.streams(iteration) and not self._config.iterations_ahead
         streams = streams and not self._config.follows_work
-        windows = {name: own for name in names if (own := uses[name].window) is not None}
-        speeds = {name: uses[name].speed for name in names if uses[name].speed != 1.0}
+        windows = {name: own for name in names if (own := uses[name].settings.window) is not None}
+        speeds = {name: speed for name in names if (speed := uses[name].settings.speed) != 1.0}
         return IterationOutlook(groups, names, streams, windows, speeds)
 
 

@@ -25,6 +25,7 @@ from pa_npu.coordinator.episode import GroupGenerate, Rewards, run_episode, scor
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.records import CHOICE_COLUMN
+from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Environment, EnvironmentFailed
@@ -162,7 +163,8 @@ class Evaluator:
     async def _answer(self, place: int, name: str, number: int, prompt: Prompt, lease: Lease, version: int) -> None:
         config, found = self._config, []
         seed = group_seed(config.run.seed, _SEED_ITERATION, number)
-        with self._pool.session(
+        with GroupSession(
+            self._pool,
             lease,
             self._window,
             deadline_s=config.rollout.request_timeout_s,

@@ -44,6 +44,7 @@ from pa_npu.coordinator.variants import Points, Variant
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import Assignment
 from pa_npu.dispatch.selection import EveryGroup
+from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Environment
@@ -181,7 +182,8 @@ class Producer:
         index, prompt, iteration = admitted.index, admitted.prompt, this.number
         start_s = now()
         seed, size = group_seed(self._config.run.seed, iteration, index), self._config.rollout.responses_per_prompt
-        with self._pool.session(
+        with GroupSession(
+            self._pool,
             admitted.lease,
             this.pace.window,
             deadline_s=self._config.rollout.request_timeout_s,

@@ -176,7 +176,7 @@ def iteration_record(
             name: {
                 "requests": use_after[name].requests - use_before[name].requests,
                 "tokens": use_after[name].tokens - use_before[name].tokens,
-                **({"device": use.device} if use.device is not None else {}),
+                **({"device": use.settings.device} if use.settings.device is not None else {}),
             }
             for name, use in use_after.items()
         },

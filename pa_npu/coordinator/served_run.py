@@ -30,6 +30,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.variants import Variant
+from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.errors import PaNpuError
@@ -200,7 +201,8 @@ class ServedRun(Variant):
         tokens = n * (len(prompt) + sampling.max_tokens)
         async with self._admitting:
             lease = await self._pool.admit(n, tokens, self._window, self._config.engine_wait_s)
-        with self._pool.session(
+        with GroupSession(
+            self._pool,
             lease,
             self._window,
             deadline_s=self._config.rollout.request_timeout_s,

@@ -44,6 +44,9 @@ class GroupSession:
 
     What comes back is the same wherever it comes from, because it follows from the seed. Use it with `with`: the end closes the
     lease.
+
+    deadline_s: of a request, after which the engine must show that it works. again_deadline_s: of the wait for another engine.
+    what: the group, for messages. version: that writes it; None: any.
     """
 
     def __init__(
@@ -51,10 +54,11 @@ class GroupSession:
         pool: EnginePool,
         lease: Lease,
         window: Callable[[str], int],
+        *,
         deadline_s: float,
         again_deadline_s: float,
-        what: str,
-        version: int | None,
+        what: str = "a group",
+        version: int | None = None,
     ) -> None:
         self.lease = lease
         """The one that the group has, or had last."""
@@ -105,10 +109,11 @@ class GroupSession:
         while response.finish_reason == "cut":
             if begun is None or len(response.tokens):
                 whole = response if begun is None else joined(begun, response, None)
-                written = written_of(whole, sampling, self._pool.continues)
-                begun = whole if len(written) else None
-            rest = left_of(sampling, 0 if begun is None else len(begun.tokens))
-            (response,) = await self._ask(prompt_tokens, 1, seed, rest, NOTHING if begun is None else begun.tokens)
+                # a text that ends a response may lie across the cut, where no engine would find it
+                begun = whole if self._pool.continues and not sampling.stop and len(whole.tokens) else None
+            written = NOTHING if begun is None else begun.tokens
+            rest = replace(sampling, max_tokens=sampling.max_tokens - len(written))
+            (response,) = await self._ask(prompt_tokens, 1, seed, rest, written)
         self._open -= 1
         return response if begun is None else joined(begun, response, self._pool.decode)
 
@@ -187,19 +192,6 @@ class GroupSession:
             version=self._version,
         )
         self.lease.first = first
-
-
-def written_of(part: Generation, sampling: Sampling, continues: bool) -> npt.NDArray[np.int32]:
-    """The tokens of a part that the next engine goes on from; none where it has to begin again.
-
-    A text that ends a response may lie across the cut, where no engine would find it.
-    """
-    return part.tokens if continues and not sampling.stop else NOTHING
-
-
-def left_of(sampling: Sampling, num_written: int) -> Sampling:
-    """The sampling of what is left of a response."""
-    return replace(sampling, max_tokens=sampling.max_tokens - num_written)
 
 
 def joined(first: Generation, rest: Generation, decode: Decode | None) -> Generation:

@@ -1,4 +1,4 @@
-"""Calls by which an engine's workers get weights, the same for every kind of engine. Imports torch only.
+"""Calls by which an engine's workers get weights, the same for every kind of engine. Imports torch and msgspec only.
 
     pa_connect    once: join one group per pipeline stage, check that the trainer's model is the engine's
     pa_receive    per version: receive and load everything in one call between engine steps, then stamp the version; says what
@@ -43,30 +43,11 @@ class WeightCalls:
         engine's from here on."""
         raise NotImplementedError
 
-    def pa_connect(
-        self,
-        host: str,
-        port: int,
-        rank_offset: int,
-        world_size: int,
-        stages: list[dict[str, Any]],
-        backend: str,
-        timeout_s: float,
-    ) -> dict[str, Any]:
-        """Join the groups of `stages` (from Publisher.manifest) as rank_offset + own worker rank."""
+    def pa_connect(self, groups: dict[str, Any]) -> dict[str, Any]:
+        """Join WeightGroups, as the member of this worker."""
         self.pa_close()
         model, directory = self._pa_model()
-        self._pa_receiver = Receiver.join(
-            (host, port),
-            stages,
-            rank=rank_offset + self.rank,
-            world_size=world_size,
-            backend=backend,
-            device=torch.device(self.device),
-            timeout_s=timeout_s,
-            model=model,
-            directory=directory,
-        )
+        self._pa_receiver = Receiver.join(groups, self.rank, torch.device(self.device), model, directory)
         return {}
 
     def pa_receive(self, version: int, begins_within_s: float | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import yaml
 from pa_npu import platform as platforms
 from pa_npu.config.schema import Config
 from pa_npu.control.roster import Roster
-from pa_npu.engines.http_client import KeyRefused
+from pa_npu.engines.client import KeyRefused
 from pa_npu.engines.http_server import KEY_FILE, KEY_VARIABLE
 from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError

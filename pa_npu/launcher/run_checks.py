@@ -21,8 +21,7 @@ from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.coordinator.environment_trial import check_environment
-from pa_npu.engines.interpreter import distributions
-from pa_npu.engines.registry import check_engine_keys, engine_kind
+from pa_npu.engines.registry import check_engine_keys, distributions, engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.families.model_directory import (
     check_end_tokens,

@@ -16,7 +16,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from pa_npu.engines.interpreter import distributions
+from pa_npu.engines.registry import distributions
 from pa_npu.platform.cann import cann_version
 
 

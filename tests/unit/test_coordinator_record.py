@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pa_npu.config.schema import Config
+from pa_npu.config.sections import EngineSettings
 from pa_npu.control.messages import BorderReport
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.production import Production
@@ -88,7 +89,7 @@ def test_every_number_is_what_its_definition_gives() -> None:
     before = {"a": EngineUse(requests=5, tokens=100, busy_s=2.0), "gone": EngineUse(requests=9, busy_s=9.0)}
     after = {
         "a": EngineUse(requests=8, tokens=160, busy_s=6.0),
-        "new": EngineUse(requests=2, tokens=40, busy_s=1.0, device="npu 910B"),
+        "new": EngineUse(requests=2, tokens=40, busy_s=1.0, settings=EngineSettings(engines=(1,), device="npu 910B")),
     }
     record = iteration_record(
         Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}),

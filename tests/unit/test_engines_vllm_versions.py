@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.engines import interpreter
+from pa_npu.engines import registry
 from pa_npu.engines.membership import Member
 from pa_npu.engines.vllm import kind, versions
 from pa_npu.engines.vllm.versions import (
@@ -25,7 +25,7 @@ from pa_npu.engines.vllm.versions import (
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.placement import place
 from pa_npu.launcher.process import commands
-from pa_npu.publish.engine_groups import Connection, EngineGroups
+from pa_npu.publish.engines import Connection, EngineGroups
 from pa_npu.publish.messages import StageManifest
 from tests.unit.test_engines_vllm_command import CPU, ROWS, SPEC, Device, config, option
 
@@ -94,7 +94,7 @@ def test_the_interpreter_is_asked_once_and_without_importing_vllm(tmp_path: Path
         f'#!/bin/sh\necho x >> {starts}\nPYTHONPATH={tmp_path / "packages"} exec {sys.executable} -S "$@"\n'
     )
     python.chmod(0o755)
-    interpreter.distributions.cache_clear()
+    registry.distributions.cache_clear()
     chosen = config({"python": str(python)}, run={"device": "npu"})
     assert [engine_version(chosen).name for _ in range(3)] == ["vllm-ascend 0.23"] * 3
     assert starts.read_text() == "x\n"
@@ -102,7 +102,7 @@ def test_the_interpreter_is_asked_once_and_without_importing_vllm(tmp_path: Path
     hanging = tmp_path / "hanging"
     hanging.write_text("#!/bin/sh\nexec sleep 100\n")
     hanging.chmod(0o755)
-    monkeypatch.setattr(interpreter, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(registry, "_TIMEOUT_S", 0.2)
     for wrong, reason in (
         (str(hanging), "does not run"),
         ("/bin/echo", "does not run"),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.episode import GroupGenerate, run_episode
 from pa_npu.data.prompts import Prompt
+from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.environments import time_limit
@@ -98,9 +99,9 @@ async def episode(environment: Environment, engine: Any, num_samples: int, most:
             pool.add(successor)  # type: ignore[arg-type]
             pool.serve(successor)  # type: ignore[arg-type]
 
-        pool.on_lost(replace)
+        pool.on_lost = replace
         lease: Lease = await pool.admit(num_samples, 100, lambda _: 64, 1.0)
-        with pool.session(lease, lambda _: 64, deadline_s=1.0, again_deadline_s=1.0) as session:
+        with GroupSession(pool, lease, lambda _: 64, deadline_s=1.0, again_deadline_s=1.0) as session:
             return await run_episode(
                 CONFIG, environment, PROMPT, num_samples, GroupGenerate(session, SEED, Sampling(most, 1.0)), 1000
             )

@@ -310,7 +310,7 @@ def test_an_engine_that_answers_is_understood() -> None:
 def test_a_hostile_peer_at_rollout_attach_costs_little_time(
     monkeypatch: pytest.MonkeyPatch, answer: bytes, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("pa_npu.engines.http_client._GET_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("pa_npu.engines.client._GET_TIMEOUT_S", 1.0)
     start_s = time.monotonic()
     with server(answer, **options) as url:
         with contextlib.suppress(OSError, ValueError):

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import partial
 
 from pa_npu import platform
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import RolloutConfig
 from pa_npu.engines.client import EngineClient, served_model
-from pa_npu.engines.interpreter import distributions
-from pa_npu.engines.registry import EngineCommand, EngineKind, common_environment
+from pa_npu.engines.registry import EngineCommand, EngineKind, common_environment, distributions
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.model_rules import check_engine
@@ -47,17 +44,17 @@ def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> En
 
 def check_keys(config: Config, spec: ModelSpec | None) -> None:
     """Raises ConfigError for a key that would be read by nothing."""
-    for problem in _unread_keys(config.rollout):
-        raise ConfigError(f"rollout.{problem}, or take rollout.backend=vllm")
-
-
-def _unread_keys(rollout: RolloutConfig) -> Iterator[str]:
+    rollout, problem = config.rollout, None
     if rollout.tensor_parallel > 1:
-        yield f"tensor_parallel: {rollout.tensor_parallel}: the transformers engine computes on one device; set it to 1"
-    if rollout.extra_args:
-        yield f"extra_args: the transformers engine knows no {rollout.extra_args[0]}; remove the key"
-    if rollout.graph_mode:
-        yield "graph_mode: the transformers engine computes eagerly; set it to false"
+        problem = (
+            f"tensor_parallel: {rollout.tensor_parallel}: the transformers engine computes on one device; set it to 1"
+        )
+    elif rollout.extra_args:
+        problem = f"extra_args: the transformers engine knows no {rollout.extra_args[0]}; remove the key"
+    elif rollout.graph_mode:
+        problem = "graph_mode: the transformers engine computes eagerly; set it to false"
+    if problem is not None:
+        raise ConfigError(f"rollout.{problem}, or take rollout.backend=vllm")
 
 
 def check(config: Config) -> None:

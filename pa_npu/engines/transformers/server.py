@@ -33,8 +33,7 @@ from aiohttp.typedefs import Handler
 
 from pa_npu import platform
 from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, Identity, authorised
-from pa_npu.engines.transformers.decoding import NO_ROUTES, Decoder, Response, Wish
-from pa_npu.engines.transformers.scheduler import Busy, Scheduler
+from pa_npu.engines.transformers.decoding import NO_ROUTES, Busy, Decoder, Response, Scheduler, Wish
 from pa_npu.engines.transformers.weights import ModelWorker
 from pa_npu.families.model_directory import load_tokenizer
 from pa_npu.families.wire_names import use_dtype
@@ -112,7 +111,6 @@ class Server:
         self._tokenizer = tokenizer
         self._api_key = api_key
         self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._end_token_ids = _end_token_ids(model.config)
         self._identity = Identity()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pa_npu.config.schema import Config
-from pa_npu.engines.interpreter import distributions
+from pa_npu.engines.registry import distributions
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.platform.cann import cann_version
 

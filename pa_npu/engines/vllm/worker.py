@@ -31,11 +31,11 @@ class WorkerExtension(WeightCalls):
         worker: Any = self
         return worker.model_config.hf_config.get_text_config(), str(worker.model_config.model)
 
-    def pa_connect(self, *groups: Any) -> dict[str, Any]:
+    def pa_connect(self, groups: dict[str, Any]) -> dict[str, Any]:
         take_logprobs_mode(self)
         follow_streams(self)
         undo_waking(self)
-        return super().pa_connect(*groups)
+        return super().pa_connect(groups)
 
     def _pa_take(self, version: int, weights: Iterator[tuple[str, torch.Tensor]], kept: bool) -> list[str]:
         with _reloading(self) as model:

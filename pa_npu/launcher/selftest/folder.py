@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from pa_npu import __version__
-from pa_npu.engines.interpreter import distributions
+from pa_npu.engines.registry import distributions
 from pa_npu.errors import UserError
 from pa_npu.launcher.doctor import device_line
 from pa_npu.launcher.selftest.parts import Bench, Part, Result
