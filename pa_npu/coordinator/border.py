@@ -23,9 +23,9 @@ from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.evaluate import RunEvaluations
 from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.data.prompts import Prompt
-from pa_npu.engines.membership import Fleet
+from pa_npu.engines.membership import Fleet, Member
 from pa_npu.engines.pool import EnginePool, EngineUse
-from pa_npu.publish.coordinator_side import CoordinatorPublish, EnginesHold, Prepared
+from pa_npu.publish.coordinator_side import CoordinatorPublish, EnginesHold
 from pa_npu.publish.messages import READY
 from pa_npu.telemetry.timeline import Timeline, now, on_clock
 
@@ -73,7 +73,7 @@ class BorderCrossing:
         self._evaluations = evaluations
         self._service = service
         self._written = written
-        self._arriving: asyncio.Task[Prepared | None] | None = None  # the next version, beside generation
+        self._arriving: asyncio.Task[list[Member] | None] | None = None  # the next version, beside generation
         self._swapping: asyncio.Task[EnginesHold] | None = None  # engines, one after another
 
     async def cross(self, version: int, prompt: Prompt | None, *, is_first: bool) -> Border | None:
@@ -126,7 +126,7 @@ class BorderCrossing:
             await READY.wait_async(self._channel, within_s, version=version)
             await self._service.quiet()
 
-    async def _arrive(self, version: int, crossed: asyncio.Future[Border]) -> Prepared | None:
+    async def _arrive(self, version: int, crossed: asyncio.Future[Border]) -> list[Member] | None:
         await asyncio.wait({crossed})
         # what is produced meanwhile, and then what is trained
         within_s = self._config.border_timeout_s + self._config.wait_timeout_s

@@ -59,7 +59,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import Rules
 from pa_npu.publish.coordinator_side import CoordinatorPublish
-from pa_npu.publish.engine_groups import Connection
+from pa_npu.publish.engines import Connection
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, StageManifest
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.routes import routes_of

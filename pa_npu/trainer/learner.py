@@ -23,9 +23,9 @@ from pa_npu.config.schema import Config
 from pa_npu.control.messages import UpdateReport
 from pa_npu.errors import InvariantViolation
 from pa_npu.platform.base import Platform
+from pa_npu.publish.late_engines import VersionGate
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher, PublishStats
-from pa_npu.publish.version_gate import VersionGate
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import Traffic
 from pa_npu.telemetry.sample_store import TrainerLogprobs

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -67,24 +68,27 @@ def main(job_file: str) -> None:
     stage = build_stage(spec, config, PLATFORM, frozen=())
     bucket_bytes, group = int(job["bucket_mib"] * 2**20), shard_group()
     source = StageTensors(stage, spec, place, bucket_bytes, group) if place.sends else None
-    with Publisher(
-        source,
-        store_host=host,
-        store_port=port,
-        timeout_s=240.0,  # engines start meanwhile
-        backend="gloo",
-        device=torch.device("cpu"),
+    with closing(
+        Publisher(
+            source,
+            store_host=host,
+            store_port=port,
+            timeout_s=240.0,  # engines start meanwhile
+            backend="gloo",
+            device=torch.device("cpu"),
+        )
     ) as publisher:
+        members = PublishMembers(0, job["workers"])
         if job["workers"]:
             if place.publishes:
-                store.set(f"manifest/{place.stage}", json.dumps(publisher.manifest().to_json()))
-            publisher.connect(PublishMembers(0, job["workers"]))
+                store.set(f"manifest/{place.stage}", json.dumps(publisher.manifest().group(0)))
+            publisher.connect(members)
         for version, model in enumerate(models):
             load_hf(stage.policy, ModelSpec.read(str(model)))
             if not job["workers"]:
                 continue
             store.wait([f"go/{version}"], TIMEOUT)
-            stats = publisher.publish(version)
+            stats = publisher.publish(version, members)
             print(f"rank {rank}: {stats}", flush=True)
             if place.publishes:
                 store.set(f"digests/{version}/{place.stage}", stats.digests)

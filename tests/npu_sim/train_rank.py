@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ def publish(publisher: Any, channel: Any, stage: int, engine_workers: int) -> di
     handler.emit = lambda record: complaints.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pa_npu.weight_transfer.transport").addHandler(handler)
     failure = None
-    with publisher:
+    with closing(publisher):
         if publisher.is_leader:
             MANIFEST.put(channel, publisher.manifest(), stage=stage)
         try:

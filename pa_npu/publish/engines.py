@@ -1,4 +1,4 @@
-"""Checks that each engine holds what the trainers sent, bucket by bucket, and that a late engine got what all others got (I5).
+"""The engines of a publish as the coordinator sees them: the groups that each joins, and whether each got what was sent (I5).
 
     an engine's digests against the trainers' of the same publish   a skipped or partial load, weights changed on the way, a stale
                                                                      copy that calls itself the new version
@@ -11,20 +11,82 @@ mismatch is a fault, whatever the learning rate.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from pa_npu.engines.protocol import LoadedWeights
+from pa_npu.config.schema import Config
+from pa_npu.engines.membership import Member
+from pa_npu.engines.protocol import LoadedWeights, WeightGroups
 from pa_npu.errors import InvariantViolation
-from pa_npu.publish.messages import SentWeights, StageManifest
+from pa_npu.publish.messages import PublishMembers, SentWeights, StageManifest
+from pa_npu.weight_transfer import collectives
 from pa_npu.weight_transfer.digest import first_difference
 from pa_npu.weight_transfer.manifest import Manifest
+from pa_npu.weight_transfer.transport import HOST_BACKEND, Way
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How engines reach the trainers' groups: the store's address, the backend, and each pipeline stage's manifest, in order.
+
+    stages: for publishes to all engines. late_stages: for deliveries to one engine inside an iteration. device: the trainers' kind.
+    """
+
+    store: tuple[str, int]
+    backend: str
+    stages: Sequence[StageManifest]
+    late_stages: Sequence[StageManifest]
+    device: str = ""
+
+
+class EngineGroups:
+    """The groups of engines, by the way to each."""
+
+    def __init__(self, config: Config, connection: Connection) -> None:
+        self._config = config
+        self._connection = connection
+        self._workers = config.rollout.tensor_parallel
+        self._timeout_s = config.publish.timeout_s
+
+    def way(self, member: Member) -> Way:
+        """How weights reach an engine from the trainers. One on a trainer's device may not be able to be in a group with that
+        trainer. One on devices of another kind is reached through host memory: no other backend connects them for sure."""
+        settings = self._config.rollout.settings_of(member.index)
+        if settings.device_kind not in (None, self._connection.device):
+            return "host"
+        shares = collectives.rules(self._connection.backend).shares_device
+        return "host" if member.shared and not shares else "group"
+
+    def receivers(self, members: Sequence[Member], epoch: int) -> PublishMembers:
+        """How many workers the trainers send to, by the way to them."""
+        ways = [self.way(member) for member in members]
+        return PublishMembers(epoch, self._workers * ways.count("group"), self._workers * ways.count("host"))
+
+    def of_members(self, members: Sequence[Member], epoch: int) -> list[WeightGroups]:
+        """The groups that each member joins, one per stage, in the order of the members.
+
+        Workers are numbered through the engines of a group; rank 0 is the stage's leader.
+        """
+        ways = [self.way(member) for member in members]
+        found = []
+        for number, way in enumerate(ways):
+            before, count = (self._workers * some.count(way) for some in (ways[:number], ways))
+            named = [stage.group(epoch, way) for stage in self._connection.stages]
+            backend = HOST_BACKEND if way == "host" else self._connection.backend
+            found.append(WeightGroups(self._connection.store, 1 + before, 1 + count, named, backend, self._timeout_s))
+        return found
+
+    def of_late(self, number: int) -> WeightGroups:
+        """Those of late delivery `number`, in host memory, in which one engine is alone with the stages' leaders."""
+        named = [stage.group(number) for stage in self._connection.late_stages]
+        return WeightGroups(self._connection.store, 1, 1 + self._workers, named, HOST_BACKEND, self._timeout_s)
 
 
 class ArrivalCheck:
-    """The coordinator's. stages and late_stages: of the regular publishes and of late deliveries."""
+    """Compares digests of what was sent and what arrived, bucket by bucket."""
 
-    def __init__(self, stages: Sequence[StageManifest], late_stages: Sequence[StageManifest]) -> None:
-        self._stages = stages
-        self._late_stages = late_stages
+    def __init__(self, connection: Connection) -> None:
+        self._stages = connection.stages
+        self._late_stages = connection.late_stages
         self._published: tuple[int, tuple[str, ...]] | None = None  # the last version and its digests, per stage
 
     @property
