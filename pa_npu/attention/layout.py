@@ -290,12 +290,12 @@ class Rows:
             return x.narrow(dim, self.span[0], self.span[1] - self.span[0])
         return x.index_select(dim, self.index(x.device))
 
-    def put_(self, x: torch.Tensor, rows: torch.Tensor, dim: int = 0) -> None:
-        """Overwrite these rows of x along dim."""
+    def put_(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """Overwrite these rows of x."""
         if self.span is not None:
-            x.narrow(dim, self.span[0], self.span[1] - self.span[0]).copy_(rows)
+            x[self.span[0] : self.span[1]].copy_(rows)
         else:
-            x.index_copy_(dim, self.index(x.device), rows)
+            x.index_copy_(0, self.index(x.device), rows)
 
     def add_(self, x: torch.Tensor, rows: torch.Tensor) -> None:
         """Add to these rows of x; rows are distinct unless spans overlap."""
@@ -314,6 +314,11 @@ class Run:
     q_length: int
     k_start: int
     k_length: int
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, kv_heads, head_dim] -> [count, kv_heads, k_length, head_dim], a view."""
+        x = x.narrow(0, self.k_start, self.count * self.k_length)
+        return x.unflatten(0, (self.count, self.k_length)).transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
