@@ -30,7 +30,7 @@ from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import Traffic
 from pa_npu.telemetry.sample_store import TrainerLogprobs
 from pa_npu.telemetry.timeline import Timeline
-from pa_npu.trainer.gradient_sum import GradientSum
+from pa_npu.trainer.invariants import GradientSum
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Learner:
             self._sum.check_advantages(objective.entered, found, self._expected_advantages)
         is_later = self._policy is not None and self._policy.updates > 0
         if is_later and not statistics.moved and "old" in self._config.frozen_models:
-            self._sum.check_moved(False, self.backend.digest(), self.backend.digest("old"))
+            self._sum.check_unmoved(self.backend.digest(), self.backend.digest("old"))
 
     def _over_replicas(self) -> tuple[Totals, Traffic]:
         own = [*astuple(self._objective.totals), *astuple(self._traffic)]

@@ -339,7 +339,7 @@ class BackendConformance:
         from pa_npu.algorithm import objective as objectives
         from pa_npu.control.messages import Dispatched, DispatchedGroup
         from pa_npu.samples import iterator
-        from pa_npu.trainer.gradient_sum import check_normalisers
+        from pa_npu.trainer.invariants import check_normalisers
 
         for place, name in (
             *((objectives, "normaliser"), (objectives.Objective, "_denominator"), (objectives.Objective, "loss")),

@@ -131,8 +131,7 @@ def main(job_file: str) -> None:
     from pa_npu.samples.rollout_buffer import RolloutBuffer
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import rollout_source
-    from pa_npu.trainer.exactly_once import check_dispatched, check_trained
-    from pa_npu.trainer.gradient_sum import check_normalisers
+    from pa_npu.trainer.invariants import check_dispatched, check_normalisers, check_trained
     from pa_npu.trainer.learner import Learner
     from pa_npu.trainer.loop import consume
 
