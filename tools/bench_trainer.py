@@ -41,7 +41,7 @@ import torch.distributed as dist
 
 from pa_npu import platform as platforms
 from pa_npu.agents.tree import Node, SessionTree
-from pa_npu.backends.megatron.patches import prepare
+from pa_npu.backends.megatron.patches.table import prepare
 from pa_npu.config.schema import Config
 from pa_npu.engines.protocol import Generation
 from pa_npu.families.spec import ModelSpec
@@ -344,7 +344,7 @@ def make_learner(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-de
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.learner import Learner
 
-    initialise_parallel(config, platform, dist.HashStore(), 0, 1)
+    initialise_parallel(config, platform, dist.HashStore(), 0)
     device = platform.device(0)
     timeline = Timeline(None, "")
     backend = MegatronBackend(load_stage(config, spec, platform), config, spec, platform, device, timeline)

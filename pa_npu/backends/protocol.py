@@ -26,6 +26,9 @@ from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import ReplicaLinks, Traffic
 from pa_npu.telemetry.timeline import Timeline
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""By model.dtype."""
+
 
 @dataclass(frozen=True)
 class Routing:

@@ -24,7 +24,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from pa_npu.checkpoints import digests
 from pa_npu.checkpoints import directories as store
 from pa_npu.checkpoints.ahead import AheadIteration, write_ahead
 from pa_npu.checkpoints.provenance import config_digest, config_tree, model_fingerprint, shared_tree
@@ -114,7 +113,7 @@ class Checkpointing:
         if not self._config.checkpoint.load:
             return 0
         directory = Path(self._config.checkpoint.load)
-        _all_or_none(lambda: digests.check_files(directory, dist.get_rank(), dist.get_world_size()))
+        _all_or_none(lambda: store.check_files(directory, dist.get_rank(), dist.get_world_size()))
         version = _all_or_none(lambda: self._backend.load(directory))
         if directory.resolve().parent == self._parent.resolve():
             self.saved = version
@@ -163,7 +162,7 @@ class Checkpointing:
         writer: Forked | None = None
 
         def write() -> None:
-            digests.note(directory, dist.get_rank(), [*write_ahead(directory, ahead), *plan.write()])
+            store.note_digests(directory, dist.get_rank(), [*write_ahead(directory, ahead), *plan.write()])
 
         def start() -> None:
             nonlocal writer
@@ -208,7 +207,7 @@ class Checkpointing:
         if dist.get_rank() != 0:
             return
         config = self._config
-        found = digests.collect(saving.directory, dist.get_world_size())
+        found = store.collect_digests(saving.directory, dist.get_world_size())
         meta = store.CheckpointMeta(
             version=saving.version,
             data=saving.data,

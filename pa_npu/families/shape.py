@@ -79,10 +79,6 @@ class Experts:
     normalises: bool
     layers: tuple[int, ...]
 
-    def wire_sizes(self) -> dict[str, int]:
-        """ModelSpec.wire_sizes of them."""
-        return {"num_experts_per_tok": self.per_token, "moe_intermediate_size": self.ffn_size}
-
 
 @dataclass(frozen=True)
 class ModelShape:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from pa_npu import __version__
 from pa_npu.checkpoints import directories
-from pa_npu.checkpoints.digests import content_problem
+from pa_npu.checkpoints.directories import content_problem
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect, host_store

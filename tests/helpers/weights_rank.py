@@ -42,8 +42,7 @@ def start_ranks(job: dict[str, Any], world_size: int, directory: Path) -> list[R
 
 def main(job_file: str) -> None:
     from pa_npu.backends.megatron.parallel import shard_group
-    from pa_npu.backends.megatron.weights.buckets import StageTensors
-    from pa_npu.backends.megatron.weights.hf_directory import export_hf
+    from pa_npu.backends.megatron.weights.buckets import StageTensors, export_hf
     from pa_npu.families.spec import ModelSpec
     from pa_npu.publish.messages import PublishMembers
     from pa_npu.publish.publisher import Publisher
@@ -62,7 +61,7 @@ def main(job_file: str) -> None:
     host, port = job["store"]
     config = model_config(models[0], trainer=job["trainer"], model={"dtype": job.get("dtype", "fp32")})
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-    place = initialise_parallel(config, PLATFORM, dist.PrefixStore("ranks", store), rank, config.trainer.devices)
+    place = initialise_parallel(config, PLATFORM, dist.PrefixStore("ranks", store), rank)
     spec = ModelSpec.read(str(models[0]))
     stage = build_stage(spec, config, PLATFORM, frozen=())
     bucket_bytes, group = int(job["bucket_mib"] * 2**20), shard_group()

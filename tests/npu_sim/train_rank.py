@@ -29,7 +29,7 @@ BUCKET_BYTES = 16 * 1024
 
 def main(job_file: str, rank: int) -> int:
     from pa_npu import platform as platforms
-    from pa_npu.backends.megatron.patches import prepare
+    from pa_npu.backends.megatron.patches.table import prepare
     from pa_npu.config.load import load_config
 
     job: dict[str, Any] = json.loads(Path(job_file).read_text())

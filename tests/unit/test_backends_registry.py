@@ -15,7 +15,7 @@ from pa_npu.errors import ConfigError, UserError
 from tests.helpers.megatron import PLATFORM
 
 from pa_npu.backends.megatron.backend import MegatronBackend  # isort: skip
-from pa_npu.backends.megatron.checkpoint.shards import PlannedShards  # isort: skip
+from pa_npu.backends.megatron.checkpoint import PlannedShards  # isort: skip
 
 IMPLEMENTATIONS = [(TrainBackend, MegatronBackend), (PlannedSave, PlannedShards)]
 
@@ -67,14 +67,14 @@ def test_a_backend_of_ones_own_that_lacks_something_is_refused_with_what_it_lack
 
 
 def test_a_platform_that_megatron_does_not_run_on_is_named() -> None:
-    from pa_npu.backends.megatron.devices import device_of
+    from pa_npu.backends.megatron.gpt import fused_ops
 
     class Other:
         name = "tpu"
 
-    assert device_of(PLATFORM).has_deterministic_mode is False
+    assert fused_ops(PLATFORM) is PLATFORM.ops
     with pytest.raises(UserError, match=r"trainer.backend: megatron does not run on tpu; set run.device to one of npu"):
-        device_of(Other())
+        fused_ops(Other())
 
 
 def test_megatron_is_imported_by_creating_a_backend_only() -> None:

@@ -33,7 +33,7 @@ from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_config, make
 
 # these import megatron, which the helper above has prepared
 from pa_npu.checkpoints import saving as checkpointing  # isort: skip
-from pa_npu.backends.megatron.checkpoint.shards import PlannedShards  # isort: skip
+from pa_npu.backends.megatron.checkpoint import PlannedShards  # isort: skip
 from pa_npu.checkpoints.writer import Forked  # isort: skip
 from pa_npu.checkpoints.saving import Checkpointing  # isort: skip
 from pa_npu.trainer.learner import Learner  # isort: skip

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from pa_npu.checkpoints import directories as store
-from pa_npu.checkpoints.digests import digest_of
+from pa_npu.checkpoints.directories import digest_of
 from pa_npu.checkpoints.provenance import (
     CHANGES,
     REFUSED,

@@ -85,7 +85,6 @@ HANDS_ON = {
 ASIDE = {
     "algorithm/agreement.py": "statistics of log-prob differences",
     "algorithm/update_sums.py": "metrics",
-    "backends/reductions.py": "metrics over ranks",
     "coordinator/production.py": "numbers of the iteration's record",
     "dispatch/lengths.py": "expected lengths",
     "engines/protocol.py": "definitions",

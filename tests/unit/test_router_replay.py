@@ -44,7 +44,7 @@ from tests.helpers.models import make_model
 from tests.helpers.shelf import shelf_iterator
 from tests.helpers.trainer_rank import make_groups
 
-from pa_npu.backends.megatron.replay import replay_of  # isort: skip
+from pa_npu.backends.megatron.routing import replay_of  # isort: skip
 
 EXPERTS, TAKEN, SPARSE = 8, 2, 2  # of the three layers the middle one is dense
 ROUTES = routes(Experts(EXPERTS, TAKEN, 32, True, (0, 2)))

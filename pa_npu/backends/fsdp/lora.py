@@ -21,8 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
-from pa_npu.backends.fsdp.model import DTYPES, ScoredModel, load_model, shard
-from pa_npu.backends.fsdp.weights import Rows, rows_of
+from pa_npu.backends.fsdp.model import ScoredModel, load_model, shard
+from pa_npu.backends.fsdp.weights import Weights, rows_of
+from pa_npu.backends.protocol import DTYPES
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
 from pa_npu.families.peft_directory import WEIGHTS_FILE, AdapterShape
@@ -105,7 +106,7 @@ def adapted(model: ModelWithAdapters, config: Config) -> dict[str, Adapted]:
     return {name: Adapted(model, name if name in sets else None) for name in (POLICY, *config.model_copies)}
 
 
-class Adapted:
+class Adapted(Weights):
     """A model with one set of its adapters on, or none: what the backend takes for a model of its own. Weights are the set's."""
 
     def __init__(self, model: ModelWithAdapters, adapters: str | None) -> None:
@@ -129,10 +130,6 @@ class Adapted:
         """See Weights: the adapters alone."""
         named = self.named_weights().items()
         return [(name, WireWeight(name, 0, tuple(weight.shape)), weight) for name, weight in named]
-
-    def rows(self, weight: WireWeight, whole: torch.Tensor, alone: bool) -> Rows:
-        """See Weights."""
-        return rows_of(whole, weight.start, alone)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         yield from self.named_weights().values()

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
-from pa_npu.algorithm.update_sums import ReducedGradient
+from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
 from pa_npu.backends.protocol import MicrobatchSource, Step
-from pa_npu.backends.reductions import GroupReductions
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.mesh import Mesh, Place
 from pa_npu.config.schema import Config
@@ -45,7 +44,7 @@ class ToyBackend:
         self._config, self._spec, self._platform = config, spec, platform
         self.place: Place = Mesh(data=world).place(rank)
         self.device = platform.device(local_rank)
-        self.reductions = GroupReductions(dist.group.WORLD)
+        self.reductions = Reductions(dist.group.WORLD)
         names = ("policy", *config.frozen_models, *(("published",) if config.keeps_published else ()))
         self._models = {name: self._load(name) for name in names}
         self._weights: dict[str, PolicyState] = {}

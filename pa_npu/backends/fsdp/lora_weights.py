@@ -1,12 +1,14 @@
-"""The model with a set of adapters merged into its weights, row by row as it is sent: no merged copy of it exists anywhere.
+"""Weights of a model with adapters as they leave it: with a set of them merged in, row by row, or the adapters alone.
 
-A row of a merged weight is W + factor * B A, added in fp32 and rounded once, to the type that is sent. W and B are cut into the
-same rows over the ranks, so that a rank needs A alone of the others. An engine that gets A and B alone does the same (base_of).
+No merged copy of the model exists anywhere. A row of a merged weight is W + factor * B A, added in fp32 and rounded once, to the
+type that is sent. W and B are cut into the same rows over the ranks, so that a rank needs A alone of the others. An engine that
+gets A and B alone does the same (base_of).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,16 +16,21 @@ import torch.distributed as dist
 
 from pa_npu.backends.fsdp.lora import PREFIX, Adapted
 from pa_npu.backends.fsdp.optimizer import local
-from pa_npu.backends.fsdp.weights import Rows, rows_of
-from pa_npu.errors import DataError
+from pa_npu.backends.fsdp.weights import Rows, ShardedWeights, Weights, rows_of
+from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
+from pa_npu.config.mesh import Place
+from pa_npu.config.schema import Config
+from pa_npu.errors import DataError, ExportError
 from pa_npu.families.model_directory import read_header, weight_files
+from pa_npu.families.peft_directory import WEIGHTS_FILE, AdapterShape
+from pa_npu.families.spec import ModelSpec
 from pa_npu.families.wire_names import WireWeight
 from pa_npu.weight_transfer.adapters import Base, StoredWeight, merge, stored_digest
 
 _TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-class Merged:
+class Merged(Weights):
     """Weights to send of a model with its adapters; those of an Adapted without any are the base's."""
 
     def __init__(self, adapted: Adapted) -> None:
@@ -93,3 +100,41 @@ class _MergedRows(Rows):
         merged = self.shard[first:last].clone().view(-1, inputs)
         merge(merged, up, down, self.factor, (self.start + first) // inputs)
         return merged.view(-1)
+
+
+def write_adapters(
+    policy: Adapted, config: Config, spec: ModelSpec, directory: Path, place: Place, group: dist.ProcessGroup | None
+) -> None:
+    """Write the adapters in fp32, with the tokenizer's files, as a directory of peft, which peft, transformers and vLLM load.
+
+    Collective over all trainer ranks; raises ExportError on all.
+    """
+    source = ShardedWeights(policy, spec, place, BUCKET_BYTES, torch.float32, group) if place.sends else None
+    device = next(policy.parameters()).device
+    # one file, as peft has it: the adapters are small
+    write_hf(source, spec, directory, place, device, max_file_bytes=2**62, complete=partial(_complete, policy, config))
+
+
+def _complete(policy: Adapted, config: Config, directory: Path) -> None:
+    from peft import LoraConfig
+
+    files = sorted(directory.glob("stage-*.safetensors"))
+    if len(files) != 1:
+        raise ExportError(f"{len(files)} files of adapters; only rank 0 has any to write")
+    files[0].rename(directory / WEIGHTS_FILE)
+    shape = AdapterShape.of(config)
+    alpha = int(shape.alpha) if shape.alpha == int(shape.alpha) else shape.alpha
+    is_pattern = isinstance(shape.targets, str) and shape.targets != "all-linear"
+    LoraConfig(
+        r=shape.rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        use_rslora=shape.rank_stabilized,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+        target_modules=str(shape.targets)
+        if is_pattern
+        else sorted({name.rpartition(".")[2] for name in policy.layers}),
+        base_model_name_or_path=str(Path(config.model.path).resolve()),
+    ).save_pretrained(str(directory))

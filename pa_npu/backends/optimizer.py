@@ -1,12 +1,8 @@
-"""OffloadedState: the optimizer's state in host memory, on the device in a step alone (optimizer.offload).
-
-    decoding, forward, backward: on the host ──fetched──> step ──parked──> on the host
-
-Tensors stay the objects that they are and change their memory, so that optimizers, state dicts and checkpoints know nothing of it.
-"""
+"""Optimizers of all backends alike: the learning rate by updates, and state in host memory (optimizer.offload)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -16,8 +12,31 @@ from pa_npu.config.schema import Config
 from pa_npu.platform.base import Platform
 
 
+def learning_rate(config: Config, update: int) -> float:
+    """The rate of an update, from 1: linear warm-up, then decay to the last iteration's. Update 1 of a warm-up of n has 1/n."""
+    options = config.optimizer
+    warmup, last = config.updates(options.warmup_iterations), config.updates(config.schedule.iterations)
+    most, least = options.learning_rate, options.min_learning_rate
+    if warmup and update <= warmup:
+        return most * update / warmup
+    last = max(last, warmup + 1)
+    if options.decay == "constant":
+        return most
+    if update > last:
+        return least
+    share = (update - warmup) / (last - warmup)
+    if options.decay == "linear":
+        return least + (most - least) * (1.0 - share)
+    return least + (most - least) * 0.5 * (math.cos(math.pi * share) + 1.0)
+
+
 class OffloadedState:
-    """One rank's; of nothing where the configuration does not ask for it. Parks what there is already.
+    """One rank's state of its optimizer, on the device in a step alone; of nothing where the configuration does not ask for it.
+
+        decoding, forward, backward: on the host ──fetched──> step ──parked──> on the host
+
+    Tensors stay the objects that they are and change their memory, so that optimizers, state dicts and checkpoints know nothing of
+    it. Parks what there is already.
 
     tensors: those of the state, each with memory of its own; asked at each step, since an optimizer makes some in its first.
     """

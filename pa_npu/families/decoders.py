@@ -1,11 +1,6 @@
-"""The base of Llama-like decoder families: from config.json to sizes, names and shapes of the weights, work and memory.
+"""Llama-like decoder families: from config.json to sizes, names and shapes of the weights, work and memory.
 
-A family is a subclass of DenseDecoder in a file of its own that states what differs, and an entry in `registry`:
-
-    class Qwen3(DenseDecoder):
-        model_type, architecture = "qwen3", "Qwen3ForCausalLM"
-        qk_norm = True                       norms of queries and keys per head
-        default_head_dim = 128               what transformers takes where config.json is silent
+A family is a subclass of DenseDecoder that states what differs, as those at the end of this file, and an entry in `spec`.
 
 Everything else reads the family through a ModelSpec: a training backend builds layers from the spec's flags and finds the weights
 by role (`layer_weights`), the planner counts with `layer_activations`, dispatch with `flops`.
@@ -16,42 +11,24 @@ A family whose layers differ more needs a flag in ModelSpec and the backends' su
                     after_feed_forward_norm), capped logits
     GLM-like        rotation of a part of each head, in pairs that lie side by side; gate and up as one tensor (role gate_up)
 
-A mixture of experts is `qwen3_moe`'s: its spec has `experts`, and its layers with experts other roles.
+The spec of a mixture of experts has `experts`, and its layers with experts have other roles (Qwen3Moe).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 from pa_npu.families.config_json import count, flag, mapping, positive, token_ids
-from pa_npu.families.shape import FlopsModel, ModelShape, parse_rope
+from pa_npu.families.shape import Experts, FlopsModel, ModelShape, parse_rope
 
-OuterRole = Literal["embedding", "final_norm", "head"]
-LayerRole = Literal[
-    "attention_norm",
-    "q",
-    "k",
-    "v",
-    "q_bias",
-    "k_bias",
-    "v_bias",
-    "q_norm",
-    "k_norm",
-    "o",
-    "feed_forward_norm",
-    "gate",
-    "up",
-    "down",
-    "router",
-    "expert_gate",
-    "expert_up",
-    "expert_down",
-]
 # No model has more layers; a config.json that says so would have the checks count tensors for ever.
 _MOST_LAYERS = 4096
+# transformers 5 writes the second name, everything before it the first.
+_NUM_EXPERTS = ("num_experts", "num_local_experts")
+_SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
 
 
 @dataclass(frozen=True)
@@ -160,7 +137,7 @@ class DenseDecoder:
     def layer_prefix(self, layer: int) -> str:
         return f"model.layers.{layer}."
 
-    def outer_weights(self, spec: ModelShape) -> dict[OuterRole, Weight]:
+    def outer_weights(self, spec: ModelShape) -> dict[str, Weight]:
         """Name the weights outside of layers; a tied head is the embedding."""
         vocabulary = (spec.vocab_size, spec.hidden_size)
         embedding = Weight("model.embed_tokens.weight", vocabulary)
@@ -170,11 +147,11 @@ class DenseDecoder:
             "head": embedding if spec.tied else Weight("lm_head.weight", vocabulary),
         }
 
-    def layer_weights(self, spec: ModelShape, layer: int) -> dict[LayerRole, Weight]:
+    def layer_weights(self, spec: ModelShape, layer: int) -> dict[str, Weight]:
         """Name the weights of one of the model's layers, by role."""
         hidden, ffn = spec.hidden_size, spec.ffn_size
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        weights: dict[LayerRole, Weight] = {
+        weights: dict[str, Weight] = {
             "attention_norm": Weight("input_layernorm.weight", (hidden,)),
             "q": Weight("self_attn.q_proj.weight", (q_rows, hidden)),
             "k": Weight("self_attn.k_proj.weight", (kv_rows, hidden)),
@@ -235,3 +212,90 @@ class DenseDecoder:
         return LayerActivations(
             residual=4 * spec.hidden_size, attention=2 * heads, rotated=heads, feed_forward=3 * spec.ffn_size
         )
+
+
+class Llama(DenseDecoder):
+    """Llama 2 and 3, and other models that have their config.json."""
+
+    model_type, architecture = "llama", "LlamaForCausalLM"
+    heads_divide_hidden = True
+
+
+class Qwen2(DenseDecoder):
+    """Qwen2 and Qwen2.5, and what was distilled into them: biases on queries, keys and values."""
+
+    model_type, architecture = "qwen2", "Qwen2ForCausalLM"
+    qkv_bias = True
+    default_kv_heads = 32
+
+
+class Qwen3(DenseDecoder):
+    """Norms of queries and keys per head, and a head size of its own."""
+
+    model_type, architecture = "qwen3", "Qwen3ForCausalLM"
+    qk_norm = True
+    default_kv_heads = 32
+    default_head_dim = 128
+
+
+class Qwen3Moe(DenseDecoder):
+    """Qwen3 whose layers, all or some of them, have experts and a router in place of the dense feed-forward layer."""
+
+    model_type, architecture = "qwen3_moe", "Qwen3MoeForCausalLM"
+    qk_norm = True
+    default_kv_heads = 4
+
+    def unsupported(self, raw: dict[str, Any]) -> Iterator[str]:
+        yield from super().unsupported(raw)
+        for key in _SHARED:
+            if raw.get(key):
+                yield f"shared experts ({key})"
+
+    def sizes(self, raw: dict[str, Any]) -> dict[str, Any]:
+        sizes = super().sizes(raw)
+        num_experts = next((count(raw, key) for key in _NUM_EXPERTS if raw.get(key) is not None), 128)
+        per_token = count(raw, "num_experts_per_tok", 8)
+        if per_token > num_experts:
+            raise ValueError(f"num_experts_per_tok: {per_token} is more than {num_experts} experts")
+        if num_experts > 65535:
+            raise ValueError(f"{_NUM_EXPERTS[0]}: {num_experts} is more than 65535")
+        step, dense = count(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+            raise ValueError(f"mlp_only_layers: {dense!r:.40} is not a list of layers")
+        layers = tuple(n for n in range(sizes["num_layers"]) if n not in dense and (n + 1) % step == 0)
+        if not layers:
+            raise ValueError(f"decoder_sparse_step, mlp_only_layers: {step}, {dense!r:.40} leave no layer with experts")
+        experts = Experts(
+            num_experts, per_token, count(raw, "moe_intermediate_size", 768), flag(raw, "norm_topk_prob"), layers
+        )
+        return {**sizes, "experts": experts}
+
+    def layer_weights(self, spec: ModelShape, layer: int) -> dict[str, Weight]:
+        weights = super().layer_weights(spec, layer)
+        experts = spec.experts
+        if experts is None or not spec.has_experts(layer):
+            return weights
+        inner, outer = (experts.ffn_size, spec.hidden_size), (spec.hidden_size, experts.ffn_size)
+        attention: dict[str, Weight] = {
+            role: weight for role, weight in weights.items() if role not in ("gate", "up", "down")
+        }
+        return attention | {
+            "router": Weight("mlp.gate.weight", (experts.count, spec.hidden_size)),
+            "expert_gate": Weight("mlp.experts.{expert}.gate_proj.weight", inner, experts.count),
+            "expert_up": Weight("mlp.experts.{expert}.up_proj.weight", inner, experts.count),
+            "expert_down": Weight("mlp.experts.{expert}.down_proj.weight", outer, experts.count),
+        }
+
+    def flops(self, spec: ModelShape) -> FlopsModel:
+        """With as many experts as a token goes through; routers, a thousandth of it, are left out."""
+        assert spec.experts is not None
+        active = len(spec.experts.layers) * spec.experts.per_token * spec.experts.ffn_size
+        dense = spec.num_dense_layers * spec.ffn_size
+        return replace(super().flops(spec), ffn_size=round((active + dense) / spec.num_layers))
+
+    def layer_activations(self, spec: ModelShape) -> LayerActivations:
+        """Count a layer with experts, where tokens are spread evenly: a row for each of a token's experts goes in and comes out."""
+        assert spec.experts is not None
+        experts = spec.experts
+        rows = experts.per_token * (3 * experts.ffn_size + 3 * spec.hidden_size)
+        return replace(super().layer_activations(spec), feed_forward=rows)
