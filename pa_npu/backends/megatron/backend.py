@@ -31,7 +31,7 @@ from pa_npu.backends.megatron.optimizer import (
     set_rates,
     state_tensors,
 )
-from pa_npu.backends.megatron.routing import RoutingWatch, replay_of
+from pa_npu.backends.megatron.routing import Replay, RoutingWatch, replay_of
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.backends.megatron.weights.buckets import StageTensors, export_hf
 from pa_npu.backends.optimizer import OffloadedState
@@ -41,6 +41,7 @@ from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.routes import ROUTES
 from pa_npu.telemetry.timeline import Timeline, now
 from pa_npu.weight_transfer.digest import digest_of
 from pa_npu.weight_transfer.transport import HOST_BACKEND
@@ -244,7 +245,7 @@ class MegatronBackend:
             chunk=self._config.model.head_chunk_tokens,
             entropy_grad=entropy_gradient,
             balance=balance,
-            replay=replay_of(microbatch),
+            replay=_replay(microbatch),
         )
 
     def _outputs(self, output: ModelOutput) -> Outputs:
@@ -264,7 +265,7 @@ class MegatronBackend:
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
 
         def forward(microbatch: Microbatch) -> torch.Tensor:
-            return self._stage.pass_alone(name, *_inputs(microbatch), temperature, chunk, dtype, replay_of(microbatch))
+            return self._stage.pass_alone(name, *_inputs(microbatch), temperature, chunk, dtype, _replay(microbatch))
 
         with self._timeline.span(f"{name} pass"):
             self._run(microbatches, num_microbatches, forward, keep)
@@ -273,6 +274,11 @@ class MegatronBackend:
         """Sum the gradients over replicas, once, after the update's last microbatch."""
         with self._timeline.span("reduce gradients"):
             finalize_model_grads(models, None, **kwargs)
+
+
+def _replay(microbatch: Microbatch) -> Replay | None:
+    """None where the run does not replay, or nobody recorded anything: of a probe, and of a filler."""
+    return replay_of(microbatch) if ROUTES in microbatch.packed else None
 
 
 def _inputs(microbatch: Microbatch) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:

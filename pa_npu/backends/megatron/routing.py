@@ -48,10 +48,8 @@ class Replay:
         return ids, ((ids >= 0) & (ids < num_experts)).all(-1, keepdim=True)
 
 
-def replay_of(microbatch: Microbatch) -> Replay | None:
-    """None where the run does not replay, or nobody recorded anything: of a probe, and of a filler."""
-    if ROUTES not in microbatch.packed:
-        return None
+def replay_of(microbatch: Microbatch) -> Replay:
+    """Takes the column ROUTES of a microbatch that has it."""
     ids = microbatch.packed[ROUTES]
     if ids.dtype == torch.uint16:  # which devices hardly compute with; ids have 15 bits, and none becomes negative
         ids = ids.view(torch.int16)

@@ -187,7 +187,9 @@ def prepare(kind: str) -> None:
 def require_no_megatron(what: str) -> None:
     """Raise when megatron.core is already imported: what was bound at its import can no longer be redirected."""
     if "megatron.core" in sys.modules:
-        raise PaNpuError(f"{what}: megatron.core is already imported; call patches.table.prepare() before any import of it")
+        raise PaNpuError(
+            f"{what}: megatron.core is already imported; call patches.table.prepare() before any import of it"
+        )
 
 
 def import_megatron() -> None:

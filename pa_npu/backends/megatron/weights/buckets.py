@@ -23,7 +23,6 @@ from pa_npu.backends.megatron.weights.hf_map import (
 )
 from pa_npu.config.mesh import Place
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.model_rules import check_tensor_division
 
 
 class StageTensors(GatheredWeights):
@@ -38,7 +37,6 @@ class StageTensors(GatheredWeights):
         shard_group: dist.ProcessGroup | None = None,
         on_host: bool = False,
     ) -> None:
-        check_tensor_division(spec, place.mesh.tensor)
         self._spec = spec
         self._rank = place.shard_group.index(place.rank)
         self._parameters = standard_parameters(module)

@@ -28,7 +28,7 @@ embedding, which is loaded from embed_tokens and is neither published nor export
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -41,7 +41,6 @@ from pa_npu.config.mesh import Place
 from pa_npu.errors import DataError
 from pa_npu.families.model_directory import located_weights
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.model_rules import check_tensor_division
 
 Part = Literal["whole", "q", "k", "v", "gate", "up"]
 
@@ -214,13 +213,11 @@ def load_hf(module: torch.nn.Module, spec: ModelSpec, place: Place | None = None
 
         place = parallel.place()
     tp_rank, tp_size, here = place.tensor, place.mesh.tensor, place.coordinate("expert")
-    check_tensor_division(spec, tp_size)
     offset = first_layer(module)
     places = located_weights(spec)
     opened = cache(partial(safe_open, framework="pt"))
     for name, parameter in standard_parameters(module).items():
         tensors = [tensor for tensor in sources(name, spec, offset) if holder(tensor, spec, place) in (None, here)]
-        _check_parameter(name, parameter, tensors, tp_size)
         for tensor in tensors:
             file = places[tensor.name][0]
             _load_shard(file, opened(file), tensor, part_view(parameter, tensor, spec), tp_rank, tp_size)
@@ -231,20 +228,6 @@ def holder(tensor: HfTensor, spec: ModelSpec, place: Place) -> int | None:
     if tensor.expert is None or spec.experts is None:
         return None
     return tensor.expert // (spec.experts.count // place.mesh.expert)
-
-
-def _check_parameter(name: str, parameter: torch.Tensor, tensors: Sequence[HfTensor], tp_size: int) -> None:
-    own = [tensor for tensor in tensors if tensor.expert == tensors[0].expert]
-    shapes = [tensor.local_shape(tp_size) for tensor in own]
-    expected = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    if tensors[0].expert is not None:
-        expected = (len(tensors) // len(own), *expected)
-    if tuple(parameter.shape) != expected:
-        raise DataError(
-            f"parameter {name}: shape {tuple(parameter.shape)} in the built stage, but {expected} by the model's "
-            "config.json with "
-            f"trainer.tensor_parallel={tp_size}; build the stage from the same ModelSpec"
-        )
 
 
 def _load_shard(file: Path, opened: Any, tensor: HfTensor, target: torch.Tensor, tp_rank: int, tp_size: int) -> None:
