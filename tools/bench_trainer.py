@@ -48,7 +48,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.replica_feed import Traffic
-from tools.groups import group_of_responses
+from tools.groups import group_of_responses, step_flops
 
 PROFILE_GROUPS = {
     "linear layers": ("aten::mm", "aten::addmm", "aten::linear", "aten::bmm", "mkldnn"),
@@ -232,7 +232,7 @@ def compare_trees(model: str, args: argparse.Namespace) -> dict[str, Any]:
             name: [m for group in groups for m in build_microbatches(group, group.num_samples, shared, 1)]
             for name, shared in (("separate", False), ("trees", True))
         }
-        work = {name: sum(flops.step(m.layout, len(m.targets)) for m in way) for name, way in ways.items()}
+        work = {name: sum(step_flops(flops, m.layout, len(m.targets)) for m in way) for name, way in ways.items()}
         first = {name: step(learner, way) for name, way in ways.items()}  # the warm-up, too
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(args.repetitions):

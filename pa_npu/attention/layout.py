@@ -138,14 +138,6 @@ class PrefixLayout:
         """Number of rows, padding included."""
         return self.ends[-1]
 
-    @cached_property
-    def pairs(self) -> int:
-        """(query, key) pairs that attention computes."""
-        return sum(
-            length * (length + 1) // 2 + length * offset
-            for length, offset in zip(self.lengths, self.offsets, strict=True)
-        )
-
     # Tensors, one entry per row
 
     def position_ids(self, device: torch.device | str | None = None) -> torch.Tensor:
@@ -208,10 +200,6 @@ class PrefixLayout:
         if self.padding:
             raise ValueError(f"pad: the layout already ends in {self.padding} pad tokens; pad the layout it came from")
         return PrefixLayout((*self.lengths, missing), (*self.parents, -1), missing)
-
-    def separate(self) -> PrefixLayout:
-        """The same sequences without sharing, in leaf order, without padding: what the layout is measured against."""
-        return PrefixLayout.from_sequences(self.offsets[leaf] + self.lengths[leaf] for leaf in self.leaves)
 
 
 def _integers(what: str, values: Iterable[int]) -> tuple[int, ...]:

@@ -81,21 +81,21 @@ def create(
     copies = config.trainer.devices // shards
     sizes, names = ((copies, shards), ("copies", "shards")) if copies > 1 else ((shards,), ("shards",))
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    dtype, recompute = DTYPES[config.model.dtype], config.trainer.recompute == "full"
     if config.has_adapters:
-        from pa_npu.backends.fsdp.lora import load_adapted
+        from pa_npu.backends.fsdp.lora import ModelWithAdapters, adapted
 
-        shared = load_adapted(config, spec, mesh)
-        return FsdpBackend(shared, mesh, config, spec, platform, device, timeline)
+        shared = ModelWithAdapters(config, spec)
+        shard(shared, mesh, compute=dtype, trained=True, recompute=recompute)
+        return FsdpBackend(adapted(shared, config), mesh, config, spec, platform, device, timeline)
     models: dict[str, ScoredModel] = {}
-    dtype = DTYPES[config.model.dtype]
     for name in ("policy", *config.model_copies):
         held = torch.float32 if name == "policy" else dtype
         causal = load_model(spec.path, held, trust_remote_code=spec.trust_remote_code)
         model = ScoredModel(causal, config.attention.implementation)
         for own, policys in zip(model.modules(), models.get("policy", model).modules(), strict=True):
             own._buffers.update(policys._buffers)  # transformers rounds some when it loads a model in bf16
-        recompute, trained = config.trainer.recompute == "full", name == "policy"
-        models[name] = shard(model, mesh, compute=dtype, trained=trained, recompute=recompute)
+        models[name] = shard(model, mesh, compute=dtype, trained=name == "policy", recompute=recompute)
     return FsdpBackend(models, mesh, config, spec, platform, device, timeline)
 
 

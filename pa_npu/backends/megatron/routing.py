@@ -101,11 +101,13 @@ class Router(MegatronModule):
         tokens = context.layout.total - context.layout.padding
         filled = min(max(tokens - first, 0), len(chosen))
         counts = torch.bincount(chosen[:filled].flatten(), minlength=self.experts.count).to(probabilities.dtype)
-        self._note(counts, probabilities[:filled].detach())
+        replayed = counts.new_zeros(4)
         if replay is not None:
             changed = known & (taken[:, :, None] != own[:, None, :]).all(-1)
             leads = replay.leads[first : first + len(own)]
-            self._note_replay(changed, known.expand_as(taken), leads & ~known[:, 0], leads)
+            found = changed, known.expand_as(taken), leads & ~known[:, 0], leads
+            replayed = torch.stack([one.sum() for one in found]).to(counts.dtype)
+        self._note(counts, probabilities[:filled].detach(), replayed)
         if context.balance:
             loss = self._imbalance(probabilities[:filled], counts, tokens)
             weights = _WithLoss.apply(weights, context.balance * loss)
@@ -118,14 +120,9 @@ class Router(MegatronModule):
         noted, self._noted = self._noted, None
         return self.weight.new_zeros(self.experts.count + 6, dtype=torch.float32) if noted is None else noted
 
-    def _note_replay(self, *sums: torch.Tensor) -> None:
-        assert self._noted is not None, "the pass has been noted"
-        self._noted[-4:] += torch.stack([one.sum() for one in sums]).float()
-
-    def _note(self, counts: torch.Tensor, probabilities: torch.Tensor) -> None:
+    def _note(self, counts: torch.Tensor, probabilities: torch.Tensor, replayed: torch.Tensor) -> None:
         entropy = -(probabilities * probabilities.clamp_min(1e-30).log()).sum()
-        nothing = counts.new_zeros(4)
-        found = torch.cat([counts, entropy[None], counts.new_full((1,), len(probabilities)), nothing]).float()
+        found = torch.cat([counts, entropy[None], counts.new_full((1,), len(probabilities)), replayed]).float()
         self._noted = found if self._noted is None else self._noted + found
 
     def _imbalance(self, probabilities: torch.Tensor, counts: torch.Tensor, tokens: int) -> torch.Tensor:

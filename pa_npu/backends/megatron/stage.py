@@ -206,8 +206,7 @@ class TriModel(MegatronModule):
     def _rotation(
         self, layout: PrefixLayout, device: torch.device, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_positions = max(offset + length for offset, length in zip(layout.offsets, layout.lengths, strict=True))
-        return self.rotary.rows(layout.position_ids(device), num_positions, dtype)
+        return self.rotary.rows(layout.position_ids(device), layout.longest, dtype)
 
 
 def build_stage(
