@@ -48,7 +48,7 @@ class PlannedSave(Protocol):
     """This rank's share of a checkpoint, with the weights as they were when it was planned."""
 
     description: dict[str, Any]
-    """The backend's fields of CheckpointMeta."""
+    """Fields of CheckpointMeta: the backend's own, to which SavedState adds the others that describe the state."""
 
     def write(self) -> Sequence[str]:
         """Write this rank's files, alone, possibly in a forked process; returns their names."""

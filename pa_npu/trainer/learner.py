@@ -18,6 +18,7 @@ from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.objective import Objective, Outputs, PolicyState, Targets, TrainedResponse, measure
 from pa_npu.algorithm.update_sums import MetricSums, Statistics, Totals
 from pa_npu.backends.protocol import MicrobatchSource, Routing, Step, TrainBackend
+from pa_npu.checkpoints.provenance import layout_of
 from pa_npu.checkpoints.saving import PlannedSave
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import UpdateReport
@@ -186,7 +187,11 @@ class Learner:
 
     def plan_save(self, directory: Path) -> PlannedSave:
         """See SavedState."""
-        return self.backend.plan_save(directory, self._reference_version)
+        has_reference, version = "reference" in self._config.frozen_models, self._reference_version
+        plan = self.backend.plan_save(directory, has_reference and version > 0)
+        reference = {"version": version, "saved": version > 0} if has_reference else None
+        plan.description |= {"layout": layout_of(self._config), "reference": reference}
+        return plan
 
     def load(self, directory: Path) -> int:
         """See SavedState."""

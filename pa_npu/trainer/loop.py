@@ -55,7 +55,7 @@ def train(
     border: Border,
     rollouts: Callable[[int], MicrobatchIterator],
     timeline: Timeline,
-    profiler: IterationProfiler,
+    profiler: Callable[[int], AbstractContextManager[Any]],
     checks: IterationChecks,
 ) -> None:
     """Run from the loaded checkpoint (or version 0) to `schedule.iterations`; leaves a checkpoint and an HF export behind."""
@@ -145,21 +145,11 @@ def consume(
     return Consumed(report, trained, normalisers, exact, aged, steps[0].first)
 
 
-class IterationProfiler:
-    """`profiler(iteration)` is a context around the training of one iteration; it records one rank of each pipeline
-    stage where telemetry.profile_iterations asks for it."""
-
-    def __init__(self, config: Config, platform: Platform, rank: int) -> None:
-        telemetry = config.telemetry
-        self._iterations = telemetry.profile_iterations if config.mesh.place(rank).publishes else ()
-        self._directory = Path(config.run.dir) / DIRECTORY
-        self._platform = platform
-        self._rank = rank
-
-    def __call__(self, iteration: int) -> AbstractContextManager[Any]:
-        if iteration not in self._iterations:
-            return nullcontext()
-        return self._platform.profile(self._directory, f"iteration_{iteration:06d}_rank{self._rank}")
+def profiled(config: Config, platform: Platform, rank: int, iteration: int) -> AbstractContextManager[Any]:
+    """A context around one iteration's training: records one rank of each stage where telemetry.profile_iterations asks for it."""
+    if iteration not in config.telemetry.profile_iterations or not config.mesh.place(rank).publishes:
+        return nullcontext()
+    return platform.profile(Path(config.run.dir) / DIRECTORY, f"iteration_{iteration:06d}_rank{rank}")
 
 
 class IterationChecks:

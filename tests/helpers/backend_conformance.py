@@ -226,7 +226,7 @@ class BackendConformance:
         learner = make(config_of(model, **keys))
         self.train(learner)
         learner.publish(1)  # and the reference becomes that version
-        planned = learner.backend.plan_save(tmp_path, 1)
+        planned = learner.plan_save(tmp_path)
         assert planned.description["reference"] == {"version": 1, "saved": True}
         planned.release()
         save(learner, tmp_path, 1)

@@ -160,13 +160,11 @@ class FsdpBackend:
     def digest(self, name: str = "policy") -> str:
         return digest_of(local(parameter) for parameter in self._models[name].parameters())
 
-    def plan_save(self, directory: Path, reference_version: int) -> PlannedShards:
-        saves_reference = "reference" in self._models and reference_version > 0
-        reference = {"version": reference_version, "saved": saves_reference} if "reference" in self._models else None
+    def plan_save(self, directory: Path, with_reference: bool) -> PlannedShards:
         base = self._policy.base_digest(self._shard_group) if isinstance(self._policy, Adapted) else None
-        description = {"base": base, "updates": self._optimizer.updates, "layout": self._layout, "reference": reference}
+        description = {"base": base, "updates": self._optimizer.updates}
         with self._offloaded.copied():
-            return PlannedShards(self._state(saves_reference), directory, description)
+            return PlannedShards(self._state(with_reference), directory, description)
 
     def load(self, directory: Path) -> CheckpointMeta:
         meta = read_meta(directory)
@@ -205,10 +203,6 @@ class FsdpBackend:
             if not microbatch.is_filler:
                 found.append(logprobs)
         return found
-
-    @property
-    def _layout(self) -> dict[str, int]:
-        return {"devices": dist.get_world_size(), "tensor_parallel": 1, "pipeline_parallel": 1}
 
     def _state(self, with_reference: bool) -> dict[str, torch.Tensor]:
         return state_of(self._policy, self._optimizer, self._models["reference"] if with_reference else None)

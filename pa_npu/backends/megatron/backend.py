@@ -191,9 +191,9 @@ class MegatronBackend:
     def digest(self, name: str = "policy") -> str:
         return digest_of(self._stage.model(name).parameters())
 
-    def plan_save(self, directory: Path, reference_version: int) -> PlannedShards:
+    def plan_save(self, directory: Path, with_reference: bool) -> PlannedShards:
         with self._offloaded.copied():
-            return self._contents.plan(directory, self._updates, reference_version)
+            return self._contents.plan(directory, self._updates, with_reference)
 
     def load(self, directory: Path) -> CheckpointMeta:
         with self._offloaded.on_device():

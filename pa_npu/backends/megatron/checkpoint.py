@@ -39,6 +39,7 @@ from pa_npu.backends.megatron.patches.known_classes import known_classes_only
 from pa_npu.backends.megatron.stage import TriModel
 from pa_npu.backends.shard_index import note_written, take_written
 from pa_npu.checkpoints.directories import CheckpointMeta, damaged, read_meta
+from pa_npu.checkpoints.provenance import layout_of
 from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
 from pa_npu.platform.base import Platform
@@ -63,18 +64,11 @@ class CheckpointContents:
         self._config = config
         self._platform = platform
 
-    def plan(self, directory: Path, updates: int, reference_version: int) -> PlannedShards:
-        """updates: optimizer steps so far. reference_version: see TrainBackend.plan_save."""
-        has_reference = "reference" in self._stage.frozen
-        save_reference = has_reference and reference_version > 0
-        description = {
-            "updates": updates,
-            "layout": layout(self._config),
-            "reference": {"version": reference_version, "saved": save_reference} if has_reference else None,
-        }
-        state = self._sharded(is_loading=False, with_rng=True, with_reference=save_reference)
+    def plan(self, directory: Path, updates: int, with_reference: bool) -> PlannedShards:
+        """updates: optimizer steps so far."""
+        state = self._sharded(is_loading=False, with_rng=True, with_reference=with_reference)
         state[_STAMP] = [_stamp(dist.get_rank(), dist.get_world_size(), updates)]
-        return PlannedShards(state, directory, description)
+        return PlannedShards(state, directory, {"updates": updates})
 
     def load(self, directory: Path) -> CheckpointMeta:
         """Restore everything from `directory`, whatever the parallel sizes it was written at.
@@ -83,7 +77,7 @@ class CheckpointContents:
         holds other tensors, DataError when its files are of different versions or name what no checkpoint contains.
         """
         meta = read_meta(directory)
-        same_layout = meta.layout == layout(self._config)
+        same_layout = meta.layout == layout_of(self._config)
         # where it differs from the HF model that the stage already has
         with_reference = "reference" in self._stage.frozen and bool(meta.reference and meta.reference["saved"])
         own = [{key: group[key] for key in group if key not in _GROUP_STATE} for group in self._optimizer.param_groups]
@@ -158,16 +152,6 @@ def _read(state: dict[str, Any], directory: Path, meta: CheckpointMeta) -> dict[
 def _stamp(rank: int, ranks: int, updates: int | None = None) -> ShardedObject:
     """The number of updates that a writing rank's part of the state has seen; it stands among its tensors."""
     return ShardedObject(_STAMP, updates, (ranks,), (rank,))
-
-
-def layout(config: Config) -> dict[str, int]:
-    """Returns the sizes that decide which rank holds which part."""
-    trainer = config.trainer
-    return {
-        "devices": trainer.devices,
-        "tensor_parallel": trainer.tensor_parallel,
-        "pipeline_parallel": trainer.pipeline_parallel,
-    }
 
 
 def _sharding_arguments() -> dict[str, Any]:

@@ -147,20 +147,11 @@ class ToyBackend:
     def digest(self, name: str = "policy") -> str:
         return digest_of(self._models[name].parameters())
 
-    def plan_save(self, directory: Path, reference_version: int) -> PlannedFile:
+    def plan_save(self, directory: Path, with_reference: bool) -> PlannedFile:
         state = {"masters": self._masters, "optimizer": self._optimizer.state_dict()}
-        if reference_version:
+        if with_reference:
             state["reference"] = list(self._models["reference"].parameters())
-        has_reference = "reference" in self._models
-        return PlannedFile(
-            state if self.place.rank == 0 else None,
-            directory / _FILE,
-            {
-                "updates": 0,
-                "layout": {"devices": self.place.mesh.size},
-                "reference": {"version": reference_version, "saved": reference_version > 0} if has_reference else None,
-            },
-        )
+        return PlannedFile(state if self.place.rank == 0 else None, directory / _FILE, {"updates": 0})
 
     @torch.no_grad()
     def load(self, directory: Path) -> CheckpointMeta:
