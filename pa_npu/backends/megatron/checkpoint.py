@@ -102,9 +102,8 @@ class CheckpointContents:
     def _check_masters(self, model: dict[str, torch.Tensor], directory: Path) -> None:
         """Raises DataError where the weights that the optimizer steps, in the model's type, are not the model's."""
         for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
-            if hasattr(
-                part, "_copy_main_params_to_model_params"
-            ):  # in fp32 both are one memory, which the optimizer loaded last
+            # in fp32 both are one memory, which the optimizer loaded last
+            if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()
         for name, parameter in self._stage.policy.named_parameters():
             if not torch.equal(parameter, model[name]):

@@ -68,9 +68,8 @@ class ExpertWeights(MegatronModule):
         device = torch.cuda.current_device()
         weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
         weight.allreduce = False  # Megatron's word for: of expert parallelism
-        weight.tensor_model_parallel = (
-            True  # no tensor-parallel rank holds a copy, so that the gradient norm counts all
-        )
+        # no tensor-parallel rank holds a copy, so that the gradient norm counts all
+        weight.tensor_model_parallel = True
         return weight
 
 
