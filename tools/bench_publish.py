@@ -17,7 +17,7 @@ Columns: MiB sent, buckets, GB/s (10^9 bytes) of the publish, of the bare broadc
 after another (medians); the publish over each of the two (the aim: at least 0.5 of the broadcast); the share of a
 publish that the leader spent waiting for the transport.
 
-With --model nothing is sent: it prints the seconds that pa_npu.planning.publish_time expects on links of the given speed (GB/s,
+With --model nothing is sent: it prints the seconds that pa_npu.planning.prediction.costs expects on links of the given speed (GB/s,
 10^9 bytes: a port of 200 Gbit/s is 25), for several TP and bucket sizes, and their share of an iteration.
 """
 
@@ -44,7 +44,7 @@ from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.config.mesh import Mesh
 from pa_npu.families.shape import Experts, Rope
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.publish_time import Link, publish_seconds, weight_bytes
+from pa_npu.planning.prediction.costs import Link, publish_seconds
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher
 from pa_npu.weight_transfer import transport
@@ -210,7 +210,7 @@ def print_table(table: list[list[str]]) -> int:
 
 def expected(model: str, link: Link, iteration_s: float | None) -> list[list[str]]:
     """The seconds of one publish on such links, as a table."""
-    size = weight_bytes(MODELS[model])
+    size = 2 * MODELS[model].num_parameters  # bf16
     table = [["model", "GB in bf16", "TP", "bucket MiB", "seconds", "GB/s", "of an iteration"]]
     for tensor_parallel in (1, 4, 8):
         for bucket_mib in (4, 16, 64):

@@ -293,7 +293,7 @@ CARRIED = Topic(
 
 @dataclass(frozen=True)
 class ShardAddress:
-    """The address at which a shard of the rollout buffer listens (samples/shards.py)."""
+    """The address at which a shard of the rollout buffer listens (samples/rollout_buffer.py)."""
 
     host: str
     port: int

@@ -20,6 +20,8 @@ from typing import Any
 
 from pa_npu import platform
 from pa_npu.agents.environment import AgentEnvironment, evaluated
+from pa_npu.agents.gateway import Gateway
+from pa_npu.agents.sessions import Sessions
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
@@ -30,23 +32,20 @@ from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.tasks import run_until_terminated
 from pa_npu.control.typed import Topic
-from pa_npu.coordinator.assembly import (
-    decoder,
-    make_gateway,
-    make_service,
-    make_updates,
-)
 from pa_npu.coordinator.border import BorderCrossing
 from pa_npu.coordinator.evaluate import Evaluator, RunEvaluations
-from pa_npu.coordinator.iterations_ahead import IterationsAhead, take_up
+from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.loop import Coordinator, IterationEnd
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.record import RunRecords
-from pa_npu.coordinator.roles import make_roles
+from pa_npu.coordinator.roles import Roles
+from pa_npu.coordinator.served_run import ServedRun
+from pa_npu.coordinator.token_budget import BudgetedUpdates
+from pa_npu.coordinator.updates import InformativeUpdates, Updates
 from pa_npu.data.prompts import PromptSet, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
-from pa_npu.dispatch.work import GroupWork
-from pa_npu.engines.http_server import KEY_VARIABLE
+from pa_npu.dispatch.assignment import GroupWork
+from pa_npu.engines.http_server import KEY_FILE, KEY_VARIABLE
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
@@ -57,13 +56,13 @@ from pa_npu.errors import PaNpuError, UserError, exit_code
 from pa_npu.families.model_directory import load_tokenizer
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import Rules
+from pa_npu.planning.iteration_model.subjects import Rules
 from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engine_groups import Connection
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, StageManifest
 from pa_npu.rewards.pool import RewardPool
+from pa_npu.samples.rollout_buffer import RolloutBuffer, open_buffer
 from pa_npu.samples.routes import routes_of
-from pa_npu.samples.shards import open_buffer
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer.transport import run_and_exit
@@ -98,7 +97,13 @@ async def run(config: Config) -> None:
         environment = make_environment(config, tokenizer)
         channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, limit_s), ROSTER_PREFIX), key or "")
-        pool = await stack.enter_async_context(EnginePool((), config.rollout.probe_timeout_s, decoder(tokenizer)))
+        pool = await stack.enter_async_context(
+            EnginePool(
+                (),
+                config.rollout.probe_timeout_s,
+                lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
+            )
+        )
         replays = sampling.routes is not None
         fleet = Fleet(
             config.rollout, pool, roster, lambda url: kind.client(url, spec.vocab_size, key), replays, limit_s
@@ -149,10 +154,51 @@ async def run(config: Config) -> None:
         )
         iteration_end = IterationEnd(config, channel, controller, records)
         coordinator = Coordinator(config, border, ahead, evaluations, iteration_end)
-        take_up(config, freshness, ahead, updates, buffer)
+        ahead.take_up(buffer)
         gc.collect()
         gc.freeze()  # what is here stays to the run's end, and every full collection would look at it again
         await coordinator.run(first)
+
+
+# which features a run uses: the only place on the coordinator's side that reads their keys and constructs them
+
+
+def make_updates(
+    config: Config, freshness: Freshness, channel: StoreChannel, buffer: RolloutBuffer, train: TrainingStream
+) -> Updates:
+    """Makes the run's policy on the groups of an update: by prompts, by informative groups, or by a budget of tokens."""
+    schedule = config.schedule
+    if schedule.tokens_per_update is not None:
+        return BudgetedUpdates(config, schedule.tokens_per_update, freshness, channel, buffer)
+    if schedule.dynamic_sampling:
+        return InformativeUpdates(schedule.prompts_per_iteration, schedule.order, lambda: train.take(1)[0])
+    return Updates(schedule.prompts_per_iteration, schedule.order)
+
+
+def make_roles(config: Config, pool: EnginePool, timeline: Timeline, controller: ScheduleController) -> Roles | None:
+    """For a run whose devices decode and train in one iteration."""
+    return Roles(config, pool, timeline, controller.speeds) if config.follows_work else None
+
+
+def make_service(config: Config, pool: EnginePool, sampling: Sampling, tokenizer: Any) -> ServedRun | None:
+    """For a run that other programs see through its gateway."""
+    return None if config.agent.port is None else ServedRun(config, pool, sampling, tokenizer)
+
+
+def make_gateway(
+    config: Config, environment: Environment, key: str | None, service: ServedRun | None
+) -> Gateway | None:
+    """For agents, and for other programs, where a run has these. key: the engines'; the run's own where that is not known."""
+    agents = environment if isinstance(environment, AgentEnvironment) else None
+    if agents is None and service is None:
+        return None
+    sessions = Sessions(key or (Path(config.run.dir) / KEY_FILE).read_text(encoding="utf-8").strip())
+    if agents is not None:
+        agents.sessions = sessions
+    return Gateway(sessions, config.rollout.temperature, service.routes if service is not None else None)
+
+
+# what a run needs besides
 
 
 def tested_in(config: Config, tokenizer: Any, environment: Environment) -> Environment:

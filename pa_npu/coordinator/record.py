@@ -11,10 +11,10 @@ from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import BorderReport, IterationReport, RunsOn
-from pa_npu.coordinator.production import Produced
+from pa_npu.coordinator.delivery import Produced
 from pa_npu.engines.pool import EngineUse
 from pa_npu.evaluation.results import Judged, Progress, kept_versions, results_file, write_results
-from pa_npu.planning.iteration_model.messages import Prediction
+from pa_npu.planning.iteration_model.subjects import Prediction
 from pa_npu.platform.memory_peaks import ResidentPeak
 from pa_npu.publish.coordinator_side import EnginesHold
 from pa_npu.telemetry.metrics import MetricsWriter, drop_records

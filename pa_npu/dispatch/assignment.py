@@ -1,17 +1,45 @@
-"""Which replica trains a group, and in which of the replica's slots of the iteration."""
+"""Which replica trains a group, or which part of it, and in which of the replica's slots of the iteration; by what that costs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
+from pa_npu.families.spec import ModelSpec
+
+GroupCost = Callable[[int, Sequence[int]], float]
+"""Cost of training a group, in any unit, from the length of its prompt and those of its responses; GroupWork is one."""
 
 # How many groups a replica may be ahead of another, while groups stream in: more would balance no better (1% of an iteration)
 # and leave some replicas without work meanwhile.
 _LEAD = 2
 # The groups still to come are taken for at least so much of what was expected of them, however much has come already.
 _LEAST_LEFT = 0.3
+# Halvings of the interval in which the end of a group's parts lies: a thousandth of a group's seconds.
+_HALVINGS = 10
+
+
+class GroupWork:
+    """Operations of a group's microbatches as they are packed: linear layers by token, attention by pair, head by prediction.
+
+    Tokens alone would call 8 responses of 1,000 and 1 of 8,000 the same, whose attention differs by a factor of 8. Packed
+    sequences' padding and the passes of frozen models, which have the same shape, are left out.
+    """
+
+    def __init__(self, spec: ModelSpec, config: Config) -> None:
+        self._flops = spec.definition.flops(spec)
+        self._responses = config.microbatch_responses
+        self._shared_prompt = config.attention.shared_prompt
+
+    def __call__(self, prompt_length: int, response_lengths: Sequence[int]) -> float:
+        """Forward and backward of all microbatches of a group with these lengths, in tokens."""
+        pieces = [
+            response_lengths[start : start + self._responses]
+            for start in range(0, len(response_lengths), self._responses)
+        ]
+        return sum(self._flops.group(prompt_length, lengths, shared=self._shared_prompt) for lengths in pieces)
 
 
 class Assignment:
@@ -156,3 +184,48 @@ class Assignment:
             count[replica] += 1
             replicas[number] = replica
         return replicas
+
+
+def common_end_s(free_s: Sequence[float], work_s: float) -> float:
+    """When replicas that are free at these times have all done work that can be divided at will."""
+    total, ends = work_s, sorted(free_s)
+    for count, at_s in enumerate(ends, start=1):
+        total += at_s
+        if count == len(ends) or total / count <= ends[count]:
+            return total / count
+    raise ValueError("free_s: at least one replica must train")
+
+
+def parts_of(
+    size: int, seconds: Callable[[int, int], float], free_s: Mapping[int, float], earliest_s: float
+) -> dict[int, tuple[int, int]]:
+    """By replica, the samples of one of the last groups that it trains, from one number to before another: all end together.
+
+    A group that is trained whole keeps one replica busy while the others wait. Its advantages are made before it is divided.
+
+    size: samples of the group. seconds: what training samples from one number to before another takes. free_s: when each replica
+    is, of equal ones the preferred first. earliest_s: an end before which nothing is gained, since other groups keep replicas busy.
+    """
+    order = sorted(free_s, key=free_s.__getitem__)
+
+    def ending(end_s: float) -> dict[int, tuple[int, int]] | None:
+        parts, first = {}, 0
+        for replica in order:
+            last = first
+            while last < size and free_s[replica] + seconds(first, last + 1) <= end_s:
+                last += 1
+            if last > first:
+                parts[replica], first = (first, last), last
+        return parts if first == size else None
+
+    whole = {order[0]: (0, size)}
+    low, high = earliest_s, free_s[order[0]] + seconds(0, size)
+    best = ending(low)
+    for _ in range(_HALVINGS if best is None else 0):
+        middle = (low + high) / 2
+        found = ending(middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    return best or whole

@@ -14,10 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pa_npu.config.schema import Config
+from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.adapters import adapter_parameters, adapter_parts
 from pa_npu.planning.amounts import Work, work
-from pa_npu.planning.sharded import gathered_bytes, sharded_parts
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, group_buffer_bytes
 
 GIB = 2**30
@@ -78,11 +77,9 @@ def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
     if config.trainer.backend != "fsdp":
         return fullest
     element = _BYTES[config.model.dtype]
-    held = sharded_parts(config, spec, element, element)
-    if config.has_adapters:
-        held = adapter_parts(config, spec, element)
+    held = (_adapter_parts if config.has_adapters else _sharded_parts)(config, spec, element)
     parts = [(name, held.get(name, size)) for name, size in fullest.parts]
-    gathered = ("gathered layers", gathered_bytes(config, spec, element))
+    gathered = ("gathered layers", _gathered_bytes(config, spec, element))
     return Memory(fullest.role, (*parts, gathered), fullest.offloaded)
 
 
@@ -95,6 +92,59 @@ def beside_engine(config: Config, spec: ModelSpec) -> int:
 def left_share(config: Config, spec: ModelSpec, device_bytes: int) -> float:
     """The share of a device, in steps of a twentieth, that a trainer leaves to the engine beside it; not above 0: none."""
     return math.floor(20 * (USABLE - beside_engine(config, spec) / device_bytes)) / 20
+
+
+def _sharded_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, int]:
+    """Bytes that a rank of fsdp holds all the time, by purpose: trained weights, gradients and moments in fp32, all of it sharded.
+
+    element: bytes of a weight in model.dtype.
+    """
+    weights = spec.num_parameters
+    held = {
+        "weights": weights * _FP32,
+        "gradients": weights * _FP32,
+        "optimizer": 2 * weights * _FP32,
+        "frozen models": weights * element * len(config.frozen_models),
+        "published weights": weights * element * ("published" in config.model_copies),
+    }
+    return {name: size // config.mesh.shards for name, size in held.items()}
+
+
+def _adapter_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, int]:
+    """The same of a rank that trains adapters (LoRA): the weights once, and little beside them."""
+    own = _FP32 * adapter_parameters(config, spec)
+    copies = [name for name in config.model_copies if name != "reference" or config.keeps_reference]
+    published = copies.count("published")
+    held = {
+        "weights": spec.num_parameters * element + own,
+        "gradients": own,
+        "optimizer": 2 * own,
+        "frozen models": (len(copies) - published) * own,
+        "published weights": published * own,
+    }
+    return {name: size // config.mesh.shards for name, size in held.items()}
+
+
+def adapter_parameters(config: Config, spec: ModelSpec) -> int:
+    """Parameters of one set of adapters: rank x (inputs + outputs) of every layer that gets one."""
+    shape, layers = AdapterShape.of(config), spec.definition.linear_layers(spec)
+    return shape.rank * sum(sum(size) for name, size in layers.items() if shape.chooses(name))
+
+
+def without_adapters(config: Config, spec: ModelSpec) -> list[str]:
+    """A line where the most of a model gets none, though lora.targets may say all."""
+    if not (config.has_adapters and spec.definition.fuses_experts(spec)):
+        return []
+    return ["lora.targets: the experts of this mixture get no adapters and stay as they are"]
+
+
+def _gathered_bytes(config: Config, spec: ModelSpec, element: int) -> int:
+    """Whole layers at the peak of a backward pass: one that computes, one that is gathered for what comes next, embedding and head;
+    and a gradient on its way, in fp32."""
+    outside = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
+    layer = (spec.num_parameters - outside) // spec.num_layers
+    reduced = 0 if config.has_adapters else max(layer, outside) * _FP32 + layer * element
+    return (outside + 2 * layer) * element + reduced
 
 
 def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:

@@ -55,16 +55,6 @@ def to_bytes(group: Group, columns: RunColumns = NONE) -> bytes:
 
     Raises GroupFormatError where the group lacks a declared column, or has another.
     """
-    return from_tensors(tensors_of(group, columns))
-
-
-def tensor_names(columns: RunColumns) -> tuple[str, ...]:
-    """Tensors of the wire format that a task reads."""
-    return (*_FRAME, *(column.name for column in (LOGPROBS, *columns.carried) if columns.wants(column)))
-
-
-def tensors_of(group: Group, columns: RunColumns) -> Tensors:
-    """Returns the tensors of the wire format by name, for stores of single tensors. Raises GroupFormatError as `to_bytes`."""
     columns.check((LOGPROBS, *group.columns), str(group))
     starts, ends = group.runs
     spans = np.empty((group.num_samples + len(starts), _SPAN_NUMBERS), "<i4")
@@ -73,7 +63,7 @@ def tensors_of(group: Group, columns: RunColumns) -> Tensors:
     runs[:, 0], runs[:, 1], runs[:, 2] = starts, ends - starts, group.versions[starts]
     places = zip(pairwise(group.offsets().tolist()), samples[:, 1].tolist(), strict=True)
     own = [slice(start + shared, end) for (start, end), shared in places]
-    return {
+    tensors = {
         "numbers": np.array(
             [*(getattr(group, name) for name in IDENTITY), group.num_samples, *(group.part or ())], "<i8"
         ),
@@ -87,6 +77,7 @@ def tensors_of(group: Group, columns: RunColumns) -> Tensors:
             if (values := group.columns.get(column)) is not None
         },
     }
+    return _framed(tensors)
 
 
 def _sent(column: Column, values: np.ndarray, trained: np.ndarray, own: list[slice]) -> np.ndarray:
@@ -95,11 +86,8 @@ def _sent(column: Column, values: np.ndarray, trained: np.ndarray, own: list[sli
     return values[trained] if column.tokens == "trained" else np.ascontiguousarray(values)
 
 
-def from_tensors(tensors: Mapping[str, np.ndarray]) -> bytes:
-    """The wire format of `tensors_of`.
-
-    The safetensors file is written here, and copied once: safetensors' own `save` takes twice as long, and copies it twice.
-    """
+def _framed(tensors: Tensors) -> bytes:
+    """The safetensors file is written here, and copied once: safetensors' own `save` takes twice as long, and copies it twice."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes

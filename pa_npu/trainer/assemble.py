@@ -24,7 +24,7 @@ from pa_npu.publish.late_engines import LateEngines
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.publish.publisher import Publisher, WeightSource
 from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.shards import host_shard, open_buffer
+from pa_npu.samples.rollout_buffer import host_shard, open_buffer
 from pa_npu.telemetry.sample_store import TrainerLogprobs, kept_groups
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement

@@ -37,8 +37,7 @@ from pa_npu.publish.messages import Probe
 from pa_npu.publish.trainer_side import TrainerPublish
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
-from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.shards import open_buffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer, open_buffer
 from pa_npu.samples.types import SampleBuilder
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement

@@ -34,7 +34,7 @@ from pa_npu.agents.tree import num_unique
 from pa_npu.attention.trie import pack
 from pa_npu.config.schema import Config
 from pa_npu.coordinator import environment_trial
-from pa_npu.coordinator.assembly import make_gateway
+from pa_npu.coordinator.main import make_gateway
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation
 from pa_npu.engines.vllm.tool_calls import tool_parser as vllm_parser

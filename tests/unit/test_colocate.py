@@ -9,9 +9,9 @@ import pytest
 
 from pa_npu.config import Config, load_config
 from pa_npu.launcher.placement import place, place_nodes
+from pa_npu.planning.automatic import with_share
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.memory import engine_memory, trainer_memory
-from pa_npu.planning.places import with_share
 from pa_npu.planning.plan_text import derived_lines, predicted_line
 from pa_npu.planning.prediction.costs import typical_trainer
 from pa_npu.planning.prediction.divisions import assumed_basis

@@ -9,8 +9,7 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
-from pa_npu.coordinator import assembly
-from pa_npu.coordinator.roles import make_roles
+from pa_npu.coordinator import main
 from pa_npu.engines.protocol import Sampling
 from pa_npu.telemetry.timeline import Timeline
 
@@ -29,10 +28,10 @@ def constructed(sections: dict[str, dict[str, Any]]) -> set[str]:
     tokenizer = SimpleNamespace(all_special_ids=(), chat_template=None)
     none: Any = None
     objects = (
-        assembly.make_updates(config, Freshness.of(config), none, none, none),
-        service := assembly.make_service(config, pool, Sampling(8, 1.0), tokenizer),
-        assembly.make_gateway(config, none, "key", service),
-        make_roles(config, pool, Timeline(None, ""), SimpleNamespace(speeds=none)),
+        main.make_updates(config, Freshness.of(config), none, none, none),
+        service := main.make_service(config, pool, Sampling(8, 1.0), tokenizer),
+        main.make_gateway(config, none, "key", service),
+        main.make_roles(config, pool, Timeline(None, ""), SimpleNamespace(speeds=none)),
     )
     return {type(one).__name__ for one in objects if one is not None}
 

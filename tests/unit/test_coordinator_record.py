@@ -10,12 +10,12 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import BorderReport
+from pa_npu.coordinator.delivery import Production
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.production import Production
 from pa_npu.coordinator.record import iteration_record
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EngineUse
-from pa_npu.planning.iteration_model.messages import Prediction
+from pa_npu.planning.iteration_model.subjects import Prediction
 from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.publish.coordinator_side import EnginesHold
 from pa_npu.rewards.types import RewardResult

@@ -114,7 +114,7 @@ MEGATRON = re.compile(r"^get_\w+_parallel_(rank|world_size)$")
 # (path, what stands there): why it is no arithmetic on the run's trainer ranks.
 KNOWN = {
     ("backends/megatron/parallel.py", "the sizes that Megatron was given make this process's mesh"): 5,
-    ("dispatch/token_budget.py", "rows of groups, one per replica, of an update that is not known to be whole"): 3,
+    ("coordinator/token_budget.py", "rows of groups, one per replica, of an update that is not known to be whole"): 3,
     ("planning/iteration_model/flow.py", "replicas of a cluster whose iteration is predicted"): 2,
 }
 

@@ -16,10 +16,9 @@ from pa_npu.errors import DataError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.prediction import virtual_run
-from pa_npu.planning.prediction.costs import GroupSeconds, passes, typical_trainer
+from pa_npu.planning.prediction.costs import GroupSeconds, gather_seconds, passes, typical_trainer
 from pa_npu.planning.prediction.virtual_run import predict
 from pa_npu.planning.prediction.workload import Workload
-from pa_npu.planning.sharded import gather_seconds
 from pa_npu.platform.typical import typical_speed
 from tests.helpers.megatron import model_config
 from tests.helpers.models import make_model

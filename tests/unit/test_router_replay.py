@@ -30,8 +30,8 @@ from pa_npu.planning.plan_text import derived_lines
 from pa_npu.samples.columns import NONE, RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.rollout_buffer import run_columns, trained_columns
 from pa_npu.samples.routes import NO_ROUTE, routes, routes_of
-from pa_npu.samples.shards import run_columns, trained_columns
 from pa_npu.samples.types import SampleBuilder
 from pa_npu.samples.wire import from_bytes, to_bytes
 from pa_npu.trainer.loop import consume

@@ -14,11 +14,17 @@ from pa_npu.dispatch.schedule import Reach, Schedule, same_windows, with_own_win
 from pa_npu.engines.membership import Member
 from pa_npu.engines.pool import EnginePool
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.iteration_model.cluster import EngineSpeed, GroupTiming
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.fit import EngineFit
-from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
 from pa_npu.planning.iteration_model.schedules import first_schedule
+from pa_npu.planning.iteration_model.subjects import (
+    EngineSpeed,
+    GroupOutlook,
+    GroupTiming,
+    IterationOutlook,
+    IterationTimes,
+    Rules,
+)
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.planning.prediction.divisions import assumed_basis

@@ -20,10 +20,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.dispatch.work import GroupWork
+from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning import amounts
-from pa_npu.planning.iteration_model.cluster import GroupTiming
+from pa_npu.planning.iteration_model.subjects import GroupTiming
 from pa_npu.planning.prediction.costs import (
     EngineCost,
     TrainerCost,
@@ -267,7 +266,7 @@ def _fit_trainer(run: SeenRun, spec: ModelSpec, typical: TypicalSpeed) -> tuple[
     cost = TrainerCost(
         max(factor * float(found[0]) / passes(config), 1e-12),
         max(factor * float(found[1]) / per_replica, 1e-30),
-        max(run.median("step_s") / amounts.work(config).updates, 1e-9),
+        max(run.median("step_s") / config.schedule.updates_per_iteration, 1e-9),
         max(run.median("publish_s"), 1e-9),
     )
     return cost, max(_LEAST_ERROR, float(np.std(np.array(factors) / factor)) / len(factors) ** 0.5)

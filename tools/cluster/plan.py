@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
-from pa_npu.planning import amounts
 from pa_npu.planning.memory import Memory, engine_memory, trainer_memory
 from pa_npu.planning.prediction.divisions import (
     Basis,
@@ -87,7 +86,7 @@ class ClusterPlan:
     @property
     def device_hours(self) -> Figure:
         """Per thousand optimizer steps."""
-        updates = amounts.work(self.config).updates
+        updates = self.config.schedule.updates_per_iteration
         return self.iteration_s.map(lambda seconds: 1000.0 / updates * seconds * self.devices / 3600.0)
 
     @property
@@ -149,7 +148,7 @@ def _colocated_s(basis: KnownBasis, config: Config, devices: int) -> float:
         "rollout": {"engines": max(1, devices // config.rollout.tensor_parallel)},
         "trainer": {"devices": mesh.size},
     }
-    unit = mesh.data * amounts.work(config).updates
+    unit = mesh.data * config.schedule.updates_per_iteration
     groups = config.schedule.prompts_per_iteration
     whole = max(1, round(groups / unit)) * unit
     together = changed(config, {**changes, "schedule": {"prompts_per_iteration": whole}})

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.planning.iteration_model.cluster import EngineSpeed, GroupTiming
+from pa_npu.planning.iteration_model.subjects import EngineSpeed, GroupTiming
 
 Array = npt.NDArray[np.float64]
 

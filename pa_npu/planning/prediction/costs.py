@@ -1,4 +1,4 @@
-"""Costs of a decode step and a prompt on an engine, and of a group on a replica, by published figures of a device.
+"""Costs of a decode step and a prompt on an engine, of a group on a replica, and of a publish, by published figures of a device.
 
 These give the shape: what of a cost is reading weights, arithmetic, dispatch, communication, and so how it changes with the model,
 the layout and the device. A run gives the factor by which its own costs differ from that (tools/cluster/calibration.py).
@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pa_npu.config.schema import Config
-from pa_npu.dispatch.work import GroupWork
+from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.iteration_model.cluster import EngineSpeed
+from pa_npu.planning.iteration_model.subjects import EngineSpeed
 from pa_npu.planning.memory import kv_bytes_per_token, trainer_memory
-from pa_npu.planning.publish_time import Link, publish_seconds, weight_bytes
-from pa_npu.planning.sharded import gather_seconds
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, TypicalSpeed
 
 _BYTES = {"fp32": 4, "bf16": 2}
@@ -103,13 +101,50 @@ def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> T
     step_s += 2.0 * trainer_memory(config, spec).on_host / typical.host_bytes  # to the device and back
     link = Link(typical.wire_bytes, typical.node_bytes)
     between = typical.node_bytes if mesh.shards <= config.devices_per_node else typical.wire_bytes
-    publish_s = publish_seconds(weight_bytes(spec, element), LARGEST_BUCKET_BYTES, trainer.tensor_parallel, link)
+    publish_s = publish_seconds(spec.num_parameters * element, LARGEST_BUCKET_BYTES, trainer.tensor_parallel, link)
     return TrainerCost(
         typical.group_s * _of_layers(spec, typical) + gather_seconds(config, spec, element, between),
         1.0 / (typical.flops * typical.training),
         step_s,
         publish_s + _BORDER_MESSAGES_S,
     )
+
+
+@dataclass(frozen=True)
+class Link:
+    """The links that carry a publish. Rates in bytes per second, latency in seconds per bucket.
+
+    wire: from a stage's leader to an engine worker, the slowest link on the way; workers pass on what they get.
+    gather: between the ranks of a tensor-parallel group.
+    """
+
+    wire: float
+    gather: float
+    latency_s: float = 100e-6
+
+
+def publish_seconds(weight_bytes: int, bucket_bytes: int, tensor_parallel: int, link: Link) -> float:
+    """Seconds in which all stages' weights reach every engine worker.
+
+    Engines read the stages one after another, so that all bytes pass the same wire. The gather of bucket i + 1 runs while
+    bucket i is on the wire; only the first one's has nothing to hide behind:
+
+        gather + n * max(gather, wire)      per bucket, with gather = (TP - 1) / TP * bucket / rate, wire = bucket / rate + latency
+    """
+    buckets = math.ceil(weight_bytes / bucket_bytes)
+    bucket = weight_bytes / buckets
+    gather = (tensor_parallel - 1) / tensor_parallel * bucket / link.gather
+    return gather + buckets * max(gather, bucket / link.wire + link.latency_s)
+
+
+def gather_seconds(config: Config, spec: ModelSpec, element: int, wire_bytes: float) -> float:
+    """Seconds per microbatch, as if computing hid none: weights gathered forward and backward, gradients scattered in fp32."""
+    shards = config.mesh.shards
+    if config.trainer.backend != "fsdp" or shards == 1:
+        return 0.0
+    scattered = 0 if config.has_adapters else _FP32
+    passes = 2 + len(config.frozen_models)
+    return spec.num_parameters * (passes * element + scattered) * (shards - 1) / shards / wire_bytes
 
 
 class Costs(Protocol):

@@ -20,7 +20,7 @@ from pa_npu.config.mesh import Mesh, nodes_of
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning import amounts
+from pa_npu.planning.amounts import work
 from pa_npu.planning.memory import GIB, USABLE, engine_memory, kv_bytes_per_token, left_share, trainer_memory
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.prediction.costs import Costs, GroupSeconds, Published, computed_prompt_tokens
@@ -158,7 +158,7 @@ def _within_nodes(config: Config) -> bool:
 def _config(
     basis: Basis, engines: int, shards: int, for_trainers: int, tensor: int, stages: int, devices: int, choices: Choices
 ) -> Config | None:
-    unit = Mesh.of(for_trainers, tensor, stages).data * amounts.work(basis.base).updates
+    unit = Mesh.of(for_trainers, tensor, stages).data * work(basis.base).updates
     wanted = basis.base.schedule.prompts_per_iteration
     if basis.groups_per_device is not None:
         wanted = max(1, round(basis.groups_per_device * devices))

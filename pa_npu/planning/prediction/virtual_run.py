@@ -15,14 +15,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pa_npu.config.schema import Config
-from pa_npu.dispatch.roles import Rest, Speeds, decoding_units, units_of
-from pa_npu.dispatch.schedule import Schedule
+from pa_npu.dispatch.roles import Rest, decoding_units, units_of
+from pa_npu.dispatch.schedule import EngineSpeed, Schedule
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning import amounts
-from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup, expected_lengths
 from pa_npu.planning.iteration_model.flow import Flow
-from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, Rules
 from pa_npu.planning.iteration_model.schedules import choose, flow_of
+from pa_npu.planning.iteration_model.subjects import (
+    Cluster,
+    GroupOutlook,
+    IterationOutlook,
+    Rules,
+    VirtualGroup,
+    expected_lengths,
+)
 from pa_npu.planning.prediction.costs import Costs, EngineCost, GroupSeconds, TrainerCost, computed_prompt_tokens
 from pa_npu.planning.prediction.workload import Shape, Workload
 from pa_npu.platform.typical import TypicalSpeed
@@ -101,7 +107,7 @@ def predict(
             config.rollout.max_num_seqs,
             part.replicas,
             config.schedule.order,
-            amounts.work(config).updates,
+            rules.updates,
             trainer_cost.step_s + fill_s,
             costs.delivery_s,
         )
@@ -248,7 +254,7 @@ def _gained_s(
         most=cluster.max_num_seqs,
     )
     engines = [(speed.step_s, speed.sequence_s, speed.prompt_token_s) for speed in cluster.engines.values()]
-    _, roles_s, turns_s = decoding_units(rest, Speeds(*np.mean(engines, axis=0).tolist()))
+    _, roles_s, turns_s = decoding_units(rest, EngineSpeed(*np.mean(engines, axis=0).tolist()))
     return turns_s - roles_s
 
 
