@@ -15,8 +15,8 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pa_npu.config.schema import Config
@@ -106,13 +106,12 @@ class Evaluator:
             self._questions += [(name, number, prompts[number]) for number in order]
         if wishes.overlap:  # what is cut short then holds something of every set
             random.Random(len(self._questions)).shuffle(self._questions)
-        self._running: asyncio.Task[None] | None = None
         self._answers: dict[int, list[Judged]] = {}
+        self._start_s = 0.0
 
     async def evaluate(self, version: int) -> Evaluation:
         """All questions, on the version that the engines hold."""
-        self._answers = {}
-        start_s = time.perf_counter()
+        self._answers, self._start_s = {}, time.perf_counter()
         async with TaskScope() as scope:
             for place, (name, number, prompt) in enumerate(self._questions):
                 responses = sum(count for _, count, _ in self._kinds)
@@ -121,43 +120,20 @@ class Evaluator:
                     responses, responses * (len(prompt.tokens) + longest), self._window, self._config.engine_wait_s
                 )
                 scope.start(self._answer(place, name, number, prompt, lease, version), f"evaluate {name} {number}")
-        return self._so_far(version, start_s)
+        return self.so_far(version)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether there is something for `finish` to end."""
-        return self._running is not None and not (self._running.done() and self._running.exception() is None)
+    def so_far(self, version: int) -> Evaluation:
+        """What an evaluation that was begun has: the questions before the first that is not complete.
 
-    def start(self, version: int, done: Callable[[Evaluation], object]) -> None:
-        """Begin, and go on in the background until all is answered, which `done` is told, or until `finish`."""
-
-        async def run() -> None:
-            done(await self.evaluate(version))
-
-        self._started_s = time.perf_counter()
-        self._running = asyncio.create_task(run(), name=f"evaluation of version {version}")
-
-    async def finish(self, version: int) -> Evaluation | None:
-        """End what `start` began, at once: what is in flight is given up. None where no question is complete, or all were."""
-        running, self._running = self._running, None
-        if running is None:
-            return None
-        if running.done():
-            running.result()
-            return None
-        await cancel([running])
-        found = self._so_far(version, self._started_s)
-        return found if found.questions else None
+        Of the later ones, the short answers would be too many.
+        """
+        complete = next((n for n in range(len(self._questions)) if n not in self._answers), len(self._questions))
+        responses = tuple(response for place in range(complete) for response in self._answers[place])
+        seconds = time.perf_counter() - self._start_s
+        return Evaluation(version, responses, complete, len(self._questions), seconds, self._names)
 
     def _window(self, _: str) -> int:
         return self._config.rollout.max_num_seqs
-
-    def _so_far(self, version: int, start_s: float) -> Evaluation:
-        """The questions before the first that is not complete: of the later ones, the short answers would be too many."""
-        complete = next((n for n in range(len(self._questions)) if n not in self._answers), len(self._questions))
-        responses = tuple(response for place in range(complete) for response in self._answers[place])
-        seconds = time.perf_counter() - start_s
-        return Evaluation(version, responses, complete, len(self._questions), seconds, self._names)
 
     async def _answer(self, place: int, name: str, number: int, prompt: Prompt, lease: Lease, version: int) -> None:
         config, found = self._config, []
@@ -227,6 +203,7 @@ class RunEvaluations:
     evaluator: Evaluator | None
     records: RunRecords
     timeline: Timeline
+    _running: asyncio.Task[None] | None = field(default=None, init=False)
 
     def is_due(self, version: int) -> bool:
         """Whether the version is evaluated: the first and the last always are."""
@@ -244,18 +221,27 @@ class RunEvaluations:
             return self._record(await self.evaluator.evaluate(version))
 
     def start(self, version: int) -> None:
-        """One beside training."""
+        """One beside training, until all is answered or until `cut_short`."""
+        self._running = asyncio.create_task(self._whole(version), name=f"evaluation of version {version}")
+
+    async def _whole(self, version: int) -> None:
         assert self.evaluator is not None
-        self.evaluator.start(version, self._record)
+        self._record(await self.evaluator.evaluate(version))
 
     @property
     def is_running(self) -> bool:
         """Whether one beside training may be under way."""
-        return self.evaluator is not None and self.evaluator.is_running
+        return self._running is not None and not (self._running.done() and self._running.exception() is None)
 
     async def cut_short(self, version: int) -> None:
-        """Engines are needed for the next weights: what has been answered of an evaluation beside training is what counts."""
-        if self.evaluator is not None and (found := await self.evaluator.finish(version)) is not None:
+        """Engines are needed for the next weights: what is in flight is given up, and complete questions are what counts."""
+        running, self._running = self._running, None
+        if running is None or self.evaluator is None:
+            return
+        if running.done():
+            return running.result()
+        await cancel([running])
+        if (found := self.evaluator.so_far(version)).questions:
             self._record(found)
 
     def _record(self, found: Evaluation) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.roles import Roles
 from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.coordinator.token_budget import BudgetedUpdates
-from pa_npu.coordinator.updates import InformativeUpdates, Updates
+from pa_npu.coordinator.updates import EveryGroup, InformativeGroups, Updates
 from pa_npu.data.prompts import PromptSet, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
 from pa_npu.dispatch.assignment import GroupWork
@@ -171,8 +172,9 @@ def make_updates(
     if schedule.tokens_per_update is not None:
         return BudgetedUpdates(config, schedule.tokens_per_update, freshness, channel, buffer)
     if schedule.dynamic_sampling:
-        return InformativeUpdates(schedule.prompts_per_iteration, schedule.order, lambda: train.take(1)[0])
-    return Updates(schedule.prompts_per_iteration, schedule.order)
+        kind = partial(InformativeGroups, order=schedule.order, another=lambda: train.take(1)[0])
+        return Updates(schedule.prompts_per_iteration, kind)
+    return Updates(schedule.prompts_per_iteration, partial(EveryGroup, order=schedule.order))
 
 
 def make_roles(config: Config, pool: EnginePool, timeline: Timeline, controller: ScheduleController) -> Roles | None:

@@ -40,6 +40,7 @@ _MARGIN = 1.35
 _NEWEST = 0.3
 
 
+@dataclass(eq=False, repr=False)
 class BudgetedUpdates(Updates):
     """Each update trains whole groups, carried ones first, until it has `tokens` of them; trainers are told how many these are.
 
@@ -47,24 +48,22 @@ class BudgetedUpdates(Updates):
     groups in wire format, and what a record says of them as JSON.
     """
 
-    def __init__(
-        self, config: Config, tokens: int, freshness: Freshness, channel: StoreChannel, buffer: RolloutBuffer
-    ) -> None:
-        most = config.schedule.prompts_per_iteration
-        super().__init__(most, "prompt")
-        self._config = config
-        self._last = config.schedule.iterations - 1
-        self._freshness = freshness
-        self._channel = channel
-        self._buffer = buffer
-        self._budget = TokenBudget(tokens, most, config.data_parallel)
+    config: Config
+    tokens: int
+    freshness: Freshness
+    channel: StoreChannel
+    buffer: RolloutBuffer
+
+    def __post_init__(self) -> None:
+        self._last = self.config.schedule.iterations - 1
+        self._budget = TokenBudget(self.tokens, self.config.schedule.prompts_per_iteration, self.config.data_parallel)
         self._carried: Sequence[ScoredGroup] = ()  # to the iteration that is produced next
 
     def num_new(self, iteration: int) -> int:
         return self._budget.num_new([group.tokens for group in self._carried], is_last=iteration == self._last)
 
     def choose(self, iteration: int, prompts: Sequence[Prompt]) -> BudgetedGroups:
-        num_due = sum(not self._freshness.holds(iteration + 1, group.version) for group in self._carried)
+        num_due = sum(not self.freshness.holds(iteration + 1, group.version) for group in self._carried)
         if iteration == self._last:
             num_due = len(self._carried) + len(prompts)
         return BudgetedGroups(self._budget, self._carried, prompts, num_due, partial(self.resumed, iteration))
@@ -78,10 +77,10 @@ class BudgetedUpdates(Updates):
 
     def resumed(self, iteration: int, num_groups: int) -> None:
         """Tell trainers the size of an update."""
-        UPDATE_SIZE.put(self._channel, UpdateSize(self._config.mesh.per_replica(num_groups)), iteration=iteration)
+        UPDATE_SIZE.put(self.channel, UpdateSize(self.config.mesh.per_replica(num_groups)), iteration=iteration)
 
     def carry_on(self, groups: Sequence[ScoredGroup], group_tokens: float | None) -> None:
-        if not self._config.mesh.shares(len(groups)):
+        if not self.config.mesh.shares(len(groups)):
             raise UserError(
                 f"checkpoint.load: it carries {len(groups)} groups to a later update, which {self._budget.replicas} replicas "
                 f"cannot share; continue with as many trainer.devices as before"
@@ -90,14 +89,14 @@ class BudgetedUpdates(Updates):
 
     def save(self, version: int) -> None:
         """Put what no update until `version` trains, and no iteration that is produced until then, where checkpoints find it."""
-        if not self._config.saves(version) or version > self._last:
+        if not self.config.saves(version) or version > self._last:
             return
-        iteration = min(version + self._freshness.iterations_ahead, self._last + 1)
-        buffer = self._buffer.written(version)
+        iteration = min(version + self.freshness.iterations_ahead, self._last + 1)
+        buffer = self.buffer.written(version)
         for index, group in enumerate(self._carried):
             buffer.put(group.group(0, iteration, index), 0, index)
         carried = [told(group) for group in self._carried]
-        CARRIED.put(self._channel, CarriedGroups(iteration, carried, self._budget.group_tokens), version=version)
+        CARRIED.put(self.channel, CarriedGroups(iteration, carried, self._budget.group_tokens), version=version)
 
 
 @dataclass

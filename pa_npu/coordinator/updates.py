@@ -1,8 +1,8 @@
 """Policies on the groups that an update trains: which of an iteration's, and how many prompts the iteration needs for them.
 
-Updates, EveryGroup               all that are dispatched
-InformativeUpdates and -Groups    with dynamic sampling, the first B informative ones
-BudgetedUpdates and -Groups       as many as have schedule.tokens_per_update tokens (token_budget.py)
+EveryGroup           all that are dispatched
+InformativeGroups    with dynamic sampling, the first B informative ones
+BudgetedGroups       as many as have schedule.tokens_per_update tokens (token_budget.py)
 
 DAPO, arXiv 2503.14476, eq. 11: a group whose responses are all right or all wrong has no gradient; others take its place.
 A replacement is dispatched when a group turns out uninformative, never before: so at any time as many groups are dispatched as
@@ -25,11 +25,11 @@ MOST_ITERATIONS = 8
 
 
 class Updates:
-    """Each update trains all groups of its iteration, as many in all iterations. order: schedule.order."""
+    """Each iteration begins with as many prompts, and its update trains what `kind` chooses among their groups."""
 
-    def __init__(self, groups: int, order: Literal["prompt", "completion"]) -> None:
+    def __init__(self, groups: int, kind: Callable[[Sequence[Prompt]], EveryGroup]) -> None:
         self._groups = groups
-        self._order = order
+        self._kind = kind
 
     def num_new(self, iteration: int) -> int:
         """Prompts that the iteration begins with. Iterations come in order."""
@@ -37,7 +37,7 @@ class Updates:
 
     def choose(self, iteration: int, prompts: Sequence[Prompt]) -> EveryGroup:
         """The choice among the iteration's groups, which begin with these prompts."""
-        return EveryGroup(prompts, self._order)
+        return self._kind(prompts)
 
     def produced(self, iteration: int, choice: EveryGroup) -> None:
         """The iteration is complete; `choice` is the one that `choose` gave."""
@@ -122,20 +122,6 @@ class EveryGroup:
 
     def _released(self, index: int, group: ScoredGroup) -> list[tuple[int, ScoredGroup]]:
         return [(index, group)]
-
-
-class InformativeUpdates(Updates):
-    """Updates of informative groups only (schedule.dynamic_sampling).
-
-    another: gives a further prompt.
-    """
-
-    def __init__(self, groups: int, order: Literal["prompt", "completion"], another: Callable[[], Prompt]) -> None:
-        super().__init__(groups, order)
-        self._another = another
-
-    def choose(self, iteration: int, prompts: Sequence[Prompt]) -> EveryGroup:
-        return InformativeGroups(prompts, self._order, self._another)
 
 
 class InformativeGroups(EveryGroup):

@@ -15,7 +15,7 @@ from pa_npu.config.schema import Config
 from pa_npu.coordinator import updates
 from pa_npu.coordinator.delivery import Produced
 from pa_npu.coordinator.producer import Producer
-from pa_npu.coordinator.updates import EveryGroup, InformativeUpdates
+from pa_npu.coordinator.updates import EveryGroup, InformativeGroups
 from pa_npu.coordinator.variants import TailMeter
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.schedule import Schedule
@@ -264,8 +264,7 @@ def dynamic(**schedule: object) -> Config:
 
 
 def informative(chosen: Config, further: Iterator[Prompt]) -> EveryGroup:
-    updates = InformativeUpdates(4, chosen.schedule.order, lambda: next(further))
-    return updates.choose(0, prompts()[:4])
+    return InformativeGroups(prompts()[:4], chosen.schedule.order, lambda: next(further))
 
 
 async def produce_dynamic(

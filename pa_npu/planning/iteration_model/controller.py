@@ -165,7 +165,7 @@ class Learned:
     @property
     def enough(self) -> bool:
         """Whether an iteration can be predicted."""
-        return self._engines.known and self._seconds_per_work is not None and bool(self._shapes)
+        return self._engines.pooled is not None and self._seconds_per_work is not None and bool(self._shapes)
 
     @property
     def speeds(self) -> tuple[EngineSpeed, float] | None:
