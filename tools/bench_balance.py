@@ -316,8 +316,9 @@ async def run_iterations(
         controller, sampling = ScheduleController(Rules.of(config), work), Sampling(case.max_tokens, 1.0)
         timeline = Timeline(None, "")
         environment = SingleTurn(EnvironmentContext(None, case.max_tokens))
+        rewards: Any = Rewards()
         producer = Producer(
-            config, pool, environment, Rewards(), shelf, controller, sampling, timeline, work, store_thread
+            config, pool, environment, rewards, shelf, controller, sampling, timeline, work, store_thread
         )
         for iteration in range(case.epochs * case.iterations_per_epoch):
             prompts = prompt_stream.take(case.groups)

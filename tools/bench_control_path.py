@@ -275,7 +275,7 @@ async def produce_for(
                 config,
                 pool,
                 environment(config),
-                StubRewards(),
+                StubRewards(),  # type: ignore[arg-type]
                 buffer,
                 controller,
                 sampling,

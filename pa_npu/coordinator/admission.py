@@ -52,13 +52,9 @@ class Planner:
         # work of what trainers have had, and as if it were prompts and what was written
         self._computed = self._written = 1.0
 
-    def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
-        """Choose the schedule of an iteration ahead of `pace`; none may begin or be learned from meanwhile."""
-        self.controller.prepare(self._outlook(iteration, prompts))
-
     def pace(self, iteration: int, prompts: Sequence[Prompt]) -> Pace:
         """The schedule of an iteration that begins now."""
-        schedule = self.controller.begin_iteration(self._outlook(iteration, prompts), iteration)
+        schedule = self.controller.begin_iteration(self.outlook(iteration, prompts), iteration)
         return Pace(schedule, len(self.pool.engines))
 
     def tokens(self, prompt: Prompt) -> int:
@@ -80,7 +76,7 @@ class Planner:
         self._written += self.work(timing.prompt_tokens, timing.lengths)
         self.controller.observe(timing, iteration)
 
-    def _outlook(self, iteration: int, prompts: Sequence[Prompt]) -> IterationOutlook:
+    def outlook(self, iteration: int, prompts: Sequence[Prompt]) -> IterationOutlook:
         groups = [
             GroupOutlook(len(prompt.tokens), self.lengths.longest(prompt), self.lengths.mean(prompt))
             for prompt in prompts

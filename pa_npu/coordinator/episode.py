@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -23,17 +22,11 @@ from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate, Turn
 from pa_npu.environments.time_limit import rollout_within
 from pa_npu.errors import PaNpuError
+from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import turn_seed
 from pa_npu.samples.types import Sample, group_lengths
-
-
-class Rewards(Protocol):
-    """Scores groups; pa_npu.rewards.pool.RewardPool is one."""
-
-    async def score(self, group: RewardInput) -> RewardResult:
-        """Rewards of a group's responses. A failing reward function is a logged zero, never an exception or a hang."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +137,7 @@ def check_size(config: Config, prompt: Prompt, samples: Sequence[Sample]) -> Non
         )
 
 
-async def score(rewards: Rewards, prompt: Prompt, samples: list[Sample]) -> ScoredGroup:
+async def score(rewards: RewardPool, prompt: Prompt, samples: list[Sample]) -> ScoredGroup:
     """The samples of a prompt with their rewards: those that the environment gave, if it gave any."""
     given = [sample.reward for sample in samples if sample.reward is not None]
     computed = computed_lengths(len(prompt.tokens), samples)
@@ -176,20 +169,22 @@ def reward_input(prompt: Prompt, samples: Sequence[Sample]) -> RewardInput:
     )
 
 
+@dataclass(eq=False, repr=False)
 class GroupGenerate(Generate):
-    """The Generate of one group. Seeds follow from the group, the sample and the turn, never from time or engine (I4)."""
+    """The Generate of one group. Seeds follow from the group, the sample and the turn, never from time or engine (I4).
 
-    def __init__(self, session: GroupSession, seed: int, sampling: Sampling) -> None:
-        """seed: the group's."""
-        self._session = session
-        self._seed = seed
-        self._sampling = sampling
+    seed: the group's.
+    """
+
+    session: GroupSession
+    seed: int
+    sampling: Sampling
 
     async def _write(self, turn: Turn) -> list[Generation]:
-        most = self._sampling.max_tokens
-        sampling = replace(self._sampling, max_tokens=min(turn.max_tokens or most, most), stop=turn.stop)
+        most = self.sampling.max_tokens
+        sampling = replace(self.sampling, max_tokens=min(turn.max_tokens or most, most), stop=turn.stop)
         if turn.turn == 0:  # seeds of the first turn follow one another, so that one request gives all samples
-            return await self._session.generate(turn.tokens, turn.n, turn_seed(self._seed, turn.sample, 0), sampling)
-        seeds = [turn_seed(self._seed, number, turn.turn) for number in range(turn.sample, turn.sample + turn.n)]
-        several = await gather([self._session.generate(turn.tokens, 1, seed, sampling) for seed in seeds])
+            return await self.session.generate(turn.tokens, turn.n, turn_seed(self.seed, turn.sample, 0), sampling)
+        seeds = [turn_seed(self.seed, number, turn.turn) for number in range(turn.sample, turn.sample + turn.n)]
+        several = await gather([self.session.generate(turn.tokens, 1, seed, sampling) for seed in seeds])
         return [generation for generations in several for generation in generations]

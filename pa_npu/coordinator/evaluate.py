@@ -21,7 +21,7 @@ from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope, cancel
-from pa_npu.coordinator.episode import GroupGenerate, Rewards, run_episode, score
+from pa_npu.coordinator.episode import GroupGenerate, run_episode, score
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.records import CHOICE_COLUMN
@@ -31,6 +31,7 @@ from pa_npu.environments.protocol import Environment, EnvironmentFailed
 from pa_npu.errors import InvariantViolation, PaNpuError
 from pa_npu.evaluation.results import GREEDY, SAMPLE, Judged, as_record, summarise
 from pa_npu.rewards.answers import chosen_letter, extract_answer
+from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Sample
 from pa_npu.telemetry.timeline import Timeline, now
@@ -72,36 +73,31 @@ class Evaluation:
         }
 
 
+@dataclass(eq=False, repr=False)
 class Evaluator:
     """Evaluates versions, one at a time. sets: by name, at least one prompt each. sampling: as in training."""
 
-    def __init__(
-        self,
-        config: Config,
-        sets: Mapping[str, Sequence[Prompt]],
-        pool: EnginePool,
-        environment: Environment,
-        rewards: Rewards,
-        sampling: Sampling,
-    ) -> None:
-        if not sets or not all(sets.values()):
+    config: Config
+    sets: Mapping[str, Sequence[Prompt]]
+    pool: EnginePool
+    environment: Environment
+    rewards: RewardPool
+    sampling: Sampling
+
+    def __post_init__(self) -> None:
+        if not self.sets or not all(self.sets.values()):
             raise PaNpuError(
                 "evaluation: there are no held-out prompts; set data.test or evaluate.sets, or leave it out"
             )
-        self._config = config
-        self._pool = pool
-        self._environment = environment
-        self._rewards = rewards
-        wishes = config.evaluate
-        length = wishes.max_response_tokens or sampling.max_tokens
-        plain = dataclasses.replace(sampling, logprobs=False, routes=None, max_tokens=length)
+        wishes = self.config.evaluate
+        length = wishes.max_response_tokens or self.sampling.max_tokens
+        plain = dataclasses.replace(self.sampling, logprobs=False, routes=None, max_tokens=length)
         self._kinds = [(GREEDY, 1, dataclasses.replace(plain, temperature=0.0))]
         if wishes.samples:
             drawn = dataclasses.replace(plain, temperature=wishes.temperature, top_p=wishes.top_p)
             self._kinds.append((SAMPLE, wishes.samples, drawn))
-        self._names = tuple(sets)
         self._questions: list[tuple[str, int, Prompt]] = []
-        for name, prompts in sets.items():
+        for name, prompts in self.sets.items():
             order = random.Random(name).sample(range(len(prompts)), len(prompts))
             self._questions += [(name, number, prompts[number]) for number in order]
         if wishes.overlap:  # what is cut short then holds something of every set
@@ -116,8 +112,8 @@ class Evaluator:
             for place, (name, number, prompt) in enumerate(self._questions):
                 responses = sum(count for _, count, _ in self._kinds)
                 longest = max(sampling.max_tokens for _, _, sampling in self._kinds)
-                lease = await self._pool.admit(
-                    responses, responses * (len(prompt.tokens) + longest), self._window, self._config.engine_wait_s
+                lease = await self.pool.admit(
+                    responses, responses * (len(prompt.tokens) + longest), self._window, self.config.engine_wait_s
                 )
                 scope.start(self._answer(place, name, number, prompt, lease, version), f"evaluate {name} {number}")
         return self.so_far(version)
@@ -130,15 +126,15 @@ class Evaluator:
         complete = next((n for n in range(len(self._questions)) if n not in self._answers), len(self._questions))
         responses = tuple(response for place in range(complete) for response in self._answers[place])
         seconds = time.perf_counter() - self._start_s
-        return Evaluation(version, responses, complete, len(self._questions), seconds, self._names)
+        return Evaluation(version, responses, complete, len(self._questions), seconds, tuple(self.sets))
 
     def _window(self, _: str) -> int:
-        return self._config.rollout.max_num_seqs
+        return self.config.rollout.max_num_seqs
 
     async def _answer(self, place: int, name: str, number: int, prompt: Prompt, lease: Lease, version: int) -> None:
-        config, found = self._config, []
+        config, found = self.config, []
         seed = group_seed(config.run.seed, _SEED_ITERATION, number)
-        with self._pool.session(
+        with self.pool.session(
             lease,
             self._window,
             deadline_s=config.rollout.request_timeout_s,
@@ -148,7 +144,7 @@ class Evaluator:
             for kind, count, sampling in self._kinds:
                 generate = GroupGenerate(session, seed, sampling)
                 most = config.rollout.max_response_tokens  # what engines are made for
-                samples = await run_episode(config, self._environment, prompt, count, generate, most)
+                samples = await run_episode(config, self.environment, prompt, count, generate, most)
                 if len(samples) < count:
                     raise EnvironmentFailed(
                         f"question {number} of {name}: the environment made {len(samples)} samples, but {count} are evaluated; "
@@ -158,7 +154,7 @@ class Evaluator:
                 found.append((kind, samples))
         judged = []
         for kind, samples in found:
-            result = (await score(self._rewards, prompt, samples)).result
+            result = (await score(self.rewards, prompt, samples)).result
             judged += [
                 Judged(
                     name=name,

@@ -32,7 +32,6 @@ from pa_npu.control.messages import TRAINERS_RUN_ON, RunsOn
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.tasks import run_until_terminated
-from pa_npu.control.typed import Topic
 from pa_npu.coordinator.border import BorderCrossing
 from pa_npu.coordinator.evaluate import Evaluator, RunEvaluations
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
@@ -60,7 +59,7 @@ from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.subjects import Rules
 from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engine_groups import Connection
-from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, StageManifest
+from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import RolloutBuffer, open_buffer
 from pa_npu.samples.routes import routes_of
@@ -138,14 +137,19 @@ async def run(config: Config) -> None:
         if config.engines_sleep:
             fleet.check_sleep()
         device = platform.get(config.run.device)
-        stages, late_stages = [await wait_manifests(config, channel, topic) for topic in (MANIFEST, LATE_MANIFEST)]
-        trainers = await TRAINERS_RUN_ON.wait_async(channel, config.run.startup_timeout_s)
+        numbers = range(config.trainer.pipeline_parallel)
+        stages = [await MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
+        late_stages = [await LATE_MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
+        trainers = await TRAINERS_RUN_ON.wait_async(channel, limit_s)
         records.write_runs_on(RunsOn(trainers, fleet.run_on()))
         connection = Connection(store, device.comm_backend, stages, late_stages, device.name)
         publish = CoordinatorPublish(config, fleet, pool, channel, connection, sampling)
         evaluator = None
         if held_out:
-            tested = await stack.enter_async_context(opened(tested_in(config, tokenizer, environment), limit_s))
+            # agents have one gateway for training and evaluations
+            shared = isinstance(environment, AgentEnvironment)
+            tested = evaluated(environment) if shared else make_environment(config, tokenizer)
+            await stack.enter_async_context(opened(tested, limit_s))
             evaluator = Evaluator(config, held_out, pool, tested, rewards, sampling)
         evaluations = RunEvaluations(config, evaluator, records, timeline)
         updates = make_updates(config, freshness, channel, buffer, train)
@@ -201,19 +205,6 @@ def make_gateway(
 
 
 # what a run needs besides
-
-
-def tested_in(config: Config, tokenizer: Any, environment: Environment) -> Environment:
-    """The environment of evaluations: that of training, where agents have one gateway for both, else another of its kind."""
-    if isinstance(environment, AgentEnvironment):
-        return evaluated(environment)
-    return make_environment(config, tokenizer)
-
-
-async def wait_manifests(config: Config, channel: StoreChannel, topic: Topic[StageManifest]) -> list[StageManifest]:
-    """Waits for each pipeline stage's manifest, in stage order: of a publish (MANIFEST) or a late delivery (LATE_MANIFEST)."""
-    limit_s = config.run.startup_timeout_s
-    return [await topic.wait_async(channel, limit_s, stage=s) for s in range(config.trainer.pipeline_parallel)]
 
 
 def training_sampling(config: Config, spec: ModelSpec) -> Sampling:

@@ -35,7 +35,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.admission import Admission, Admitted, Planner
 from pa_npu.coordinator.delivery import Delivery, HeldDelivery, Produced, Production
-from pa_npu.coordinator.episode import GroupGenerate, Rewards, ScoredGroup, run_episode, score
+from pa_npu.coordinator.episode import GroupGenerate, ScoredGroup, run_episode, score
 from pa_npu.coordinator.roles import Roles, RolesDelivery
 from pa_npu.coordinator.updates import EveryGroup
 from pa_npu.coordinator.variants import Pace, Points, TailMeter, Variant
@@ -45,6 +45,7 @@ from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Environment
 from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.seeds import group_seed
 from pa_npu.telemetry.sample_store import kept_groups
@@ -77,7 +78,7 @@ class Producer:
     config: Config
     pool: EnginePool
     environment: Environment
-    rewards: Rewards
+    rewards: RewardPool
     buffer: RolloutBuffer
     controller: InitVar[ScheduleController]
     sampling: Sampling
@@ -94,7 +95,8 @@ class Producer:
 
     async def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
         """Choose the schedule of an iteration ahead of `produce`, in a thread; none may begin or be learned from meanwhile."""
-        await asyncio.to_thread(self._planner.prepare, iteration, prompts)
+        planner = self._planner
+        await asyncio.to_thread(lambda: planner.controller.prepare(planner.outlook(iteration, prompts)))
 
     async def produce(
         self,

@@ -58,32 +58,21 @@ class _Flight:
     steps: float
 
 
-@dataclass
-class Known:
-    """Figures that a run has taught: an engine's speed, seconds of training a unit of work, lengths of the last responses."""
-
-    speed: EngineSpeed | None = None
-    seconds_per_work: float = 0.0
-    lengths: deque[np.ndarray] = field(default_factory=lambda: deque(maxlen=_ITERATIONS_SEEN))
-    change_s: float = 0.0
-
-
+@dataclass(eq=False, repr=False)
 class Roles(Variant):
     """One per run. speed: of an engine, and seconds that a replica takes for a unit of work; None before anything was learned."""
 
-    def __init__(
-        self,
-        config: Config,
-        pool: EnginePool,
-        timeline: Timeline,
-        speed: Callable[[], tuple[EngineSpeed, float] | None],
-    ) -> None:
-        self.units = units_of(config)
-        self._config = config
-        self._pool = pool
-        self._timeline = timeline
-        self._speed = speed
-        self._known = Known()
+    config: Config
+    pool: EnginePool
+    timeline: Timeline
+    speed: Callable[[], tuple[EngineSpeed, float] | None]
+
+    def __post_init__(self) -> None:
+        self.units = units_of(self.config)
+        # what the run has taught: an engine's speed, seconds of training a unit of work, lengths of the last responses
+        self._engine: EngineSpeed | None = None
+        self._seconds_per_work = self._change_s = 0.0
+        self._seen: deque[np.ndarray] = deque(maxlen=_ITERATIONS_SEEN)
         self.num_changes = 0
         """Units with engines that trained before the last response was there, of the last iteration."""
         self._reset(None)
@@ -106,11 +95,11 @@ class Roles(Variant):
         """All devices decode, for a delivery of this iteration."""
         self.close()
         self._reset(delivery)
-        found = self._speed()
+        found = self.speed()
         if found is not None:
-            self._known.speed, self._known.seconds_per_work = found
-        delivery.seconds_per_work = self._known.seconds_per_work or 1.0
-        self._pool.rest(frozenset())
+            self._engine, self._seconds_per_work = found
+        delivery.seconds_per_work = self._seconds_per_work or 1.0
+        self.pool.rest(frozenset())
         for unit in self.units:
             if not unit.engines:
                 self._trains(unit)
@@ -131,7 +120,7 @@ class Roles(Variant):
         self._lengths += group.lengths
         self._unscored -= 1
         decoding = [unit for unit in self.units if unit not in self._training]
-        known = self._known.speed is not None and bool(self._known.lengths)
+        known = self._engine is not None and bool(self._seen)
         due = time.perf_counter() >= self._next_s and (self.changing is None or self.changing.done())
         if self._dispatched and self._flights and known and due and len(decoding) > 1 and self._delivery is not None:
             self._raise_failure()
@@ -150,9 +139,9 @@ class Roles(Variant):
         self.num_changes = sum(bool(unit.engines) for unit in self._training)
         for unit in self.units:
             self._trains(unit)
-        self._known.lengths.append(np.sort(np.asarray(self._lengths, float)))
+        self._seen.append(np.sort(np.asarray(self._lengths, float)))
         self._delivery = None
-        self._pool.rest(frozenset())
+        self.pool.rest(frozenset())
 
     def close(self) -> None:
         """The last iteration's devices train no more."""
@@ -172,8 +161,8 @@ class Roles(Variant):
     # deciding
 
     def _wanted(self, decoding: Sequence[Unit]) -> int:
-        assert self._known.speed is not None and self._delivery is not None
-        size, seen = self._config.rollout.responses_per_prompt, np.concatenate(list(self._known.lengths))
+        assert self._engine is not None and self._delivery is not None
+        size, seen = self.config.rollout.responses_per_prompt, np.concatenate(list(self._seen))
         seen.sort()
         remaining, groups, written, tokens = [], [], [], []
         for number, flight in enumerate(self._flights.values()):
@@ -187,7 +176,7 @@ class Roles(Variant):
             groups.append(np.full(len(longer), number))
             tokens.append(float(np.maximum(drawn, age).sum()))
             written.append(np.full(len(longer), age + flight.tokens / size))
-        costs = np.asarray(tokens) * self._delivery.work_per_token * self._known.seconds_per_work
+        costs = np.asarray(tokens) * self._delivery.work_per_token * self._seconds_per_work
         engines = sum(len(unit.engines) for unit in self.units) / len(self.units)
         rest = Rest(
             np.concatenate(remaining),
@@ -197,13 +186,13 @@ class Roles(Variant):
             engines,
             sum(len(unit.replicas) for unit in self.units) / len(self.units),
             costs,
-            [work * self._known.seconds_per_work for work in self._delivery.held_work],
+            [work * self._seconds_per_work for work in self._delivery.held_work],
             self._delivery.free_in(),
-            self._config.rollout.max_num_seqs,
-            size if self._config.divides_groups else 1,
-            self._known.change_s,
+            self.config.rollout.max_num_seqs,
+            size if self.config.divides_groups else 1,
+            self._change_s,
         )
-        wanted, end_s, turns_s = decoding_units(rest, self._known.speed)
+        wanted, end_s, turns_s = decoding_units(rest, self._engine)
         if wanted < len(decoding):
             logger.info(
                 "%d of %d units decode from here on: the iteration should end in %.2f s, in turns in %.2f s",
@@ -212,11 +201,11 @@ class Roles(Variant):
         return wanted
 
     def _emptiest(self, decoding: Sequence[Unit], count: int) -> list[Unit]:
-        in_flight = {engine: use.in_flight_sequences for engine, use in self._pool.by_seat().items()}
+        in_flight = {engine: use.in_flight_sequences for engine, use in self.pool.by_seat().items()}
 
         def load(unit: Unit) -> tuple[bool, int]:
             # where engines sleep, one that is being started has to come up before its device trains
-            starts = self._config.engines_sleep and not in_flight.keys() >= set(unit.engines)
+            starts = self.config.engines_sleep and not in_flight.keys() >= set(unit.engines)
             return starts, sum(in_flight.get(engine, 0) for engine in unit.engines)
 
         return sorted(decoding, key=load)[:count]
@@ -225,13 +214,13 @@ class Roles(Variant):
         """These units hand on what they decode and train."""
         begin_s = time.perf_counter()
         resting = {seat for unit in [*self._training, *units] for seat in unit.engines}
-        self._pool.rest(frozenset(resting))
+        self.pool.rest(frozenset(resting))
         seats = {seat for unit in units for seat in unit.engines}
-        await self._pool.hand_on(seats, self._config.rollout.probe_timeout_s)
-        await self._pool.sleep(seats)
+        await self.pool.hand_on(seats, self.config.rollout.probe_timeout_s)
+        await self.pool.sleep(seats)
         for unit in units:
             self._trains(unit)
-        self._known.change_s = 0.5 * (self._known.change_s + time.perf_counter() - begin_s)
+        self._change_s = 0.5 * (self._change_s + time.perf_counter() - begin_s)
 
     def _trains(self, unit: Unit) -> None:
         if unit in self._training:
@@ -244,8 +233,8 @@ class Roles(Variant):
     def _show(self, unit: Unit, role: str, start_s: float, end_s: float) -> None:
         if unit.engines:
             lanes = ", ".join(f"engine {seat}" for seat in unit.engines)
-            ranks = [rank for replica in unit.replicas for rank in self._config.mesh.replica(replica)]
-            self._timeline.complete(role, start_s, end_s, f"role of {lanes}", ranks=ranks)
+            ranks = [rank for replica in unit.replicas for rank in self.config.mesh.replica(replica)]
+            self.timeline.complete(role, start_s, end_s, f"role of {lanes}", ranks=ranks)
 
     def _raise_failure(self) -> None:
         if self.changing is not None and self.changing.done():
@@ -254,10 +243,10 @@ class Roles(Variant):
     def _step(self) -> None:
         """Decode steps so far, as fast as they should have been with what was in flight."""
         at_s = time.perf_counter()
-        if self._known.speed is not None:
+        if self._engine is not None:
             engines = sum(len(unit.engines) for unit in self.units if unit not in self._training)
-            sequences = len(self._flights) * self._config.rollout.responses_per_prompt / max(1, engines)
-            self._steps += (at_s - self._at_s) / (self._known.speed.step_s + self._known.speed.sequence_s * sequences)
+            sequences = len(self._flights) * self.config.rollout.responses_per_prompt / max(1, engines)
+            self._steps += (at_s - self._at_s) / (self._engine.step_s + self._engine.sequence_s * sequences)
         self._at_s = at_s
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from pa_npu.coordinator.episode import ScoredGroup
@@ -53,6 +54,7 @@ class Updates:
         """Before `version` may be saved: what a checkpoint needs beside complete iterations."""
 
 
+@dataclass(eq=False, repr=False)
 class EveryGroup:
     """One iteration's choice: dispatch indices out, scored groups in, and those to train out, each with its number, 0 .. size - 1.
 
@@ -61,11 +63,12 @@ class EveryGroup:
     order: of the slots that the numbers are assigned to. most: an upper bound of `size`, known beforehand.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], order: Literal["prompt", "completion"]) -> None:
-        self.order = order
-        self.most = len(prompts)
+    prompts: Sequence[Prompt]
+    order: Literal["prompt", "completion"]
+
+    def __post_init__(self) -> None:
+        self.most = len(self.prompts)
         self.num_dispatched = 0
-        self._prompts = prompts
         self._num_scored = 0
         self._changed = asyncio.Event()
 
@@ -77,7 +80,7 @@ class EveryGroup:
     @property
     def num_wanted(self) -> int:
         """How many groups are to be dispatched, by what is known now."""
-        return len(self._prompts)
+        return len(self.prompts)
 
     @property
     def must_wait(self) -> bool:
@@ -87,7 +90,7 @@ class EveryGroup:
     @property
     def is_dispatched(self) -> bool:
         """Whether the last group that the iteration began with has just gone."""
-        return self.num_dispatched == len(self._prompts)
+        return self.num_dispatched == len(self.prompts)
 
     def begin(self) -> list[tuple[int, ScoredGroup]]:
         """Returns the groups that are trained before any of the iteration is generated."""
@@ -108,7 +111,7 @@ class EveryGroup:
 
     def prompt(self, index: int) -> Prompt:
         """The prompt of a dispatch index; asked for once for each."""
-        return self._prompts[index]
+        return self.prompts[index]
 
     def trains(self, group: ScoredGroup) -> bool:
         """Whether a group with these rewards is trained at all."""
@@ -124,6 +127,7 @@ class EveryGroup:
         return [(index, group)]
 
 
+@dataclass(eq=False, repr=False)
 class InformativeGroups(EveryGroup):
     """The first informative groups, as many as there are prompts (schedule.dynamic_sampling).
 
@@ -132,15 +136,11 @@ class InformativeGroups(EveryGroup):
     another: gives a further prompt.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        order: Literal["prompt", "completion"],
-        another: Callable[[], Prompt],
-    ) -> None:
-        super().__init__(prompts, order)
-        self._another = another
-        self._limit = len(prompts) * MOST_ITERATIONS
+    another: Callable[[], Prompt]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._limit = len(self.prompts) * MOST_ITERATIONS
         self._waiting: dict[int, ScoredGroup] = {}  # scored, not released
         self._next = 0  # dispatch index that in-order release waits for
         self._num_released = 0
@@ -148,7 +148,7 @@ class InformativeGroups(EveryGroup):
 
     @property
     def num_wanted(self) -> int:
-        return len(self._prompts) + self._num_discarded
+        return len(self.prompts) + self._num_discarded
 
     async def next_index(self) -> int | None:
         """As EveryGroup's. Raises UserError beyond the limit."""
@@ -162,7 +162,7 @@ class InformativeGroups(EveryGroup):
         return index
 
     def prompt(self, index: int) -> Prompt:
-        return self._prompts[index] if index < len(self._prompts) else self._another()
+        return self.prompts[index] if index < len(self.prompts) else self.another()
 
     def trains(self, group: ScoredGroup) -> bool:
         return group.is_informative

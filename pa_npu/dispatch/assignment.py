@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
 from pa_npu.config.schema import Config
@@ -42,6 +43,7 @@ class GroupWork:
         return sum(self._flops.group(prompt_length, lengths, shared=self._shared_prompt) for lengths in pieces)
 
 
+@dataclass(eq=False, repr=False)
 class Assignment:
     """Slots of one iteration: every replica gets the same number of groups, each group, or each part, exactly one slot (I2).
 
@@ -55,21 +57,15 @@ class Assignment:
     replica may get any number of groups from one on, with one share, where each is assigned to a replica that is named (assign_to).
     """
 
-    def __init__(
-        self,
-        order: Literal["prompt", "completion"],
-        num_replicas: int,
-        groups_per_replica: int,
-        shares: int = 1,
-        expected_work: float | None = None,
-        *,
-        unequal: bool = False,
-    ) -> None:
-        self._order = order
-        self.unequal = unequal
-        self._groups_per_replica = groups_per_replica
-        self._per_share = groups_per_replica * (num_replicas if unequal else 1) // shares
-        self._expected_work = expected_work
+    order: Literal["prompt", "completion"]
+    num_replicas: InitVar[int]
+    groups_per_replica: int
+    shares: InitVar[int] = 1
+    expected_work: float | None = None
+    unequal: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self, num_replicas: int, shares: int) -> None:
+        self._per_share = self.groups_per_replica * (num_replicas if self.unequal else 1) // shares
         self._work = [[0.0] * num_replicas for _ in range(shares)]
         self._filled = [0] * num_replicas
         self._indices: set[int] = set()
@@ -77,7 +73,7 @@ class Assignment:
     def assign(self, index: int, work: float) -> tuple[int, int]:
         """(replica, slot) of group `index`, whose training costs `work`, in any unit."""
         self._take(index)
-        return self._put(index, work, 0 if self._order == "prompt" else self._by_projection(work))
+        return self._put(index, work, 0 if self.order == "prompt" else self._by_projection(work))
 
     def assign_to(self, index: int, work: float, replica: int) -> tuple[int, int]:
         """The same for a replica that has room; with order=prompt it has to be the group's own."""
@@ -92,7 +88,7 @@ class Assignment:
     @property
     def by_index(self) -> bool:
         """Whether a group's replica follows from its index."""
-        return self._order == "prompt"
+        return self.order == "prompt"
 
     def replica_of(self, index: int) -> int:
         """With order=prompt."""
@@ -126,7 +122,7 @@ class Assignment:
 
     def finish(self, num_groups: int | None = None) -> None:
         """Asserts that every slot is filled (I2). num_groups: of the iteration, where it turned out to be fewer than its slots."""
-        each = self._groups_per_replica if num_groups is None else num_groups // len(self._filled)
+        each = self.groups_per_replica if num_groups is None else num_groups // len(self._filled)
         if self.unequal and min(self._filled) and len(self._indices) == each * len(self._filled):
             return
         if any(filled != each for filled in self._filled):
@@ -140,14 +136,14 @@ class Assignment:
         return sum(map(max, self._work)) / mean - 1.0 if mean else 0.0
 
     def _take(self, index: int) -> None:
-        total = len(self._filled) * self._groups_per_replica
+        total = len(self._filled) * self.groups_per_replica
         if index in self._indices or not 0 <= index < total:
             raise InvariantViolation(f"I2 exactly once: group {index} of {total} was assigned before or does not exist")
         self._indices.add(index)
 
     def _put(self, index: int, work: float, replica: int) -> tuple[int, int]:
         """replica: ignored with order=prompt."""
-        if self._order == "prompt":
+        if self.order == "prompt":
             replica, slot = index % len(self._filled), index // len(self._filled)
         else:
             slot = self._filled[replica]
@@ -167,12 +163,12 @@ class Assignment:
 
     def _typical(self, work: float) -> float:
         """Mean work of the groups still to come, or of those that came where nothing is known."""
-        num_taken, total = len(self._indices), len(self._filled) * self._groups_per_replica
+        num_taken, total = len(self._indices), len(self._filled) * self.groups_per_replica
         done = sum(map(sum, self._work)) + work
-        if self._expected_work is None or num_taken == total:
+        if self.expected_work is None or num_taken == total:
             return done / num_taken
-        left = (total - num_taken) / total * self._expected_work
-        return max(self._expected_work - done, _LEAST_LEFT * left) / (total - num_taken)
+        left = (total - num_taken) / total * self.expected_work
+        return max(self.expected_work - done, _LEAST_LEFT * left) / (total - num_taken)
 
     def _by_falling_work(self, works: Sequence[float]) -> list[int]:
         replicas = [0] * len(works)

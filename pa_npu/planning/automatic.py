@@ -19,7 +19,7 @@ from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import work
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.memory import cache_tokens, left_share
+from pa_npu.planning.memory import cache_tokens, left_share, wanted_tokens
 from pa_npu.planning.prediction.divisions import Choices, assumed_basis, best_divisions
 from pa_npu.platform.typical import typical_speed
 
@@ -192,7 +192,6 @@ def with_share(config: Config, spec: ModelSpec, device_bytes: int | None, own_me
 
 
 def _holds(config: Config, spec: ModelSpec, device_bytes: int | None) -> bool:
-    rollout = config.rollout
-    prompts = -(-rollout.max_num_seqs // rollout.responses_per_prompt)
-    wanted = rollout.max_num_seqs * rollout.max_response_tokens + prompts * config.data.max_prompt_tokens
-    return wanted <= cache_tokens(config, spec, device_bytes) and rollout.max_num_seqs <= rollout.max_num_batched_tokens
+    most = config.rollout.max_num_seqs
+    held = wanted_tokens(config, most) <= cache_tokens(config, spec, device_bytes)
+    return held and most <= config.rollout.max_num_batched_tokens

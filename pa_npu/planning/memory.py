@@ -290,9 +290,9 @@ def wanted_sequences(config: Config) -> int:
     return min(limit, -(-work(config).sequences // rollout.engines))
 
 
-def wanted_tokens(config: Config) -> int:
-    """KV cache for `wanted_sequences` at their longest, in tokens; the prompt of a group once, by prefix caching."""
-    rollout, sequences = config.rollout, wanted_sequences(config)
+def wanted_tokens(config: Config, sequences: int | None = None) -> int:
+    """KV cache for `wanted_sequences`, or as many, at their longest, in tokens; the prompt of a group once, by prefix caching."""
+    rollout, sequences = config.rollout, sequences or wanted_sequences(config)
     prompts = -(-sequences // rollout.responses_per_prompt)
     return sequences * rollout.max_response_tokens + prompts * config.data.max_prompt_tokens
 

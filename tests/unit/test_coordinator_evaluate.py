@@ -150,7 +150,7 @@ class Records:
 def beside(engine: Engine) -> tuple[RunEvaluations, Records]:
     """Evaluations beside training."""
     evaluator, records = make(engine, overlap=True), Records()
-    return RunEvaluations(evaluator._config, evaluator, records, Timeline(None, "")), records
+    return RunEvaluations(evaluator.config, evaluator, records, Timeline(None, "")), records
 
 
 async def test_an_overlapped_evaluation_that_ends_in_time_is_whole() -> None:

@@ -179,7 +179,7 @@ async def produce(
     shelf, timeline = Shelf(engines), Timeline(None, "")
     monkeypatch.setattr(timeline, "_write", shelf.events.append)
     roles = Roles(config, pool, timeline, lambda: (EngineSpeed(0.0005, 0.0), 1e-6) if learned else None)
-    roles._known.lengths.append(np.arange(1.0, LONGEST))
+    roles._seen.append(np.arange(1.0, LONGEST))
     environment = SingleTurn(EnvironmentContext(None, LONGEST))
     producer = Producer(
         *(config, pool, environment, Rewards(), shelf, controller, Sampling(LONGEST, 1.0), timeline),  # type: ignore[arg-type]

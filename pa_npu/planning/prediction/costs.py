@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from pa_npu.config.schema import Config
 from pa_npu.dispatch.assignment import GroupWork
@@ -147,23 +146,19 @@ def gather_seconds(config: Config, spec: ModelSpec, element: int, wire_bytes: fl
     return spec.num_parameters * (passes * element + scattered) * (shards - 1) / shards / wire_bytes
 
 
-class Costs(Protocol):
-    """Costs of any configuration, model and device. delivery_s: from a group's end until trainers can take it."""
+class Costs:
+    """Costs of any configuration, model and device: here by published and assumed figures, without a run.
 
-    @property
-    def delivery_s(self) -> float: ...
+    delivery_s: from a group's end until trainers can take it.
+    """
 
-    def engine_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> EngineCost: ...
+    delivery_s: float = 0.0
 
-    def trainer_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost: ...
+    def engine_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> EngineCost:
+        return typical_engine(config, spec, typical)
 
-
-class Published:
-    """Costs without a run: all by published and assumed figures."""
-
-    delivery_s = 0.0
-    engine_for = staticmethod(typical_engine)
-    trainer_for = staticmethod(typical_trainer)
+    def trainer_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost:
+        return typical_trainer(config, spec, typical)
 
 
 class GroupSeconds:

@@ -23,9 +23,9 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import work
 from pa_npu.planning.memory import GIB, USABLE, engine_memory, kv_bytes_per_token, left_share, trainer_memory
 from pa_npu.planning.model_rules import check_model
-from pa_npu.planning.prediction.costs import Costs, GroupSeconds, Published, computed_prompt_tokens
+from pa_npu.planning.prediction.costs import Costs, GroupSeconds, computed_prompt_tokens
 from pa_npu.planning.prediction.virtual_run import Predicted, predict
-from pa_npu.planning.prediction.workload import Workload, assumed_workload
+from pa_npu.planning.prediction.workload import Workload, assumed_workload, mean_context
 from pa_npu.platform.typical import TypicalSpeed
 
 _SIZES = (1, 2, 4, 8)
@@ -57,7 +57,7 @@ class Basis:
 
 def assumed_basis(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Basis:
     """Before anything ran: published figures and assumed lengths, with as many prompts as config has."""
-    return Basis(config, spec, Published(), assumed_workload(config), typical, None)
+    return Basis(config, spec, Costs(), assumed_workload(config), typical, None)
 
 
 @dataclass(frozen=True)
@@ -208,11 +208,10 @@ def sides_s(basis: Basis, config: Config) -> tuple[float, float]:
         config, basis.spec, basis.costs.trainer_for(config, basis.spec, basis.typical), basis.typical
     )
     tokens = statistics.mean(sum(shape.lengths) for shape in shapes)
-    context = sum(n * (shape.prompt + 0.5 * n) for shape in shapes for n in shape.lengths) / (tokens * len(shapes))
     computed = statistics.mean(
         computed_prompt_tokens(shape.prompt, len(shape.lengths), engine.prefix_block) for shape in shapes
     )
-    speed = engine.speed(context)
+    speed = engine.speed(mean_context(shapes))
     together = max(1.0, min(rollout.max_num_seqs, groups * rollout.responses_per_prompt / rollout.engines))
     group_s = tokens * (speed.step_s / together + speed.sequence_s) + computed * speed.prompt_token_s
     train_s = statistics.mean(seconds(*shape.trained) for shape in shapes)

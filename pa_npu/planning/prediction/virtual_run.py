@@ -30,7 +30,7 @@ from pa_npu.planning.iteration_model.subjects import (
     expected_lengths,
 )
 from pa_npu.planning.prediction.costs import Costs, EngineCost, GroupSeconds, TrainerCost, computed_prompt_tokens
-from pa_npu.planning.prediction.workload import Shape, Workload
+from pa_npu.planning.prediction.workload import Shape, Workload, mean_context
 from pa_npu.platform.typical import TypicalSpeed
 
 _ITERATIONS = 3
@@ -101,7 +101,7 @@ def predict(
         stages = config.trainer.pipeline_parallel
         # until a pipeline's last stage has work
         fill_s = (stages - 1) * statistics.mean(group.train_s for group in groups) if stages > 1 else 0.0
-        speed = engine_cost.speed(_context(shapes)).scaled(part.engine_scale)
+        speed = engine_cost.speed(mean_context(shapes)).scaled(part.engine_scale)
         cluster = Cluster(
             {name: speed.scaled(1.0 / speeds[name]) for name in names},
             config.rollout.max_num_seqs,
@@ -125,7 +125,7 @@ def predict(
         flow = flow_of(cluster, groups, chosen, streams=outlook.streams)
         end_s = flow.end_s - _gained_s(cluster, groups, flow, chosen, units, config.data_parallel)
         train_s = sum(group.train_s for group in groups) / part.replicas + cluster.updates * cluster.step_s
-        ran.append(_Ran(flow, end_s, train_s, chosen, sum(_tokens(shape) for shape in shapes)))
+        ran.append(_Ran(flow, end_s, train_s, chosen, sum(shape.tokens for shape in shapes)))
     return _predicted(config, ran, trainer_cost.border_s, part)
 
 
@@ -203,16 +203,6 @@ def _virtual_group(
     train_s = part.train_scale * seconds(*shape.trained)
     expected = len(shape.lengths) * (shape.prompt + mean)
     return VirtualGroup(index, computed, tuple(map(float, shape.lengths)), train_s, expected)
-
-
-def _context(shapes: Sequence[Shape]) -> float:
-    """Tokens before the one that a sequence decodes, a mean over all that are decoded."""
-    tokens = sum(sum(shape.lengths) for shape in shapes)
-    return sum(length * (shape.prompt + 0.5 * length) for shape in shapes for length in shape.lengths) / tokens
-
-
-def _tokens(shape: Shape) -> int:
-    return len(shape.lengths) * shape.prompt + sum(shape.lengths)
 
 
 def _gained_s(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +33,17 @@ class Shape:
     def trained(self) -> tuple[int, tuple[int, ...]]:
         """Prompt and lengths as trainers compute them."""
         return self.computed or (self.prompt, self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """As TPSPD counts them: the prompt once per response."""
+        return len(self.lengths) * self.prompt + sum(self.lengths)
+
+
+def mean_context(shapes: Sequence[Shape]) -> float:
+    """Tokens before the one that a sequence decodes, a mean over all that are decoded."""
+    tokens = sum(sum(shape.lengths) for shape in shapes)
+    return sum(length * (shape.prompt + 0.5 * length) for shape in shapes for length in shape.lengths) / tokens
 
 
 @dataclass(frozen=True)
