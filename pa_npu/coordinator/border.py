@@ -21,27 +21,14 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.evaluate import RunEvaluations
+from pa_npu.coordinator.record import Border
 from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.membership import Fleet
-from pa_npu.engines.pool import EnginePool, EngineUse
+from pa_npu.engines.pool import EnginePool
 from pa_npu.publish.coordinator_side import CoordinatorPublish, EnginesHold, Prepared
 from pa_npu.publish.messages import READY
 from pa_npu.telemetry.timeline import Timeline, now, on_clock
-
-
-@dataclass(frozen=True)
-class Border:
-    """The publish between two iterations, and the engines' counters and number after it."""
-
-    held: EnginesHold
-    use: dict[str, EngineUse]
-    engines: int
-
-    @property
-    def publish_s(self) -> float:
-        """From the trainers' readiness to the end."""
-        return self.held.done_s - self.held.ready_s
 
 
 @dataclass(eq=False, repr=False)

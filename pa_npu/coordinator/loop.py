@@ -23,13 +23,13 @@ from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
-from pa_npu.control.messages import BORDER, REPORT, IterationReport
+from pa_npu.control.messages import BORDER, REPORT
 from pa_npu.control.tasks import TaskScope, cancel
-from pa_npu.coordinator.border import Border, BorderCrossing
+from pa_npu.coordinator.border import BorderCrossing
 from pa_npu.coordinator.delivery import Produced
 from pa_npu.coordinator.evaluate import RunEvaluations
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
-from pa_npu.coordinator.record import RunRecords, iteration_record
+from pa_npu.coordinator.record import Border, RunRecords, Window, iteration_record
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.subjects import IterationTimes, Prediction
 
@@ -119,15 +119,6 @@ class Coordinator:
 _LAST_RECORD_S = 2.0
 
 
-@dataclass(frozen=True)
-class Window:
-    """From one publish to the next. border: the publish that began it. produced: the iteration, where it was one."""
-
-    evaluation: dict[str, Any] | None
-    border: Border
-    produced: int | None
-
-
 @dataclass(eq=False, repr=False)
 class IterationEnd:
     """Ends a trained iteration beside the next one: the schedule learns from it, and its record is written, one at a time."""
@@ -154,8 +145,14 @@ class IterationEnd:
                 ),
                 start.produced,
             )
-        recording = self._record(produced, report, prediction, iteration_s, start, end, version)
-        self._recording = asyncio.create_task(recording, name=f"record of iteration {produced.iteration}")
+
+        async def record() -> None:
+            # the trainers' account of the border comes when they have crossed it
+            border = await BORDER.wait_async(self.channel, self.config.wait_timeout_s, version=version)
+            numbers = iteration_record(self.config, produced, report, border, prediction, start, end)
+            self.records.write_iteration(numbers, produced.samples, produced.kept)
+
+        self._recording = asyncio.create_task(record(), name=f"record of iteration {produced.iteration}")
 
     async def recorded(self) -> None:
         """The last iteration that was ended has its record. Raises what went wrong with that."""
@@ -168,33 +165,6 @@ class IterationEnd:
         if self._recording is not None:
             await asyncio.wait({self._recording}, timeout=_LAST_RECORD_S)
             await cancel([self._recording])
-
-    async def _record(
-        self,
-        produced: Produced,
-        report: IterationReport,
-        prediction: Prediction,
-        iteration_s: float,
-        start: Window,
-        end: Border,
-        version: int,
-    ) -> None:
-        """The iteration's record; the trainers' account of the border comes when they have crossed it."""
-        border = await BORDER.wait_async(self.channel, self.config.wait_timeout_s, version=version)
-        record = iteration_record(
-            self.config,
-            produced,
-            report,
-            border,
-            prediction,
-            iteration_s=iteration_s,
-            publish=end.held,
-            evaluation=start.evaluation,
-            use_before=start.border.use,
-            use_after=end.use,
-            devices=self.config.trainer.devices + start.border.engines * self.config.rollout.tensor_parallel,
-        )
-        self.records.write_iteration(record, produced.samples, produced.kept)
 
 
 async def even_if_cancelled(work: Coroutine[Any, Any, None]) -> None:

@@ -12,7 +12,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.messages import BorderReport
 from pa_npu.coordinator.delivery import Production
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.record import iteration_record
+from pa_npu.coordinator.record import Border, Window, iteration_record
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EngineUse
 from pa_npu.planning.iteration_model.subjects import Prediction
@@ -25,6 +25,11 @@ from tests.helpers.reports import iteration_report
 RESPONSES, SECONDS, DEVICES = 3, 8.0, 5
 
 
+def hold(done_s: float) -> EnginesHold:
+    """A publish that ends then."""
+    return EnginesHold(None, done_s - 0.75, done_s - 0.5, done_s - 0.125, done_s, MemoryPeak(7000, 5000), 0.5)
+
+
 def test_a_device_that_decodes_and_trains_is_idle_while_it_does_neither() -> None:
     """Four trainer devices, of which two have an engine: one busy for half of the iteration and one for a quarter."""
     produced: Any = SimpleNamespace(iteration=4, numbers={"tokens_prompt": 10, "tokens_response": 10})
@@ -34,19 +39,13 @@ def test_a_device_that_decodes_and_trains_is_idle_while_it_does_neither() -> Non
         before = {name: EngineUse(busy_s=1.0, shared=shared) for name in "ab"}
         after = {name: EngineUse(busy_s=busy_s, shared=shared) for name, busy_s in (("a", 5.0), ("b", 3.0))}
         return iteration_record(
-            *(
-                config,
-                produced,
-                iteration_report(4, wait_s=3.5, train_s=4.0, tokens_computed=70),
-                BorderReport(0.5, 0.125),
-            ),
+            config,
+            produced,
+            iteration_report(4, wait_s=3.5, train_s=4.0, tokens_computed=70),
+            BorderReport(0.5, 0.125),
             Prediction("", None, None),
-            iteration_s=SECONDS,
-            publish=EnginesHold(None, 10.0, 10.25, 10.625, 10.75, MemoryPeak(7000, 5000), 0.5),
-            evaluation=None,
-            use_before=before,
-            use_after=after,
-            devices=4,
+            Window(None, Border(hold(10.75 - SECONDS), before, 3), None),
+            Border(hold(10.75), after, 3),
         )
 
     found = record(shared=True)
@@ -96,12 +95,8 @@ def test_every_number_is_what_its_definition_gives() -> None:
         iteration_report(4, wait_s=1.5, train_s=3.0, tokens_computed=70),
         BorderReport(0.5, 0.125),
         Prediction("periodic", 7.0, -0.1),
-        iteration_s=SECONDS,
-        publish=EnginesHold(None, 10.0, 10.25, 10.625, 10.75, MemoryPeak(7000, 5000), 0.5),
-        evaluation={"seconds": 1.25, "accuracy": 0.5},
-        use_before=before,
-        use_after=after,
-        devices=DEVICES,
+        Window({"seconds": 1.25, "accuracy": 0.5}, Border(hold(10.75 - SECONDS), before, DEVICES - 1), None),
+        Border(hold(10.75), after, DEVICES - 1),
     )
     tokens, prompt_tokens = int(length.sum()), RESPONSES * sum(prompts)
     expected = {
