@@ -20,7 +20,8 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import work
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.memory import cache_tokens, left_share, wanted_tokens
-from pa_npu.planning.prediction.divisions import Choices, assumed_basis, best_divisions
+from pa_npu.planning.prediction.divisions import Choices, best_divisions
+from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.platform.typical import typical_speed
 
 AUTO = "auto"

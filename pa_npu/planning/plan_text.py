@@ -19,7 +19,7 @@ from pa_npu.planning.memory import (
     wanted_sequences,
     wanted_tokens,
 )
-from pa_npu.planning.prediction.divisions import assumed_basis
+from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.platform.typical import typical_speed
 from pa_npu.samples.routes import routes_of
 

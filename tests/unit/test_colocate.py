@@ -14,7 +14,7 @@ from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.memory import engine_memory, trainer_memory
 from pa_npu.planning.plan_text import derived_lines, predicted_line
 from pa_npu.planning.prediction.costs import typical_trainer
-from pa_npu.planning.prediction.divisions import assumed_basis
+from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.typical import typical_speed
 

@@ -27,7 +27,7 @@ from pa_npu.planning.iteration_model.subjects import (
 )
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
-from pa_npu.planning.prediction.divisions import assumed_basis
+from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.platform.typical import typical_speed
 from pa_npu.publish.engine_groups import Connection, EngineGroups
 from pa_npu.publish.messages import StageManifest

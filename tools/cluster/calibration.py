@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
@@ -26,7 +26,7 @@ class Calibration(Costs):
     typical: TypicalSpeed
     engine: EngineCost
     trainer: TrainerCost
-    delivery_s: float
+    delivery_s: float = field()  # without the default that it has in Costs
     engine_error: float
     trainer_error: float
     origin: Origin

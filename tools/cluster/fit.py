@@ -31,7 +31,7 @@ from pa_npu.planning.prediction.costs import (
     typical_engine,
     typical_trainer,
 )
-from pa_npu.planning.prediction.virtual_run import predict
+from pa_npu.planning.prediction.virtual_run import Basis
 from pa_npu.planning.prediction.workload import Workload
 from pa_npu.platform.typical import TypicalSpeed
 from tools.cluster.calibration import Calibration
@@ -297,7 +297,7 @@ def against_itself(
         for seen in run.iterations
         if bool(seen.record.get("periodic", run.config.schedule.stream)) == streams
     ]
-    predicted = predict(run.config, spec, calibration, workload, typical, streams=streams)
+    predicted = Basis(run.config, spec, calibration, workload, typical, None).predicted(run.config, streams=streams)
     outside_s = predicted.border_s
     ratio = (statistics.median(measured) - outside_s) / (predicted.iteration_s - outside_s)
     ratio = min(max(ratio, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)

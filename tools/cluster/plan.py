@@ -13,7 +13,6 @@ from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.planning.memory import Memory, engine_memory, trainer_memory
 from pa_npu.planning.prediction.divisions import (
-    Basis,
     Choices,
     best_divisions,
     changed,
@@ -21,7 +20,7 @@ from pa_npu.planning.prediction.divisions import (
     mean_response,
     sides_s,
 )
-from pa_npu.planning.prediction.virtual_run import Predicted
+from pa_npu.planning.prediction.virtual_run import Basis, Predicted
 from pa_npu.planning.prediction.workload import Origin
 from tools.cluster.calibration import Calibration
 from tools.cluster.figures import Figure, figure, weakest

@@ -23,9 +23,9 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import work
 from pa_npu.planning.memory import GIB, USABLE, engine_memory, kv_bytes_per_token, left_share, trainer_memory
 from pa_npu.planning.model_rules import check_model
-from pa_npu.planning.prediction.costs import Costs, GroupSeconds, computed_prompt_tokens
-from pa_npu.planning.prediction.virtual_run import Predicted, predict
-from pa_npu.planning.prediction.workload import Workload, assumed_workload, mean_context
+from pa_npu.planning.prediction.costs import GroupSeconds, computed_prompt_tokens
+from pa_npu.planning.prediction.virtual_run import Basis, Predicted
+from pa_npu.planning.prediction.workload import mean_context
 from pa_npu.platform.typical import TypicalSpeed
 
 _SIZES = (1, 2, 4, 8)
@@ -34,30 +34,6 @@ _STAGES = (1, 2, 4, 8)
 _LEAST_SEQUENCES = 32
 _SAMPLE = 48
 _MOST_SEQS = 1024
-
-
-@dataclass(frozen=True)
-class Basis:
-    """The basis of a prediction. base: the configuration whose keys are kept.
-
-    groups_per_device: prompts of an iteration, which grow with the devices; None: as many as base has.
-    """
-
-    base: Config
-    spec: ModelSpec
-    costs: Costs
-    workload: Workload
-    typical: TypicalSpeed
-    groups_per_device: float | None
-
-    def predicted(self, config: Config, *, streams: bool = True) -> Predicted:
-        """Predict iterations of a configuration."""
-        return predict(config, self.spec, self.costs, self.workload, self.typical, streams=streams)
-
-
-def assumed_basis(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Basis:
-    """Before anything ran: published figures and assumed lengths, with as many prompts as config has."""
-    return Basis(config, spec, Costs(), assumed_workload(config), typical, None)
 
 
 @dataclass(frozen=True)

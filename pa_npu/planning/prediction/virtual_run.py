@@ -30,7 +30,7 @@ from pa_npu.planning.iteration_model.subjects import (
     expected_lengths,
 )
 from pa_npu.planning.prediction.costs import Costs, EngineCost, GroupSeconds, TrainerCost, computed_prompt_tokens
-from pa_npu.planning.prediction.workload import Shape, Workload, mean_context
+from pa_npu.planning.prediction.workload import Shape, Workload, assumed_workload, mean_context
 from pa_npu.platform.typical import TypicalSpeed
 
 _ITERATIONS = 3
@@ -69,64 +69,77 @@ class Predicted:
         return self.tokens / self.iteration_s / self.devices
 
 
-def predict(
-    config: Config,
-    spec: ModelSpec,
-    costs: Costs,
-    workload: Workload,
-    typical: TypicalSpeed,
-    *,
-    streams: bool = True,
-) -> Predicted:
-    """Predict iterations of config on such devices.
+@dataclass(frozen=True)
+class Basis:
+    """The basis of a prediction. base: the configuration whose keys are kept.
 
-    streams: periodic, not synchronous; colocated engines and trainers have roles that follow the work, or take turns.
+    groups_per_device: prompts of an iteration, which grow with the devices; None: as many as base has.
     """
-    engine_cost = costs.engine_for(config, spec, typical)
-    trainer_cost = costs.trainer_for(config, spec, typical)
-    part, responses = _part(config), config.rollout.responses_per_prompt
-    engine_cost, trainer_cost = _shared_devices(config, engine_cost, trainer_cost)
-    seconds, rules = (
-        GroupSeconds(config, spec, trainer_cost, typical),
-        replace(Rules.of(config), replicas=part.replicas),
-    )
-    units = sum(bool(unit.engines) for unit in units_of(config)) if streams and config.follows_work else 0
-    names = tuple(f"engine-{number}" for number in range(part.engines))
-    speeds = {name: config.rollout.settings_of(number).speed for number, name in enumerate(names)}
-    mean, longest = workload.response_means(config)
-    ran: list[_Ran] = []
-    for number in range(_ITERATIONS):
-        shapes = _drawn(workload, config, number, part.groups)
-        groups = [_virtual_group(index, shape, mean, engine_cost, seconds, part) for index, shape in enumerate(shapes)]
-        stages = config.trainer.pipeline_parallel
-        # until a pipeline's last stage has work
-        fill_s = (stages - 1) * statistics.mean(group.train_s for group in groups) if stages > 1 else 0.0
-        speed = engine_cost.speed(mean_context(shapes)).scaled(part.engine_scale)
-        cluster = Cluster(
-            {name: speed.scaled(1.0 / speeds[name]) for name in names},
-            config.rollout.max_num_seqs,
-            part.replicas,
-            config.schedule.order,
-            rules.updates,
-            trainer_cost.step_s + fill_s,
-            costs.delivery_s,
-        )
-        # all prompts are different, as in a first epoch: of none more is known than of the others
-        lengths = expected_lengths(longest, mean, responses)
-        usual = _virtual_group(0, Shape(shapes[0].prompt, tuple(map(round, lengths))), mean, engine_cost, seconds, part)
-        expected = [replace(usual, index=index) for index in range(part.groups)]
-        outlook = IterationOutlook(
-            [GroupOutlook(shape.prompt, longest, mean) for shape in shapes],
-            names,
-            streams and not config.placement.colocate,
-        )
-        varies = len({length for shape in shapes for length in shape.lengths}) > 1
-        chosen = choose(rules, cluster, outlook, expected, [groups], varies=varies).schedule
-        flow = flow_of(cluster, groups, chosen, streams=outlook.streams)
-        end_s = flow.end_s - _gained_s(cluster, groups, flow, chosen, units, config.data_parallel)
-        train_s = sum(group.train_s for group in groups) / part.replicas + cluster.updates * cluster.step_s
-        ran.append(_Ran(flow, end_s, train_s, chosen, sum(shape.tokens for shape in shapes)))
-    return _predicted(config, ran, trainer_cost.border_s, part)
+
+    base: Config
+    spec: ModelSpec
+    costs: Costs
+    workload: Workload
+    typical: TypicalSpeed
+    groups_per_device: float | None
+
+    def predicted(self, config: Config, *, streams: bool = True) -> Predicted:
+        """Predict iterations of config on such devices.
+
+        streams: periodic, not synchronous; colocated engines and trainers have roles that follow the work, or take turns.
+        """
+        engine_cost = self.costs.engine_for(config, self.spec, self.typical)
+        trainer_cost = self.costs.trainer_for(config, self.spec, self.typical)
+        part, responses = _part(config), config.rollout.responses_per_prompt
+        engine_cost, trainer_cost = _shared_devices(config, engine_cost, trainer_cost)
+        seconds = GroupSeconds(config, self.spec, trainer_cost, self.typical)
+        rules = replace(Rules.of(config), replicas=part.replicas)
+        units = sum(bool(unit.engines) for unit in units_of(config)) if streams and config.follows_work else 0
+        names = tuple(f"engine-{number}" for number in range(part.engines))
+        speeds = {name: config.rollout.settings_of(number).speed for number, name in enumerate(names)}
+        mean, longest = self.workload.response_means(config)
+        ran: list[_Ran] = []
+        for number in range(_ITERATIONS):
+            shapes = _drawn(self.workload, config, number, part.groups)
+            groups = [
+                _virtual_group(index, shape, mean, engine_cost, seconds, part) for index, shape in enumerate(shapes)
+            ]
+            stages = config.trainer.pipeline_parallel
+            # until a pipeline's last stage has work
+            fill_s = (stages - 1) * statistics.mean(group.train_s for group in groups) if stages > 1 else 0.0
+            speed = engine_cost.speed(mean_context(shapes)).scaled(part.engine_scale)
+            cluster = Cluster(
+                {name: speed.scaled(1.0 / speeds[name]) for name in names},
+                config.rollout.max_num_seqs,
+                part.replicas,
+                config.schedule.order,
+                rules.updates,
+                trainer_cost.step_s + fill_s,
+                self.costs.delivery_s,
+            )
+            # all prompts are different, as in a first epoch: of none more is known than of the others
+            lengths = expected_lengths(longest, mean, responses)
+            usual = _virtual_group(
+                0, Shape(shapes[0].prompt, tuple(map(round, lengths))), mean, engine_cost, seconds, part
+            )
+            expected = [replace(usual, index=index) for index in range(part.groups)]
+            outlook = IterationOutlook(
+                [GroupOutlook(shape.prompt, longest, mean) for shape in shapes],
+                names,
+                streams and not config.placement.colocate,
+            )
+            varies = len({length for shape in shapes for length in shape.lengths}) > 1
+            chosen = choose(rules, cluster, outlook, expected, [groups], varies=varies).schedule
+            flow = flow_of(cluster, groups, chosen, streams=outlook.streams)
+            end_s = flow.end_s - _gained_s(cluster, groups, flow, chosen, units, config.data_parallel)
+            train_s = sum(group.train_s for group in groups) / part.replicas + cluster.updates * cluster.step_s
+            ran.append(_Ran(flow, end_s, train_s, chosen, sum(shape.tokens for shape in shapes)))
+        return _predicted(config, ran, trainer_cost.border_s, part)
+
+
+def assumed_basis(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Basis:
+    """Before anything ran: published figures and assumed lengths, with as many prompts as config has."""
+    return Basis(config, spec, Costs(), assumed_workload(config), typical, None)
 
 
 @dataclass(frozen=True)
