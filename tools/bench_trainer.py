@@ -195,7 +195,7 @@ def compare(model: str, args: argparse.Namespace) -> dict[str, object]:
     return {
         "model": f"{spec.family}, hidden {spec.hidden_size}, {spec.num_layers} layers, {spec.num_parameters / 1e6:.1f}M parameters",
         "tokens": {
-            "separate": sum(g.num_tokens for g in groups),
+            "separate": sum(len(g.tokens) for g in groups),
             "shared": sum(g.prompt_lengths()[0] + g.num_trained for g in groups),
         },
         "agreement": {name: first[name] for name in ("HF", "separate", "fsdp separate")},

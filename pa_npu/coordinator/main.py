@@ -204,9 +204,6 @@ def make_gateway(
     return Gateway(sessions, config.rollout.temperature, service.routes if service is not None else None)
 
 
-# what a run needs besides
-
-
 def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
     return Sampling(
         max_tokens=config.rollout.max_response_tokens,

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.dispatch.schedule import Dispatching, Schedule
-from pa_npu.engines.pool import EnginePool, EngineUse, Lease
+from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.samples.group import Group
 
 
@@ -140,12 +141,12 @@ class TailMeter(Variant):
     """
 
     def __init__(self, pool: EnginePool) -> None:
+        self.tail_waste = 0.0
+        """As of the last response: what comes after it is no generation."""
         self._pool = pool
         self._waits = False
         self._last = pool.use()
-        # seen so far, and as of the last response: what comes after it is no generation
-        self._engines: dict[str, _Engine] = {}
-        self._tail_waste = 0.0
+        self._engines: defaultdict[str, _Engine] = defaultdict(_Engine)  # seen so far
 
     def admitted(self, lease: Lease) -> None:
         """A group has been given to an engine."""
@@ -153,7 +154,7 @@ class TailMeter(Variant):
         if self._waits or engine.name not in self._last:
             self._advance()
             self._waits = False
-        seen = self._engines.setdefault(engine.name, _Engine())
+        seen = self._engines[engine.name]
         seen.capacity = max(seen.capacity, self._pool.in_flight(engine))
 
     def nothing_left(self) -> None:
@@ -168,23 +169,17 @@ class TailMeter(Variant):
         self._advance()
         capacity_s = sum(engine.capacity * engine.total_s for engine in self._engines.values())
         idle_s = sum(e.capacity * e.idle_s - e.idle_sequence_s for e in self._engines.values())
-        self._tail_waste = max(0.0, idle_s / capacity_s) if capacity_s else 0.0
-
-    @property
-    def tail_waste(self) -> float:
-        """As of the last response."""
-        return self._tail_waste
+        self.tail_waste = max(0.0, idle_s / capacity_s) if capacity_s else 0.0
 
     def _advance(self) -> None:
         use = self._pool.use()
-        for engine in self._pool.engines:
-            self._advance_engine(engine.name, self._last.get(engine.name, use[engine.name]), use[engine.name])
+        for name in (engine.name for engine in self._pool.engines):
+            after, seen = use[name], self._engines[name]
+            before = self._last.get(name, after)
+            seconds = after.updated_s - before.updated_s
+            seen.capacity = max(seen.capacity, after.in_flight_sequences)
+            seen.total_s += seconds
+            if self._waits:
+                seen.idle_s += seconds
+                seen.idle_sequence_s += after.sequence_seconds - before.sequence_seconds
         self._last = use
-
-    def _advance_engine(self, name: str, before: EngineUse, after: EngineUse) -> None:
-        engine = self._engines.setdefault(name, _Engine())
-        engine.capacity = max(engine.capacity, after.in_flight_sequences)
-        engine.total_s += after.updated_s - before.updated_s
-        if self._waits:
-            engine.idle_s += after.updated_s - before.updated_s
-            engine.idle_sequence_s += after.sequence_seconds - before.sequence_seconds

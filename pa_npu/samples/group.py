@@ -244,11 +244,6 @@ class Group:
         return int(self.trained_lengths.sum())
 
     @property
-    def num_tokens(self) -> int:
-        """All tokens of all samples, a shared prompt once per sample: the numerator of TPSPD."""
-        return len(self.tokens)
-
-    @property
     def version_range(self) -> tuple[int, int]:
         """Oldest and newest weight version that generated a trained token."""
         versions = self.versions[self.runs[0]]

@@ -177,7 +177,7 @@ async def test_samples_of_several_turns_become_a_microbatch_whose_targets_see_th
     assert group.version_range == (0, 2)
     (microbatch,) = build_microbatches(group, 3, True, 1)
     shared = len(PROMPT.tokens)
-    assert microbatch.num_computed_tokens == group.num_tokens - 2 * shared, "the prompt is computed once"
+    assert microbatch.num_computed_tokens == len(group.tokens) - 2 * shared, "the prompt is computed once"
     positions, mask = microbatch.layout.position_ids(), microbatch.layout.dense_mask()
     number = 0
     for sample in samples:

@@ -63,11 +63,6 @@ class Predicted:
     waves: float
     schedule: str
 
-    @property
-    def tpspd(self) -> float:
-        """Tokens per second and device."""
-        return self.tokens / self.iteration_s / self.devices
-
 
 @dataclass(frozen=True)
 class Basis:

@@ -58,11 +58,6 @@ class Workload:
     def prompt_mean(self) -> float:
         return float(np.mean([shape.prompt for shape in self.shapes]))
 
-    @property
-    def response_mean(self) -> float:
-        """As they were seen."""
-        return float(np.mean([length for shape in self.shapes for length in shape.lengths]))
-
     def response_means(self, config: Config) -> tuple[float, float]:
         """Means of an iteration's responses and of its groups' longest, as far as the limit lets them."""
         scale, limit = self.response_scale, config.rollout.max_response_tokens
