@@ -214,6 +214,12 @@ def reward_worker(config: Config) -> None:
     assert call_function(functions[0][1], RewardInput(QUESTION, "5", ["#### 5"], [3], {})) == ([1.0], None)
 
 
+def test_the_document_says_how_many_files_there_are() -> None:
+    text = " ".join((PACKAGE.parent / "docs" / "architecture.md").read_text().split())
+    counts = f"{MOST_FILES} files are steps, {MOST_WITH_HANDS} with those that hand it on, and {MOST_THAT_CARRY} hold it."
+    assert counts in text, counts
+
+
 def test_producing_reads_on_one_page() -> None:
     tree = ast.parse((PACKAGE / PRODUCER).read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
