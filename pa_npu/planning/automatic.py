@@ -20,7 +20,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import work
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.memory import cache_tokens, left_share, wanted_tokens
-from pa_npu.planning.prediction.divisions import Choices, best_divisions
+from pa_npu.planning.prediction.divisions import MOST_SEQS, Choices, best_divisions
 from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.platform.typical import typical_speed
 
@@ -34,8 +34,6 @@ KEYS = (
 )
 _SIZES = (1, 2, 4, 8)
 _PREDICTED = 6
-# Beyond it a decode step is arithmetic alone, and more sequences in it decode no faster.
-_MOST_SEQS = 1024
 
 
 def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], None]) -> Config:
@@ -176,7 +174,7 @@ def with_places(config: Config, spec: ModelSpec, device_bytes: int | None, own_m
     while rollout.max_num_seqs < share:
         other = rollout.model_copy(update={"max_num_seqs": 2 * rollout.max_num_seqs})
         grown = config.model_copy(update={"rollout": other})
-        if other.max_num_seqs > _MOST_SEQS or not _holds(grown, spec, device_bytes if own_memory else None):
+        if other.max_num_seqs > MOST_SEQS or not _holds(grown, spec, device_bytes if own_memory else None):
             break
         config, rollout = grown, other
     return config

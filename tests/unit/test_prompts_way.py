@@ -216,7 +216,9 @@ def reward_worker(config: Config) -> None:
 
 def test_the_document_says_how_many_files_there_are() -> None:
     text = " ".join((PACKAGE.parent / "docs" / "architecture.md").read_text().split())
-    counts = f"{MOST_FILES} files are steps, {MOST_WITH_HANDS} with those that hand it on, and {MOST_THAT_CARRY} hold it."
+    counts = (
+        f"{MOST_FILES} files are steps, {MOST_WITH_HANDS} with those that hand it on, and {MOST_THAT_CARRY} hold it."
+    )
     assert counts in text, counts
 
 

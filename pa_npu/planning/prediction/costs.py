@@ -14,11 +14,9 @@ from pa_npu.config.schema import Config
 from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.subjects import EngineSpeed
-from pa_npu.planning.memory import kv_bytes_per_token, trainer_memory
+from pa_npu.planning.memory import BYTES, FP32, kv_bytes_per_token, trainer_memory
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, TypicalSpeed
 
-_BYTES = {"fp32": 4, "bf16": 2}
-_FP32 = 4
 # Of the arithmetic of decoding, what is not hidden behind reading the weights; of that of a prompt, what a device reaches.
 _NOT_HIDDEN, _PROMPT_EFFICIENCY = 0.5, 0.5
 # Of a device's dispatch, what goes by the number of layers, in a model with TypicalSpeed.layers of them.
@@ -57,7 +55,7 @@ def computed_prompt_tokens(prompt: int, responses: int, prefix_block: int) -> in
 
 def typical_engine(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> EngineCost:
     """Cost of an engine on such devices, by their published figures."""
-    shards, element = config.rollout.tensor_parallel, _BYTES[config.model.dtype]
+    shards, element = config.rollout.tensor_parallel, BYTES[config.model.dtype]
     weights_s = spec.num_parameters * element / shards / typical.memory_bytes
     arithmetic_s = 2.0 * spec.num_active_parameters / shards / typical.flops
     collectives_s = 2 * spec.num_layers * _COLLECTIVE_S if shards > 1 else 0.0
@@ -86,7 +84,7 @@ class TrainerCost:
 
 def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost:
     """Cost of trainers on such devices, by their published figures."""
-    trainer, mesh, element = config.trainer, config.mesh, _BYTES[config.model.dtype]
+    trainer, mesh, element = config.trainer, config.mesh, BYTES[config.model.dtype]
     sharded = trainer.backend == "fsdp"
     step_s = _COLLECTIVE_S * math.log2(2 * mesh.data)
     for parameters, copies in (
@@ -96,7 +94,7 @@ def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> T
         shards = mesh.shards if sharded else copies if trainer.distributed_optimizer else 1
         step_s += _STEP_BYTES * parameters / shards / typical.memory_bytes
         if not sharded:  # which reduces with each microbatch, not with the step
-            step_s += 2.0 * (copies - 1) / copies * _FP32 * parameters / typical.wire_bytes
+            step_s += 2.0 * (copies - 1) / copies * FP32 * parameters / typical.wire_bytes
     step_s += 2.0 * trainer_memory(config, spec).on_host / typical.host_bytes  # to the device and back
     link = Link(typical.wire_bytes, typical.node_bytes)
     between = typical.node_bytes if mesh.shards <= config.devices_per_node else typical.wire_bytes
@@ -141,7 +139,7 @@ def gather_seconds(config: Config, spec: ModelSpec, element: int, wire_bytes: fl
     shards = config.mesh.shards
     if config.trainer.backend != "fsdp" or shards == 1:
         return 0.0
-    scattered = 0 if config.has_adapters else _FP32
+    scattered = 0 if config.has_adapters else FP32
     passes = 2 + len(config.frozen_models)
     return spec.num_parameters * (passes * element + scattered) * (shards - 1) / shards / wire_bytes
 
@@ -170,7 +168,7 @@ class GroupSeconds:
         self._pieces = config.microbatches_per_group
         self._microbatch_s = cost.microbatch_s * passes(config)
         self._operation_s = cost.operation_s * passes(config) / config.mesh.replica_size
-        shards, element = trainer.tensor_parallel, _BYTES[config.model.dtype]
+        shards, element = trainer.tensor_parallel, BYTES[config.model.dtype]
         # two reductions of the hidden states forward and two backward in each layer
         reduced = 4 * spec.num_layers * 2.0 * (shards - 1) / shards * spec.hidden_size * element
         between = typical.node_bytes if config.mesh.expert <= config.devices_per_node else typical.wire_bytes

@@ -33,7 +33,8 @@ _STAGES = (1, 2, 4, 8)
 # An engine that holds fewer sequences of mean length than this decodes far below what the device can.
 _LEAST_SEQUENCES = 32
 _SAMPLE = 48
-_MOST_SEQS = 1024
+# Beyond it a decode step is arithmetic alone, and more sequences in it decode no faster.
+MOST_SEQS = 1024
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def _fitting(
         memory = engine_memory(config, basis.spec, bytes_of_device, shared=colocated)
         held = dict(memory.parts)["KV cache"] / kv_bytes_per_token(config, basis.spec) / _mean_held(basis, config)
         if held >= _LEAST_SEQUENCES:
-            most = min(_MOST_SEQS, 2 ** int(math.log2(held)))
+            most = min(MOST_SEQS, 2 ** int(math.log2(held)))
             if "max_num_seqs" in basis.base.rollout.model_fields_set and choices.same_prompts:
                 most = min(most, basis.base.rollout.max_num_seqs)
             return changed(config, {"rollout": {"max_num_seqs": most}})
