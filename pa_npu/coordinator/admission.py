@@ -72,8 +72,9 @@ class Planner:
 
     def observe(self, timing: GroupTiming, iteration: int) -> None:
         """Tells the controller the seconds that a group took."""
-        self._computed += timing.work(self._work)
-        self._written += self._work(timing.prompt_tokens, timing.lengths)
+        written = self._work(timing.prompt_tokens, timing.lengths)
+        self._written += written
+        self._computed += written if timing.computed is None else timing.work(self._work)
         self._controller.observe(timing, iteration)
 
     def learn(self, groups: Sequence[tuple[Prompt, Sequence[int]]]) -> None:

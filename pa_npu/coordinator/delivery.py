@@ -22,7 +22,6 @@ from pa_npu.coordinator.production import Production
 from pa_npu.dispatch.assignment import Assignment
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.types import group_lengths
 
 GroupCost = Callable[[int, Sequence[int]], float]
 """Cost of training a group, from the length of its prompt and those of its responses; dispatch.work.GroupWork is one."""
@@ -100,7 +99,7 @@ class Delivery:
         self._production.put(group, scored, advantages, {replica: part for (replica, _), part in slots.items()})
 
     def _work(self, scored: ScoredGroup) -> float:
-        return self._group_work(*group_lengths(scored.samples))
+        return self._group_work(*scored.trained_as)
 
 
 class HeldDelivery(Delivery):

@@ -77,7 +77,8 @@ class Production(Variant):
         prompt, result = group.prompt, group.result
         right, reward = _mean(result.correct.tolist()), _mean(result.total.tolist())
         self._dispatched_correct += right
-        self._counted.update(group.counted)
+        if group.counted:
+            self._counted.update(group.counted)
         self._outcomes[index] = Outcome(prompt.source, None if result.errors else right, reward)
 
     def add(self, index: int, group: ScoredGroup) -> None:

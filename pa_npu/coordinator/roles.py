@@ -39,7 +39,6 @@ from pa_npu.dispatch.roles import Rest, Speeds, Unit, decoding_units, units_of
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.types import group_lengths
 from pa_npu.telemetry.timeline import Timeline, now
 
 logger = logging.getLogger(__name__)
@@ -385,7 +384,7 @@ class RolesDelivery(Delivery):
         """A group of the last ones, divided among the replicas so that all of them end together."""
         held_s = sum(self.held_work) * self.seconds_per_work
         number, scored = self._held.pop(place)
-        prompt, lengths = group_lengths(scored.samples)
+        prompt, lengths = scored.trained_as
 
         def seconds(first: int, last: int) -> float:
             return self._group_work(prompt, lengths[first:last]) * self.seconds_per_work

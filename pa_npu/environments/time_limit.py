@@ -58,7 +58,7 @@ async def rollout_within(
 
     An environment whose class says `waits_are_bounded = True` has limits of its own.
     """
-    if getattr(environment, "waits_are_bounded", False):
+    if vars(type(environment)).get("waits_are_bounded"):  # a subclass may wait for something else
         return await environment.rollout(prompt, num_samples, generate)
     limit_s = max(LEAST_S, turn_s * num_samples)
     watched = _Watched(generate)
