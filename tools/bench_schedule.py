@@ -320,7 +320,8 @@ class SharedRow:
 
     floor_s: the longest response alone, or all decoding (of full engines) and training over the devices. reach_s: the same where
     one replica's devices decode as long as the longest response takes alone, and the others until the first group is there.
-    error: of the predictions of roles, median and worst.
+    errors: of the predictions of roles at the border, which do not know the lengths to come. simulated: the row in virtual time,
+    which knows them; None for one that is.
     """
 
     name: str
@@ -333,6 +334,17 @@ class SharedRow:
     errors: list[float]
     changes: float
     cores_busy: float
+    simulated: SharedRow | None = None
+
+    @property
+    def simulation_errors(self) -> list[float]:
+        """Of the seconds in turns, with roles and of every split."""
+        virtual = self.simulated
+        if virtual is None:
+            return []
+        pairs = [(self.turns_s, virtual.turns_s), (self.roles_s, virtual.roles_s)]
+        pairs += [(seconds, virtual.splits_s[count]) for count, seconds in self.splits_s.items()]
+        return [abs(simulated_s / seconds - 1) for seconds, simulated_s in pairs]
 
     @property
     def best_split_s(self) -> float:
@@ -346,8 +358,11 @@ def measure_shared(args: argparse.Namespace, cases: Sequence[Case]) -> int:
         bench = (VirtualBench if args.virtual else Bench)(Path(scratch), args)
         with bench.engines(args.devices):
             for case, replica in itertools.product(cases, map(int, args.replica.split(","))):
-                rows.append(bench.shared_row(case, replica))
-                print(f"# {rows[-1]}", file=sys.stderr, flush=True)
+                row = bench.shared_row(case, replica)
+                if not args.virtual:
+                    row = replace(row, simulated=VirtualBench(Path(scratch), args).shared_row(case, replica))
+                rows.append(row)
+                print(f"# {row}", file=sys.stderr, flush=True)
     publish_rows(rows, render_shared(rows, args), args)
     return 0
 
@@ -892,8 +907,9 @@ def render_shared(rows: list[SharedRow], args: argparse.Namespace) -> str:
         f"{args.iterations - SHARED_WARMUP} iterations, border included.",
         "",
         f"| row | R | turns s | {' | '.join(f'{count} + {args.devices - count} s' for count in splits)} | roles s | "
-        "turns / roles | best split / roles | roles / floor | roles / reach | changes | model's error: median, worst |",
-        "|---|" + "---:|" * (9 + len(splits)),
+        "turns / roles | best split / roles | roles / floor | roles / reach | changes | error of predictions: median, worst | "
+        "error of the simulation: median, worst |",
+        "|---|" + "---:|" * (10 + len(splits)),
     ]
     for row in rows:
         cells = [row.name, str(row.replica), f"{row.turns_s:.2f}"]
@@ -905,8 +921,9 @@ def render_shared(rows: list[SharedRow], args: argparse.Namespace) -> str:
             row.roles_s / row.reach_s,
         )
         cells += [f"{row.roles_s:.2f}", *(f"{ratio:.2f}" for ratio in ratios), f"{row.changes:.1f}"]
-        errors = [abs(error) for error in row.errors] or [math.nan]
-        lines.append(f"| {' | '.join([*cells, f'{statistics.median(errors):.1%}, {max(errors):.1%}'])} |")
+        for errors in ([abs(error) for error in row.errors], row.simulation_errors):
+            cells.append(f"{statistics.median(errors):.1%}, {max(errors):.1%}" if errors else "")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -72,8 +72,9 @@ class Planner:
 
     def observe(self, timing: GroupTiming, iteration: int) -> None:
         """Tells the controller the seconds that a group took."""
-        self._computed += timing.work(self.work)
-        self._written += self.work(timing.prompt_tokens, timing.lengths)
+        written = self.work(timing.prompt_tokens, timing.lengths)
+        self._written += written
+        self._computed += written if timing.computed is None else timing.work(self.work)
         self.controller.observe(timing, iteration)
 
     def outlook(self, iteration: int, prompts: Sequence[Prompt]) -> IterationOutlook:

@@ -28,7 +28,6 @@ from pa_npu.data.stream import Outcome
 from pa_npu.dispatch.assignment import Assignment, GroupCost
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.types import group_lengths
 from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
 
 Sums = defaultdict[str, float]
@@ -93,7 +92,7 @@ class Delivery:
         self.production.put(group, scored, advantages, {replica: part for (replica, _), part in slots.items()})
 
     def _cost(self, scored: ScoredGroup) -> float:
-        return self.work(*group_lengths(scored.samples))
+        return self.work(*scored.trained_as)
 
 
 class HeldDelivery(Delivery):
@@ -160,7 +159,8 @@ class Production(Variant):
         prompt, result = group.prompt, group.result
         right, reward = _mean(result.correct.tolist()), _mean(result.total.tolist())
         self._sums["dispatched_correct"] += right
-        _add(self._counted, group.counted)
+        if group.counted:
+            _add(self._counted, group.counted)
         self._outcomes[index] = Outcome(prompt.source, None if result.errors else right, reward)
 
     def add(self, index: int, group: ScoredGroup) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -32,21 +33,28 @@ from pa_npu.samples.types import Sample, group_lengths
 
 @dataclass(frozen=True, eq=False)
 class ScoredGroup:
-    """A prompt, the samples that its environment made of it, any number from one on, their rewards, and what it counted.
-
-    computed: prompt and lengths as trainers have them, where that is not what was written (group_lengths).
-    """
+    """A prompt, the samples that its environment made of it, any number from one on, their rewards, and what it counted."""
 
     prompt: Prompt
     samples: list[Sample]
     result: RewardResult
     counted: Mapping[str, int] = field(default_factory=dict)
-    computed: tuple[int, tuple[int, ...]] | None = None
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Trained tokens of each sample."""
         return [sample.num_trained for sample in self.samples]
+
+    @cached_property
+    def trained_as(self) -> tuple[int, list[int]]:
+        """group_lengths: prompt and lengths as trainers compute them."""
+        return group_lengths(self.samples)
+
+    @property
+    def computed(self) -> tuple[int, tuple[int, ...]] | None:
+        """GroupTiming.computed: None where samples are the prompt and a response each."""
+        start, behind = self.trained_as
+        return None if (start, behind) == (len(self.prompt.tokens), self.lengths) else (start, tuple(behind))
 
     @property
     def tokens(self) -> int:
@@ -144,26 +152,21 @@ def check_size(config: Config, prompt: Prompt, samples: Sequence[Sample]) -> Non
         )
 
 
-async def score(rewards: RewardPool, prompt: Prompt, samples: list[Sample]) -> ScoredGroup:
-    """The samples of a prompt with their rewards: those that the environment gave, if it gave any."""
+async def score(
+    rewards: RewardPool, prompt: Prompt, samples: list[Sample], counted: Mapping[str, int] | None = None
+) -> ScoredGroup:
+    """The samples of a prompt with their rewards: those that the environment gave, if it gave any. counted: by it."""
+    counted = counted or {}
     given = [sample.reward for sample in samples if sample.reward is not None]
-    computed = computed_lengths(len(prompt.tokens), samples)
     if not given:
-        return ScoredGroup(prompt, samples, await rewards.score(reward_input(prompt, samples)), computed=computed)
+        return ScoredGroup(prompt, samples, await rewards.score(reward_input(prompt, samples)), counted)
     if len(given) != len(samples) or not np.isfinite(given).all():
         raise EnvironmentFailed(
             f"environment.name: rewards {[sample.reward for sample in samples]} of the samples of prompt {prompt.prompt_id} must "
             f"be finite numbers, or all None, which leaves them to the reward functions; correct the environment"
         )
     total = np.asarray(given, np.float32)
-    return ScoredGroup(prompt, samples, RewardResult(total, {"environment": total}, total > 0, ()), computed=computed)
-
-
-def computed_lengths(prompt_tokens: int, samples: Sequence[Sample]) -> tuple[int, tuple[int, ...]] | None:
-    """GroupTiming.computed: None where samples are the prompt and a response each."""
-    start, behind = group_lengths(samples)
-    written = [sample.num_trained for sample in samples]
-    return None if (start, behind) == (prompt_tokens, written) else (start, tuple(behind))
+    return ScoredGroup(prompt, samples, RewardResult(total, {"environment": total}, total > 0, ()), counted)
 
 
 def reward_input(prompt: Prompt, samples: Sequence[Sample]) -> RewardInput:

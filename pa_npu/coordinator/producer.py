@@ -188,7 +188,7 @@ class Producer:
         lane = f"engine {session.lease.engine.name}"
         self.timeline.complete(f"group {index}", start_s, now(), lane, iteration=iteration, **shape)
         start_s = now()
-        group = replace(await score(self.rewards, prompt, samples), counted=generate.counted)
+        group = await score(self.rewards, prompt, samples, generate.counted)
         self.timeline.complete(
             f"reward {index}", start_s, now(), "rewards", iteration=iteration, computed=group.computed
         )

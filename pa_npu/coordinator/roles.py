@@ -35,7 +35,6 @@ from pa_npu.dispatch.assignment import common_end_s, parts_of
 from pa_npu.dispatch.roles import Rest, Unit, decoding_units, units_of
 from pa_npu.dispatch.schedule import EngineSpeed
 from pa_npu.engines.pool import EnginePool, Lease
-from pa_npu.samples.types import group_lengths
 from pa_npu.telemetry.timeline import Timeline, now
 
 logger = logging.getLogger(__name__)
@@ -361,7 +360,7 @@ class RolesDelivery(Delivery):
         """A group of the last ones, divided among the replicas so that all of them end together."""
         held_s = sum(self.held_work) * self.seconds_per_work
         number, scored = self._held.pop(place)
-        prompt, lengths = group_lengths(scored.samples)
+        prompt, lengths = scored.trained_as
 
         def seconds(first: int, last: int) -> float:
             return self.work(prompt, lengths[first:last]) * self.seconds_per_work

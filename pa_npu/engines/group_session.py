@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -79,12 +79,12 @@ class GroupSession:
         """
         self._open += n
         generations = await self._ask(prompt_tokens, n, seed, sampling)
-        num_cut = sum(generation.finish_reason == "cut" for generation in generations)
-        self._open -= n - num_cut
-        if num_cut:
+        cut = _cut(generations)
+        self._open -= n - len(cut)
+        if cut:
             several = enumerate(generations)
             generations = await gather([self._go_on(g, prompt_tokens, seed + i, sampling) for i, g in several])
-        self._tokens += sum(len(generation.tokens) for generation in generations)
+        self._tokens += sum([len(generation.tokens) for generation in generations])
         return list(generations)
 
     async def _go_on(
@@ -132,13 +132,13 @@ class GroupSession:
                 if not await self._move_from(engine, str(error)):
                     raise
             else:
-                if any(generation.version is None for generation in generations):
+                if None in [generation.version for generation in generations]:
                     raise InvariantViolation(
                         f"I1 version: engine {engine.name} does not say which weight version wrote its responses for {self._what}; "
                         f"its client must put the version that the engine itself names into every Generation"
                     )
-                unbegun = sum(one.finish_reason == "cut" and not len(one.tokens) for one in generations)
-                self._unasked += 0 if self._pool.rests(engine) else unbegun
+                if (cut := _cut(generations)) and not self._pool.rests(engine):
+                    self._unasked += sum(not len(one.tokens) for one in cut)
                 if self._unasked > _MAX_UNASKED * self._seats:
                     raise EngineError(
                         f"engine {engine.name}: it ended responses of {self._what} {self._unasked} times unbegun; see its log"
@@ -179,6 +179,11 @@ class GroupSession:
             version=self._version,
         )
         self.lease.first = first
+
+
+def _cut(generations: Sequence[Generation]) -> list[Generation]:
+    """Those that an engine handed on."""
+    return [one for one in generations if one.finish_reason == "cut"]
 
 
 class GroupTooLong(UserError):

@@ -18,6 +18,8 @@ from pa_npu.samples.types import Sample, SampleBuilder, SampleRow, check_one_eac
 class SingleTurn:
     """The default environment; it has no options."""
 
+    waits_are_bounded = True  # it waits for the policy alone
+
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("single_turn")
 
@@ -30,7 +32,7 @@ def samples_of(prompt: npt.NDArray[np.int32], generations: Sequence[Generation])
 
     Every group comes through here: arrays are made for all samples together, in half the time of one by one, and cut apart.
     """
-    if any(generation.columns for generation in generations):
+    if any([generation.columns for generation in generations]):
         return [_sample(prompt, generation) for generation in generations]
     bounds = [0, *accumulate(len(prompt) + len(generation.tokens) for generation in generations)]
     parts = [part for generation in generations for part in (prompt, generation.tokens)]

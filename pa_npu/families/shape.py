@@ -156,7 +156,7 @@ class FlopsModel:
     def group(self, prompt: int, responses: Sequence[int], *, shared: bool) -> float:
         """`step` over a prompt with these responses, all of them predicted, in closed form: no layout is made for it."""
         written = sum(responses)
-        own_pairs = sum(length * (length + 1) for length in responses) // 2
+        own_pairs = sum([length * (length + 1) for length in responses]) // 2
         prompts = 1 if shared else len(responses)
         tokens = written + prompts * prompt
         pairs = own_pairs + written * prompt + prompts * (prompt * (prompt + 1) // 2)

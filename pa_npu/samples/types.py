@@ -89,7 +89,7 @@ class SampleRow:
         samples = []
         for number, span in enumerate(map(slice, [0, *self.ends], self.ends)):
             arrays = self.tokens[span], self.trained[span], self.logprobs[span], self.versions[span]
-            columns = {column: values[span] for column, values in self.columns.items()}
+            columns = {column: values[span] for column, values in self.columns.items()} if self.columns else {}
             sample = Sample(*arrays, finished[number], texts[number], columns=columns)
             object.__setattr__(sample, "_place", (self, number))
             samples.append(sample)
@@ -122,7 +122,7 @@ def group_lengths(samples: Sequence[Sample]) -> tuple[int, list[int]]:
 
     A branch of a session has there what it does not share with the sample before it, which is computed once for both.
     """
-    prompt = min(sample.prompt_length for sample in samples)
+    prompt = min([sample.prompt_length for sample in samples])
     shared = [max(prompt, num_common(one, two)) if two.turns else prompt for one, two in pairwise(samples)]
     return prompt, [len(sample.tokens) - start for sample, start in zip(samples, [prompt, *shared], strict=True)]
 

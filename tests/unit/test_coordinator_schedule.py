@@ -15,7 +15,7 @@ from helpers.virtual_cluster import CPU_ENGINE
 
 from pa_npu.attention.trie import pack
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.episode import computed_lengths
+from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.variants import Pace
 from pa_npu.data.prompts import Prompt
@@ -301,10 +301,12 @@ def test_trees_of_sessions_cost_their_unique_tokens() -> None:
     prompt, lengths = group_lengths(samples)
     assert (prompt, lengths) == (10, [140, 50, 5])
     assert prompt + sum(lengths) == pack([sample.tokens for sample in samples]).layout.total
-    told = computed_lengths(10, samples)
-    assert told == (10, (140, 50, 5))
+    prompt_of_ten = Prompt(0, samples[0].tokens[:10], "0", "prompt", {})
+    nothing = np.zeros(3, np.float32)
+    result = RewardResult(nothing, {"stub": nothing}, nothing > 0, ())
+    assert ScoredGroup(prompt_of_ten, samples, result).computed == (10, (140, 50, 5))
     single = [branch([(1, 100, True)]), branch([(4, 5, True)])]
-    assert computed_lengths(10, single) is None
+    assert ScoredGroup(prompt_of_ten, single, result).computed is None
 
 
 def test_what_training_takes_is_learned_and_expected_by_unique_tokens() -> None:
