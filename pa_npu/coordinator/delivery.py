@@ -147,10 +147,10 @@ class Production(Variant):
         self._kept: list[KeptResponse] = []
         self._in_buffer: list[DispatchedGroup] = []
         self._outcomes: dict[int, Outcome] = {}  # by dispatch index
-        self._shortest, self._longest = math.inf, 0
-        # counts and totals: of all groups, by environments' names; of those that are trained; of these by reward functions' names
+        self._dispatched_correct = 0.0
+        self._trained: list[tuple[float, ...]] = []  # numbers of each group that is trained, see add and end
+        # by environments' and by reward functions' names
         self._counted: Sums = defaultdict(int)
-        self._sums: Sums = defaultdict(int)
         self._rewards: Sums = defaultdict(int)
         self._no_verdict: Sums = defaultdict(int)
 
@@ -158,32 +158,35 @@ class Production(Variant):
         """A scored group, trained or not: the policy's accuracy is over these, whatever is chosen for training."""
         prompt, result = group.prompt, group.result
         right, reward = _mean(result.correct.tolist()), _mean(result.total.tolist())
-        self._sums["dispatched_correct"] += right
-        if group.counted:
-            _add(self._counted, group.counted)
+        self._dispatched_correct += right
+        for name, number in group.counted.items():
+            self._counted[name] += number
         self._outcomes[index] = Outcome(prompt.source, None if result.errors else right, reward)
 
     def add(self, index: int, group: ScoredGroup) -> None:
         """A group that is trained, under this number."""
         samples, result, lengths = group.samples, group.result, group.lengths
         num_trained, rewards = sum(lengths), result.total.tolist()
-        own = {
-            "groups": 1,
-            "responses": len(samples),
-            "prompt_tokens": len(group.prompt.tokens),
-            "sample_prompt_tokens": sum(len(sample.tokens) for sample in samples) - num_trained,
-            "response_tokens": num_trained,
-            "finished": sum(sample.finished for sample in samples),
-            "correct": int(np.count_nonzero(result.correct)),
-            "reward": sum(rewards),
-            "reward_deviation": _deviation(rewards),
-            "errors": len(result.errors),
-            "equal": not result.is_informative,
-        }
-        _add(self._sums, own)
-        _add(self._rewards, {name: sum(values.tolist()) for name, values in result.functions.items()})
-        _add(self._no_verdict, result.no_verdict)
-        self._shortest, self._longest = min(self._shortest, *lengths), max(self._longest, *lengths)
+        self._trained.append(
+            (
+                len(samples),
+                len(group.prompt.tokens),
+                sum([len(sample.tokens) for sample in samples]) - num_trained,
+                num_trained,
+                min(lengths),
+                max(lengths),
+                sum([sample.finished for sample in samples]),
+                int(np.count_nonzero(result.correct)),
+                sum(rewards),
+                _deviation(rewards),
+                len(result.errors),
+                not result.is_informative,
+            )
+        )
+        for name, values in result.functions.items():
+            self._rewards[name] += sum(values.tolist())
+        for name, number in result.no_verdict.items():
+            self._no_verdict[name] += number
         if index < min(self._num_kept, SAMPLES_IN_SHORT):
             self._samples.append(_sample(self.iteration, index, group))
 
@@ -199,26 +202,29 @@ class Production(Variant):
 
     def end(self, window: int, tail_waste: float, replica_imbalance: float) -> Produced:
         """All groups are in the buffer. window: the admission window they ended with; the others: TailMeter's, Assignment's."""
-        sums, counted = self._sums, self._counted
-        groups, responses = sums["groups"], sums["responses"]
+        counted, groups = self._counted, len(self._trained)
+        samples, prompts, others, tokens, shortest, longest, finished, correct, reward, deviation, errors, equal = zip(
+            *self._trained, strict=True
+        )
+        responses = sum(samples)
         numbers = {
             "groups": groups,
             "groups_dispatched": len(self._outcomes),
-            "accuracy_dispatched": sums["dispatched_correct"] / len(self._outcomes),
-            "reward_mean": sums["reward"] / responses,
-            "reward_std": sums["reward_deviation"] / groups,
-            "accuracy": sums["correct"] / responses,
+            "accuracy_dispatched": self._dispatched_correct / len(self._outcomes),
+            "reward_mean": sum(reward) / responses,
+            "reward_std": sum(deviation) / groups,
+            "accuracy": sum(correct) / responses,
             "rewards": {name: total / responses for name, total in sorted(self._rewards.items())},
-            "reward_errors": sums["errors"],
+            "reward_errors": sum(errors),
             "reward_no_verdict": dict(self._no_verdict),
-            "equal_reward_ratio": sums["equal"] / groups,
-            "response_length_mean": sums["response_tokens"] / responses,
-            "response_length_min": self._shortest,
-            "response_length_max": self._longest,
-            "prompt_length_mean": sums["prompt_tokens"] / groups,
-            "truncated_ratio": 1 - sums["finished"] / responses,
-            "tokens_prompt": sums["sample_prompt_tokens"],
-            "tokens_response": sums["response_tokens"],
+            "equal_reward_ratio": sum(equal) / groups,
+            "response_length_mean": sum(tokens) / responses,
+            "response_length_min": min(shortest),
+            "response_length_max": max(longest),
+            "prompt_length_mean": sum(prompts) / groups,
+            "truncated_ratio": 1 - sum(finished) / responses,
+            "tokens_prompt": sum(others),
+            "tokens_response": sum(tokens),
             "environment": dict(sorted(counted.items())),
             **({"unique_ratio": counted["tokens_unique"] / counted["tokens"]} if counted.get("tokens") else {}),
             "generate_s": time.perf_counter() - self._start_s,
@@ -226,15 +232,10 @@ class Production(Variant):
             "tail_waste": tail_waste,
             "replica_imbalance": replica_imbalance,
         }
-        samples = sorted(self._samples, key=lambda sample: sample["index"])
+        in_short = sorted(self._samples, key=lambda sample: sample["index"])
         dispatched = Dispatched(self.iteration, tuple(self._in_buffer))
         outcomes = tuple(self._outcomes[index] for index in sorted(self._outcomes))
-        return Produced(self.iteration, numbers, samples, dispatched, tuple(self._kept), outcomes)
-
-
-def _add(sums: Sums, values: Mapping[str, float]) -> None:
-    for name, value in values.items():
-        sums[name] += value
+        return Produced(self.iteration, numbers, in_short, dispatched, tuple(self._kept), outcomes)
 
 
 def _mean(values: Sequence[float]) -> float:
