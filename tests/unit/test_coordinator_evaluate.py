@@ -193,7 +193,7 @@ def test_keys_that_mean_nothing_are_refused(keys: dict[str, Any], words: str) ->
 
 
 def test_names_of_metrics_are_those_that_results_have() -> None:
-    from pa_npu.config.rules.evaluation import metric_names
+    from pa_npu.config.rules.inputs import metric_names
     from pa_npu.evaluation.results import values_by_question
     from tests.unit.test_evaluation_results import judged
 
