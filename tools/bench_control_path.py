@@ -45,7 +45,7 @@ import numpy as np
 
 from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import RewardConfig
+from pa_npu.config.sections.rollout import RewardConfig
 from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.coordinator.episode import reward_input
 from pa_npu.coordinator.producer import Producer

@@ -25,7 +25,7 @@ from pa_npu.agents.session import Limits, Session
 from pa_npu.agents.sessions import Sessions
 from pa_npu.agents.tree import num_unique
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import LOOPBACK
+from pa_npu.config.sections.operation import LOOPBACK
 from pa_npu.control.tasks import cancel, gather
 from pa_npu.data.prompts import Prompt
 from pa_npu.environments.protocol import Environment, EnvironmentContext, EnvironmentFailed, Generate

@@ -29,7 +29,7 @@ from pa_npu.algorithm.policy_losses import (
 )
 from pa_npu.algorithm.update_sums import MetricSums, Reductions, Totals
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import AlgorithmConfig
+from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.control.freshness import Freshness
 from pa_npu.errors import InvariantViolation
 

@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch.nn.functional import logsigmoid
 
-from pa_npu.config.sections import AlgorithmConfig
+from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.config.user_code import find_function
 
 Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"]

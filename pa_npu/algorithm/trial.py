@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pa_npu.algorithm.advantages import group_advantages
-from pa_npu.config.sections import AlgorithmConfig
+from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.config.user_code import describe, source_of
 from pa_npu.control.trial import ask, serve
 from pa_npu.errors import ConfigError

@@ -11,7 +11,9 @@ from pydantic import BaseModel
 from pa_npu.config.keys import all_keys, section_of
 from pa_npu.config.presets import PRESETS, PresetName
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import EngineSettings, RewardFunction, Section, TrainingDataset
+from pa_npu.config.sections import Section
+from pa_npu.config.sections.inputs import TrainingDataset
+from pa_npu.config.sections.rollout import EngineSettings, RewardFunction
 
 ENTRIES: dict[str, type[Section]] = {
     "rollout.engine_settings": EngineSettings,

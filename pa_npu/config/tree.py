@@ -6,33 +6,34 @@ from dataclasses import replace
 from typing import Literal
 
 from pa_npu.config.mesh import Mesh
-from pa_npu.config.sections import (
+from pa_npu.config.sections import Section
+from pa_npu.config.sections.inputs import DataConfig, Dataset, ModelConfig, RunConfig
+from pa_npu.config.sections.learning import (
+    AlgorithmConfig,
+    AttentionConfig,
+    LoraConfig,
+    MicrobatchConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
+from pa_npu.config.sections.operation import (
+    BufferConfig,
+    CheckpointConfig,
+    EvaluateConfig,
+    PlacementConfig,
+    PublishConfig,
+    ScheduleConfig,
+    TelemetryConfig,
+)
+from pa_npu.config.sections.rollout import (
     JUDGE_ATTEMPTS,
     LONGEST_JUDGE_PAUSE_S,
     MOST_TESTS,
     SLOWEST_TOKEN_S,
     AgentConfig,
-    AlgorithmConfig,
-    AttentionConfig,
-    BufferConfig,
-    CheckpointConfig,
-    DataConfig,
-    Dataset,
     EnvironmentConfig,
-    EvaluateConfig,
-    LoraConfig,
-    MicrobatchConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PlacementConfig,
-    PublishConfig,
     RewardConfig,
     RolloutConfig,
-    RunConfig,
-    ScheduleConfig,
-    Section,
-    TelemetryConfig,
-    TrainerConfig,
 )
 
 # With fewer a probe could show no more than another model altogether.

@@ -12,7 +12,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.config.sections import DataConfig, Dataset, TrainingDataset
+from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
 from pa_npu.config.words import counted
 from pa_npu.data.records import Columns, Message, Record, read_records
 from pa_npu.data.template import TemplateFailed, check_options, chosen_template, rendered

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.config.sections import DataConfig
+from pa_npu.config.sections.inputs import DataConfig
 from pa_npu.data.prompts import Prompt, PromptSet
 from pa_npu.errors import DataError
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pa_npu.config.sections import DataConfig
+from pa_npu.config.sections.inputs import DataConfig
 from pa_npu.data.limits import TimeLimitReached, memory_limit, time_limit
 from pa_npu.data.rows import LONGEST_ROW_BYTES
 from pa_npu.errors import DataError

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.config.sections import SLOWEST_TOKEN_S
+from pa_npu.config.sections.rollout import SLOWEST_TOKEN_S
 from pa_npu.control.tasks import cancel, gather
 from pa_npu.engines.handing_on import NOTHING, joined, left_of, written_of
 from pa_npu.engines.protocol import EngineError, EngineGone, Generation, RolloutEngine, Sampling

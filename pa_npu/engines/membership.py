@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from pa_npu.config.sections import RolloutConfig
+from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.control.messages import EngineRunsOn
 from pa_npu.control.roster import Entry, Roster
 from pa_npu.control.tasks import cancel, gather

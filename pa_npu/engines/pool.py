@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pa_npu.config.sections import EngineSettings
+from pa_npu.config.sections.rollout import EngineSettings
 from pa_npu.config.words import counted
 from pa_npu.control.tasks import gather
 from pa_npu.dispatch.schedule import engine_with_room

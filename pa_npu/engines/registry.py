@@ -15,7 +15,7 @@ from typing import Any
 import pa_npu
 from pa_npu import platform
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import RolloutConfig
+from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.config.user_code import check_name, import_object
 from pa_npu.engines.protocol import RolloutEngine
 from pa_npu.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import EngineSettings
+from pa_npu.config.sections.rollout import EngineSettings
 from pa_npu.config.words import counted
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import Work, work

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pa_npu.config.sections import MOST_TESTS, CodeConfig
+from pa_npu.config.sections.rollout import MOST_TESTS, CodeConfig
 from pa_npu.errors import DataError
 from pa_npu.rewards.sandbox import Limits, Outcome, SandboxFailed, run
 from pa_npu.rewards.turns import Turns

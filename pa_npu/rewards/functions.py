@@ -20,7 +20,7 @@ from pa_npu.rewards.answers import chosen_letter, is_correct
 from pa_npu.rewards.types import RewardInput
 
 if TYPE_CHECKING:
-    from pa_npu.config.sections import RewardConfig
+    from pa_npu.config.sections.rollout import RewardConfig
 
 Function = Callable[[RewardInput], Sequence[float]]
 JUDGE_SCORES = "judge_scores.sqlite"
@@ -141,11 +141,11 @@ def is_concurrent(function: Any) -> bool:
 def build_concurrent(spec: FunctionSpec) -> Any:
     """The judge or the sandbox that `spec` names, for one event loop."""
     if spec.name == "judge":
-        from pa_npu.config.sections import JudgeConfig
+        from pa_npu.config.sections.rollout import JudgeConfig
         from pa_npu.rewards.judge import JudgeReward
 
         return JudgeReward(JudgeConfig.model_validate(spec.settings), Path(spec.cache) if spec.cache else None)
-    from pa_npu.config.sections import CodeConfig
+    from pa_npu.config.sections.rollout import CodeConfig
     from pa_npu.rewards.code_reward import CodeReward
 
     return CodeReward(CodeConfig.model_validate(spec.settings), spec.programs)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pa_npu.config.sections import JUDGE_ATTEMPTS, JUDGE_KEY_VARIABLE, LONGEST_JUDGE_PAUSE_S, JudgeConfig
+from pa_npu.config.sections.rollout import JUDGE_ATTEMPTS, JUDGE_KEY_VARIABLE, LONGEST_JUDGE_PAUSE_S, JudgeConfig
 from pa_npu.errors import DataError
 from pa_npu.rewards.answers import final_text
 from pa_npu.rewards.turns import Turns

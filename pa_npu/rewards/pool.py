@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from pa_npu.config.sections import RewardConfig
+from pa_npu.config.sections.rollout import RewardConfig
 from pa_npu.control.tasks import gather
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, DeadlineExceeded, PaNpuError

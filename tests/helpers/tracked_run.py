@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pa_npu.config.sections import TelemetryConfig
+from pa_npu.config.sections.operation import TelemetryConfig
 from pa_npu.telemetry.metrics import MetricsWriter
 from pa_npu.telemetry.record_file import lost_records
 from pa_npu.telemetry.sample_store import KeptResponse

@@ -17,7 +17,7 @@ from pa_npu.algorithm.policy_losses import TokenBatch, find_policy_loss, normali
 from pa_npu.config import Config, dump_config, load_config
 from pa_npu.config.help import keys_help
 from pa_npu.config.presets import PRESETS, PresetName
-from pa_npu.config.sections import AlgorithmConfig
+from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.errors import ConfigError
 from pa_npu.rewards.functions import function_specs
 

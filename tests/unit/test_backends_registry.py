@@ -10,7 +10,7 @@ import pytest
 
 from pa_npu.backends.protocol import BackendModule, PlannedSave, TrainBackend
 from pa_npu.backends.registry import _MODULES, backend_module
-from pa_npu.config.sections import TrainerConfig
+from pa_npu.config.sections.learning import TrainerConfig
 from pa_npu.errors import ConfigError, UserError
 from tests.helpers.megatron import PLATFORM
 

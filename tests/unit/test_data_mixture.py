@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from pa_npu.config.sections import DataConfig
+from pa_npu.config.sections.inputs import DataConfig
 from pa_npu.data.prompts import Prompt, PromptSet
 from pa_npu.data.stream import Outcome, PromptStream, TrainingStream
 from pa_npu.errors import DataError

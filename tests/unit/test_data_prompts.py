@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pa_npu.config.sections import DataConfig, Dataset
+from pa_npu.config.sections.inputs import DataConfig, Dataset
 from pa_npu.data.prompts import PromptSet, first_prompt_lines, load_prompts, load_training
 from pa_npu.data.template import template_variables
 from pa_npu.errors import DataError

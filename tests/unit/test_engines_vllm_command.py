@@ -11,7 +11,7 @@ import pytest
 
 import pa_npu
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import PlacementConfig
+from pa_npu.config.sections.operation import PlacementConfig
 from pa_npu.engines.vllm import command as engine
 from pa_npu.engines.vllm.command import EngineCommand
 from pa_npu.engines.vllm.versions import VERSIONS, EngineVersion

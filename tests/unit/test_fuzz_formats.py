@@ -21,7 +21,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from pa_npu.config.sections import DataConfig
+from pa_npu.config.sections.inputs import DataConfig
 from pa_npu.data.prompts import load_prompts
 from pa_npu.engines.answers import decode_object
 from pa_npu.engines.codec import decode_response

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pa_npu.config.load import load_config
-from pa_npu.config.sections import DataConfig
+from pa_npu.config.sections.inputs import DataConfig
 from pa_npu.data import prompts as prompts_module
 from pa_npu.data import template as template_module
 from pa_npu.data.limits import TimeLimitReached, _address_space, time_limit

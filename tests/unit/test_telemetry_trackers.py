@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import TelemetryConfig
+from pa_npu.config.sections.operation import TelemetryConfig
 from pa_npu.coordinator.record import tracked_config
 from pa_npu.errors import ConfigError
 from pa_npu.launcher.run_checks import check_trackers

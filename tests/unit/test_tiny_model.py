@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pa_npu.config.sections import DataConfig
+from pa_npu.config.sections.inputs import DataConfig
 from pa_npu.data.prompts import load_prompts
 from pa_npu.rewards.answers import is_correct
 from tools import make_tiny_model as tiny

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import EngineSettings, RolloutConfig
+from pa_npu.config.sections.rollout import EngineSettings, RolloutConfig
 from pa_npu.control.messages import EngineRunsOn, RunsOn
 from pa_npu.dispatch.schedule import Reach, Schedule, same_windows, with_own_windows
 from pa_npu.engines.membership import Member

@@ -6,7 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from pa_npu.config.sections import ADVANTAGES, LOSSES, REWARDS, JudgeConfig
+from pa_npu.config.sections.learning import ADVANTAGES, LOSSES, REWARDS
+from pa_npu.config.sections.rollout import JudgeConfig
 from pa_npu.config.texts import shown, url_problem
 from pa_npu.config.tree import ConfigTree
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pa_npu.config.sections import SLOWEST_TOKEN_S
+from pa_npu.config.sections.rollout import SLOWEST_TOKEN_S
 from pa_npu.config.tree import COLLECTIVE_MARGIN_S, ConfigTree
 from pa_npu.config.words import counted
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pa_npu.config.presets import PresetName
-from pa_npu.config.sections.base import Section
+from pa_npu.config.sections import Section
 
 LOSSES = ("clip", "gspo", "cispo", "reinforce", "dpo")
 ADVANTAGES = ("group-std", "centred", "leave-one-out", "batch-std")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pa_npu import platform
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import RolloutConfig
+from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.engines.registry import EngineCommand, common_environment
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec

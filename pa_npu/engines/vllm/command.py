@@ -8,7 +8,7 @@ import tempfile
 
 from pa_npu import platform
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import RolloutConfig
+from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.engines.codec import SERVED_MODEL
 from pa_npu.engines.registry import EngineCommand, common_environment
 from pa_npu.engines.vllm.versions import EngineVersion, engine_version, environment, graph_arguments

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pa_npu.config.sections import TelemetryConfig
+from pa_npu.config.sections.operation import TelemetryConfig
 from pa_npu.telemetry.metrics import drop_records
 from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, note_lost, say
 from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
