@@ -34,7 +34,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pa_npu.config import Config, dump_config
+from pa_npu.config.load import dump_config
+from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, connect, host_store
 from pa_npu.control.messages import BORDER, REPORT, TRAINERS_RUN_ON, BorderReport, TrainersRunOn
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX

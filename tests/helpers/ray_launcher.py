@@ -136,7 +136,7 @@ def parent(pid: int) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     from pa_npu import platform as platforms
-    from pa_npu.config import Config
+    from pa_npu.config.schema import Config
     from pa_npu.control.channel import StoreChannel, connect, host_store
     from pa_npu.control.roster import PREFIX, Roster
     from pa_npu.errors import PaNpuError

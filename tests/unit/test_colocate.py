@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from pa_npu.config import Config, load_config
+from pa_npu.config.load import load_config
+from pa_npu.config.schema import Config
 from pa_npu.launcher.placement import place, place_nodes
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.memory import engine_memory, trainer_memory

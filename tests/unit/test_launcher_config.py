@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pa_npu.config import Config, dump_config, load_config
-from pa_npu.config.help import ENTRIES, keys_help
-from pa_npu.config.keys import all_keys, find_annotation
+from pa_npu.config.keys import ENTRIES, all_keys, find_annotation, keys_help
+from pa_npu.config.load import dump_config, load_config
 from pa_npu.config.removed import REMOVED
 from pa_npu.config.rules.unread import CONDITIONS, value_and_default
+from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from pa_npu.config import Config
+from pa_npu.config.schema import Config
 from pa_npu.control import roster as roster_module
 from pa_npu.control.bounded_calls import BoundedCalls
 from pa_npu.control.channel import StoreChannel, StoreError, connect

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from pa_npu.config import Config
+from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
 from pa_npu.launcher import run_checks
 from pa_npu.launcher.cluster import node_report

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from pa_npu.config.help import keys_help
+from pa_npu.config.keys import keys_help
 from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
 from pa_npu.planning import automatic
