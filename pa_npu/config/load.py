@@ -16,6 +16,7 @@ from pa_npu.config.keys import all_keys, find_annotation, is_union, nearest_key,
 from pa_npu.config.removed import removed
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import Section
+from pa_npu.config.texts import leaves
 from pa_npu.config.yaml_source import KeyPath, Places, dump_yaml, read_value, read_yaml
 from pa_npu.errors import ConfigError
 
@@ -41,7 +42,11 @@ def merged(paths: Iterable[str], overrides: Sequence[str]) -> tuple[dict[str, An
 
 def validated(tree: dict[str, Any], places: Places) -> Config:
     """The configuration of such a tree. Raises ConfigError with one line, which says where the value was written."""
-    _check_keys(tree, places, ())
+    for key, value in leaves(tree, ""):
+        if isinstance(value, str) and (remedy := removed(f"{key}={value}")):
+            raise ConfigError(
+                f"{_where(tuple(key.split('.')), places)}{key}={value}: removed in an earlier release; {remedy}"
+            )
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -123,42 +128,6 @@ def _takes_text(annotation: Any, value: Any) -> bool:
     return not isinstance(value, (dict, list)) or members <= {str, type(None)}
 
 
-def _check_keys(values: Any, places: Places, path: KeyPath) -> None:
-    """Refuse unknown keys, and scalars of another kind than the key's."""
-    if isinstance(values, list):
-        for index, value in enumerate(values):
-            _check_keys(value, places, (*path, str(index)))
-        return
-    if remedy := removed(f"{'.'.join(path)}={values}") if isinstance(values, str) else None:
-        raise ConfigError(f"{_where(path, places)}{'.'.join(path)}={values}: removed in an earlier release; {remedy}")
-    if not _is_of_kind(values, _leaf_types(find_annotation(path))):
-        name, shown = ".".join(path), _shown(values)
-        types = {key.name: key.type for key in all_keys()}
-        raise ConfigError(
-            f"{_where(path, places)}{name}: {shown} is not allowed; use {types.get(name, 'a value that --help names')}"
-        )
-    if not isinstance(values, dict):
-        return
-    for name, value in values.items():
-        here = (*path, str(name))
-        if find_annotation(here) is None and _section_at(path) is not None:
-            raise ConfigError(_unknown_key(here, places))
-        _check_keys(value, places, here)
-
-
-def _is_of_kind(value: Any, types: set[Any]) -> bool:
-    """Whether a scalar is what the key holds: pydantic would take true and "1" for 1, and 1e3 for an integer."""
-    if Any in types:
-        return True
-    if isinstance(value, bool):
-        return bool in types
-    if isinstance(value, str):
-        return not types & {int, float, bool} or str in types or value in types
-    if isinstance(value, float):
-        return int not in types or float in types
-    return True
-
-
 def _members(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if is_union(annotation) else (annotation,)
 
@@ -166,10 +135,6 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 def _section_at(path: KeyPath) -> type[Section] | None:
     """The section at a path, also where a text may stand instead of it."""
     return next(filter(None, map(section_of, _members(find_annotation(path)))), None)
-
-
-def _leaf_types(annotation: Any) -> set[Any]:
-    return {annotation} | {inner for argument in get_args(annotation) for inner in _leaf_types(argument)}
 
 
 def _unknown_key(path: KeyPath, places: Places) -> str:
@@ -186,6 +151,9 @@ def _unknown_key(path: KeyPath, places: Places) -> str:
 def _first_line(error: ValidationError, places: Places) -> str:
     """pydantic's first error as one line of ours, with the number of further keys that have one."""
     details = error.errors(include_url=False)
+    for detail in details:
+        if detail["type"] in ("extra_forbidden", "invalid_key"):
+            return _unknown_key((*_real_path(detail["loc"][:-1]), str(detail["loc"][-1])), places)
     paths = [_real_path(detail["loc"]) for detail in details]
     # of the members of a union, the one that goes deepest into the value knows what is wrong with it
     below = [number for number, path in enumerate(paths) if path[: len(paths[0])] == paths[0]]

@@ -5,10 +5,16 @@ Unknown keys are refused. Rules between keys are in `pa_npu.config.rules`.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Item = TypeVar("Item")
+Several = Annotated[tuple[Item, ...], Field(strict=False)]
+"""A list in YAML, a tuple here."""
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, and no key is accepted and ignored."""
+    """Base of all sections: immutable, no key is accepted and ignored, and no value taken for one of another kind."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pa_npu.config.sections import Section
+from pa_npu.config.sections import Section, Several
 
 
 class RunConfig(Section):
@@ -91,7 +91,7 @@ class TrainingDataset(Dataset):
 
 
 class DataConfig(Section):
-    train: Annotated[str, Field(min_length=1)] | Annotated[tuple[TrainingDataset, ...], Field(min_length=1)] = Field(
+    train: Annotated[str, Field(min_length=1)] | Annotated[Several[TrainingDataset], Field(min_length=1)] = Field(
         ...,
         description="Training prompts: a JSONL, CSV or parquet file (question/answer, prompt/answer or messages), or a directory "
         "of the datasets library; or a list of several, mixed by weight.",

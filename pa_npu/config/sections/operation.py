@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from pa_npu.config.sections import Section
+from pa_npu.config.sections import Section, Several
 from pa_npu.config.sections.inputs import Dataset
 
 
@@ -154,11 +154,11 @@ class TelemetryConfig(Section):
         description="Groups of each iteration kept in RUN/samples (parquet) with rewards, advantages, tokens and log-probs; "
         "all keeps every one, 0 none.",
     )
-    trackers: tuple[TrackerName, ...] = Field(
+    trackers: Several[TrackerName] = Field(
         ("tensorboard",), description="Experiment trackers that get the run's records and samples beside its own files."
     )
     project: str = Field("pa_npu", min_length=1, description="The run's project with the trackers.")
-    profile_iterations: tuple[int, ...] = Field(
+    profile_iterations: Several[int] = Field(
         (), description="Iterations whose training is profiled into RUN/profile, which slows them; none by default."
     )
 
@@ -195,7 +195,7 @@ class PlacementConfig(Section):
         le=65535,
         description="First of the run's ports: the store's, behind which those of the engines follow; 0 takes free ones.",
     )
-    devices: tuple[Annotated[int, Field(ge=0)], ...] | None = Field(
+    devices: Several[Annotated[int, Field(ge=0)]] | None = Field(
         None,
         description="Device indices of the engines, then of the trainer ranks; with placement.colocate of the ranks alone. None "
         "takes the first ones.",

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pa_npu.config.sections import Section
+from pa_npu.config.sections import Section, Several
 
 SLOWEST_TOKEN_S = 0.25
 """An engine that takes longer per token of a response than this, on top of its deadline, is not worth waiting for."""
@@ -15,7 +15,7 @@ SLOWEST_TOKEN_S = 0.25
 class EngineSettings(Section):
     """Settings of single engines of a run."""
 
-    engines: tuple[Annotated[int, Field(ge=0, le=2**14)], ...] = Field(
+    engines: Several[Annotated[int, Field(ge=0, le=2**14)]] = Field(
         ...,
         min_length=1,
         description="Numbers of the engines, from 0 in the order of rollout.attach, or in which the run starts them.",
@@ -62,12 +62,12 @@ class RolloutConfig(Section):
         description="Engines that the run grows to as nodes of a cluster with free devices appear (placement.cluster=ray); none "
         "stays at engines.",
     )
-    attach: tuple[str, ...] = Field(
+    attach: Several[str] = Field(
         (),
         description="URLs of running engines (see `pa-npu engines`) to use instead of starting any; they must serve "
         "this model.path, one for each of rollout.engines, and take the key in the variable VLLM_API_KEY.",
     )
-    engine_settings: tuple[EngineSettings, ...] = Field(
+    engine_settings: Several[EngineSettings] = Field(
         (),
         description="What is particular to some of the engines, such as [{engines: [1, 2], speed: 0.5}]; engines that no "
         "entry names are alike.",
@@ -125,7 +125,7 @@ class RolloutConfig(Section):
         description="Deadline of a probe, a token that a serving engine must generate; one that does not is taken for hung and "
         "replaced. Engines are probed twice in that time.",
     )
-    extra_args: tuple[str, ...] = Field((), description="Further arguments for the vLLM server.")
+    extra_args: Several[str] = Field((), description="Further arguments for the vLLM server.")
     env: dict[str, str] = Field(default_factory=dict, description="Further environment variables for the engines.")
 
     def settings_of(self, index: int) -> EngineSettings:
@@ -199,7 +199,7 @@ class JudgeConfig(Section):
         description="Regular expression whose group is the score; its last match in the judge's answer counts.",
     )
     scores: tuple[float, float] = Field(
-        (0.0, 10.0), description="The score that is reward 0, and the score that is reward 1."
+        (0.0, 10.0), strict=False, description="The score that is reward 0, and the score that is reward 1."
     )
     request: dict[str, Any] = Field(
         {"temperature": 0.0, "max_tokens": 512},
@@ -235,7 +235,7 @@ class CodeConfig(Section):
 
 
 class RewardConfig(Section):
-    functions: tuple[RewardFunction, ...] = Field(
+    functions: Several[RewardFunction] = Field(
         (RewardFunction(name="math"),),
         min_length=1,
         description="Reward functions; a response's reward is their weighted sum.",
@@ -287,7 +287,7 @@ class AgentConfig(Section):
         ge=1,
         description="Most that a program may write to its standard output and error, in KiB; then outcome output.",
     )
-    discards: tuple[Outcome, ...] = Field(
+    discards: Several[Outcome] = Field(
         ("time", "output", "failed"),
         description="Sessions with these outcomes are not trained: time and output (limits above), failed (the program ended with "
         "an error), turns (environment.max_turns), tokens (rollout.max_response_tokens, data.max_prompt_tokens), done.",
