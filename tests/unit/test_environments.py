@@ -18,12 +18,11 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.environments import time_limit
-from pa_npu.environments.calculator import calculate
 from pa_npu.environments.protocol import Environment, EnvironmentContext, EnvironmentFailed, Generate
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.time_limit import interrupting
-from pa_npu.environments.tools import ToolEnvironment
+from pa_npu.environments.tools import ToolEnvironment, calculate
 from pa_npu.errors import ConfigError, InvariantViolation, PaNpuError
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import build_microbatches
