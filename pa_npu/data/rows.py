@@ -63,9 +63,9 @@ def _file_rows(file: Path, key: str) -> Rows:
     except OSError as error:
         raise DataError(f"{key}: {file} cannot be read ({reason(error)}); give a file that can be") from None
     if magic.startswith(PARQUET_MAGIC):
-        return _table_rows(file, "parquet", key)
+        return _table_rows(file, "parquet")
     if file.suffix == ".arrow":
-        return _table_rows(file, "arrow file" if magic == ARROW_FILE_MAGIC else "arrow stream", key)
+        return _table_rows(file, "arrow file" if magic == ARROW_FILE_MAGIC else "arrow stream")
     return _csv_rows(file) if file.suffix == ".csv" else _jsonl_rows(file)
 
 
@@ -204,13 +204,10 @@ def _is_text(row: Any) -> bool:
     return True
 
 
-def _table_rows(file: Path, form: str, key: str) -> Rows:
+def _table_rows(file: Path, form: str) -> Rows:
     """form: parquet, arrow stream or arrow file."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f"{key}: {file} is {form}, which needs pyarrow; pip install pyarrow, or use JSONL") from None
+    import pyarrow
+
     number = 0
     try:
         for batch in _batches(file, form):

@@ -268,6 +268,10 @@ def test_thinking_is_switched_by_the_templates_own_variable(tmp_path: Path) -> N
     assert load(path, thinking, template_options={"enable_thinking": False})[0].text == f"{text}(no thoughts)"
     message = refusal(path, thinking, template_options={"enable_thought": False})
     assert "does not read enable_thought (it reads enable_thinking)" in message
+    for how in ("tokenize", "messages"):
+        assert f"does not read {how} " in refusal(path, thinking, template_options={how: True})
+    thinking.chat_template = THINKING + "{% generation %}{% endgeneration %}"  # whose variables cannot be told
+    assert "does not read messages " in refusal(path, thinking, template_options={"messages": []})
     thinking.chat_template = None
     assert "no chat template to read them" in refusal(path, thinking, template_options={"enable_thinking": False})
 
@@ -282,7 +286,7 @@ def test_a_template_of_ones_own_is_a_file(tmp_path: Path, tokenizer: Any) -> Non
         options = {"chat_template": str(own), "template_options": {"brief": True}}
         assert load(path, model, **options)[0].text == "Q: What is 12+34? (brief)"
     for content, words in (
-        (None, "is no file"),
+        (None, "No such file"),
         (b"", "is empty"),
         (b"\xff", "cannot be read"),
         (b"x" * (1 << 21), "larger"),

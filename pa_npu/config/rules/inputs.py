@@ -12,24 +12,6 @@ from pa_npu.config.texts import shown, url_problem
 from pa_npu.config.tree import ConfigTree
 
 TEMPLATE_ENDING = ".jinja"
-# What a template is rendered with by us, or says how it is rendered; no variables of it.
-_RESERVED = frozenset(
-    {
-        "conversation",
-        "messages",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    }
-)
 
 
 def broken_data(c: ConfigTree) -> Iterator[str]:
@@ -43,8 +25,6 @@ def broken_data(c: ConfigTree) -> Iterator[str]:
             f"data.chat_template: {shown(data.chat_template)} is not auto, always, never or a file's name that ends in "
             f"{TEMPLATE_ENDING}; use one of these"
         )
-    for option in sorted(_RESERVED & set(data.template_options)):
-        yield f"data.template_options: {option} says how a template is rendered and is no variable of it; remove it"
 
 
 def broken_rewards(c: ConfigTree) -> Iterator[str]:
