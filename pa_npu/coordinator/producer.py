@@ -153,7 +153,7 @@ class Producer:
         choice = choice or EveryGroup(prompts, config.schedule.order)
         assignment = Assignment(
             choice.order,
-            config.data_parallel,
+            config.mesh.data,
             config.mesh.per_replica(choice.most),
             config.schedule.updates_per_iteration,
             self._planner.work(prompts),

@@ -82,7 +82,7 @@ class BudgetedUpdates(Updates):
         self._freshness = freshness
         self._channel = channel
         self._buffer = buffer
-        self._budget = TokenBudget(tokens, most, config.data_parallel)
+        self._budget = TokenBudget(tokens, most, config.mesh.data)
         self._carried: Sequence[ScoredGroup] = ()  # to the iteration that is produced next
 
     def num_new(self, iteration: int) -> int:

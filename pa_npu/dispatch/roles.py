@@ -40,7 +40,9 @@ class Unit:
 def units_of(config: Config) -> list[Unit]:
     """The finest parts of the run of which one can train while the others decode."""
     mesh = config.mesh
-    joined = [{mesh.place(rank).replica for rank in config.ranks_beside(index)} for index in range(config.num_engines)]
+    joined = [
+        {mesh.place(rank).replica for rank in config.ranks_beside(index)} for index in range(config.rollout.engines)
+    ]
     together = [*joined, *({mesh.place(rank).replica for rank in group} for group in mesh.shard_groups())]
     together += [{mesh.place(rank).replica for rank in group} for group in mesh.groups("expert_tensor", "expert")]
     parts = [{replica} for replica in range(mesh.data)]

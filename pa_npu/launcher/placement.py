@@ -86,7 +86,7 @@ def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Plac
         trainer_devices=trainers,
         engine_cores=tuple(tuple(cores[i] for i in group) if pin else () for group in grouped),
         trainer_cores=tuple((cores[i],) if pin else () for i in trainers),
-        engines=tuple(range(config.num_engines)),
+        engines=tuple(range(config.rollout.engines)),
         ranks=tuple(range(config.trainer.devices)),
     )
 
@@ -106,7 +106,7 @@ def place_nodes(config: Config) -> list[Placement]:
             f"{per_node}; correct it"
         )
     free = [[i for i in range(n * per_node, (n + 1) * per_node) if i not in listed] for n in range(given.nnodes)]
-    dedicated = config.num_engines - config.num_shared_engines
+    dedicated = config.rollout.engines - config.num_shared_engines
     engines = _units("rollout", config.rollout.tensor_parallel, dedicated, config.engine_devices, free)
     together = len(config.mesh.groups("tensor"))
     trainers = _units("trainer", config.mesh.tensor, together, config.trainer_devices, free)
@@ -137,7 +137,7 @@ def place_nodes(config: Config) -> list[Placement]:
 
 def _shared_units(config: Config, trainers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Devices of shared engines: those of the trainer ranks beside each. trainers: of all ranks."""
-    shared = range(config.num_engines - config.num_shared_engines, config.num_engines)
+    shared = range(config.rollout.engines - config.num_shared_engines, config.rollout.engines)
     return tuple(tuple(trainers[rank] for rank in config.ranks_beside(index)) for index in shared)
 
 

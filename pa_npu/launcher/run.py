@@ -75,7 +75,7 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None) -
     with own_run_directory(config) as run_dir, Console(run_dir / "logs" / "launcher.log") as console:
         nodes = config.placement.nnodes
         console.say(
-            f"pa_npu {__version__}: {counted(config.num_engines, 'engine')} and "
+            f"pa_npu {__version__}: {counted(config.rollout.engines, 'engine')} and "
             f"{counted(config.trainer.devices, 'trainer rank')} "
             f"on {platform.name}{f', {nodes} nodes' if nodes > 1 else ''}; run directory {run_dir}"
         )

@@ -292,7 +292,7 @@ def check_engines(config: Config, platform: Platform) -> Placement:
         raise ConfigError("placement.cluster: engines alone are started on this machine only; set it to local")
     check_engine_keys(config, check_model_files(config))
     check_engine_interpreter(config)
-    check_ports(config, range(config.num_engines))
+    check_ports(config, range(config.rollout.engines))
     return place(config, _num_devices(platform), available_cores())
 
 

@@ -101,7 +101,7 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
     trainer, element = config.trainer, _BYTES[config.model.dtype]
     dense, experts = _stage_parameters(config, spec, stage)
     weights, state = dense + experts, 2 * _FP32 + (0 if config.model.dtype == "fp32" else _FP32)
-    shards, expert_shards = (config.data_parallel, config.mesh.expert_data) if trainer.distributed_optimizer else (1, 1)
+    shards, expert_shards = (config.mesh.data, config.mesh.expert_data) if trainer.distributed_optimizer else (1, 1)
     activations, working_set = _activation_bytes(config, spec, stage)
     return Memory(
         "trainer",

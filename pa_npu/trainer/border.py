@@ -169,11 +169,18 @@ class PublishWhen:
         return DivergenceReport(kl, self._skips(version, kl))
 
     def _skips(self, version: int, kl: float | None) -> bool:
-        if self._published is None or kl is None or self._config.always_publishes(version):
+        config, last = self._config, self._config.schedule.iterations
+        if (
+            self._published is None
+            or kl is None
+            or version == last
+            or config.saves(version)
+            or config.evaluates(version)
+        ):
             return False
-        if version + self._freshness.iterations_ahead >= self._config.schedule.iterations:
+        if version + self._freshness.iterations_ahead >= last:
             return True  # nothing is left to generate
-        near = kl < (self._config.publish.divergence or 0.0)
+        near = kl < (config.publish.divergence or 0.0)
         return near and self._freshness.may_skip(version, self._published)
 
 

@@ -80,7 +80,7 @@ def iteration_s(config: Config, spec: ModelSpec, groups: list[tuple[int, list[in
     cluster = Cluster(
         dict.fromkeys(names, ENGINE.speed(context)),
         config.rollout.max_num_seqs,
-        config.data_parallel,
+        config.mesh.data,
         step_s=TRAINER.step_s,
     )
     virtual = [

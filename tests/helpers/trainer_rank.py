@@ -211,11 +211,11 @@ def put_groups(
     every = batch_advantages(rewards) if kind == "batch-std" else [group_advantages(one, kind) for one in rewards]
     every = [put_advantages(fault, number, advantages) for number, advantages in enumerate(every)]
     groups = [with_advantages(group, advantages) for group, advantages in zip(groups, every, strict=True)]
-    taken = len(groups) if sizes is None else sizes[iteration] * config.data_parallel
+    taken = len(groups) if sizes is None else sizes[iteration] * config.mesh.data
     sent = []
     for place, index in enumerate(order or range(taken)):
-        buffer.put(groups[index], place % config.data_parallel, place // config.data_parallel)
-        sent.append(DispatchedGroup(index, place % config.data_parallel, tuple(groups[index].trained_lengths.tolist())))
+        buffer.put(groups[index], place % config.mesh.data, place // config.mesh.data)
+        sent.append(DispatchedGroup(index, place % config.mesh.data, tuple(groups[index].trained_lengths.tolist())))
     return Dispatched(iteration, tuple(sent))
 
 

@@ -120,7 +120,9 @@ KNOWN = {
 
 
 def _names(node: ast.AST) -> set[str]:
-    """Names and attributes of an expression, not those that only say where in it to look."""
+    """Names and attributes of an expression, not those that only say where in it to look; a mesh's `data` are replicas."""
+    if isinstance(node, ast.Attribute) and node.attr == "data" and _names(node.value) == {"mesh"}:
+        return {"replicas"}
     found: set[str] = (
         {node.id} if isinstance(node, ast.Name) else {node.attr} if isinstance(node, ast.Attribute) else set()
     )
@@ -165,7 +167,7 @@ def _found(source: str) -> Iterator[int]:
     [
         "stage = rank // per_stage",
         "place = self.rank % self.tensor_size",
-        "slot = divmod(position, config.data_parallel)",
+        "slot = divmod(position, config.mesh.data)",
         "shard = trainer.tensor_parallel * trainer.pipeline_parallel",
         "own = groups[number // num_replicas]",
         "rank = parallel_state.get_tensor_model_parallel_rank()",

@@ -261,7 +261,7 @@ def _fit_trainer(run: SeenRun, spec: ModelSpec, typical: TypicalSpeed) -> tuple[
         total = _iteration_operations(run, seen, operations.get(id(seen)), work)
         groups = float(seen.record.get("groups") or config.schedule.prompts_per_iteration)
         predicted = found[0] * groups * config.microbatches_per_group + found[1] * total
-        measured = (float(seen.record["train_s"]) - float(seen.record.get("step_s", 0.0))) * config.data_parallel
+        measured = (float(seen.record["train_s"]) - float(seen.record.get("step_s", 0.0))) * config.mesh.data
         factors.append(measured / predicted)
     factor = float(statistics.median(factors))
     cost = TrainerCost(

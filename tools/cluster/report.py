@@ -56,7 +56,7 @@ def one_plan_lines(plan: ClusterPlan) -> list[str]:
         ),
         _line(
             "trainer ranks",
-            f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.data_parallel}",
+            f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.mesh.data}",
         ),
         _line(
             "groups", f"{config.schedule.prompts_per_iteration} of {counted(rollout.responses_per_prompt, 'response')}"
@@ -187,7 +187,7 @@ def _range(value: Figure, unit: str) -> str:
 
 def _layout(plan: ClusterPlan) -> str:
     trainer = plan.config.trainer
-    return f"{trainer.tensor_parallel}x{trainer.pipeline_parallel}x{plan.config.data_parallel}"
+    return f"{trainer.tensor_parallel}x{trainer.pipeline_parallel}x{plan.config.mesh.data}"
 
 
 def _of(used: int, device: int | None) -> str:

@@ -204,7 +204,7 @@ def _broken_rolling(c: ConfigTree) -> Iterator[str]:
     s, what = c.schedule, "publish.mode: rolling"
     if c.publish.mode != "rolling":
         return
-    if (most := c.num_engines) < _LEAST_ROLLING:
+    if (most := c.rollout.engines) < _LEAST_ROLLING:
         yield (
             f"{what} with rollout.engines = {most}: two engines keep the version before until all its groups are complete, in case "
             f"one of them dies; set engines to {_LEAST_ROLLING} or more, or mode to delayed"
@@ -282,7 +282,7 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
     if not c.mesh.shares(s.prompts_per_iteration):
         yield (
             f"schedule.prompts_per_iteration: {counted(s.prompts_per_iteration, 'group')} cannot be divided evenly among "
-            f"{counted(c.data_parallel, 'replica')}; set it to a multiple of {c.data_parallel}"
+            f"{counted(c.mesh.data, 'replica')}; set it to a multiple of {c.mesh.data}"
         )
     if c.groups_per_replica % s.updates_per_iteration:
         yield (

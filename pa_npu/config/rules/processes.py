@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pa_npu.config.sections.rollout import SLOWEST_TOKEN_S
-from pa_npu.config.tree import COLLECTIVE_MARGIN_S, ConfigTree
+from pa_npu.config.tree import ConfigTree
 from pa_npu.config.words import counted
 
 _KEY = "rollout.engine_settings"
@@ -20,7 +20,7 @@ def broken_engines(c: ConfigTree) -> Iterator[str]:
             f"rollout.temperature: {r.temperature}: engines sample at {_LEAST_TEMPERATURE} instead of less, and the trainer's "
             f"log-probs would not match; set it to {_LEAST_TEMPERATURE} or more"
         )
-    if r.attach and len(r.attach) != c.num_engines:
+    if r.attach and len(r.attach) != c.rollout.engines:
         yield f"rollout.attach: {len(r.attach)} URLs for rollout.engines = {r.engines}; list one URL per engine"
     if r.window != "auto" and r.window < r.responses_per_prompt:
         yield (
@@ -45,7 +45,7 @@ def broken_engines(c: ConfigTree) -> Iterator[str]:
 def _broken_single_engines(c: ConfigTree) -> Iterator[str]:
     """Yields what is wrong with settings of single engines: which there are, their windows and devices."""
     r = c.rollout
-    number = max(c.num_engines, r.max_engines or 0)
+    number = max(c.rollout.engines, r.max_engines or 0)
     named = [index for entry in r.engine_settings for index in entry.engines]
     for index in sorted(set(named)):
         if index >= number:
@@ -114,10 +114,10 @@ def broken_placement(c: ConfigTree) -> Iterator[str]:
             f"placement.nnodes"
         )
     yield from _broken_colocation(c)
-    if c.placement.port + c.num_engines * (not r.attach) > 65535:
+    if c.placement.port + c.rollout.engines * (not r.attach) > 65535:
         yield (
-            f"placement.port: {c.placement.port} and the ports of {counted(c.num_engines, 'engine')} behind it run past 65535; set "
-            f"it to at most {65535 - c.num_engines}, or 0 for free ones"
+            f"placement.port: {c.placement.port} and the ports of {counted(c.rollout.engines, 'engine')} behind it run past 65535; "
+            f"set it to at most {65535 - c.rollout.engines}, or 0 for free ones"
         )
     if c.placement.devices is not None and len(c.placement.devices) != c.num_devices:
         yield (
@@ -192,9 +192,9 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
             f"reward.code.timeout_s and reward.workers), so that trainers would give up on a group that still has time; "
             f"set it to at least {c.group_limit_s + c.reward_limit_s:g}, remove it, or lower these"
         )
-    if c.collective_timeout_s < c.publish_peer_timeout_s + COLLECTIVE_MARGIN_S:
+    if wait_s < 2 * c.publish.timeout_s:
         yield (
             f"trainer.wait_timeout_s: {wait_s:g} s is shorter than twice publish.timeout_s = {c.publish.timeout_s:g} s, for which "
             f"the tensor-parallel peers of a rank that joins engines and sends to them may wait in a collective; set it to at "
-            f"least {c.publish_peer_timeout_s:g}, or lower publish.timeout_s"
+            f"least {2 * c.publish.timeout_s:g}, or lower publish.timeout_s"
         )

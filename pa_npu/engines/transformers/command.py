@@ -17,7 +17,7 @@ SERVER = "pa_npu.engines.transformers.server"
 
 
 def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> EngineCommand:
-    """How to start engine `index` (0 .. config.num_engines - 1) on `port`. Raises ConfigError.
+    """How to start engine `index` (0 .. config.rollout.engines - 1) on `port`. Raises ConfigError.
 
     The API key, without which it refuses every request, is the environment's VLLM_API_KEY: command lines are public on a machine.
     """

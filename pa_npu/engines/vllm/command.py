@@ -36,7 +36,7 @@ _HOST_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 def server_command(
     config: Config, spec: ModelSpec, index: int, port: int, version: EngineVersion | None = None
 ) -> EngineCommand:
-    """How to start engine `index` (0 .. config.num_engines - 1) on `port`.
+    """How to start engine `index` (0 .. config.rollout.engines - 1) on `port`.
 
     The API key, without which it refuses every request, is the environment's VLLM_API_KEY: command lines are public on a
     machine. version: None asks the engines' interpreter.

@@ -195,7 +195,7 @@ def wanted_nodes(config: Config, platform: Platform) -> list[Node]:
     """The nodes of a run, and after them those of the engines that come when there are free devices."""
     shares: list[tuple[Placement, int | None]] = [(share, None) for share in place_nodes(config)]
     more = (config.rollout.max_engines or config.rollout.engines) - config.rollout.engines
-    first = config.num_engines
+    first = config.rollout.engines
     shares += [(place_extra_engine(config, index), index) for index in range(first, first + more)]
     return [
         Node(number, share, {platform.cluster_resource: float(_num_devices(share))}, extra)

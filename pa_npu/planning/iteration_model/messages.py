@@ -32,7 +32,7 @@ class Rules:
             rollout.responses_per_prompt,
             rollout.max_num_seqs,
             rollout.max_response_tokens,
-            config.data_parallel,
+            config.mesh.data,
             schedule.order,
             amounts.work(config).updates,
         )

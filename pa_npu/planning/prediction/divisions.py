@@ -151,7 +151,7 @@ def _fitting(
 
 def _within_nodes(config: Config) -> bool:
     """Whether each engine on the trainers' devices has those of one node, which are given in the order of ranks."""
-    beside = (config.ranks_beside(index) for index in range(config.num_engines))
+    beside = (config.ranks_beside(index) for index in range(config.rollout.engines))
     return config.placement.nnodes == 1 or all(len(nodes_of(ranks, config.devices_per_node)) == 1 for ranks in beside)
 
 
@@ -216,7 +216,7 @@ def sides_s(basis: Basis, config: Config) -> tuple[float, float]:
     together = max(1.0, min(rollout.max_num_seqs, groups * rollout.responses_per_prompt / rollout.engines))
     group_s = tokens * (speed.step_s / together + speed.sequence_s) + computed * speed.prompt_token_s
     train_s = statistics.mean(seconds(*shape.trained) for shape in shapes)
-    return groups * group_s / rollout.engines, groups * train_s / config.data_parallel
+    return groups * group_s / rollout.engines, groups * train_s / config.mesh.data
 
 
 def changed(config: Config, changes: Mapping[str, Mapping[str, Any]], spec: ModelSpec | None = None) -> Config | None:

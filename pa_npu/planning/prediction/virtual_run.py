@@ -117,7 +117,7 @@ def predict(
         varies = len({length for shape in shapes for length in shape.lengths}) > 1
         chosen = choose(rules, cluster, outlook, expected, [groups], varies=varies).schedule
         flow = flow_of(cluster, groups, chosen, streams=outlook.streams)
-        end_s = flow.end_s - _gained_s(cluster, groups, flow, chosen, units, config.data_parallel)
+        end_s = flow.end_s - _gained_s(cluster, groups, flow, chosen, units, config.mesh.data)
         train_s = sum(group.train_s for group in groups) / part.replicas + cluster.updates * cluster.step_s
         ran.append(_Ran(flow, end_s, train_s, chosen, sum(_tokens(shape) for shape in shapes)))
     return _predicted(config, ran, trainer_cost.border_s, part)
@@ -146,7 +146,7 @@ class _Part:
 
 
 def _part(config: Config) -> _Part:
-    engines, replicas = config.rollout.engines, config.data_parallel
+    engines, replicas = config.rollout.engines, config.mesh.data
     groups, updates = config.schedule.prompts_per_iteration, amounts.work(config).updates
     parts = max(math.ceil(engines / _MOST_ENGINES), groups / _MOST_GROUPS)
     if parts <= 1:
