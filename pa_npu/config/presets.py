@@ -31,15 +31,14 @@ class Preset:
 
 
 # Every preset names all keys that tell the algorithms apart, so that a changed default cannot change a preset.
+_CLIPPED = {"loss": "clip", "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.0}
 PRESETS: dict[PresetName, Preset] = {
     "grpo": Preset(
         "GRPO, arXiv 2402.03300, eq. 3 and 4, with its KL coefficient and PPO's clip range",
         {
-            "loss": "clip",
+            **_CLIPPED,
             "advantage": "group-std",
             "aggregation": "sequence-mean",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
             "kl_coef": 0.04,
             "kl_estimator": "k3",
             "kl_in": "loss",
@@ -47,25 +46,11 @@ PRESETS: dict[PresetName, Preset] = {
     ),
     "dr-grpo": Preset(
         "Dr.GRPO, arXiv 2503.20783: neither divided by the deviation nor by the length",
-        {
-            "loss": "clip",
-            "advantage": "centred",
-            "aggregation": "dr-grpo",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "kl_coef": 0.0,
-        },
+        {**_CLIPPED, "advantage": "centred", "aggregation": "dr-grpo"},
     ),
     "dapo": Preset(
         "DAPO, arXiv 2503.14476, eq. 8 to 13",
-        {
-            "loss": "clip",
-            "advantage": "group-std",
-            "aggregation": "token-mean",
-            "clip_low": 0.2,
-            "clip_high": 0.28,
-            "kl_coef": 0.0,
-        },
+        {**_CLIPPED, "clip_high": 0.28, "advantage": "group-std", "aggregation": "token-mean"},
         schedule={"dynamic_sampling": True},
         reward={"functions": ({"name": "math"}, {"name": "overlong"})},
     ),
@@ -82,16 +67,7 @@ PRESETS: dict[PresetName, Preset] = {
     ),
     "reinforce++-baseline": Preset(
         "REINFORCE++ with baseline, arXiv 2501.03262: centred by the group, scaled by the batch",
-        {
-            "loss": "clip",
-            "advantage": "batch-std",
-            "aggregation": "token-mean",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "kl_coef": 0.0,
-            "kl_estimator": "k2",
-            "kl_in": "loss",
-        },
+        {**_CLIPPED, "advantage": "batch-std", "aggregation": "token-mean", "kl_estimator": "k2", "kl_in": "loss"},
     ),
     "gspo": Preset(
         "GSPO, arXiv 2507.18071, eq. 5 to 7; clip range of section 5.1",
@@ -117,14 +93,7 @@ PRESETS: dict[PresetName, Preset] = {
     ),
     "critic-free-ppo": Preset(
         "PPO, arXiv 1707.06347, eq. 7, with the group's mean reward in place of a value network",
-        {
-            "loss": "clip",
-            "advantage": "centred",
-            "aggregation": "token-mean",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "kl_coef": 0.0,
-        },
+        {**_CLIPPED, "advantage": "centred", "aggregation": "token-mean"},
     ),
     "online-dpo": Preset(
         "Online DPO on the best and the worst response of each group, arXiv 2410.18252, with its beta",
