@@ -12,6 +12,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from pa_npu.config.plain_file import reason
 from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
 from pa_npu.config.words import counted
 from pa_npu.data.records import Columns, Message, Record, read_records
@@ -207,10 +208,9 @@ def _tokens(texts: list[str], tokenizer: Any, with_template: bool) -> list[list[
     except BaseException as error:  # what a damaged tokenizer raises is anything, a panic of its native code included
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"model.path: its tokenizer cannot encode a prompt ({type(error).__name__}: {reason}); restore the tokenizer's files "
-            f"from the model's source"
+            f"model.path: its tokenizer cannot encode a prompt ({type(error).__name__}: {reason(error)}); restore the "
+            f"tokenizer's files from the model's source"
         ) from None
     return tokens
 

@@ -48,7 +48,7 @@ def rendered(tokenizer: Any, template: Any, messages: Sequence[Any], **options: 
     except MemoryError:
         raise TemplateFailed(f"takes more than {RENDER_MEMORY_BYTES >> 20} MiB of memory") from None
     except Exception as error:  # a template may raise whatever it likes, e.g. for a role that it does not know
-        raise TemplateFailed(f"refuses these messages ({' '.join(str(error).split())[:200]})") from None
+        raise TemplateFailed(f"refuses these messages ({reason(error)})") from None
     if not isinstance(text, str) or len(text) > LONGEST_PROMPT_CHARACTERS:
         raise TemplateFailed(f"gives more than {LONGEST_PROMPT_CHARACTERS} characters")
     return text

@@ -21,8 +21,7 @@ from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
 from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import DeadlineExceeded, PaNpuError
-from pa_npu.evaluation.results import Judged, compare, read_results, results_file, summarise, write_results
-from pa_npu.evaluation.statistics import Estimate
+from pa_npu.evaluation.results import Estimate, Judged, compare, read_results, results_file, summarise, write_results
 from pa_npu.families.model_directory import check_tokenizer, load_tokenizer
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.cluster.cluster import local_cluster
