@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,9 @@ class Turn:
 class Generate(ABC):
     """Lets the policy write. The same arguments give the same tokens, whatever engine answers and however often it is asked."""
 
+    _under_way = 0  # requests that the policy owes an answer
+    _answered_s = 0.0
+
     @cached_property
     def counted(self) -> Counter[str]:
         """Numbers that the environment counts of the group; metrics.jsonl has their sums of an iteration under `environment`."""
@@ -65,7 +69,16 @@ class Generate(ABC):
         """
         if n < 1 or (max_tokens is not None and max_tokens < 1):
             raise ValueError(f"generate: n = {n} and max_tokens = {max_tokens} must be at least 1")
-        return await self._write(Turn(tokens, n, sample, turn, max_tokens, tuple(stop)))
+        self._under_way += 1
+        try:
+            return await self._write(Turn(tokens, n, sample, turn, max_tokens, tuple(stop)))
+        finally:
+            self._under_way -= 1
+            self._answered_s = time.monotonic()
+
+    def idle_s(self, since_s: float) -> float:
+        """Seconds since the policy owed an answer, or since that time of the monotonic clock."""
+        return 0.0 if self._under_way else time.monotonic() - max(since_s, self._answered_s)
 
     @abstractmethod
     async def _write(self, turn: Turn) -> list[Generation]:

@@ -18,37 +18,13 @@ from typing import Any
 from pa_npu.config.user_code import place_of
 from pa_npu.control.tasks import held
 from pa_npu.data.prompts import Prompt
-from pa_npu.engines.protocol import Generation
-from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate, Turn
+from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate
 from pa_npu.samples.types import Sample
 
 LEAST_S = 60.0  # a turn of pure Python, on a machine that computes much else
 _BEAT_S = 1.0
 _SLACK_S = 0.01
 _END_S = 5.0
-
-
-class _Watched(Generate):
-    """A Generate that knows how long ago the policy was last asked for something."""
-
-    def __init__(self, generate: Generate) -> None:
-        self._generate = generate
-        self.counted = generate.counted
-        self._under_way = 0
-        self._since_s = time.monotonic()
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds since the policy owed an answer."""
-        return 0.0 if self._under_way else time.monotonic() - self._since_s
-
-    async def _write(self, turn: Turn) -> list[Generation]:
-        self._under_way += 1
-        try:
-            return await self._generate._write(turn)
-        finally:
-            self._under_way -= 1
-            self._since_s = time.monotonic()
 
 
 async def rollout_within(
@@ -61,11 +37,11 @@ async def rollout_within(
     if vars(type(environment)).get("waits_are_bounded"):  # a subclass may wait for something else
         return await environment.rollout(prompt, num_samples, generate)
     limit_s = max(LEAST_S, turn_s * num_samples)
-    watched = _Watched(generate)
-    task = asyncio.ensure_future(held(lambda: environment.rollout(prompt, num_samples, watched)))
+    began_s = time.monotonic()
+    task = asyncio.ensure_future(held(lambda: environment.rollout(prompt, num_samples, generate)))
     try:
-        while watched.idle_s < limit_s:
-            if (await asyncio.wait([task], timeout=limit_s - watched.idle_s + _SLACK_S))[0]:
+        while (idle_s := generate.idle_s(began_s)) < limit_s:
+            if (await asyncio.wait([task], timeout=limit_s - idle_s + _SLACK_S))[0]:
                 samples: list[Sample]
                 samples, failed = await task
                 if failed is not None:

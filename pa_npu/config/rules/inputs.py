@@ -118,7 +118,7 @@ def _evaluation_rules(c: ConfigTree) -> Iterator[str]:
             f"evaluate.max_response_tokens: {e.max_response_tokens} is more than rollout.max_response_tokens = "
             f"{c.rollout.max_response_tokens}, which engines are started for; lower it, or raise that"
         )
-    if e.overlap and any(c.is_shared(index) for index in range(c.rollout.engines)):
+    if e.overlap and c.placement.colocate:
         yield "evaluate.overlap: engines on the trainers' devices have no time beside training; remove it, or give them devices"
 
 

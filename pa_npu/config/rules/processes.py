@@ -57,16 +57,10 @@ def _broken_single_engines(c: ConfigTree) -> Iterator[str]:
             yield f"{_KEY}: engine {index} is named {named.count(index)} times; put all that is said of it into one entry"
     for entry in r.engine_settings:
         which = _which(entry.engines)
-        shared = [index for index in entry.engines if c.is_shared(index)]
         if entry.window is not None and entry.window < r.responses_per_prompt:
             yield (
                 f"{_KEY}: a window of {entry.window} for {which} cannot hold one group of rollout.responses_per_prompt = "
                 f"{r.responses_per_prompt}; set it to at least {r.responses_per_prompt}, or remove it"
-            )
-        if entry.window is not None and shared and not c.placement.colocate:
-            yield (
-                f"{_KEY}: a window for engine {shared[0]}, which is on a trainer's device and takes the groups that the schedule "
-                f"names for it; remove the window"
             )
         kind = entry.device_kind
         if kind is not None and not r.attach and c.run.device not in ("auto", kind):

@@ -42,7 +42,7 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition("evaluate.temperature evaluate.top_p", lambda c: c.evaluate.samples > 0, "set evaluate.samples above 0"),
     Condition(
         "rollout.sleep",
-        lambda c: c.num_shared_engines > 0,
+        lambda c: c.placement.colocate,
         "it is for engines on the trainers' devices, of which there are none: set placement.colocate",
     ),
     Condition(
