@@ -5,7 +5,6 @@ A mistake ends in one ConfigError line: where it was written, the key, the value
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, get_args, get_origin
 
@@ -17,6 +16,7 @@ from pa_npu.config.removed import removed
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import Section
 from pa_npu.config.texts import leaves
+from pa_npu.config.words import as_json
 from pa_npu.config.yaml_source import KeyPath, Places, dump_yaml, read_value, read_yaml
 from pa_npu.errors import ConfigError
 
@@ -169,7 +169,7 @@ def _one_line(detail: ErrorDetails, places: Places) -> str:
         message = detail["msg"].removeprefix("Value error, ")
         return _where(tuple(message.partition(":")[0].split(".")), places) + message
     types = {key.name: key.type for key in all_keys()}
-    name, where, shown = ".".join(path), _where(path, places), _shown(detail["input"])
+    name, where, shown = ".".join(path), _where(path, places), as_json(detail["input"])
     if kind == "missing":
         leaf = next((key.name for key in all_keys() if key.required and f"{key.name}.".startswith(f"{name}.")), name)
         return f"{where}{leaf}: required, but not given; write it in the YAML file or as {leaf}=VALUE"
@@ -180,11 +180,6 @@ def _one_line(detail: ErrorDetails, places: Places) -> str:
     if name in types:
         return f"{where}{name}: {shown} is not allowed; use {types[name]}"
     return f"{where}{name}: {shown} is not allowed: {detail['msg']}; see --help for the key's values"
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _real_path(loc: tuple[int | str, ...]) -> KeyPath:

@@ -16,7 +16,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pa_npu.config.schema import Config
@@ -29,7 +29,7 @@ from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Environment, EnvironmentFailed
 from pa_npu.errors import InvariantViolation, PaNpuError
-from pa_npu.evaluation.results import GREEDY, SAMPLE, Judged, as_record, summarise
+from pa_npu.evaluation.results import GREEDY, SAMPLE, Judged, summarise
 from pa_npu.rewards.answers import chosen_letter, extract_answer
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Sample
@@ -68,7 +68,7 @@ class Evaluation:
             "planned": self.planned,
             "seconds": self.seconds,
             "best_by": chosen,
-            "sets": as_record(sets),
+            "sets": {name: asdict(summary) for name, summary in sets.items()},
         }
 
 

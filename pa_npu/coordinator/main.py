@@ -43,7 +43,7 @@ from pa_npu.coordinator.loop import Coordinator, IterationEnd
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.roles import make_roles
-from pa_npu.data.prompts import PromptSet, load_prompts, load_training
+from pa_npu.data.prompts import Prompt, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
 from pa_npu.dispatch.work import GroupWork
 from pa_npu.engines.http_server import KEY_VARIABLE
@@ -178,7 +178,7 @@ def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
     )
 
 
-def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[TrainingStream, dict[str, PromptSet]]:
+def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[TrainingStream, dict[str, tuple[Prompt, ...]]]:
     """Training stream at the position of the checkpoint, and sets of held-out prompts by name."""
     loaded = load_training(config.data, tokenizer, config.needs_answers)
     for prompts in loaded:
@@ -192,7 +192,7 @@ def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[TrainingStream, di
     stream = TrainingStream(config.data, loaded, config.run.seed)
     if config.checkpoint.load:
         stream.restore(read_meta(Path(config.checkpoint.load)).data)
-    return stream, held_out
+    return stream, {name: found.prompts for name, found in held_out.items()}
 
 
 def first_version(config: Config) -> int:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +42,8 @@ class Prompt:
 
 
 @dataclass(frozen=True, eq=False)
-class PromptSet(Sequence[Prompt]):
-    """The usable prompts of one dataset, in its order. num_read = len(self) + num_skipped."""
+class PromptSet:
+    """The usable prompts of one dataset, in its order. num_read = len(prompts) + num_skipped."""
 
     path: str
     prompts: tuple[Prompt, ...]
@@ -51,26 +51,14 @@ class PromptSet(Sequence[Prompt]):
     num_truncated: int
     num_skipped: int
 
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
-        return self.prompts[index]
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return iter(self.prompts)
-
     @property
     def summary(self) -> str:
         """One line for logs and the dry run."""
         lengths = [len(prompt.tokens) for prompt in self.prompts]
+        mean = sum(lengths) / len(lengths)
         return (
-            f"{counted(len(self), 'prompt')} from {self.path} (read {self.num_read}, truncated {self.num_truncated}, skipped "
-            f"{self.num_skipped}), {min(lengths)} to {counted(max(lengths), 'token')}, mean {sum(lengths) / len(lengths):.0f}"
+            f"{counted(len(lengths), 'prompt')} from {self.path} (read {self.num_read}, truncated {self.num_truncated}, skipped "
+            f"{self.num_skipped}), {min(lengths)} to {counted(max(lengths), 'token')}, mean {mean:.0f}"
         )
 
 

@@ -100,7 +100,7 @@ class TrainingStream:
     def __init__(self, config: DataConfig, loaded: Sequence[PromptSet], seed: int) -> None:
         self._names = [dataset.called for dataset in config.datasets]
         self._weights = [dataset.weight for dataset in config.datasets]
-        self._streams = [PromptStream(prompts, seed, config.shuffle) for prompts in loaded]
+        self._streams = [PromptStream(found.prompts, seed, config.shuffle) for found in loaded]
         self._taken = [0] * len(self._streams)
 
     def take(self, num_prompts: int) -> list[Prompt]:

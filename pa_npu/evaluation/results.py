@@ -11,7 +11,7 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -176,11 +176,6 @@ class Progress:
                 said[name] = {"version": known[0], "sets": plain}
         self._take(version, found)
         return said
-
-
-def as_record(summaries: Mapping[str, SetSummary]) -> dict[str, Any]:
-    """Plain values by set, for evaluations.jsonl."""
-    return {name: asdict(summary) for name, summary in summaries.items()}
 
 
 def results_file(directory: Path | str, version: int) -> Path:

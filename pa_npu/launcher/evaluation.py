@@ -15,7 +15,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.coordinator.environment_trial import check_environment
 from pa_npu.coordinator.evaluate import Evaluation, Evaluator
-from pa_npu.data.prompts import PromptSet
+from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
 from pa_npu.engines.registry import engine_kind
@@ -49,7 +49,7 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
     spec = ModelSpec.of(config)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     check_tokenizer(spec, tokenizer)
-    sets = {name: check_held_out(name, tokenizer, config) for name in config.evaluation_sets}
+    sets = {name: check_held_out(name, tokenizer, config).prompts for name in config.evaluation_sets}
     check_rewards(config, next(iter(sets.values()))[0])
     check_environment(config, next(iter(sets.values()))[0])
     key = engine_key(config)
@@ -148,7 +148,7 @@ class Untrained:
 
 
 async def _evaluate(
-    config: Config, spec: ModelSpec, urls: Sequence[str], key: str, tokenizer: Any, sets: Mapping[str, PromptSet]
+    config: Config, spec: ModelSpec, urls: Sequence[str], key: str, tokenizer: Any, sets: Mapping[str, Sequence[Prompt]]
 ) -> Evaluation:
     kind = engine_kind(config.rollout.backend)
     async with AsyncExitStack() as stack:

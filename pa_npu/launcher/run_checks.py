@@ -203,9 +203,9 @@ def _check_data(config: Config, findings: Findings, tokenizer: Any, local: Calla
     for name, held_out in config.evaluation_sets.items():
         prompts = local(lambda name=name: check_held_out(name, tokenizer, config), held_out.path)
         findings.counts.append(f"{config.key_of_set(name)}: {prompts.summary if prompts else 'not here'}")
-        sample = sample or (prompts[0] if prompts else None)
+        sample = sample or (prompts.prompts[0] if prompts else None)
     if loaded:
-        sample = loaded[0][0]
+        sample = loaded[0].prompts[0]
         findings.counts += first_prompt_lines(sample, tokenizer)
     return sample
 
@@ -313,10 +313,10 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     loaded = load_training(config.data, tokenizer, config.needs_answers)
     for number, (prompts, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
         wanted = math.ceil(share * config.schedule.prompts_per_iteration)
-        if len(prompts) < wanted:
+        if len(prompts.prompts) < wanted:
             part = "" if share == 1 else f", of which its weight makes {wanted} its own"
             raise DataError(
-                f"{config.data.key_of(number)}: {prompts.path} has {counted(len(prompts), 'prompt')} for "
+                f"{config.data.key_of(number)}: {prompts.path} has {counted(len(prompts.prompts), 'prompt')} for "
                 f"schedule.prompts_per_iteration = "
                 f"{config.schedule.prompts_per_iteration}{part}, so that an iteration would hold some twice; lower it or give more "
                 f"prompts"

@@ -76,7 +76,7 @@ def test_a_models_tokenizer_files_are_a_tokenizer_or_a_data_error(
     try:
         tokenizer = load_tokenizer(str(tokenizer_files))
         prompts = load_prompts(str(tokenizer_files / "row.jsonl"), tokenizer, DataConfig(train="t"))
-        assert all(len(prompt.tokens) for prompt in prompts)
+        assert all(len(prompt.tokens) for prompt in prompts.prompts)
     except DataError as error:
         assert "\n" not in str(error)
     finally:
@@ -122,7 +122,7 @@ def test_a_dataset_is_prompts_or_a_data_error(
         assert "\n" not in str(error)
         return
     assert prompts.summary
-    for prompt in prompts:
+    for prompt in prompts.prompts:
         assert 1 <= len(prompt.tokens) <= 20 and prompt.answer.strip()
         # what samples.jsonl and reward workers are sent
         json.dumps([prompt.text, prompt.answer, prompt.row], ensure_ascii=False, default=str).encode()

@@ -214,7 +214,7 @@ def test_a_hostile_chat_template_is_one_line(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 < before_bytes + 1.1 * RENDER_MEMORY_BYTES
     assert resource.getrlimit(resource.RLIMIT_AS) == limits and _address_space() < used + RENDER_MEMORY_BYTES
     good = load_prompts(str(file), Tokenizer("{{ messages[0].content }} ?"), DataConfig(train="t"))
-    assert len(good) == 1
+    assert len(good.prompts) == 1
 
 
 def test_what_a_template_makes_of_all_rows_together_is_bounded_too(tmp_path, monkeypatch) -> None:

@@ -204,7 +204,7 @@ async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: Rollo
                 *(config, pool, make_environment(config, tokenizer), rewards, buffer),
                 *(ScheduleController(Rules.of(config), work), Sampling(8, 1.0), Timeline(None, ""), work, store_thread),
             )
-            await producer.produce(0, list(load_prompts(config.data.train, tokenizer, config.data)))
+            await producer.produce(0, list(load_prompts(config.data.train, tokenizer, config.data).prompts))
 
 
 def reward_worker(config: Config) -> None:

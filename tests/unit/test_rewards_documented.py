@@ -40,7 +40,7 @@ def test_the_data_of_the_page_are_read_as_a_run_reads_them(tmp_path: Path, monke
     (tmp_path / "documented.yaml").write_text(text)
     given = load_config([str(tmp_path / "documented.yaml")], ["model.path=m"])
     (prompts,) = load_training(given.data, make_tokenizer(), given.needs_answers)
-    assert [len(prompt.row["tests"]) for prompt in prompts] == [2, 2]
+    assert [len(prompt.row["tests"]) for prompt in prompts.prompts] == [2, 2]
     compared = load_config(
         [str(tmp_path / "documented.yaml")], ["model.path=m", "reward.functions=[{name: code}, {name: math}]"]
     )

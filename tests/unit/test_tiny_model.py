@@ -143,7 +143,7 @@ def test_questions_are_disjoint_readable_and_right(tmp_path: Path) -> None:
     sets = []
     for name, number in (("train", 500), ("test", 100)):
         path = str(tmp_path / "m" / f"{name}.jsonl")
-        prompts = load_prompts(path, tokenizer, DataConfig(train=path))
+        prompts = load_prompts(path, tokenizer, DataConfig(train=path)).prompts
         assert len(prompts) == number
         for prompt in prompts:
             x, y = map(int, prompt.row["question"][len("What is ") : -1].split("+"))
