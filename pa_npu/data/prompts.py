@@ -63,10 +63,10 @@ class PromptSet:
 
 
 def load_prompts(
-    dataset: Dataset | str,
+    dataset: Dataset,
     tokenizer: Any,
     config: DataConfig,
-    key: str = "",
+    key: str,
     first_id: int = 0,
     needs_answer: bool = True,
 ) -> PromptSet:
@@ -74,14 +74,11 @@ def load_prompts(
 
     Args:
         tokenizer: a transformers tokenizer.
-        key: the configuration key that names the dataset, for messages; default: data.train or data.test.
+        key: the configuration key that names the dataset, for messages.
         first_id: prompt_id of its first row.
         needs_answer: as Columns.
     """
-    key = key or ("data.test" if dataset == config.test and dataset != config.train else "data.train")
-    is_training = key.startswith("data.train")
-    if isinstance(dataset, str):
-        dataset = TrainingDataset(path=dataset) if is_training else Dataset(path=dataset)
+    is_training = isinstance(dataset, TrainingDataset)
     path, config = dataset.path, _options(dataset, config)
     columns = Columns(
         config.question_column,

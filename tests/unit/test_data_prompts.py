@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pa_npu.config.sections.inputs import DataConfig, Dataset
+from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
 from pa_npu.data.prompts import Prompt, PromptSet, first_prompt_lines, load_prompts, load_training
 from pa_npu.data.template import template_variables
 from pa_npu.errors import DataError
@@ -32,7 +32,8 @@ def write(path: Path, *lines: Any) -> str:
 
 
 def loaded(path: str, tokenizer: Any, **settings: Any) -> PromptSet:
-    return load_prompts(path, tokenizer, DataConfig(train=path, **settings))
+    (found,) = load_training(DataConfig(train=path, **settings), tokenizer)
+    return found
 
 
 def load(path: str, tokenizer: Any, **settings: Any) -> tuple[Prompt, ...]:
@@ -173,7 +174,7 @@ def test_unusable_files_are_refused(tmp_path: Path, tokenizer: Any) -> None:
 def test_the_key_of_the_test_set_is_named(tmp_path: Path, tokenizer: Any) -> None:
     config = DataConfig(train="train.jsonl", test=str(tmp_path / "none.jsonl"))
     with pytest.raises(DataError, match=r"^data\.test: "):
-        load_prompts(str(config.test), tokenizer, config)
+        load_prompts(Dataset(path=str(config.test)), tokenizer, config, "data.test")
 
 
 def test_overlong_prompts_are_refused_truncated_or_skipped_and_counted(tmp_path: Path, tokenizer: Any) -> None:
@@ -226,10 +227,10 @@ def test_held_out_sets_go_by_their_layout_where_they_lack_the_named_columns(tmp_
     path = write(tmp_path / "a.jsonl", QUESTION)
     config = DataConfig(train="t", question_column="frage", answer_column="loesung")
     for key in ("evaluate.sets.gsm8k", "data.test"):
-        (prompt,) = load_prompts(path, tokenizer, config, key).prompts
+        (prompt,) = load_prompts(Dataset(path=path), tokenizer, config, key).prompts
         assert prompt.answer == "46"
     with pytest.raises(DataError, match="no value in frage"):
-        load_prompts(path, tokenizer, config, "data.train")
+        load_prompts(TrainingDataset(path=path), tokenizer, config, "data.train")
     strict = Dataset(path=path, answer_column="x")
     with pytest.raises(DataError, match="no value in x"):
         load_prompts(strict, tokenizer, DataConfig(train="t"), "evaluate.sets.gsm8k")

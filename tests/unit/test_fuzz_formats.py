@@ -21,7 +21,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from pa_npu.config.sections.inputs import DataConfig
+from pa_npu.config.sections.inputs import DataConfig, TrainingDataset
 from pa_npu.data.prompts import load_prompts
 from pa_npu.engines.answers import decode_object
 from pa_npu.engines.codec import decode_response
@@ -75,7 +75,9 @@ def test_a_models_tokenizer_files_are_a_tokenizer_or_a_data_error(
     file.write_bytes(data.draw(near))
     try:
         tokenizer = load_tokenizer(str(tokenizer_files))
-        prompts = load_prompts(str(tokenizer_files / "row.jsonl"), tokenizer, DataConfig(train="t"))
+        prompts = load_prompts(
+            TrainingDataset(path=str(tokenizer_files / "row.jsonl")), tokenizer, DataConfig(train="t"), "data.train"
+        )
         assert all(len(prompt.tokens) for prompt in prompts.prompts)
     except DataError as error:
         assert "\n" not in str(error)
@@ -117,7 +119,7 @@ def test_a_dataset_is_prompts_or_a_data_error(
         train=str(file), chat_template=template, overlong_prompt=overlong, max_prompt_tokens=20, **extra
     )
     try:
-        prompts = load_prompts(str(file), TOKENIZER, config)
+        prompts = load_prompts(TrainingDataset(path=str(file)), TOKENIZER, config, "data.train")
     except DataError as error:
         assert "\n" not in str(error)
         return

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pa_npu.config.load import load_config
-from pa_npu.config.sections.inputs import DataConfig
+from pa_npu.config.sections.inputs import DataConfig, TrainingDataset
 from pa_npu.data import prompts as prompts_module
 from pa_npu.data import template as template_module
 from pa_npu.data.limits import TimeLimitReached, _address_space, time_limit
@@ -208,12 +208,14 @@ def test_a_hostile_chat_template_is_one_line(
     used, limits = _address_space(), resource.getrlimit(resource.RLIMIT_AS)
     before_s, before_bytes = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     with pytest.raises(DataError, match=r"t\.jsonl:1: ") as refused:
-        load_prompts(str(file), Tokenizer(template), DataConfig(train="t"))
+        load_prompts(TrainingDataset(path=str(file)), Tokenizer(template), DataConfig(train="t"), "data.train")
     assert re.search(expected, str(refused.value))
     assert time.monotonic() - before_s < 60, "seconds, whatever the template"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 < before_bytes + 1.1 * RENDER_MEMORY_BYTES
     assert resource.getrlimit(resource.RLIMIT_AS) == limits and _address_space() < used + RENDER_MEMORY_BYTES
-    good = load_prompts(str(file), Tokenizer("{{ messages[0].content }} ?"), DataConfig(train="t"))
+    good = load_prompts(
+        TrainingDataset(path=str(file)), Tokenizer("{{ messages[0].content }} ?"), DataConfig(train="t"), "data.train"
+    )
     assert len(good.prompts) == 1
 
 
@@ -225,13 +227,18 @@ def test_what_a_template_makes_of_all_rows_together_is_bounded_too(tmp_path, mon
     tokenizer = Tokenizer("{{ 'x ' * 1000 }}")
     skipped = "data.max_prompt_tokens = 10"
     with pytest.raises(DataError, match=f"24 prompts of .* are longer than {skipped} and were skipped"):
-        load_prompts(str(file), tokenizer, DataConfig(train="t", max_prompt_tokens=10, overlong_prompt="skip"))
+        load_prompts(
+            TrainingDataset(path=str(file)),
+            tokenizer,
+            DataConfig(train="t", max_prompt_tokens=10, overlong_prompt="skip"),
+            "data.train",
+        )
     assert tokenizer.characters == [6000] * 8, "of 2,000 each; no more are kept at a time"
     monkeypatch.setattr(prompts_module, "RENDER_ALL_LIMIT_S", 0.1)
     monkeypatch.setattr(prompts_module, "RENDER_ROW_S", 0.001)
     slow = "{% for a in range(99999) %}{{ a }}{% endfor %}"
     with pytest.raises(DataError, match=r"the chat template is too slow, \d+ of 24 rows took all of the 0.124 s"):
-        load_prompts(str(file), Tokenizer(slow), DataConfig(train="t"))
+        load_prompts(TrainingDataset(path=str(file)), Tokenizer(slow), DataConfig(train="t"), "data.train")
 
 
 def test_a_time_limit_leaves_no_alarm_behind() -> None:

@@ -204,7 +204,8 @@ async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: Rollo
                 *(config, pool, make_environment(config, tokenizer), rewards, buffer),
                 *(ScheduleController(Rules.of(config), work), Sampling(8, 1.0), Timeline(None, ""), work, store_thread),
             )
-            await producer.produce(0, list(load_prompts(config.data.train, tokenizer, config.data).prompts))
+            read = load_prompts(config.data.datasets[0], tokenizer, config.data, "data.train")
+            await producer.produce(0, list(read.prompts))
 
 
 def reward_worker(config: Config) -> None:

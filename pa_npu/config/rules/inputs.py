@@ -85,22 +85,12 @@ def _broken_judge(j: JudgeConfig) -> Iterator[str]:
 
 def broken_evaluation(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
-    s = c.schedule
+    s, e = c.schedule, c.evaluate
     if c.checkpoint.keep_best and not c.checkpoint.keep_last:
         yield (
             f"checkpoint.keep_best: {c.checkpoint.keep_best} has no effect with checkpoint.keep_last = 0, which keeps all; set "
             f"keep_last, or remove the key"
         )
-    yield from _evaluation_rules(c)
-    if c.checkpoint.keep_best and not (c.evaluation_sets and s.evaluate_every):
-        yield (
-            f"checkpoint.keep_best: {c.checkpoint.keep_best}: without evaluations in between no checkpoint is better than "
-            f"another; set data.test and schedule.evaluate_every, or remove the key"
-        )
-
-
-def _evaluation_rules(c: ConfigTree) -> Iterator[str]:
-    e = c.evaluate
     if "test" in e.sets and c.data.test:
         yield "evaluate.sets: test is the name of data.test; choose another"
     for name in e.sets:
@@ -120,6 +110,11 @@ def _evaluation_rules(c: ConfigTree) -> Iterator[str]:
         )
     if e.overlap and c.placement.colocate:
         yield "evaluate.overlap: engines on the trainers' devices have no time beside training; remove it, or give them devices"
+    if c.checkpoint.keep_best and not (c.evaluation_sets and s.evaluate_every):
+        yield (
+            f"checkpoint.keep_best: {c.checkpoint.keep_best}: without evaluations in between no checkpoint is better than "
+            f"another; set data.test and schedule.evaluate_every, or remove the key"
+        )
 
 
 _SET_NAME = re.compile(r"[\w.-]{1,64}")
