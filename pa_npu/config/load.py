@@ -14,7 +14,6 @@ from pydantic_core import ErrorDetails
 from pa_npu.config.keys import all_keys, find_annotation, is_union, nearest_key, section_of
 from pa_npu.config.removed import removed
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import Section
 from pa_npu.config.texts import leaves
 from pa_npu.config.words import as_json
 from pa_npu.config.yaml_source import KeyPath, Places, dump_yaml, read_value, read_yaml
@@ -94,28 +93,25 @@ def _apply_override(tree: dict[str, Any], places: Places, override: str) -> None
         value = text  # `run.dir=2024` means the text
     node: Any = tree
     for depth, part in enumerate(path[:-1]):
-        if isinstance(node, list):
-            node = node[_index(node, part, override)]
-        else:
-            if node.get(part) is None:
-                node[part] = {}
-            node = node[part]
+        if isinstance(node, dict) and node.get(part) is None:
+            node[part] = {}
+        node = node[_key_in(node, part, override)]
         if not isinstance(node, (dict, list)):
             prefix = ".".join(path[: depth + 1])
             raise ConfigError(f"{COMMAND_LINE}: {name}: {prefix} is a value, not a section; see --help for all keys")
-    if isinstance(node, list):
-        node[_index(node, path[-1], override)] = value
-    else:
-        node[path[-1]] = value
+    node[_key_in(node, path[-1], override)] = value
     for known in [known for known in places if known[: len(path)] == path]:
         del places[known]
     places[path] = COMMAND_LINE
 
 
-def _index(items: list[Any], part: str, override: str) -> int:
-    if not part.isdigit() or int(part) >= len(items):
+def _key_in(node: dict[str, Any] | list[Any], part: str, override: str) -> Any:
+    """What a part of a dotted key is in a section, or in a list."""
+    if isinstance(node, dict):
+        return part
+    if not part.isdigit() or int(part) >= len(node):
         raise ConfigError(
-            f"{COMMAND_LINE}: {override!r}: {part!r} is not an index below {len(items)}, the list's length; correct it"
+            f"{COMMAND_LINE}: {override!r}: {part!r} is not an index below {len(node)}, the list's length; correct it"
         )
     return int(part)
 
@@ -132,15 +128,11 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if is_union(annotation) else (annotation,)
 
 
-def _section_at(path: KeyPath) -> type[Section] | None:
-    """The section at a path, also where a text may stand instead of it."""
-    return next(filter(None, map(section_of, _members(find_annotation(path)))), None)
-
-
 def _unknown_key(path: KeyPath, places: Places) -> str:
     if remedy := removed(".".join(path)):
         return f"{_where(path, places)}{'.'.join(path)}: removed in an earlier release; {remedy}"
-    siblings = _section_at(path[:-1])
+    # the section around it, also where a text may stand instead of that
+    siblings = next(filter(None, map(section_of, _members(find_annotation(path[:-1])))), None)
     nearest = nearest_key(path, list(siblings.model_fields) if siblings else [])
     remedy = (
         f"did you mean {nearest}?" if nearest else "see --help for all keys, docs/names.md for those of TRL and verl"

@@ -91,6 +91,7 @@ def test_override_values_are_yaml(base: str) -> None:
         ("  temperature: 0", 9, "rollout.temperature: 0 is out of range; use number > 0, <= 10"),
         ("  max_num_seqs: 1.5", 9, "rollout.max_num_seqs: 1.5 is not allowed; use int >= 1"),
         ("  max_num_seqs: true", 9, "rollout.max_num_seqs: true is not"),
+        ("  ignore_eos: 1", 9, "rollout.ignore_eos: 1 is not allowed; use true | false"),
         ("  top_p: 0.9", 9, "rollout.top_p: removed in an earlier release; engines sample from the whole distribution"),
         ("  engines: 3", 9, "rollout.engines: written twice"),
         ("  a: [", 10, "not valid YAML"),

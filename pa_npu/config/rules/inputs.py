@@ -12,6 +12,7 @@ from pa_npu.config.texts import shown, url_problem
 from pa_npu.config.tree import ConfigTree
 
 TEMPLATE_ENDING = ".jinja"
+_SET_NAME = re.compile(r"[\w.-]{1,64}")
 
 
 def broken_data(c: ConfigTree) -> Iterator[str]:
@@ -115,9 +116,6 @@ def broken_evaluation(c: ConfigTree) -> Iterator[str]:
             f"checkpoint.keep_best: {c.checkpoint.keep_best}: without evaluations in between no checkpoint is better than "
             f"another; set data.test and schedule.evaluate_every, or remove the key"
         )
-
-
-_SET_NAME = re.compile(r"[\w.-]{1,64}")
 
 
 def metric_names(samples: int) -> list[str]:
