@@ -56,7 +56,7 @@ def _broken_single_engines(c: ConfigTree) -> Iterator[str]:
         if named.count(index) > 1:
             yield f"{_KEY}: engine {index} is named {named.count(index)} times; put all that is said of it into one entry"
     for entry in r.engine_settings:
-        which = _which(entry.engines)
+        which = f"engine{'s' if len(entry.engines) > 1 else ''} {', '.join(map(str, entry.engines))}"
         if entry.window is not None and entry.window < r.responses_per_prompt:
             yield (
                 f"{_KEY}: a window of {entry.window} for {which} cannot hold one group of rollout.responses_per_prompt = "
@@ -68,10 +68,6 @@ def _broken_single_engines(c: ConfigTree) -> Iterator[str]:
                 f"{_KEY}: {which} on {entry.device}, but the run starts its engines on run.device={c.run.device}; start them where "
                 f"they are and attach them (rollout.attach), or remove the device"
             )
-
-
-def _which(engines: tuple[int, ...]) -> str:
-    return f"engine{'s' if len(engines) > 1 else ''} {', '.join(map(str, engines))}"
 
 
 def broken_placement(c: ConfigTree) -> Iterator[str]:
