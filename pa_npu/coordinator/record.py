@@ -23,7 +23,7 @@ from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, say
 from pa_npu.telemetry.sample_store import KeptResponse, SampleStore
 from pa_npu.telemetry.secrets import Secrets
 from pa_npu.telemetry.tpspd import Work, throughput
-from pa_npu.telemetry.trackers.feed import FAILED_RUN_S, Trackers
+from pa_npu.telemetry.trackers import FAILED_RUN_S, Trackers
 
 SAMPLES = "samples.jsonl"
 RUNS_ON = "runs_on.json"

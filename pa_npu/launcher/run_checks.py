@@ -56,7 +56,7 @@ from pa_npu.planning.places import with_places, with_share
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.base import Platform
 from pa_npu.platform.busy import busy_devices
-from pa_npu.telemetry.trackers.protocol import REQUIREMENTS
+from pa_npu.telemetry.tracker_libraries import TRACKERS
 
 if TYPE_CHECKING:
     from pa_npu.data.prompts import Prompt, PromptSet
@@ -372,13 +372,13 @@ def check_trackers(config: Config) -> None:
     """The libraries of trackers are there, in versions that they are used by.
 
     Nothing is sent anywhere: a tracker that cannot be reached never ends a run."""
-    wanted = {name: Requirement(REQUIREMENTS[name]) for name in config.telemetry.trackers}
+    wanted = {name: Requirement(TRACKERS[name][1]) for name in config.telemetry.trackers}
     names = tuple(requirement.name for requirement in wanted.values())
     found = distributions(None, names)
     for tracker, requirement in wanted.items():
         version = found.get(requirement.name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
-            has = "is not installed" if version is None else f"is there as {version}, not as {REQUIREMENTS[tracker]}"
+            has = "is not installed" if version is None else f"is there as {version}, not as {TRACKERS[tracker][1]}"
             raise ConfigError(
                 f"telemetry.trackers: {tracker} {has} in {sys.executable}; pip install 'pa_npu[{tracker}]', or take it off the "
                 f"list"

@@ -1,4 +1,6 @@
-"""Gives trackers what the run writes: one file of records, which a thread for each tracker reads as fast as its library takes them.
+"""Experiment trackers: the iteration records and samples of a run in TensorBoard, wandb, SwanLab, MLflow or trackio.
+
+RunRecords ──append──> RUN/trackers/records.jsonl ──read──> thread of a tracker ──> its library (tracker_libraries.py)
 
 Nothing that a library does holds or ends the run. The file is the queue, so no record waits in memory. A record that a tracker
 fails to take is counted (records_lost), and the first loss of each is said in the log and on the console. Threads are daemons,
@@ -11,12 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,8 +27,8 @@ from pa_npu.config.sections import TelemetryConfig
 from pa_npu.telemetry.metrics import drop_records
 from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, note_lost, say
 from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
-from pa_npu.telemetry.trackers.names import SAMPLES_TABLE, tracked, tracked_evaluation
-from pa_npu.telemetry.trackers.protocol import TrackedRun, Tracker, find_start
+from pa_npu.telemetry.secrets import flat
+from pa_npu.telemetry.tracker_libraries import TRACKERS, Identity, TrackedRun, Tracker
 
 DIRECTORY = "trackers"
 RECORDS = "records.jsonl"
@@ -41,19 +44,33 @@ _CAN_TAKE_BACK = frozenset({"tensorboard"})
 _ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 21  # within what each of the trackers takes
 
+# Names of numbers in trackers, by field of the iteration record: as TRL calls them, pa_npu/FIELD where it has no name;
+# docs/trackers.md has the table. "a.*" is every field of a, whose name takes the place of the asterisk.
+NAMES = {
+    "reward_mean": "train/reward",
+    "reward_std": "train/reward_std",
+    "rewards.*": "train/rewards/*/mean",
+    "equal_reward_ratio": "train/frac_reward_zero_std",
+    "loss": "train/loss",
+    "kl": "train/kl",
+    "entropy": "train/entropy",
+    "clip_ratio": "train/clip_ratio/region_mean",
+    "grad_norm": "train/grad_norm",
+    "learning_rate": "train/learning_rate",
+    "response_length_mean": "train/completions/mean_length",
+    "response_length_min": "train/completions/min_length",
+    "response_length_max": "train/completions/max_length",
+    "truncated_ratio": "train/completions/clipped_ratio",
+    "logprob_diff_mean": "train/sampling/sampling_logp_difference/mean",
+    "logprob_diff_max": "train/sampling/sampling_logp_difference/max",
+    "importance_weight_mean": "train/sampling/importance_sampling_ratio/mean",
+    "iteration_s": "train/step_time",
+}
+SAMPLES_TABLE = "completions"
+_STEP = "train/global_step"
+_NOT_NUMBERS_OF_A_CURVE = frozenset({"iteration", "version", "time", "non_finite"})
+
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Identity:
-    """id: of the run with the tracker; known: whether the tracker has it. iteration, version: the last that was given to it."""
-
-    id: str
-    project: str
-    name: str
-    known: bool = False
-    iteration: int = -1
-    version: int = -1
 
 
 class Trackers:
@@ -121,15 +138,7 @@ class _Feed:
         if tracker in _CAN_TAKE_BACK:
             given = {key: min(getattr(self._identity, key), first - 1) for key in ("iteration", "version")}
             self._identity = replace(self._identity, **given)
-        self._run = TrackedRun(
-            run_dir=str(run_dir),
-            project=self._identity.project,
-            name=self._identity.name,
-            id=self._identity.id,
-            resumed=self._identity.known,
-            first_step=first,
-            config=config,
-        )
+        self._run = TrackedRun(self._identity, run_dir / DIRECTORY, first, config)
         self._ending = threading.Event()
         self._since_s: float | None = None  # the library was called, and has not returned
         self._said = False
@@ -154,7 +163,7 @@ class _Feed:
             self._lose("the run ended before it had taken everything")
 
     def _serve(self) -> None:
-        tracker = self._called(lambda: find_start(self._tracker)(self._run))
+        tracker = self._called(lambda: TRACKERS[self._tracker][0](self._run))
         if tracker is None:
             return
         self._keep(id=tracker.id, known=True)
@@ -220,6 +229,37 @@ def _deliver(tracker: Tracker, message: Mapping[str, Any]) -> None:
     tracker.log(message["step"], message["log"])
     if "table" in message:
         tracker.table(message["step"], **message["table"])
+
+
+def tracked(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of an iteration record under their names; what is not a finite number is left out."""
+    found = {
+        _named(field): float(value)
+        for field, value in flat(record).items()
+        if _is_number(value) and field not in _NOT_NUMBERS_OF_A_CURVE
+    }
+    return {_STEP: float(record["iteration"])} | found
+
+
+def tracked_evaluation(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of an evaluation record: of each set its metrics."""
+    values = {_STEP: float(record["version"])}
+    for name, found in record.get("sets", {}).items():
+        for metric, value in found["metrics"].items():
+            if _is_number(value["value"]):
+                values[f"eval/{name}/{metric}"] = float(value["value"])
+    return values
+
+
+def _named(field: str) -> str:
+    section, _, label = field.partition(".")
+    if label and (pattern := NAMES.get(f"{section}.*")):
+        return pattern.replace("*", label)
+    return NAMES.get(field) or f"pa_npu/{field.replace('.', '/')}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _table(name: str, iteration: int, rows: Sequence[KeptResponse]) -> dict[str, Any]:
