@@ -22,7 +22,7 @@ from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s
 from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, say
 from pa_npu.telemetry.sample_store import KeptResponse, SampleStore
 from pa_npu.telemetry.secrets import Secrets
-from pa_npu.telemetry.tpspd import Work, throughput
+from pa_npu.telemetry.tpspd import throughput
 from pa_npu.telemetry.trackers import FAILED_RUN_S, Trackers
 
 SAMPLES = "samples.jsonl"
@@ -137,10 +137,7 @@ def iteration_record(
     beginning, if any. use_before, use_after: the engines' counters at both ends. devices: engines' and trainers', all.
     """
     numbers = production.numbers
-    tokens_computed = report.training.tokens_computed
-    rates = throughput(
-        Work(numbers["tokens_prompt"], numbers["tokens_response"], tokens_computed, iteration_s, devices)
-    )
+    tokens = {**numbers, "tokens_computed": report.training.tokens_computed}
     use_before = {name: EngineUse() for name in use_after} | dict(use_before)  # an engine may be new
     busy = [(use.busy_s - use_before[name].busy_s) / iteration_s for name, use in use_after.items()]
     trainer_idle = min(1.0, (report.training.wait_s + border.border_wait_s) / iteration_s)
@@ -167,9 +164,7 @@ def iteration_record(
         "trainer_idle": trainer_idle,
         "engine_idle": max(0.0, 1.0 - sum(busy) / max(1, len(busy))),
         **_device_idle(trainer_idle, sum(busy) * config.rollout.tensor_parallel / devices, use_after.values()),
-        "tpspd": rates.tpspd,
-        "tpspd_response": rates.tpspd_response,
-        "tpspd_computed": rates.tpspd_computed,
+        **throughput(tokens, iteration_s, devices),
         "devices": devices,
         **{f"memory_engine_{kind}_bytes": value for kind, value in engine.items() if value is not None},
         "engines": {

@@ -11,7 +11,6 @@ Evaluation and checkpoints inside an iteration are inside its seconds; they are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from pa_npu.config.words import counted
@@ -21,6 +20,7 @@ WARMUP_ITERATIONS = 1
 """Iterations at a run's start that summaries leave out: kernels are compiled and caches filled in the first."""
 _LARGEST = 1e15
 """Bound of every number of a record: far above what a run can count, and far below where arithmetic overflows."""
+_TOKENS = ("tokens_prompt", "tokens_response", "tokens_computed")
 _MEANS = {
     "iteration_s": None,
     "generate_s": None,
@@ -33,43 +33,25 @@ _MEANS = {
 _NEEDED = frozenset({"trainer_idle", "engine_idle"})
 
 
-@dataclass(frozen=True)
-class Work:
-    """Tokens that some iterations trained, and the seconds that they took.
+def throughput(tokens: Mapping[str, float], seconds: float, devices: int) -> dict[str, float]:
+    """Tokens per second per device by name: of samples, of their responses alone, and of tokens that were computed.
 
-    tokens_prompt: prompt tokens, the prompt once per sample. tokens_response: response tokens.
-    tokens_computed: tokens that went through the trainer, a shared prompt once.
-    seconds: wall seconds from publish to publish. devices: trainers and engines together.
+    Raises ValueError on non-positive seconds or devices.
+
+    Args:
+        tokens: tokens_prompt, the prompt once per sample; tokens_response; tokens_computed, those that went through the trainer, a
+            shared prompt once.
+        seconds: from publish to publish.
+        devices: trainers and engines together.
     """
-
-    tokens_prompt: int
-    tokens_response: int
-    tokens_computed: int
-    seconds: float
-    devices: int
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """Tokens per second per device: of samples, of their responses alone, and of tokens actually computed."""
-
-    tpspd: float
-    tpspd_response: float
-    tpspd_computed: float
-
-
-def throughput(work: Work) -> Throughput:
-    """The formula of the module's docstring. Raises ValueError on non-positive seconds or devices."""
-    if not work.seconds > 0 or work.devices < 1:
-        raise ValueError(
-            f"throughput needs seconds > 0 and devices >= 1, found {work.seconds} s, {work.devices} devices"
-        )
-    device_seconds = work.seconds * work.devices
-    return Throughput(
-        tpspd=(work.tokens_prompt + work.tokens_response) / device_seconds,
-        tpspd_response=work.tokens_response / device_seconds,
-        tpspd_computed=work.tokens_computed / device_seconds,
-    )
+    if not seconds > 0 or devices < 1:
+        raise ValueError(f"throughput needs seconds > 0 and devices >= 1, found {seconds} s, {devices} devices")
+    device_seconds = seconds * devices
+    return {
+        "tpspd": (tokens["tokens_prompt"] + tokens["tokens_response"]) / device_seconds,
+        "tpspd_response": tokens["tokens_response"] / device_seconds,
+        "tpspd_computed": tokens["tokens_computed"] / device_seconds,
+    }
 
 
 def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int) -> dict[str, float | None]:
@@ -98,14 +80,8 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
     seconds = sum(number(record, "iteration_s") for record in kept)
     if seconds <= 0:
         raise DataError(f"iteration_s adds up to {seconds} s over {counted(len(kept), 'iteration')}, which cannot be")
-    work = Work(
-        tokens_prompt=int(sum(number(record, "tokens_prompt") for record in kept)),
-        tokens_response=int(sum(number(record, "tokens_response") for record in kept)),
-        tokens_computed=int(sum(number(record, "tokens_computed") for record in kept)),
-        seconds=seconds,
-        devices=min(devices),
-    )
-    found: dict[str, float | None] = {**asdict(throughput(work))}
+    tokens = {name: sum(number(record, name) for record in kept) for name in _TOKENS}
+    found: dict[str, float | None] = {**throughput(tokens, seconds, min(devices))}
     for name, default in _MEANS.items():
         found[name] = sum(number(record, name, default) for record in kept) / len(kept)
     for name in ("trainer_idle", "engine_idle", "tail_waste", "replica_imbalance"):
