@@ -21,8 +21,7 @@ from dataclasses import replace
 from pa_npu.agents.chat import Chat
 from pa_npu.agents.gateway import Gateway
 from pa_npu.agents.programs import Programs
-from pa_npu.agents.session import Limits, Session
-from pa_npu.agents.sessions import Sessions
+from pa_npu.agents.session import Limits, Session, Sessions
 from pa_npu.agents.tree import num_unique
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import LOOPBACK

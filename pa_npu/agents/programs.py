@@ -24,8 +24,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pa_npu.agents.session import Session
-from pa_npu.agents.sessions import Sessions
+from pa_npu.agents.session import Session, Sessions
 from pa_npu.config.sections import AgentConfig
 from pa_npu.control import keeper
 from pa_npu.control.tasks import cancel

@@ -7,7 +7,7 @@ from typing import Any
 
 from pa_npu.agents.environment import AgentEnvironment
 from pa_npu.agents.gateway import Gateway
-from pa_npu.agents.sessions import Sessions
+from pa_npu.agents.session import Sessions
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
@@ -53,5 +53,5 @@ def make_gateway(
         return None
     sessions = Sessions(key or (Path(config.run.dir) / KEY_FILE).read_text(encoding="utf-8").strip())
     if agents is not None:
-        agents.sessions = sessions
+        agents.session = sessions
     return Gateway(sessions, config.rollout.temperature, service.routes if service is not None else None)

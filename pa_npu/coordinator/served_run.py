@@ -22,10 +22,9 @@ import numpy as np
 import numpy.typing as npt
 from aiohttp import web
 
-from pa_npu.agents.answers import models, whole_answer
 from pa_npu.agents.chat import Answer, Chat
 from pa_npu.agents.gateway import CHAT_FIELDS, TEXT_FIELDS, Gateway, read_json, send
-from pa_npu.agents.requests import Asked, Refused, read_request
+from pa_npu.agents.openai_format import Asked, Refused, models, read_request, whole_answer
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.episode import ScoredGroup
