@@ -53,5 +53,5 @@ def make_gateway(
         return None
     sessions = Sessions(key or (Path(config.run.dir) / KEY_FILE).read_text(encoding="utf-8").strip())
     if agents is not None:
-        agents.session = sessions
+        agents.sessions = sessions
     return Gateway(sessions, config.rollout.temperature, service.routes if service is not None else None)

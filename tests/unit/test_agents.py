@@ -125,10 +125,10 @@ async def agents() -> AsyncIterator[AgentEnvironment]:
 
 
 async def client_of(agents: AgentEnvironment, policy: Generate, number: int = 0) -> Client:
-    assert agents.session is not None
-    session = Session(agents.session.new_id(), number, {}, policy, agents._chat, agents._limits)
-    agents.session.add(session)
-    return Client(agents.session, session)
+    assert agents.sessions is not None
+    session = Session(agents.sessions.new_id(), number, {}, policy, agents._chat, agents._limits)
+    agents.sessions.add(session)
+    return Client(agents.sessions, session)
 
 
 def user(text: str) -> dict[str, str]:
@@ -293,16 +293,16 @@ async def test_limits_are_errors_that_agents_know_and_give_the_session_its_outco
 
 
 async def test_sessions_cannot_use_each_other_and_strangers_can_use_none(agents: AgentEnvironment) -> None:
-    assert agents.session is not None
+    assert agents.sessions is not None
     mine, other = [await client_of(agents, Policy(asks_then_answers)) for _ in range(2)]
     for path in ("/v1/chat/completions", "/v1/completions", "/reward", "/end"):
-        for key in (other.key, "", "nonsense", agents.session.key_of("program:0")):
+        for key in (other.key, "", "nonsense", agents.sessions.key_of("program:0")):
             assert (await mine.send(path, {}, key or "-"))[0] == 401
     assert (await mine.send("/reward", {"reward": 1.0}))[0] == 200
-    assert (await mine.send("/reward", {"reward": 2.0}, agents.session.key))[0] == 200, "the run's key may"
+    assert (await mine.send("/reward", {"reward": 2.0}, agents.sessions.key))[0] == 200, "the run's key may"
     for reward in (float("nan"), "1", True, None):
         assert (await mine.send("/reward", {"reward": reward}))[0] == 400
-    await agents.session.remove(mine.session)
+    await agents.sessions.remove(mine.session)
     assert (await mine.send("/end", {}))[0] == 404
     with pytest.raises(openai.AuthenticationError):
         await openai.AsyncOpenAI(base_url=other.root + "/v1", api_key="x", max_retries=0).models.list()
@@ -558,14 +558,14 @@ async def test_a_program_that_ends_without_a_task_done_ends_the_run_in_one_line(
 async def test_a_sessions_time_runs_from_when_it_is_taken() -> None:
     """The first of two is taken and forgotten; the other has waited for as long and has all of its time."""
     async with opened(make_environment(config(timeout_s=0.3), TOKENIZER), 30.0) as agents:
-        assert isinstance(agents, AgentEnvironment) and agents.session is not None
+        assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
         working = asyncio.create_task(agents.rollout(PROMPT, 2, Policy(lambda shown: f"w{END_OF_TURN}")))
-        forgotten = await agents.session.take("me", 30.0)
+        forgotten = await agents.sessions.take("me", 30.0)
         assert forgotten is not None
         await forgotten.ended()
-        session = await agents.session.take("me", 0.0)
+        session = await agents.sessions.take("me", 0.0)
         assert forgotten.outcome == "time" and session is not None and session.outcome is None
-        await Client(agents.session, session).chat([user("q")])
+        await Client(agents.sessions, session).chat([user("q")])
         session.end("done")
         (sample,) = await asyncio.wait_for(working, 30.0)
         assert sample.finished
@@ -704,9 +704,9 @@ async def test_half_requests_slow_bodies_and_too_many_connections_are_bounded_an
     monkeypatch.setattr(gateway, "_READ_S", 0.3)
     monkeypatch.setattr(gateway, "LARGEST_REQUEST_BYTES", 2**16)
     async with opened(make_environment(config(), TOKENIZER), 30.0) as agents:
-        assert isinstance(agents, AgentEnvironment) and agents.session is not None
+        assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
         client = await client_of(agents, Policy(asks_then_answers))
-        host, port = agents.session.url.removeprefix("http://").split(":")
+        host, port = agents.sessions.url.removeprefix("http://").split(":")
         path = f"/sessions/{client.session.id}/v1/chat/completions"
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\nContent-Length: 100\r\n\r\n"
 
@@ -1009,10 +1009,10 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_go_o
     plain = config()
     rollout_of = plain.rollout.model_copy(update={"max_response_tokens": 30_000})
     async with opened(make_environment(plain.model_copy(update={"rollout": rollout_of}), TOKENIZER), 30.0) as agents:
-        assert isinstance(agents, AgentEnvironment) and agents.session is not None
+        assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
         slow = await client_of(agents, Endless(asks_then_answers))
         other = await client_of(agents, Policy(lambda shown: f"w{END_OF_TURN}"))
-        host, port = agents.session.url.removeprefix("http://").split(":")
+        host, port = agents.sessions.url.removeprefix("http://").split(":")
         body = json.dumps({"messages": [user("q")], "stream": stream, "logprobs": True})
         head = f"POST /sessions/{slow.session.id}/v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
         head += f"Authorization: Bearer {slow.key}\r\nContent-Length: {len(body)}\r\n\r\n"
