@@ -63,8 +63,8 @@ from pa_npu.families.shape import Experts
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import Rules
+from pa_npu.rewards.functions import RewardInput, RewardResult
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.columns import RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer

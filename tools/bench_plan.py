@@ -49,7 +49,7 @@ from pa_npu.launcher.placement import free_ports
 from pa_npu.planning.prediction.virtual_run import Predicted, predict
 from pa_npu.planning.prediction.workload import Shape, Workload
 from pa_npu.platform.typical import typical_speed
-from pa_npu.telemetry.metrics import read_records
+from pa_npu.telemetry.records import read_records
 from tools.bench_schedule import MOST_OF_MEAN, drawn_lengths, median_for
 from tools.cluster.calibration import Calibration
 from tools.cluster.fit import against_itself, calibrate

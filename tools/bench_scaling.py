@@ -43,7 +43,7 @@ from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, VERDICT, StageManifest, TrainersReady
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.telemetry.metrics import read_records
+from pa_npu.telemetry.records import read_records
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

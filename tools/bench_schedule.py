@@ -68,7 +68,7 @@ from pa_npu.planning.iteration_model.flow import backwards_turns
 from pa_npu.planning.prediction.costs import computed_prompt_tokens
 from pa_npu.platform.typical import HOST_PREFIX_BLOCK
 from pa_npu.samples.types import Sample, SampleBuilder
-from pa_npu.telemetry.metrics import read_records
+from pa_npu.telemetry.records import read_records
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -273,9 +273,6 @@ class Sessions:
         self._useful: set[str] = set()  # takers that have ended a session
         self._offered, self._taken = asyncio.Event(), asyncio.Event()
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     @staticmethod
     def new_id() -> str:
         return secrets.token_hex(8)

@@ -27,8 +27,8 @@ from typing import Any
 from pa_npu.config.load import dump_config, load_config
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError, DeadlineExceeded, PaNpuError, UserError
-from pa_npu.rewards.types import RewardInput
-from pa_npu.telemetry.metrics import read_evaluations, read_records
+from pa_npu.rewards.functions import RewardInput
+from pa_npu.telemetry.records import read_evaluations, read_records
 
 _POLL_S = 0.2
 _STOP_S = 60.0  # the launcher ends its processes within its own grace of some seconds

@@ -32,7 +32,7 @@ from pa_npu.checkpoints.writer import Forked, WriteFailed, root_cause
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import CheckpointReport
 from pa_npu.errors import CheckpointError, DataError, UserError
-from pa_npu.telemetry.metrics import read_evaluations
+from pa_npu.telemetry.records import read_evaluations
 from pa_npu.telemetry.timeline import Timeline, now
 
 T = TypeVar("T")

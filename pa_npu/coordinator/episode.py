@@ -24,7 +24,7 @@ from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate, Turn
 from pa_npu.environments.time_limit import rollout_within
 from pa_npu.errors import PaNpuError
-from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.rewards.functions import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import turn_seed
 from pa_npu.samples.types import Sample, group_lengths

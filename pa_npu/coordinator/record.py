@@ -17,9 +17,8 @@ from pa_npu.evaluation.results import Judged, Progress, kept_versions, results_f
 from pa_npu.planning.iteration_model.messages import Prediction
 from pa_npu.platform.memory_peaks import ResidentPeak
 from pa_npu.publish.coordinator_side import EnginesHold
-from pa_npu.telemetry.metrics import MetricsWriter, drop_records
 from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s
-from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, say
+from pa_npu.telemetry.records import MetricsWriter, RecordFile, attempt, drop_records, json_line, say
 from pa_npu.telemetry.sample_store import KeptResponse, SampleStore
 from pa_npu.telemetry.secrets import Secrets
 from pa_npu.telemetry.tpspd import throughput

@@ -17,7 +17,7 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.selection import EveryGroup, InformativeGroups
 from pa_npu.dispatch.token_budget import BudgetedGroups, TokenBudget
 from pa_npu.errors import InvariantViolation, UserError
-from pa_npu.rewards.types import RewardResult
+from pa_npu.rewards.functions import RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pa_npu.errors import DataError
 from pa_npu.evaluation.statistics import Estimate, estimate, majority_at_k, paired_difference, pass_at_k
-from pa_npu.telemetry.record_file import note_lost
+from pa_npu.telemetry.records import note_lost
 from pa_npu.telemetry.sample_store import read_table, write_table
 
 DIRECTORY = "evaluations"

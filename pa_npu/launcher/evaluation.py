@@ -31,7 +31,7 @@ from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 from pa_npu.launcher.process.readiness import engine_answers
 from pa_npu.launcher.run_checks import check_engines, check_held_out, check_rewards, resolve_device
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.telemetry.record_file import say
+from pa_npu.telemetry.records import say
 
 _POLL_S = 0.5
 _VERSION = 0  # of a model that nobody trains

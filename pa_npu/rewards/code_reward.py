@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pa_npu.config.sections import MOST_TESTS, CodeConfig
+from pa_npu.control.tasks import Turns
 from pa_npu.errors import DataError
+from pa_npu.rewards.functions import RewardInput
 from pa_npu.rewards.sandbox import Limits, Outcome, SandboxFailed, run
-from pa_npu.rewards.turns import Turns
-from pa_npu.rewards.types import RewardInput
 
 _HARNESS = Path(__file__).with_name("code_harness.py")
 _OUTPUT_BYTES = 256 << 10  # of standard output, and of errors

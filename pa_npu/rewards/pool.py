@@ -15,12 +15,12 @@ its event loop turns.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -29,10 +29,7 @@ from pa_npu.config.sections import RewardConfig
 from pa_npu.control.tasks import gather
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, DeadlineExceeded, PaNpuError
-from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, function_specs
-from pa_npu.rewards.types import SHAPING, RewardInput, RewardResult, group_line
-
-__all__ = ["RewardInput", "RewardPool", "RewardResult"]
+from pa_npu.rewards.functions import CONCURRENT, SHAPING, FunctionSpec, RewardInput, RewardResult, function_specs
 
 STARTUP_TIMEOUT_S = 120.0  # importing math-verify and a user's module on a busy machine
 WINDOW = 64  # groups that a function's failing share is taken over
@@ -88,9 +85,7 @@ class RewardPool:
         labels -= workers.others
         return workers
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -98,19 +93,24 @@ class RewardPool:
         for _, workers in self._workers:
             await workers.close()
 
-    async def score(self, group: RewardInput) -> RewardResult:
-        """Rewards of the group's G responses, in order."""
+    async def replies(self, group: RewardInput) -> list[tuple[set[str], dict[str, Any]]]:
+        """What workers of both kinds reply to a group, with their functions' labels. Raises DataError where that ends the run."""
         parts = [(labels, workers) for labels, workers in self._workers if labels]
         scoring = [workers.score(group) for _, workers in parts]
         # a task for each costs as much as the rest of handing over
         replies = [await scoring[0]] if len(scoring) == 1 else await gather(scoring)
+        for reply in replies:
+            if reply.get("fatal"):
+                raise DataError(reply["fatal"])
+        return [(labels, reply) for (labels, _), reply in zip(parts, replies, strict=True)]
+
+    async def score(self, group: RewardInput) -> RewardResult:
+        """Rewards of the group's G responses, in order."""
         values: dict[str, list[float | None]] = {}
         errors: dict[str, str] = {}
         reasons: list[tuple[str, str]] = []  # (what comes of it, why)
         judging = {spec.label for spec in self.specs if spec.name in CONCURRENT}
-        for (labels, _), reply in zip(parts, replies, strict=True):
-            if reply.get("fatal"):
-                raise DataError(reply["fatal"])
+        for labels, reply in await self.replies(group):
             if "failure" in reply:  # the worker did not survive it, whichever function that was
                 errors.update(dict.fromkeys(labels, reply["failure"]))
                 reasons.append((_outcome(judging.issuperset(labels)), reply["failure"]))
@@ -176,6 +176,18 @@ class FailingShare:
                 )
 
 
+def _group_line(identity: int, group: RewardInput) -> bytes:
+    """A group as a worker reads it."""
+    fields = {
+        "prompt": group.prompt,
+        "answer": group.answer,
+        "responses": list(group.responses),
+        "response_tokens": [int(length) for length in group.response_tokens],
+        "row": dict(group.row),
+    }
+    return json.dumps({"id": identity, "group": fields}, default=str).encode() + b"\n"
+
+
 @dataclass(eq=False)
 class _Job:
     """A group on its way. future: resolves to the worker's reply. deaths: of workers while they scored it."""
@@ -218,7 +230,7 @@ class Workers:
         if self._broken is not None:
             raise self._broken
         self._last_identity += 1
-        line = group_line(self._last_identity, group)
+        line = _group_line(self._last_identity, group)
         job = _Job(line, self._last_identity, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         self.dispatch()

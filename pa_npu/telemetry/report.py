@@ -12,7 +12,7 @@ from typing import Any
 from pa_npu.config.words import counted
 from pa_npu.config.yaml_source import read_yaml
 from pa_npu.errors import DataError
-from pa_npu.telemetry.metrics import EVALUATIONS, METRICS, read_evaluations, read_records
+from pa_npu.telemetry.records import EVALUATIONS, METRICS, read_evaluations, read_records
 from pa_npu.telemetry.tpspd import WARMUP_ITERATIONS, number, run_throughput
 
 _DEVICE_UNITS = {"npu": "one NPU die", "cuda": "one GPU", "cpu": "one CPU core"}

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.errors import DataError
-from pa_npu.telemetry.record_file import attempt, note_lost
+from pa_npu.telemetry.records import attempt, note_lost
 
 SAMPLES_IN_SHORT = 2
 """Groups of an iteration that samples.jsonl and trackers' tables hold, of those that are kept."""

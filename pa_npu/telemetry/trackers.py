@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import secrets
 import threading
 import time
@@ -24,8 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pa_npu.config.sections import TelemetryConfig
-from pa_npu.telemetry.metrics import drop_records
-from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, note_lost, say
+from pa_npu.telemetry.records import JsonLines, RecordFile, attempt, drop_records, json_line, note_lost, say
 from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
 from pa_npu.telemetry.secrets import flat
 from pa_npu.telemetry.tracker_libraries import TRACKERS, Identity, TrackedRun, Tracker
@@ -186,19 +184,12 @@ class _Feed:
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         """Yields all messages of the file, and those that are appended until the end."""
-        while not self._records.exists():
-            if self._ending.wait(_LOOK_S):
+        file = JsonLines(self._records)
+        while True:
+            ended = self._ending.wait(_LOOK_S)  # asked first: what was written before the end is read after it
+            yield from file.new()
+            if ended:
                 return
-        with self._records.open("rb") as file:
-            while True:
-                ended = self._ending.wait(_LOOK_S)  # asked first: what was written before the end is read after it
-                while line := file.readline():
-                    if not line.endswith(b"\n"):
-                        file.seek(-len(line), os.SEEK_CUR)
-                        break
-                    yield json.loads(line)
-                if ended:
-                    return
 
     def _read(self, project: str, name: str) -> Identity:
         """Returns what an earlier attempt kept; a new run, or a file that cannot be read, gets a new id."""

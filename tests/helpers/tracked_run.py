@@ -8,8 +8,7 @@ from typing import Any
 
 from pa_npu.config.sections import TelemetryConfig
 from pa_npu.telemetry import trackers as feed
-from pa_npu.telemetry.metrics import MetricsWriter
-from pa_npu.telemetry.record_file import lost_records
+from pa_npu.telemetry.records import MetricsWriter, lost_records
 from pa_npu.telemetry.sample_store import KeptResponse
 from pa_npu.telemetry.trackers import Trackers
 

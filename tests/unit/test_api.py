@@ -17,7 +17,7 @@ import pytest
 import pa_npu
 from pa_npu import Run, RunFailed, load_config
 from pa_npu.errors import ConfigError, UserError
-from pa_npu.rewards.types import RewardInput
+from pa_npu.rewards.functions import RewardInput
 from tests.unit.test_launcher_cli import ROOT
 
 KEYS = {"model.path": "m", "data.test": None}

@@ -16,7 +16,7 @@ from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import EnvironmentContext, EnvironmentFailed, write
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.errors import InvariantViolation, PaNpuError
-from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.rewards.functions import RewardInput, RewardResult
 from pa_npu.samples.types import SampleBuilder
 from tests.helpers.stuck import comes
 

@@ -28,7 +28,7 @@ from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.errors import UserError
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import IterationOutlook, Rules
-from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.rewards.functions import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.wire import to_bytes

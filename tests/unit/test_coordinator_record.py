@@ -18,7 +18,7 @@ from pa_npu.engines.pool import EngineUse
 from pa_npu.planning.iteration_model.messages import Prediction
 from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.publish.coordinator_side import EnginesHold
-from pa_npu.rewards.types import RewardResult
+from pa_npu.rewards.functions import RewardResult
 from pa_npu.samples.types import Sample, SampleBuilder
 from tests.helpers.reports import iteration_report
 

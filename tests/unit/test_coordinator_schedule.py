@@ -28,7 +28,7 @@ from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, GroupT
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.learned import Learned
 from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
-from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.rewards.functions import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.samples.types import Sample, SampleBuilder, SampleTurn, group_lengths
 from pa_npu.samples.wire import to_bytes

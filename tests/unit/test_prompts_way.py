@@ -43,9 +43,8 @@ from pa_npu.environments.registry import make_environment
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import Rules
-from pa_npu.rewards.functions import build_function, call_function, function_specs
+from pa_npu.rewards.functions import RewardInput, RewardResult, build_function, call_function, function_specs
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch
@@ -89,7 +88,6 @@ ASIDE = {
     "coordinator/production.py": "numbers of the iteration's record",
     "dispatch/lengths.py": "expected lengths",
     "engines/protocol.py": "definitions",
-    "rewards/types.py": "definitions",
 }
 NOT_STEPS = ("backends/megatron/patches/", "planning/", "telemetry/", "data/time_limit.py", "config/", "publish/")
 

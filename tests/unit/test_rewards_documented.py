@@ -15,8 +15,8 @@ from pa_npu.config.sections import RewardConfig, RewardFunction
 from pa_npu.data.prompts import load_training
 from pa_npu.errors import DataError
 from pa_npu.rewards.check import check_reward_functions
+from pa_npu.rewards.functions import RewardInput
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.rewards.types import RewardInput
 from tests.helpers.fake_judge import Answer, fake_judge
 from tools.make_tiny_model import make_tokenizer
 

@@ -27,7 +27,7 @@ from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.planning.iteration_model.cluster import GroupTiming
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.messages import Rules
-from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.rewards.functions import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.telemetry.timeline import Timeline
 from tools.simulate_roles import Shape, draw, iterate

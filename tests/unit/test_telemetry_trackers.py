@@ -15,10 +15,9 @@ from pa_npu.config.sections import TelemetryConfig
 from pa_npu.coordinator.record import tracked_config
 from pa_npu.errors import ConfigError
 from pa_npu.launcher.run_checks import check_trackers
-from pa_npu.telemetry import record_file
+from pa_npu.telemetry import records
 from pa_npu.telemetry import trackers as feed
-from pa_npu.telemetry.metrics import MetricsWriter
-from pa_npu.telemetry.record_file import lost_records
+from pa_npu.telemetry.records import MetricsWriter, lost_records
 from pa_npu.telemetry.tracker_libraries import TRACKERS
 from pa_npu.telemetry.trackers import NAMES, Trackers, tracked, tracked_evaluation
 from tests.helpers.tracked_run import evaluation, record, response
@@ -29,8 +28,8 @@ PATIENCE_S = 60.0  # for what ought to take a moment, on a machine that is busy
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_file, "_lost", 0)
-    monkeypatch.setattr(record_file, "_said", set())
+    monkeypatch.setattr(records, "_lost", 0)
+    monkeypatch.setattr(records, "_said", set())
 
 
 class Fake:

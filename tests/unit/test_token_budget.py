@@ -23,7 +23,7 @@ from pa_npu.coordinator.updates import told
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.token_budget import BudgetedGroups, TokenBudget
 from pa_npu.errors import DataError, DeadlineExceeded
-from pa_npu.rewards.types import RewardResult
+from pa_npu.rewards.functions import RewardResult
 from pa_npu.samples.columns import NONE
 from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator

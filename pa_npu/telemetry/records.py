@@ -1,23 +1,35 @@
-"""Iteration records: RUN/metrics.jsonl (one object per iteration) and RUN/evaluations.jsonl."""
+"""Records: RUN/metrics.jsonl (one object per iteration), RUN/evaluations.jsonl, and files of records that never end a run.
+
+What cannot be written is one line in the log and a count: a full disk, or a directory that is gone, costs records. Half a line is
+taken back, so that what follows it, when there is room again, is whole.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pa_npu.config.plain_file import read_plain, reason
+from pa_npu.config.plain_file import open_plain, read_plain, reason
 from pa_npu.errors import DataError
-from pa_npu.telemetry.record_file import RecordFile, json_line, lost_records, note_lost
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 _MAX_INDEX = 2**31
+_LONGEST_LINE_BYTES = 64 << 20
 _LARGEST_BYTES = 1 << 30  # of a file of records; one has some 2 KiB
+
+log = logging.getLogger(__name__)
+
+_lock = threading.Lock()
+_lost = 0
+_said: set[str] = set()
 
 
 class MetricsWriter:
@@ -97,6 +109,51 @@ def _read_lines(path: Path, key: str) -> list[dict[str, Any]]:
     return records
 
 
+class JsonLines:
+    """The objects of a file of JSON lines that may still grow; what is no object, such as half a line at its end, is left out."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._offset = 0
+        self._records: list[dict[str, Any]] = []
+
+    def read(self) -> list[dict[str, Any]]:
+        """All so far; each look reads only what came since the last one. Thread-safe."""
+        with self._lock:
+            found = list(self.new())  # first: it may begin again
+            self._records += found
+            return self._records
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """Those since the last look. A file that is shorter than it was, as after a resume, is read again from its beginning."""
+        with contextlib.suppress(OSError), open_plain(self._path) as file:
+            if file.seek(0, os.SEEK_END) < self._offset:
+                self._offset, self._records = 0, []
+            file.seek(self._offset)
+            while line := file.readline(_LONGEST_LINE_BYTES):
+                if not line.endswith(b"\n") and len(line) < _LONGEST_LINE_BYTES:
+                    break
+                self._offset += len(line)
+                with contextlib.suppress(ValueError, RecursionError):
+                    record = json.loads(line.decode("utf-8", "replace"), **_READABLE)
+                    if isinstance(record, dict):
+                        yield record
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None
+
+
+_READABLE: dict[str, Any] = {
+    "parse_constant": lambda _: None,
+    "parse_float": _finite,
+    # nothing of a run reaches 64 bits, and arithmetic with fractions fails beyond
+    "parse_int": lambda text: int(text) if len(text) < 19 else None,
+}
+
+
 def drop_records(path: Path, key: str, first: int) -> None:
     """Keep the records whose `key` is below `first`, as a run that is resumed there needs it; lines that are none go too.
 
@@ -161,3 +218,97 @@ def _plain(value: Any, path: str, non_finite: list[str]) -> Any:
         non_finite.append(path)
         return None
     return value
+
+
+def lost_records() -> int:
+    """Records that this process could not write since it began."""
+    return _lost
+
+
+def note_lost(what: Path | str, error: BaseException) -> None:
+    """Counts one record; the first of each file is a line in the log."""
+    global _lost
+    with _lock:
+        _lost += 1
+        first = str(what) not in _said
+        _said.add(str(what))
+    if first:
+        why = reason(error) or type(error).__name__
+        log.warning("%s: cannot be written (%s); the run goes on without these records", what, why)
+
+
+def attempt(what: Path | str, action: Callable[[], Any]) -> Any:
+    """The action's value; None, and a count, where the system refuses it."""
+    try:
+        return action()
+    except OSError as error:
+        note_lost(what, error)
+        return None
+
+
+def say(line: str) -> None:
+    """Prints a line for whoever follows the log; a log that is full loses it."""
+    attempt("the log", lambda: print(line, flush=True))
+
+
+def json_line(record: Any) -> str:
+    """One line of JSON in which no character is one that a terminal or a page would obey.
+
+    Letters of all scripts stay readable; control characters, direction marks and other characters without a picture are escapes.
+    """
+    return "".join(
+        character if character.isprintable() else _escaped(character)
+        for character in json.dumps(record, ensure_ascii=False, allow_nan=False)
+    )
+
+
+def _escaped(character: str) -> str:
+    return json.dumps(character)[1:-1] if ord(character) > 126 else f"\\u{ord(character):04x}"
+
+
+class RecordFile:
+    """A file that lines are appended to; thread-safe. Its directory is made where it is missing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._descriptor: int | None = None
+        self._closed = False
+        self._open()
+
+    def write(self, line: str) -> None:
+        """Appends the line, and a line end; or counts it as lost."""
+        with self._lock:
+            if self._closed or (self._descriptor is None and not self._open()):
+                return
+            assert self._descriptor is not None
+            data = line.encode("utf-8", "backslashreplace") + b"\n"
+            end = None
+            try:
+                end = os.fstat(self._descriptor).st_size
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+            except OSError as error:
+                note_lost(self._path, error)
+                if end is not None:
+                    with contextlib.suppress(OSError):  # a pipe or a device cannot be cut
+                        os.ftruncate(self._descriptor, end)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+
+    def _open(self) -> bool:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(
+                self._path, os.O_WRONLY | os.O_NONBLOCK | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
+            )
+        except OSError as error:
+            note_lost(self._path, error)
+            return False
+        return True
