@@ -143,20 +143,16 @@ class AgentEnvironment(SessionEnvironment):
         assert self.sessions is not None
         async with self._room:
             session = Session(self.sessions.new_id(), number, task_of(prompt), generate, self._chat, self._limits)
-            await self._run(session)
+            self.sessions.add(session)
+            working = asyncio.ensure_future(self._work(session))
+            try:
+                done, _ = await asyncio.wait([working, *self._staying], return_when=asyncio.FIRST_COMPLETED)
+                for ended in done:
+                    ended.result()
+            finally:
+                await self.sessions.remove(session)
+                await cancel([working])
             return session
-
-    async def _run(self, session: Session) -> None:
-        assert self.sessions is not None
-        self.sessions.add(session)
-        working = asyncio.ensure_future(self._work(session))
-        try:
-            done, _ = await asyncio.wait([working, *self._staying], return_when=asyncio.FIRST_COMPLETED)
-            for ended in done:
-                ended.result()
-        finally:
-            await self.sessions.remove(session)
-            await cancel([working])
 
     async def _work(self, session: Session) -> None:
         """Until the session has ended; its time runs from when an agent has it."""

@@ -19,9 +19,9 @@ from pa_npu.platform.memory_peaks import ResidentPeak
 from pa_npu.publish.coordinator_side import EnginesHold
 from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s
 from pa_npu.telemetry.records import MetricsWriter, RecordFile, attempt, drop_records, json_line, say
+from pa_npu.telemetry.report import throughput
 from pa_npu.telemetry.sample_store import KeptResponse, SampleStore
 from pa_npu.telemetry.secrets import Secrets
-from pa_npu.telemetry.tpspd import throughput
 from pa_npu.telemetry.trackers import FAILED_RUN_S, Trackers
 
 SAMPLES = "samples.jsonl"

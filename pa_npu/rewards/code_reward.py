@@ -195,11 +195,8 @@ def _tests(found: Any, row: Mapping[str, Any]) -> list[CodeTest]:
         entry = row.get("entry_point")
         return [CodeTest("assertion", f"{found}\ncheck({entry})\n" if entry else found)]
     if isinstance(found, Mapping):
-        name = found.get("fn_name")
         pairs = zip(found["inputs"], found["outputs"], strict=True)
-        if name:
-            return [CodeTest("call", _arguments(given), _value(wanted), str(name)) for given, wanted in pairs]
-        return [CodeTest("stdin", _text(given), _text(wanted)) for given, wanted in pairs]
+        found = [{"fn_name": found.get("fn_name"), "input": given, "output": wanted} for given, wanted in pairs]
     if not isinstance(found, Sequence):
         raise TypeError(f"a {type(found).__name__}")
     return [_one(test) for test in found]

@@ -242,14 +242,6 @@ class JudgeCache:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._database: sqlite3.Connection | None = None
-        if path is None:
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._database = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
-        except (sqlite3.Error, OSError) as error:
-            self._give_up(error)
-        self._do("create table if not exists scores (content text primary key, score real, answer text)")
 
     def get(self, content: Any) -> float | None:
         """The score of what has these contents (JSON)."""
@@ -268,18 +260,23 @@ class JudgeCache:
 
     def _do(self, statement: str, *values: Any) -> Any:
         """The first row that a statement finds; None where there is none, or no database."""
-        if self._database is None:
+        if self._path is None:
             return None
         try:
+            if self._database is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._database = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)
+                self._database.execute(
+                    "create table if not exists scores (content text primary key, score real, answer text)"
+                )
             return self._database.execute(statement, values).fetchone()
-        except sqlite3.Error as error:
-            self._give_up(error)
+        except (sqlite3.Error, OSError) as error:
+            log.warning(
+                "reward.judge: scores: %s cannot be used (%s); the judge is asked every time", self._path, error
+            )
+            self.close()
+            self._path = None
             return None
-
-    def _give_up(self, error: Exception) -> None:
-        log.warning("reward.judge: scores: %s cannot be used (%s); the judge is asked every time", self._path, error)
-        self.close()
-        self._database = None
 
 
 def _key(content: Any) -> str:

@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,29 +174,20 @@ def _files(directory: Path) -> Iterator[tuple[int, Path]]:
 def _schema(rewards: dict[str, float]) -> Any:
     import pyarrow as pa  # a third of a second, which only who writes or reads samples spends
 
+    plain = {"int": pa.int32(), "str": pa.string(), "float": pa.float32(), "bool": pa.bool_()}
     turn = [(name, pa.int32()) for name in ("session", "number", "written")]
     turn += [("shown", pa.string()), ("trained", pa.bool_()), ("reward", pa.float32())]
-    return pa.schema(
-        [
-            *((name, pa.int32()) for name in ("iteration", "index", "response")),
-            ("prompt_id", pa.int64()),
-            ("prompt", pa.string()),
-            ("prompt_tokens", pa.int32()),
-            ("answer", pa.string()),
-            ("text", pa.string()),
-            ("finish_reason", pa.string()),
-            ("version", pa.int32()),
-            ("reward", pa.float32()),
-            ("rewards", pa.struct([(name, pa.float32()) for name in rewards])),
-            ("advantage", pa.float32()),
-            ("correct", pa.bool_()),
-            ("errors", pa.list_(pa.string())),
-            ("tokens", pa.list_(pa.int32())),
-            ("pieces", pa.list_(pa.string())),
-            ("logprobs", pa.list_(pa.float32())),
-            ("turns", pa.list_(pa.struct(turn))),
-        ]
-    )
+    others = {
+        "prompt_id": pa.int64(),
+        "finish_reason": pa.string(),
+        "rewards": pa.struct([(name, pa.float32()) for name in rewards]),
+        "errors": pa.list_(pa.string()),
+        "tokens": pa.list_(pa.int32()),
+        "pieces": pa.list_(pa.string()),
+        "logprobs": pa.list_(pa.float32()),
+        "turns": pa.list_(pa.struct(turn)),
+    }
+    return pa.schema({field.name: plain.get(str(field.type)) for field in fields(KeptResponse)} | others)
 
 
 def _trainer_schema() -> Any:

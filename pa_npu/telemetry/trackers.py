@@ -11,16 +11,16 @@ TensorBoard, which can take back.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+import msgspec
 
 from pa_npu.config.sections import TelemetryConfig
 from pa_npu.telemetry.records import JsonLines, RecordFile, attempt, drop_records, json_line, note_lost, say
@@ -193,12 +193,10 @@ class _Feed:
 
     def _read(self, project: str, name: str) -> Identity:
         """Returns what an earlier attempt kept; a new run, or a file that cannot be read, gets a new id."""
-        found = Identity("".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH)), project, name)
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-            kept = json.loads(self._file.read_text(encoding="utf-8"))
-            names = {part.name for part in fields(Identity)}
-            found = Identity(**{key: value for key, value in kept.items() if key in names})
-        return found
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=Identity)
+        except (OSError, msgspec.DecodeError):
+            return Identity("".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH)), project, name)
 
     def _keep(self, **changes: Any) -> None:
         self._identity = replace(self._identity, **changes)

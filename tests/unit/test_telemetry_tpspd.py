@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pa_npu.errors import DataError
-from pa_npu.telemetry.tpspd import run_throughput, throughput
+from pa_npu.telemetry.report import run_throughput, throughput
 
 
 def record(iteration: int, **values: object) -> dict[str, object]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 
 from pa_npu.launcher.subcommands import configuration
-from pa_npu.telemetry.tpspd import WARMUP_ITERATIONS
+from pa_npu.telemetry.report import WARMUP_ITERATIONS
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
