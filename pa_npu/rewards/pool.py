@@ -128,7 +128,12 @@ class RewardPool:
                 found = [None if spec.name in CONCURRENT else 0.0] * len(group.responses)
             if missing := sum(value is None for value in found):
                 no_verdict[spec.label] = missing
-                self._refuse_where_it_ends(spec, missing, group, errors.get(spec.label, ""))
+                if spec.name == "judge" and not self._neutral:
+                    reason = errors.get(spec.label) or f"no verdict on {missing} responses"
+                    raise PaNpuError(
+                        f"reward.judge: {reason}, to {group.prompt[:80]!r}; let its server answer, or set "
+                        f"reward.judge.on_failure=neutral"
+                    )
             row[:] = neutral(found)
         self._failing.note(errors)
         return RewardResult(
@@ -138,13 +143,6 @@ class RewardPool:
             errors=tuple(reason for _, reason in reasons),
             no_verdict=no_verdict,
         )
-
-    def _refuse_where_it_ends(self, spec: FunctionSpec, missing: int, group: RewardInput, reason: str) -> None:
-        if spec.name == "judge" and not self._neutral:
-            raise PaNpuError(
-                f"reward.judge: {reason or f'no verdict on {missing} responses'}, to {group.prompt[:80]!r}; let its server answer, "
-                f"or set reward.judge.on_failure=neutral"
-            )
 
 
 def neutral(values: Sequence[float | None]) -> list[float]:
@@ -272,16 +270,10 @@ async def start_worker(first: Mapping[str, Any]) -> WorkerProcess:
         raise DeadlineExceeded(
             f"a reward worker did not load its functions within {STARTUP_TIMEOUT_S:.0f} s; make them import faster"
         ) from None
-    try:
-        if not worker.ready:
-            raise DataError(
-                "reward.functions: the reward worker died while loading them; correct what its output above says"
-            )
-        if "unusable" in worker.ready:
-            raise DataError(worker.ready["unusable"])
-    except BaseException:
+    died = "reward.functions: the reward worker died while loading them; correct what its output above says"
+    if problem := worker.ready.get("unusable") if worker.ready else died:
         await worker.reap()
-        raise
+        raise DataError(problem)
     return worker
 
 
