@@ -94,7 +94,7 @@ class RewardPool:
             await workers.close()
 
     async def replies(self, group: RewardInput) -> list[tuple[set[str], dict[str, Any]]]:
-        """What workers of both kinds reply to a group, with their functions' labels. Raises DataError where that ends the run."""
+        """Replies of workers of both kinds to a group, with their functions' labels. Raises DataError where that ends the run."""
         parts = [(labels, workers) for labels, workers in self._workers if labels]
         scoring = [workers.score(group) for _, workers in parts]
         # a task for each costs as much as the rest of handing over
