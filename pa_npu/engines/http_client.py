@@ -140,10 +140,6 @@ def said_version(headers: Mapping[str, str]) -> int | None:
     return int(said) if said.isascii() and said.isdecimal() and len(said) < 19 else None
 
 
-class KeyRefused(OSError):
-    """An engine does not know this API key."""
-
-
 def directory_in(answer: Any, *path: str | int) -> str:
     """The model directory that stands in an engine's answer. Raises ValueError where there is none."""
     try:
@@ -157,10 +153,10 @@ def directory_in(answer: Any, *path: str | int) -> str:
 
 
 def get_json(url: str, key: str) -> Any:
-    """The JSON at a URL of an engine, without an event loop. Raises KeyRefused, OSError or ValueError when there is none."""
+    """The JSON at a URL of an engine, without an event loop. Raises OSError or ValueError when there is none."""
     status, body = bounded_get(url, {"Authorization": f"Bearer {key}"} if key else {}, _GET_TIMEOUT_S)
     if status == _UNAUTHORISED:
-        raise KeyRefused(f"HTTP {status}: it refuses this API key")
+        raise OSError(f"HTTP {status}: it refuses this API key")
     if status != 200:
         raise OSError(f"HTTP {status}")
     try:

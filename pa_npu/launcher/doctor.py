@@ -20,7 +20,7 @@ from pa_npu.errors import PaNpuError, UserError
 from pa_npu.launcher.placement import available_cores, port_problem
 from pa_npu.launcher.run_checks import prepare
 from pa_npu.launcher.trainer_versions import nearest_stack, trainer_problems
-from pa_npu.platform.busy import busy_devices
+from pa_npu.platform.vendor_tools import busy_devices
 
 _GIB = 2**30
 

@@ -28,7 +28,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.cluster.cluster import local_cluster
 from pa_npu.launcher.engine_key import engine_key
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
-from pa_npu.launcher.process.readiness import engine_answers
+from pa_npu.launcher.process.processes import engine_answers
 from pa_npu.launcher.run_checks import check_engines, check_held_out, check_rewards, resolve_device
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.telemetry.record_file import say

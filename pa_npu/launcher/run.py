@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -40,12 +40,11 @@ from pa_npu.launcher.placement import placement_lines
 from pa_npu.launcher.process.commands import Startable, Store, coordinator_command
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
-from pa_npu.launcher.process.readiness import Awaited, engine_answers, trainers_announced
+from pa_npu.launcher.process.processes import Awaited, engine_answers, trainers_announced
 from pa_npu.launcher.process.recovery import Attempt, Recovery
 from pa_npu.launcher.process.supervisor import StopSignals, Supervisor, stop_signals
-from pa_npu.launcher.resume import checkpoints_directory, resolve_resume
-from pa_npu.launcher.run_checks import Findings, check_engines, check_surroundings, resolve_device, settle_places
-from pa_npu.launcher.run_directory import begin_attempt, own_run_directory
+from pa_npu.launcher.run_checks import check_engines, check_surroundings, resolve_device, settle_places
+from pa_npu.launcher.run_directory import begin_attempt, checkpoints_directory, own_run_directory, resolve_resume
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.progress import format_duration
 from pa_npu.telemetry.report import summarise
@@ -92,35 +91,20 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None) -
         ):
             server = _host_store(config)  # lives as long as this name
             store = Store(config.placement.address, server.port)
-            with _open_cluster(config, findings, platform, connection, local, store, key, console, signals) as cluster:
-                if cluster is None:
+            opened: AbstractContextManager[Cluster | None]
+            if connection is None:
+                assert findings.placement
+                opened = nullcontext(local_cluster(config, platform, findings.placement, local, key, store))
+            else:
+                opened = ray_cluster(config, platform, connection, local, store, console, signals)
+            with opened as cluster:
+                if cluster is None:  # a signal came before all nodes were there
                     code = 128 + signals.received[0]
                 else:
                     plan = Plan(config, platform, cluster, store, key, console)
                     code = supervise(plan, timeline, signals)
         finish(config, run_dir, console, code, time.monotonic() - start_s)
         return code
-
-
-@contextmanager
-def _open_cluster(
-    config: Config,
-    findings: Findings,
-    platform: Platform,
-    connection: RayConnection | None,
-    local: ProcessTree,
-    store: Store,
-    key: str,
-    console: Console,
-    signals: StopSignals,
-) -> Iterator[Cluster | None]:
-    """Opens the machine or the cluster for engines and trainers; None if a signal came before all nodes were there."""
-    if connection is None:
-        assert findings.placement
-        yield local_cluster(config, platform, findings.placement, local, key, store)
-        return
-    with ray_cluster(config, platform, connection, local, store, console, signals) as cluster:
-        yield cluster
 
 
 def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:

@@ -46,8 +46,7 @@ from pa_npu.launcher.placement import (
     settle_on_node,
     visible_devices,
 )
-from pa_npu.launcher.resume import check_checkpoint, resolve_resume
-from pa_npu.launcher.run_directory import check_run_directory
+from pa_npu.launcher.run_directory import check_checkpoint, check_run_directory, resolve_resume
 from pa_npu.launcher.trainer_versions import trainer_problems
 from pa_npu.planning.adapters import without_adapters
 from pa_npu.planning.known_models import known_spec
@@ -55,7 +54,7 @@ from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.places import with_places, with_share
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.base import Platform
-from pa_npu.platform.busy import busy_devices
+from pa_npu.platform.vendor_tools import busy_devices
 from pa_npu.telemetry.trackers.protocol import REQUIREMENTS
 
 if TYPE_CHECKING:

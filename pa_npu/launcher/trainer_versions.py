@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from pa_npu.engines.interpreter import distributions
-from pa_npu.platform.cann import cann_version
+from pa_npu.platform.vendor_tools import cann_version
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import torch
 import torch_npu
 
 from pa_npu.errors import ConfigError
-from pa_npu.platform.accelerator import AcceleratorPlatform
-from pa_npu.platform.base import Role, without_users
+from pa_npu.platform.base import AcceleratorPlatform, Role, without_users
 
 # Seconds: engines load for minutes while trainers wait for them.
 HCCL_TIMEOUTS = {"HCCL_CONNECT_TIMEOUT": "1800"}

@@ -32,7 +32,7 @@ from pa_npu.engines.vllm import arguments
 from pa_npu.engines.vllm.arguments import check_extra_arguments
 from pa_npu.engines.vllm.kind import served_model
 from pa_npu.errors import ConfigError, DataError
-from pa_npu.launcher.process.readiness import engine_answers
+from pa_npu.launcher.process.processes import engine_answers
 
 SMALL = ["model.path=m", "data.train=t"]
 
@@ -359,10 +359,10 @@ def test_arguments_that_the_engine_does_not_know_are_refused_by_its_own_parser(
 )
 def test_any_memory_size_is_a_number_or_one_line(memory: str) -> None:
     from pa_npu.errors import UserError
-    from pa_npu.launcher.subcommands.configuration import memory_gib
+    from pa_npu.launcher.subcommands import checked_memory_gib
 
     try:
-        size = memory_gib(memory)
+        size = checked_memory_gib(memory)
     except UserError as error:
         assert str(error).isprintable() and "--device-memory-gib" in str(error)
         return

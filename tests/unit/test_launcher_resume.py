@@ -27,9 +27,8 @@ from pa_npu.config.schema import Config
 from pa_npu.coordinator.main import first_version
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.errors import ConfigError, UserError
-from pa_npu.launcher.resume import check_checkpoint, resolve_resume
 from pa_npu.launcher.run import Plan
-from pa_npu.launcher.run_directory import check_run_directory, own_run_directory
+from pa_npu.launcher.run_directory import check_checkpoint, check_run_directory, own_run_directory, resolve_resume
 
 
 @pytest.fixture

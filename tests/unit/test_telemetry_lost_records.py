@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pa_npu.errors import PaNpuError, printable
 from pa_npu.launcher.process.console import Console
-from pa_npu.launcher.process.log_tail import MarkedLines, last_lines
+from pa_npu.launcher.process.process_tree import MarkedLines, last_lines
 from pa_npu.telemetry import record_file
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.metrics import EVALUATIONS, METRICS, MetricsWriter, drop_records, read_records

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pa_npu.engines.interpreter import distributions
 from pa_npu.engines.vllm.versions import EngineVersion
-from pa_npu.platform.cann import cann_version
+from pa_npu.platform.vendor_tools import cann_version
 
 _ASKED = ("torch_npu", "triton", "triton-ascend")
 # HCCL's root information of many ranks, sent in a form that only releases from 2.7.1.post11 on know, and 2.10.0.post4 not

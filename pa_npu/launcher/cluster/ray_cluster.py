@@ -17,15 +17,13 @@ from pa_npu.checkpoints.provenance import config_tree
 from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
 from pa_npu.launcher.cluster.cluster import Cluster
-from pa_npu.launcher.cluster.host_actor import forwarded_environment
-from pa_npu.launcher.cluster.node_report import TOKEN_FILE, all_versions, inspect_node, leave_token
+from pa_npu.launcher.cluster.host import TOKEN_FILE, all_versions, forwarded_environment, inspect_node, leave_token
 from pa_npu.launcher.cluster.ray_connection import HostFailed, HostGone, RayConnection
 from pa_npu.launcher.cluster.ray_nodes import SILENT_S, Node, NodesMissing, RayNodes
 from pa_npu.launcher.placement import Placement, place_extra_engine, place_nodes
 from pa_npu.launcher.process.commands import Role, Startable, Store
 from pa_npu.launcher.process.console import Console
-from pa_npu.launcher.process.log_tail import last_lines
-from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree, describe_end
+from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree, describe_end, last_lines
 from pa_npu.launcher.process.processes import Process
 from pa_npu.launcher.process.recovery import Failure
 from pa_npu.launcher.process.supervisor import StopSignals
@@ -243,7 +241,8 @@ def ray_cluster(
             order,
             nodes,
             console,
-            processes,
+            processes.on_ended,
+            processes.on_lost,
             lambda: bool(signals.received),
         )
         try:

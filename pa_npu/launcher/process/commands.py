@@ -26,7 +26,7 @@ from pa_npu.weight_transfer import collectives
 
 @dataclass(frozen=True)
 class Command:
-    """scratch_env: the variable in which it finds a directory of its own, which goes with it."""
+    """scratch_env: the variable in which it finds a directory of its own, which is removed when it has ended."""
 
     name: str
     argv: tuple[str, ...]

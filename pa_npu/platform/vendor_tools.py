@@ -1,14 +1,21 @@
-"""Which devices other processes are using, from the vendors' own tools; asking a device's runtime would occupy it."""
+"""What the vendors' own tools and records say: devices that other processes use, and the release of CANN.
+
+Asking a device's runtime would occupy the device.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 _TIMEOUT_S = 30.0
 _NPU_PROCESS = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(\S.*?)\s*\|\s*(\d+)\s*\|")
 _NPU_CHIP = re.compile(r"^\|\s*(\d+)(?:\s+\d+)?\s*\|\s*[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:")
+_CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # what CANN's set_env.sh sets
+_MOST_CANN_FILES = 8
 
 
 def busy_devices(kind: str) -> dict[int, str]:
@@ -57,3 +64,13 @@ def _output(*argv: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
+
+
+def cann_version() -> str | None:
+    """The release of Ascend's toolkit that the environment names, such as 9.1.0, from its own record; None where there is none."""
+    home = next((os.environ[name] for name in _CANN_VARIABLES if os.environ.get(name)), None)
+    for file in sorted(Path(home).glob("**/*install.info"))[:_MOST_CANN_FILES] if home else ():
+        match = re.search(r"^version=(\S+)", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        if match:
+            return match[1]
+    return None
