@@ -46,7 +46,6 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
 
         export_checkpoint(Path(checkpoint), Path(config.model.path), None, merged=True)
     config, platform = resolve_device(config)
-    assert platform
     spec = ModelSpec.of(config)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     check_tokenizer(spec, tokenizer)
@@ -58,7 +57,7 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
         found = asyncio.run(_evaluate(config, spec, urls, key, tokenizer, sets))
     file = results_file(directory, _VERSION)
     write_results(file, found.responses)
-    for line in lines(found):
+    for line in (*summary_lines(found.responses), f"{found.seconds:.1f} s"):
         say(line)
     if other is not None and before is not None:
         for line in difference_lines(before, found.responses, other):
@@ -78,11 +77,6 @@ def show(results: str, other: str | None = None) -> int:
     return 0
 
 
-def lines(found: Evaluation) -> list[str]:
-    """The table: one line for each set and number, and what its answers are like."""
-    return [*summary_lines(found.responses), f"{found.seconds:.1f} s"]
-
-
 def difference_lines(before: Sequence[Judged], after: Sequence[Judged], other: str) -> list[str]:
     """One line for each set and number that both have: the paired difference with its interval."""
     return [
@@ -93,6 +87,7 @@ def difference_lines(before: Sequence[Judged], after: Sequence[Judged], other: s
 
 
 def summary_lines(responses: Sequence[Judged]) -> list[str]:
+    """The table: one line for each set and number, and what its answers are like."""
     said = []
     for name, summary in summarise(responses).items():
         for metric, value in summary.metrics.items():

@@ -33,6 +33,7 @@ from pa_npu.control.channel import StoreChannel, StoreError, connect
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster, Unsigned, claimed_config
 from pa_npu.engines.http_server import KEY_FILE, KEY_VARIABLE
+from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import FAILED, ConfigError, DataError, DeadlineExceeded, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.engine_key import checked_key, read_key
@@ -42,7 +43,7 @@ from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import Process, ProcessTree
 from pa_npu.launcher.process.processes import engine_answers
 from pa_npu.launcher.process.supervisor import StopSignals, stop_signals
-from pa_npu.launcher.run_checks import check_engine_interpreter, check_model_files, device_notes
+from pa_npu.launcher.run_checks import check_model_files, device_notes
 from pa_npu.launcher.subcommands import refuse
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.secrets import HIDDEN
@@ -92,7 +93,7 @@ def join(options: argparse.Namespace, rest: Sequence[str]) -> int:
     host = options.host or local_address(*address)
     site = check_site(config, host, options.devices, options.python, run_name)
     name = f"joined-{host.replace(':', '_')}-{site.port}"
-    command = engine_command(site.config, site.spec, site.platform, site.placement, 0, site.port, key[0])
+    command = engine_command(site.config, site.spec, site.platform, site.placement, 0, site.port, key)
     with (
         Console(site.log_dir / f"{name}.launcher.log") as console,
         stop_signals() as signals,
@@ -109,10 +110,9 @@ def _address(text: str) -> tuple[str, int]:
     host, separator, port = text.rpartition(":")
     if not separator or not host or not port:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not HOST:PORT; the run's launcher prints it")
-    number = _port(port)
-    if not number:
-        raise argparse.ArgumentTypeError(f"{shown(text)}: port 0 is none that a run has; its launcher prints HOST:PORT")
-    return _host(host.strip("[]")), number
+    if not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
+        raise argparse.ArgumentTypeError(f"{shown(port)} is no port; give a number from 1 to 65535")
+    return _host(host.strip("[]")), int(port)
 
 
 def _host(text: str) -> str:
@@ -120,12 +120,6 @@ def _host(text: str) -> str:
     if problem:
         raise argparse.ArgumentTypeError(f"{shown(text)} {problem}; give the address or the name of a machine")
     return text
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no port; give a number from 1 to 65535")
-    return int(text)
 
 
 def _path(text: str) -> str:
@@ -142,8 +136,8 @@ def _indices(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def find_run(address: tuple[str, int], run_name: str, asked: BoundedCalls) -> tuple[Roster, Config, tuple[str, str]]:
-    """Roster and configuration of the run whose store is there, and its API key with where that was found."""
+def find_run(address: tuple[str, int], run_name: str, asked: BoundedCalls) -> tuple[Roster, Config, str]:
+    """Roster and configuration of the run whose store is there, and its API key, with which both are signed."""
     try:
         # whoever listens there may be no store, and say nothing
         store = asked(lambda: connect(*address, _CONNECT_TIMEOUT_S))
@@ -161,7 +155,7 @@ def find_run(address: tuple[str, int], run_name: str, asked: BoundedCalls) -> tu
             f"launcher prints"
         ) from None
     config = load_tree(tree, f"configuration of {run_name} (is its version of pa_npu another than here?)")
-    return roster, config, (key, where)
+    return roster, config, key
 
 
 @dataclass(frozen=True)
@@ -197,7 +191,7 @@ def check_site(config: Config, host: str, devices: tuple[int, ...] | None, pytho
     platform = platforms.get(config.run.device)
     spec = check_model_files(config)
     try:
-        check_engine_interpreter(config)
+        engine_kind(config.rollout.backend).check(config)
     except ConfigError as error:
         raise ConfigError(f"{error} (here with --python)") from None
     placement = _place(config, platform, devices)

@@ -56,7 +56,6 @@ from pa_npu.weight_transfer.transport import Abandonment
 def run(config: Config) -> int:
     """Check everything, run, and return the exit code. Raises UserError before anything starts."""
     config, platform = resolve_device(config)
-    assert platform
     if config.placement.cluster == "local":
         return _run(config, platform, None)
     with connected() as connection:
@@ -128,7 +127,6 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
 def run_engines(config: Config) -> int:
     """Start the engines alone and keep them until a signal, for runs that name them in rollout.attach."""
     config, platform = resolve_device(config)
-    assert platform
     placement = check_engines(config, platform)
     directory = Path(f"{config.run.dir}-engines")
     key = engine_key(config)

@@ -5,6 +5,7 @@ Rules inside the configuration are pa_npu.config's; these need the disk, the dev
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -96,7 +97,9 @@ def prepare(
     check_surroundings. Raises UserError at the first check that fails.
     """
     config = resolve_resume(config, say)
-    config, platform = resolve_device(config, forgive=forgive)
+    platform: Platform | None = None
+    with contextlib.suppress(UserError) if forgive else contextlib.nullcontext():
+        config, platform = resolve_device(config)
     findings = check_surroundings(config, platform, forgive=forgive, device_memory_gib=device_memory_gib)
     config = settle_places(config, findings)
     if not forgive:
@@ -104,17 +107,9 @@ def prepare(
     return config, findings
 
 
-def resolve_device(config: Config, *, forgive: bool = False) -> tuple[Config, Platform | None]:
-    """The configuration with run.device=auto replaced, so that all processes agree; raises UserError if it is not here.
-
-    forgive: return None for a platform that is not here instead.
-    """
-    try:
-        platform = platforms.get(config.run.device)
-    except UserError:
-        if not forgive:
-            raise
-        return config, None
+def resolve_device(config: Config) -> tuple[Config, Platform]:
+    """The configuration with run.device=auto replaced, so that all processes agree; raises UserError if it is not here."""
+    platform = platforms.get(config.run.device)
     run = config.run.model_copy(update={"device": platform.name})
     return config.model_copy(update={"run": run}), platform
 
@@ -164,7 +159,8 @@ def check_surroundings(
     backend_module(config.trainer.backend)
     if tokenizer is not None:
         check_environment(config, sample)
-    local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
+    interpreter_check = engine_kind(config.rollout.backend).check
+    local(lambda: check_attached(config) if config.rollout.attach else interpreter_check(config))
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))
     local(lambda: check_trackers(config))
@@ -242,7 +238,7 @@ def check_share(config: Config, platform: Platform, node: int, extra_engine: int
     _find_memory(findings, config, None)
     check_memory(config, findings)
     if share.engines and not config.rollout.attach:
-        check_engine_interpreter(config)
+        engine_kind(config.rollout.backend).check(config)
     return share
 
 
@@ -290,7 +286,7 @@ def check_engines(config: Config, platform: Platform) -> Placement:
     if config.placement.cluster != "local":
         raise ConfigError("placement.cluster: engines alone are started on this machine only; set it to local")
     check_engine_keys(config, check_model_files(config))
-    check_engine_interpreter(config)
+    engine_kind(config.rollout.backend).check(config)
     check_ports(config, range(config.num_engines))
     return place(config, _num_devices(platform), available_cores())
 
@@ -360,11 +356,6 @@ def check_attached(config: Config) -> None:
             raise UserError(
                 f"rollout.attach: {url} serves {model}, not {config.model.path}; give both the same model.path"
             )
-
-
-def check_engine_interpreter(config: Config) -> None:
-    """The engines' interpreter has an engine of a supported version that can do what is configured."""
-    engine_kind(config.rollout.backend).check(config)
 
 
 def check_trackers(config: Config) -> None:

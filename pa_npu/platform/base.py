@@ -121,10 +121,19 @@ class Platform(ABC):
         By torch.profiler one Chrome trace, name.TIME.pt.trace.json. Read it with TensorBoard, chrome://tracing or Perfetto; on npu
         also with MindStudio Insight.
         """
-        activity, profiler = torch.profiler.ProfilerActivity, torch.profiler
-        activities = [activity.CPU, activity.CUDA] if self.name == "cuda" else [activity.CPU]
+        profiler = self.profiler()
+        known = profiler.ProfilerActivity
+        kinds = dict.fromkeys(("CPU", self.name.upper()))
+        activities = [getattr(known, kind) for kind in kinds if hasattr(known, kind)]
         handler = profiler.tensorboard_trace_handler(str(directory), worker_name=name)
-        return profiler.profile(activities=activities, on_trace_ready=handler, record_shapes=True)
+        recorder: AbstractContextManager[Any] = profiler.profile(
+            activities=activities, on_trace_ready=handler, record_shapes=True
+        )
+        return recorder
+
+    def profiler(self) -> Any:
+        """The module with torch.profiler's interface that records this kind."""
+        return torch.profiler
 
     def seed_all(self, seed: int) -> None:
         """Seed Python, numpy and torch (host and device)."""

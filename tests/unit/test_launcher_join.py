@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -287,7 +288,7 @@ def test_an_accelerators_devices_must_be_named_and_are_then_the_engines_own(conf
             return 8
 
     monkeypatch.setattr(join.platforms, "get", lambda name: Accelerator())
-    monkeypatch.setattr(join, "check_engine_interpreter", lambda config: None)
+    monkeypatch.setattr(join, "engine_kind", lambda name: SimpleNamespace(check=lambda config: None))
     rollout = config.rollout.model_copy(update={"tensor_parallel": 2})
     wide = config.model_copy(update={"rollout": rollout})
     with pytest.raises(UserError, match=r"--devices: an engine on npu needs 2 .*--devices 0,1"):

@@ -184,7 +184,6 @@ class HostActor:
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray has put the number of CPUs there that this actor reserves
         os.environ.update(order["environment"])
         config, platform = resolve_device(load_tree(order["config"], "the launcher's configuration"))
-        assert platform
         config = config.model_copy(update={"placement": config.placement.model_copy(update={"host": address})})
         share = check_share(config, platform, int(order["node"]), order["engine"])
         report = inspect_node(config, platform, share, int(order["node"]), str(order["token"]))

@@ -1,12 +1,13 @@
-"""`Run`: start a run from a script or a notebook, iterate over its records, stop it.
+"""The Python interface, `Run`: start a run from a script or a notebook, iterate over its records, stop it.
 
     with Run("configs/grpo_tiny.yaml", {"schedule.iterations": 5}, reward=brevity, train=rows) as run:
         for record in run:
             print(record["iteration"], record["reward_mean"])
     run.hf          the final weights, an HF directory
 
-The launcher is a child in a session of its own; leaving the block stops it. Reward functions are imported by the run's workers,
-which are processes of their own; datasets are written to a file beside the run directory.
+The launcher is a child in a session of its own, so that engines, trainers and signals of a run never meet the caller's interpreter;
+leaving the block stops it. Reward functions are imported by the run's workers, which are processes of their own; datasets are
+written to a file beside the run directory.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Run:
         file.touch(mode=0o600)
         file.write_text(dump_config(self.config), encoding="utf-8")
         environment = dict(os.environ)
-        package = str(Path(__file__).resolve().parents[2])
+        package = str(Path(__file__).resolve().parents[1])
         environment["PYTHONPATH"] = os.pathsep.join(
             filter(None, (environment.get("PYTHONPATH"), package, *sorted(self._imports)))
         )
