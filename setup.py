@@ -30,7 +30,7 @@ CORE = [
     "rich>=13,<16",  # tables of reports
 ]
 
-# pa_npu/telemetry/trackers/protocol.py checks the same before a run
+# pa_npu/telemetry/tracker_libraries.py checks the same before a run
 TRACKERS = {
     "wandb": [
         "wandb>=0.19,<1"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pa_npu.api.run import Run as Run
-    from pa_npu.api.run import RunFailed as RunFailed
+    from pa_npu.api import Run as Run
+    from pa_npu.api import RunFailed as RunFailed
     from pa_npu.config.load import load_config as load_config
     from pa_npu.config.schema import Config as Config
 
@@ -20,8 +20,8 @@ __all__ = ["Config", "Run", "RunFailed", "__version__", "load_config"]
 
 _HOMES = {
     "Config": "pa_npu.config.schema",
-    "Run": "pa_npu.api.run",
-    "RunFailed": "pa_npu.api.run",
+    "Run": "pa_npu.api",
+    "RunFailed": "pa_npu.api",
     "load_config": "pa_npu.config.load",
 }
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from pa_npu.telemetry.metrics import read_records
+from pa_npu.telemetry.records import read_records
 from pa_npu.telemetry.report import memory_peaks
 
 # run as a file, this folder's parent is not on the path

@@ -37,12 +37,13 @@ import numpy as np
 
 from pa_npu.agents.environment import AgentEnvironment
 from pa_npu.agents.gateway import Gateway
-from pa_npu.agents.sessions import Sessions
+from pa_npu.agents.session import Sessions
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.episode import GroupGenerate, run_episode
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines import codec
 from pa_npu.engines.client import EngineClient
+from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.registry import make_environment, opened
@@ -217,7 +218,8 @@ async def serve(load: Load, engine_url: str, start_agents: Callable[[str, str], 
         async def work() -> None:
             for number in numbers:
                 lease = await pool.admit(1, longest, lambda _: load.at_once, WAIT_S)
-                with pool.session(
+                with GroupSession(
+                    pool,
                     lease,
                     lambda _: load.at_once,
                     deadline_s=WAIT_S,

@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM
 from pa_npu import platform as platforms
 from pa_npu.algorithm.agreement import NUM_SUMS, DifferenceSums, Limits, difference_sums, limits, stray_evidence
 from pa_npu.algorithm.objective import Objective, Outputs, Targets
-from pa_npu.backends.megatron.patches import prepare
+from pa_npu.backends.megatron.patches.table import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
@@ -151,7 +151,7 @@ class Trainer:
         from pa_npu.backends.megatron.parallel import initialise_parallel
 
         self.config, spec = configuration(model, dtype), ModelSpec.read(str(model))
-        initialise_parallel(self.config, platform, dist.HashStore(), rank=0, world_size=1)
+        initialise_parallel(self.config, platform, dist.HashStore(), rank=0)
         stage = load_stage(self.config, spec, platform)
         self.backend = MegatronBackend(stage, self.config, spec, platform, torch.device("cpu"), Timeline(None, ""))
 

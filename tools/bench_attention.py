@@ -34,6 +34,8 @@ from pa_npu import platform
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
 from pa_npu.errors import UserError
 from pa_npu.families.shape import FlopsModel
+from tools.groups import pairs, step_flops
+from tools.groups import separate as unshared
 
 ROPE_THETA = 1e6
 DENSE_LIMIT = 2048  # above it the dense form's score matrices take gigabytes and minutes
@@ -132,7 +134,7 @@ def make_batches(layout: PrefixLayout, vocab_size: int, device: torch.device) ->
     paths = [layout.path_rows(leaf) for leaf in layout.leaves]
     return (
         _batch(layout, tokens, layout.leaves, layout.lengths, device),
-        _batch(layout.separate(), tokens[torch.cat(paths)], range(len(paths)), _leaf_lengths(layout), device),
+        _batch(unshared(layout), tokens[torch.cat(paths)], range(len(paths)), _leaf_lengths(layout), device),
     )
 
 
@@ -228,7 +230,9 @@ class Bench:
                 seconds[name].append(self.clock() - start)
         median = {name: statistics.median(values) for name, values in seconds.items()}
         targets = shared.targets.numel()
-        ideal = self.shape.step(shared.layout.separate(), targets) / self.shape.step(shared.layout, targets)
+        ideal = step_flops(self.shape, unshared(shared.layout), targets) / step_flops(
+            self.shape, shared.layout, targets
+        )
         rows = []
         for name in runs.keys() - {"baseline"}:
             speedup = median["baseline"] / median[name]
@@ -238,7 +242,7 @@ class Bench:
                     implementation=name,
                     tokens=shared.layout.total,
                     tokens_ratio=separate.layout.total / shared.layout.total,
-                    pairs_ratio=separate.layout.pairs / shared.layout.pairs,
+                    pairs_ratio=pairs(separate.layout) / pairs(shared.layout),
                     ideal=ideal,
                     repetitions=repetitions,
                     baseline_s=median["baseline"],

@@ -19,7 +19,7 @@ prompt in the second. The same prompts in the same order for every row. Columns,
   generate   until the last response, over the bound: the larger of the sum of the groups' longest responses over all places, and
              the longest response of all
   iteration  until the last replica is done, over the larger of that bound and of Tt, training on equally loaded replicas
-  tail       tail_waste of the records (pa_npu/coordinator/tail.py)
+  tail       tail_waste of the records (pa_npu/coordinator/variants.py)
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ from pa_npu.config.schema import Config
 from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.stream import PromptStream
-from pa_npu.dispatch.assignment import Assignment
-from pa_npu.dispatch.work import GroupWork
+from pa_npu.dispatch.assignment import Assignment, GroupWork
 from pa_npu.engines.client import EngineClient
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
@@ -58,8 +57,8 @@ from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import IterationTimes, Rules
-from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.planning.iteration_model.subjects import IterationTimes, Rules
+from pa_npu.rewards.functions import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import group_seed
 from pa_npu.telemetry.timeline import Timeline
@@ -317,8 +316,9 @@ async def run_iterations(
         controller, sampling = ScheduleController(Rules.of(config), work), Sampling(case.max_tokens, 1.0)
         timeline = Timeline(None, "")
         environment = SingleTurn(EnvironmentContext(None, case.max_tokens))
+        rewards: Any = Rewards()
         producer = Producer(
-            config, pool, environment, Rewards(), shelf, controller, sampling, timeline, work, store_thread
+            config, pool, environment, rewards, shelf, controller, sampling, timeline, work, store_thread
         )
         for iteration in range(case.epochs * case.iterations_per_epoch):
             prompts = prompt_stream.take(case.groups)

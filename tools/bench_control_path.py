@@ -45,15 +45,15 @@ import numpy as np
 
 from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import RewardConfig
+from pa_npu.config.sections.rollout import RewardConfig
 from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.coordinator.episode import reward_input
 from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.work import GroupWork
+from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.engines import codec as wire
-from pa_npu.engines.answers import with_routes
 from pa_npu.engines.client import EngineClient
+from pa_npu.engines.codec import with_routes
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import EnvironmentContext
@@ -62,9 +62,9 @@ from pa_npu.environments.single_turn import samples_of as samples_of_turn
 from pa_npu.families.shape import Experts
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import Rules
+from pa_npu.planning.iteration_model.subjects import Rules
+from pa_npu.rewards.functions import RewardInput, RewardResult
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.columns import RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
@@ -275,7 +275,7 @@ async def produce_for(
                 config,
                 pool,
                 environment(config),
-                StubRewards(),
+                StubRewards(),  # type: ignore[arg-type]
                 buffer,
                 controller,
                 sampling,

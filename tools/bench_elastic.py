@@ -30,7 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pa_npu.config import Config, dump_config
+from pa_npu.config.load import dump_config
+from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, connect, host_store
 from pa_npu.control.messages import (
     BORDER,
@@ -49,7 +50,7 @@ from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, VERDICT, StageManifest, TrainersReady
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.telemetry.metrics import read_records
+from pa_npu.telemetry.records import read_records
 
 # a script sees its own directory only
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

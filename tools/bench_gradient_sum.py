@@ -33,7 +33,7 @@ from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.telemetry.timeline import Timeline
-from pa_npu.trainer.gradient_sum import GradientSum
+from pa_npu.trainer.invariants import GradientSum
 from pa_npu.trainer.learner import Learner
 from tools.bench_trainer import iteration, make_config, make_groups, make_random_model
 from tools.hardware import processor
@@ -70,13 +70,13 @@ def watch(spent: Spent, backend: str) -> None:
     spent.within(GradientSum, *(name for name in vars(GradientSum) if name.startswith("check_")))
     if backend == "megatron":
         from pa_npu.backends.megatron.backend import MegatronBackend
-        from pa_npu.backends.megatron.reduction import WatchedReduction
+        from pa_npu.backends.megatron.optimizer import WatchedReduction
 
         spent.within(WatchedReduction, "_note_own", "_note_reduced", "take")
         spent.within(MegatronBackend, "gradient_size")
     else:
         from pa_npu.backends.fsdp import backend as fsdp
-        from pa_npu.backends.fsdp.reduction import CountedReduceScatter
+        from pa_npu.backends.fsdp.optimizer import CountedReduceScatter
 
         spent.within(CountedReduceScatter, "take_reduced")
         spent.within(fsdp, "counted")

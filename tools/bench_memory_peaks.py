@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pa_npu.telemetry.metrics import read_records
+from pa_npu.telemetry.records import read_records
 from pa_npu.telemetry.report import PEAKS, memory_peaks
 
 # run as a file, this folder's parent is not on the path

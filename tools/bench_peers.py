@@ -33,11 +33,11 @@ from typing import Any
 
 from pa_npu.config.load import load_config
 from pa_npu.engines.http_server import KEY_VARIABLE
-from pa_npu.engines.vllm.command import server_command
+from pa_npu.engines.vllm.kind import server_command
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.placement import free_ports
 from pa_npu.platform.typical import HOST_PREFIX_BLOCK
-from pa_npu.telemetry.metrics import read_records
+from pa_npu.telemetry.records import read_records
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -46,10 +46,10 @@ from pa_npu.config.schema import Config
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.placement import free_ports
-from pa_npu.planning.prediction.virtual_run import Predicted, predict
+from pa_npu.planning.prediction.virtual_run import Basis, Predicted
 from pa_npu.planning.prediction.workload import Shape, Workload
 from pa_npu.platform.typical import typical_speed
-from pa_npu.telemetry.metrics import read_records
+from pa_npu.telemetry.records import read_records
 from tools.bench_schedule import MOST_OF_MEAN, drawn_lengths, median_for
 from tools.cluster.calibration import Calibration
 from tools.cluster.fit import against_itself, calibrate
@@ -226,7 +226,7 @@ def predict_case(config: Config, spec: ModelSpec, case: Case, calibration: Calib
         lengths = [drawn_lengths(number, 0, RESPONSES, median, limit) for number in range(len(prompts))]
     shapes = tuple(Shape(prompt, tuple(group)) for prompt, group in zip(prompts, lengths, strict=True))
     workload = Workload(shapes, "measured")
-    return predict(config, spec, calibration, workload, typical_speed("cpu"), streams=case.stream)
+    return Basis(config, spec, calibration, workload, typical_speed("cpu"), None).predicted(config, streams=case.stream)
 
 
 class Bench:

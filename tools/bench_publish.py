@@ -17,7 +17,7 @@ Columns: MiB sent, buckets, GB/s (10^9 bytes) of the publish, of the bare broadc
 after another (medians); the publish over each of the two (the aim: at least 0.5 of the broadcast); the share of a
 publish that the leader spent waiting for the transport.
 
-With --model nothing is sent: it prints the seconds that pa_npu.planning.publish_time expects on links of the given speed (GB/s,
+With --model nothing is sent: it prints the seconds that pa_npu.planning.prediction.costs expects on links of the given speed (GB/s,
 10^9 bytes: a port of 200 Gbit/s is 25), for several TP and bucket sizes, and their share of an iteration.
 """
 
@@ -31,7 +31,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.config.mesh import Mesh
 from pa_npu.families.shape import Experts, Rope
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.publish_time import Link, publish_seconds, weight_bytes
+from pa_npu.planning.prediction.costs import Link, publish_seconds
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher
 from pa_npu.weight_transfer import transport
@@ -210,7 +212,7 @@ def print_table(table: list[list[str]]) -> int:
 
 def expected(model: str, link: Link, iteration_s: float | None) -> list[list[str]]:
     """The seconds of one publish on such links, as a table."""
-    size = weight_bytes(MODELS[model])
+    size = 2 * MODELS[model].num_parameters  # bf16
     table = [["model", "GB in bf16", "TP", "bucket MiB", "seconds", "GB/s", "of an iteration"]]
     for tensor_parallel in (1, 4, 8):
         for bucket_mib in (4, 16, 64):
@@ -257,12 +259,13 @@ def enduring(rank: int, port: int, publishes: int, results: Any) -> None:
             backend="gloo",
             device=torch.device("cpu"),
         )
-        store.set("manifest", json.dumps(publisher.manifest().to_json()))
-        publisher.connect(PublishMembers(0, 1))
-        step: Callable[[int], object] = publisher.publish
+        store.set("manifest", json.dumps(asdict(publisher.manifest())))
+        step: Callable[[int], object] = partial(publisher.publish, members=PublishMembers(0, 1))
     else:
         announced = json.loads(store.get("manifest"))
-        group = transport.join_group("127.0.0.1", port, announced["name"], 1, 2, "gloo", TIMEOUT_S, "endurance")
+        group = transport.join_group(
+            "127.0.0.1", port, transport.group_name(announced["name"], 0), 1, 2, "gloo", TIMEOUT_S, "endurance"
+        )
         manifest = Manifest.from_json(announced["manifest"])
         receiver = Receiver([manifest], [group], 1, torch.device("cpu"), TIMEOUT_S)
         step = lambda version: deque(receiver.receive(version), maxlen=0)  # noqa: E731 - the loop below is for both
@@ -311,23 +314,26 @@ def trainer(case: Case, rank: int, results: Any) -> None:
     module = stand_in_stage(case.spec, mesh, DTYPES[case.dtype])
     rows = []
     for bucket_mib in case.bucket_mib:
-        with Publisher(
-            StageTensors(module, case.spec, mesh.place(rank), int(bucket_mib * 2**20), peers),
-            store_host="127.0.0.1",
-            store_port=case.port,
-            timeout_s=TIMEOUT_S,
-            backend="gloo",
-            device=torch.device("cpu"),
+        with closing(
+            Publisher(
+                StageTensors(module, case.spec, mesh.place(rank), int(bucket_mib * 2**20), peers),
+                store_host="127.0.0.1",
+                store_port=case.port,
+                timeout_s=TIMEOUT_S,
+                backend="gloo",
+                device=torch.device("cpu"),
+            )
         ) as publisher:
             if rank == 0:
-                store.set(f"manifest/{bucket_mib}", json.dumps(publisher.manifest().to_json()))
-            publisher.connect(PublishMembers(0, case.workers))
+                store.set(f"manifest/{bucket_mib}", json.dumps(asdict(publisher.manifest())))
+            members = PublishMembers(0, case.workers)
+            publisher.connect(members)
             publish_s, broadcast_s, gather_s, wire_wait_s = [], [], [], []
             flat = torch.ones(publisher.num_bytes, dtype=torch.uint8)
             shards = torch.ones(size, publisher.num_bytes // size, dtype=torch.uint8)
             for repetition in range(case.repeats + 1):  # the first warms up
                 start = _together(everyone)
-                stats = publisher.publish(repetition)
+                stats = publisher.publish(repetition, members)
                 publish_s.append(_together(everyone) - start)
                 wire_wait_s.append(stats.wire_wait_s)
                 start = _together(everyone)
@@ -345,7 +351,7 @@ def trainer(case: Case, rank: int, results: Any) -> None:
                 workers=case.workers,
                 bucket_mib=bucket_mib,
                 bytes=stats.bytes,
-                buckets=stats.buckets,
+                buckets=len(stats.digests.split()),
                 publish_s=statistics.median(publish_s[1:]),
                 broadcast_s=statistics.median(broadcast_s[1:]),
                 gather_s=statistics.median(gather_s[1:]),
@@ -364,7 +370,7 @@ def worker(case: Case, rank: int) -> None:
     for bucket_mib in case.bucket_mib:
         announced = json.loads(store.get(f"manifest/{bucket_mib}"))
         manifest = Manifest.from_json(announced["manifest"])
-        group = _join(case, announced["name"], rank, 1 + case.workers)
+        group = _join(case, transport.group_name(announced["name"], 0), rank, 1 + case.workers)
         receiver = Receiver([manifest], [group], rank, torch.device("cpu"), TIMEOUT_S)
         flat = torch.ones(manifest.num_bytes, dtype=torch.uint8)
         for repetition in range(case.repeats + 1):

@@ -58,17 +58,16 @@ import psutil
 
 from pa_npu.config.load import load_config
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.order import ORDERS, dispatch_order
-from pa_npu.dispatch.schedule import Schedule, same_windows
+from pa_npu.dispatch.schedule import ORDERS, Schedule, dispatch_order, same_windows
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.environments.protocol import EnvironmentContext, Generate, write
 from pa_npu.launcher.placement import free_ports
-from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
 from pa_npu.planning.iteration_model.flow import backwards_turns
+from pa_npu.planning.iteration_model.subjects import Cluster, EngineSpeed, VirtualGroup
 from pa_npu.planning.prediction.costs import computed_prompt_tokens
 from pa_npu.platform.typical import HOST_PREFIX_BLOCK
 from pa_npu.samples.types import Sample, SampleBuilder
-from pa_npu.telemetry.metrics import read_records
+from pa_npu.telemetry.records import read_records
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.config.load import load_config
-from pa_npu.telemetry.metrics import read_evaluations, read_records
+from pa_npu.telemetry.records import read_evaluations, read_records
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.plots import line_style, new_figure, save  # isort: skip

@@ -41,14 +41,14 @@ import torch.distributed as dist
 
 from pa_npu import platform as platforms
 from pa_npu.agents.tree import Node, SessionTree
-from pa_npu.backends.megatron.patches import prepare
+from pa_npu.backends.megatron.patches.table import prepare
 from pa_npu.config.schema import Config
 from pa_npu.engines.protocol import Generation
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.replica_feed import Traffic
-from tools.groups import group_of_responses
+from tools.groups import group_of_responses, step_flops
 
 PROFILE_GROUPS = {
     "linear layers": ("aten::mm", "aten::addmm", "aten::linear", "aten::bmm", "mkldnn"),
@@ -195,7 +195,7 @@ def compare(model: str, args: argparse.Namespace) -> dict[str, object]:
     return {
         "model": f"{spec.family}, hidden {spec.hidden_size}, {spec.num_layers} layers, {spec.num_parameters / 1e6:.1f}M parameters",
         "tokens": {
-            "separate": sum(g.num_tokens for g in groups),
+            "separate": sum(len(g.tokens) for g in groups),
             "shared": sum(g.prompt_lengths()[0] + g.num_trained for g in groups),
         },
         "agreement": {name: first[name] for name in ("HF", "separate", "fsdp separate")},
@@ -232,7 +232,7 @@ def compare_trees(model: str, args: argparse.Namespace) -> dict[str, Any]:
             name: [m for group in groups for m in build_microbatches(group, group.num_samples, shared, 1)]
             for name, shared in (("separate", False), ("trees", True))
         }
-        work = {name: sum(flops.step(m.layout, len(m.targets)) for m in way) for name, way in ways.items()}
+        work = {name: sum(step_flops(flops, m.layout, len(m.targets)) for m in way) for name, way in ways.items()}
         first = {name: step(learner, way) for name, way in ways.items()}  # the warm-up, too
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(args.repetitions):
@@ -344,7 +344,7 @@ def make_learner(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-de
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.learner import Learner
 
-    initialise_parallel(config, platform, dist.HashStore(), 0, 1)
+    initialise_parallel(config, platform, dist.HashStore(), 0)
     device = platform.device(0)
     timeline = Timeline(None, "")
     backend = MegatronBackend(load_stage(config, spec, platform), config, spec, platform, device, timeline)

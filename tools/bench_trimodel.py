@@ -45,7 +45,7 @@ import torch.distributed as dist
 from pa_npu import platform as platforms
 from pa_npu.algorithm.objective import loss_sums
 from pa_npu.algorithm.policy_losses import TokenBatch, find_policy_loss, token_weights
-from pa_npu.backends.megatron.patches import prepare
+from pa_npu.backends.megatron.patches.table import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
@@ -223,7 +223,7 @@ def rank_main(case: Case, rank: int, results: Any) -> None:
     from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
 
     store = dist.TCPStore("127.0.0.1", case.port, is_master=False)
-    initialise_parallel(config, platform, store, rank, case.stages)
+    initialise_parallel(config, platform, store, rank)
     microbatches = [m for g in make_groups(case) for m in build_microbatches(g, case.responses, True, 1)]
     passes = {name: build_pass(name, case, config, platform, microbatches) for name in case.variants}
     link = LinkMeter()

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from pa_npu.telemetry.metrics import read_records
+from pa_npu.telemetry.records import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPLETION_BOUND = 1e-5

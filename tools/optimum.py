@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from pa_npu.dispatch.schedule import Windows, engine_with_room
-from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
+from pa_npu.planning.iteration_model.subjects import Cluster, VirtualGroup
 
 _SAME_STEP = 1e-6
 

@@ -16,7 +16,7 @@ from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.errors import BAD_INPUT, UserError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.launcher.subcommands import configuration
+from pa_npu.launcher import subcommands
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.prediction.workload import assumed_workload
 from tools.cluster.hardware import published_speed
@@ -35,7 +35,7 @@ _DEFAULT_DEVICES = "8..4096"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 bad input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    configuration.add_options(parser)
+    subcommands.configuration_options(parser)
     parser.add_argument("--from", dest="from_run", metavar="RUN", help="predict from the records of this run")
     parser.add_argument("--devices", metavar="N[,N...]|N..N", help="numbers of devices, a range by doubling")
     parser.add_argument("--model", metavar="DIR", help="another model than the run's or the configuration's")
@@ -112,7 +112,7 @@ def _basis(options: argparse.Namespace, rest: Sequence[str]) -> KnownBasis:
 
 
 def _published_basis(options: argparse.Namespace, rest: Sequence[str]) -> KnownBasis:
-    config = configuration.read(options, rest)
+    config = subcommands.read(options, rest)
     name = options.hardware or (config.run.device if config.run.device != "auto" else "npu")
     typical = published_speed(name)
     spec = _spec(options.model or config.model.path, "model.path")

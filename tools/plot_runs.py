@@ -17,8 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from pa_npu.errors import BAD_INPUT, UserError
-from pa_npu.telemetry.report import RunReport, each_run, load_report, notes, table_rows
-from pa_npu.telemetry.tpspd import WARMUP_ITERATIONS
+from pa_npu.telemetry.report import WARMUP_ITERATIONS, RunReport, each_run, load_report, notes, table_rows
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools import html_page, plots

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pa_npu.errors import DataError
-from pa_npu.telemetry.metrics import read_evaluations, read_records
+from pa_npu.telemetry.records import read_evaluations, read_records
 from pa_npu.telemetry.report import read_config
 from pa_npu.telemetry.secrets import Secrets
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from pa_npu.dispatch.assignment import Assignment
 from pa_npu.dispatch.schedule import Dispatching, Schedule, engine_with_room
-from pa_npu.planning.iteration_model.cluster import Cluster, GroupTiming, VirtualGroup
+from pa_npu.planning.iteration_model.subjects import Cluster, GroupTiming, VirtualGroup
 from tools.virtual_engine import VirtualEngine
 
 # Two moments this close are one: turns that are computed from completions meet them but for rounding.

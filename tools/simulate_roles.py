@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.dispatch.roles import Rest, Speeds, decoding_units, trained_s
+from pa_npu.dispatch.roles import Rest, decoding_units, trained_s
+from pa_npu.dispatch.schedule import EngineSpeed
 
 Lengths = npt.NDArray[np.int64]
 
@@ -116,7 +117,7 @@ def iterate(
     units = [list(range(at, at + replica)) for at in range(0, count, replica)]
     free_at: dict[int, float] = {}
     ended: list[tuple[float, int]] = []
-    speeds = Speeds(shape.step_s, shape.sequence_s, shape.prompt_token_s, change_s)
+    speed = EngineSpeed(shape.step_s, shape.sequence_s, shape.prompt_token_s)
     clock = due_s = 0.0
 
     def admit(engine: _Engine) -> None:
@@ -153,7 +154,7 @@ def iterate(
         if mode != "roles" or number < shape.groups or not done or len(decoding) < 2 or clock < due_s:
             continue
         due_s = clock + sum(len(engines[k].running) for k in living) * _DECISION_S / _SHARE_OF_CORE
-        wanted = _decide(shape, replica, engines, decoding, ended, free_at, trains_s, earlier, speeds, clock)
+        wanted = _decide(shape, replica, engines, decoding, ended, free_at, trains_s, earlier, speed, change_s, clock)
         for _ in range(len(decoding) - wanted):
             decoding = [unit for unit in units if unit[0] in living]
             unit = min(decoding, key=lambda one: sum(len(engines[k].running) for k in one))
@@ -197,7 +198,8 @@ def _decide(
     free_at: dict[int, float],
     trains_s: npt.NDArray[np.float64],
     earlier: Lengths,
-    speeds: Speeds,
+    speed: EngineSpeed,
+    change_s: float,
     clock: float,
 ) -> int:
     """As the coordinator does: lengths of what is in flight are those of earlier responses that were longer than its age."""
@@ -222,9 +224,9 @@ def _decide(
     given = _given(ended, free_at, trains_s, replica, clock)
     rest = Rest(
         np.asarray(remaining), np.asarray(groups, np.int64), np.asarray(written), len(decoding), float(replica), 1.0,
-        np.full(len(numbers), costs), given[0], given[1], shape.most, shape.size,
+        np.full(len(numbers), costs), given[0], given[1], shape.most, shape.size, change_s,
     )  # fmt: skip
-    return decoding_units(rest, speeds)[0]
+    return decoding_units(rest, speed)[0]
 
 
 def _given(

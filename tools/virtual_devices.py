@@ -22,17 +22,16 @@ from unittest import mock
 import numpy as np
 
 from pa_npu.config.schema import Config
+from pa_npu.coordinator.main import make_roles
 from pa_npu.coordinator.producer import Producer
-from pa_npu.coordinator.roles import make_roles
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
-from pa_npu.planning.iteration_model.cluster import EngineSpeed
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import IterationTimes, Rules
-from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.planning.iteration_model.subjects import EngineSpeed, IterationTimes, Rules
+from pa_npu.rewards.functions import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.telemetry.timeline import Timeline
 
@@ -200,9 +199,9 @@ def run(
                 by_seed.clear()
                 for engine in engines:
                     engine.lengths = lengths(iteration)
-                producer._buffer, begin_s = Shelf(token_s), loop.time()
+                producer.buffer, begin_s = Shelf(token_s), loop.time()
                 produced = await producer.produce(iteration, prompts)
-                end_s, train_s = producer._buffer.trained()
+                end_s, train_s = producer.buffer.trained()
                 seconds = max(end_s, loop.time()) - begin_s
                 found = controller.end_iteration(IterationTimes(seconds, 0.0, train_s, 0.0), iteration)
                 records.append(produced.numbers | {"iteration_s": seconds, "prediction_error": found.error})

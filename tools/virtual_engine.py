@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from pa_npu.planning.iteration_model.cluster import EngineSpeed
+from pa_npu.planning.iteration_model.subjects import EngineSpeed
 
 T = TypeVar("T")
 

@@ -10,8 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from pa_npu.config.help import ENTRIES, preset_lines, show
-from pa_npu.config.keys import Key, all_keys, section_of
+from pa_npu.config.keys import ENTRIES, Key, all_keys, preset_lines, section_of, show
 from pa_npu.config.presets import PRESETS
 from pa_npu.config.schema import Config
 

@@ -21,11 +21,10 @@ from dataclasses import replace
 from pa_npu.agents.chat import Chat
 from pa_npu.agents.gateway import Gateway
 from pa_npu.agents.programs import Programs
-from pa_npu.agents.session import Limits, Session
-from pa_npu.agents.sessions import Sessions
+from pa_npu.agents.session import Limits, Session, Sessions
 from pa_npu.agents.tree import num_unique
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import LOOPBACK
+from pa_npu.config.sections.operation import LOOPBACK
 from pa_npu.control.tasks import cancel, gather
 from pa_npu.data.prompts import Prompt
 from pa_npu.environments.protocol import Environment, EnvironmentContext, EnvironmentFailed, Generate
@@ -144,20 +143,16 @@ class AgentEnvironment(SessionEnvironment):
         assert self.sessions is not None
         async with self._room:
             session = Session(self.sessions.new_id(), number, task_of(prompt), generate, self._chat, self._limits)
-            await self._run(session)
+            self.sessions.add(session)
+            working = asyncio.ensure_future(self._work(session))
+            try:
+                done, _ = await asyncio.wait([working, *self._staying], return_when=asyncio.FIRST_COMPLETED)
+                for ended in done:
+                    ended.result()
+            finally:
+                await self.sessions.remove(session)
+                await cancel([working])
             return session
-
-    async def _run(self, session: Session) -> None:
-        assert self.sessions is not None
-        self.sessions.add(session)
-        working = asyncio.ensure_future(self._work(session))
-        try:
-            done, _ = await asyncio.wait([working, *self._staying], return_when=asyncio.FIRST_COMPLETED)
-            for ended in done:
-                ended.result()
-        finally:
-            await self.sessions.remove(session)
-            await cancel([working])
 
     async def _work(self, session: Session) -> None:
         """Until the session has ended; its time runs from when an agent has it."""

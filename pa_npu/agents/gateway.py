@@ -28,10 +28,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from pa_npu.agents.answers import events, models, whole_answer
-from pa_npu.agents.requests import Asked, Refused, read_request
-from pa_npu.agents.session import Session, Turn
-from pa_npu.agents.sessions import Sessions
+from pa_npu.agents.openai_format import Asked, Refused, events, models, read_request, whole_answer
+from pa_npu.agents.session import Session, Sessions, Turn
 from pa_npu.control.tasks import cancel
 from pa_npu.engines.http_server import OPEN_PATH, authorised
 from pa_npu.errors import ConfigError, PaNpuError

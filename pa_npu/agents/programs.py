@@ -24,9 +24,8 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pa_npu.agents.session import Session
-from pa_npu.agents.sessions import Sessions
-from pa_npu.config.sections import AgentConfig
+from pa_npu.agents.session import Session, Sessions
+from pa_npu.config.sections.rollout import AgentConfig
 from pa_npu.control import keeper
 from pa_npu.control.tasks import cancel
 from pa_npu.control.worker_process import start_kept

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from pa_npu.agents.environment import SessionEnvironment, task_of
-from pa_npu.agents.requests import Asked, Refused
+from pa_npu.agents.openai_format import Asked, Refused
 from pa_npu.agents.session import Session
 from pa_npu.control.bounded_http import bounded_request
 from pa_npu.data.prompts import Prompt

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pa_npu.algorithm.policy_losses import TokenBatch
-from pa_npu.config.sections import AlgorithmConfig
+from pa_npu.config.sections.learning import AlgorithmConfig
 
 
 def k1(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from pa_npu.algorithm.policy_losses import (
 )
 from pa_npu.algorithm.update_sums import MetricSums, Reductions, Totals
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import AlgorithmConfig
+from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.control.freshness import Freshness
 from pa_npu.errors import InvariantViolation
 
@@ -177,9 +177,8 @@ class Objective:
         self.advantages.append(batch.response_sum(batch.advantages))
         self.sums.moved = torch.maximum(self.sums.moved, (batch.old_logprobs != batch.logprobs.detach()).any().float())
         sums = loss_sums(batch, algorithm, self._policy_loss)
-        generated = outputs.frozen.get(
-            "old", outputs.policy
-        )  # of the iteration's weight version, as the trainer computes them
+        # of the iteration's weight version, as the trainer computes them
+        generated = outputs.frozen.get("old", outputs.policy)
         differences = measure(microbatch, generated.values)
         self.sums.add(sums.metrics, differences, microbatch.ages.max())
         if self._judge_first is not None:

@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch.nn.functional import logsigmoid
 
-from pa_npu.config.sections import AlgorithmConfig
+from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.config.user_code import find_function
 
 Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"]
@@ -44,12 +44,10 @@ class TokenBatch:
     response_index: torch.Tensor  # int64, which response of the microbatch a token belongs to, from 0
     num_responses: int
     group_size: int  # responses of a prompt; they are consecutive, though a microbatch may hold a part of a group
-    ages: torch.Tensor | None = (
-        None  # by how many versions a token is older than what it trains; None with max_staleness=0
-    )
-    columns: Mapping[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # declared columns by name, [tokens, *shape], their dtype
+    # by how many versions a token is older than what it trains; None with max_staleness=0
+    ages: torch.Tensor | None = None
+    # declared columns by name, [tokens, *shape], their dtype
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def response_sum(self, values: torch.Tensor) -> torch.Tensor:
         """[tokens] -> [responses]."""

@@ -1,6 +1,6 @@
 """A user's own loss and advantage, called once on a small made-up batch before a run: what is wrong is one line.
 
-python -m pa_npu.algorithm.trial      AlgorithmConfig as JSON on stdin; see pa_npu.control.trial
+python -m pa_npu.algorithm.trial      AlgorithmConfig as JSON on stdin; see pa_npu.control.worker_process
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pa_npu.algorithm.advantages import group_advantages
-from pa_npu.config.sections import AlgorithmConfig
+from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.config.user_code import describe, source_of
-from pa_npu.control.trial import ask, serve
+from pa_npu.control.worker_process import ask, serve
 from pa_npu.errors import ConfigError
 
 if TYPE_CHECKING:

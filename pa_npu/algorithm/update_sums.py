@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pa_npu.algorithm.agreement import NUM_SUMS, DifferenceSums, added
 from pa_npu.algorithm.corrections import effective_sample_size
@@ -16,20 +17,35 @@ from pa_npu.algorithm.corrections import effective_sample_size
 SAMPLED_EVERY = 61
 
 
-class Reductions(Protocol):
-    """Sums, or element-wise maxima, of a tensor over trainer ranks; the result is on all of them. Collective, in place."""
+@dataclass(frozen=True)
+class Reductions:
+    """Sums, or element-wise maxima, of a tensor over trainer ranks; the result is on all of them. Collective, in place.
+
+    replica_group: the ranks that hold the same part of the model, one in each replica. stage_group: the pipeline stages of a
+    replica. Both None where this rank is alone. gradient_group: ranks in which every reduction of gradients ends, with experts of a
+    mixture the whole stage; None where these are the replicas.
+    """
+
+    replica_group: dist.ProcessGroup | None = None
+    stage_group: dist.ProcessGroup | None = None
+    gradient_group: dist.ProcessGroup | None = None
 
     def replicas(self, values: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
-        """Over the ranks that hold the same part of the model, one in each replica."""
+        return values if self.replica_group is None else _reduce(values, largest, self.replica_group)
 
     def gradients(self, values: torch.Tensor) -> torch.Tensor:
-        """Over ranks in which every reduction of gradients ends: the replicas, or with experts of a mixture the whole stage."""
+        return self.replicas(values) if self.gradient_group is None else _reduce(values, False, self.gradient_group)
 
     def stages(self, values: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
-        """Over the pipeline stages of a replica."""
+        return values if self.stage_group is None else _reduce(values, largest, self.stage_group)
 
     def ranks(self, values: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
-        """Over all trainer ranks."""
+        return _reduce(values, largest, None)
+
+
+def _reduce(values: torch.Tensor, largest: bool, group: dist.ProcessGroup | None) -> torch.Tensor:
+    dist.all_reduce(values, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    return values
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ def _load(name: str) -> VarlenKernel:
 
 @dataclass(frozen=True)
 class AttentionKernels:
-    """kernel: of varlen calls, a name of kernels/base.py, or "dense". merge: what merges partial results; "none" for dense.
+    """kernel: of varlen calls, a name of _KERNELS, or "dense". merge: what merges partial results; "none" for dense.
 
     fallback: why `merge` is not the fast one of this platform; empty where it is, or where there is no other.
     """

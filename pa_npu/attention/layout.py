@@ -138,14 +138,6 @@ class PrefixLayout:
         """Number of rows, padding included."""
         return self.ends[-1]
 
-    @cached_property
-    def pairs(self) -> int:
-        """(query, key) pairs that attention computes."""
-        return sum(
-            length * (length + 1) // 2 + length * offset
-            for length, offset in zip(self.lengths, self.offsets, strict=True)
-        )
-
     # Tensors, one entry per row
 
     def position_ids(self, device: torch.device | str | None = None) -> torch.Tensor:
@@ -208,10 +200,6 @@ class PrefixLayout:
         if self.padding:
             raise ValueError(f"pad: the layout already ends in {self.padding} pad tokens; pad the layout it came from")
         return PrefixLayout((*self.lengths, missing), (*self.parents, -1), missing)
-
-    def separate(self) -> PrefixLayout:
-        """The same sequences without sharing, in leaf order, without padding: what the layout is measured against."""
-        return PrefixLayout.from_sequences(self.offsets[leaf] + self.lengths[leaf] for leaf in self.leaves)
 
 
 def _integers(what: str, values: Iterable[int]) -> tuple[int, ...]:
@@ -290,12 +278,12 @@ class Rows:
             return x.narrow(dim, self.span[0], self.span[1] - self.span[0])
         return x.index_select(dim, self.index(x.device))
 
-    def put_(self, x: torch.Tensor, rows: torch.Tensor, dim: int = 0) -> None:
-        """Overwrite these rows of x along dim."""
+    def put_(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """Overwrite these rows of x."""
         if self.span is not None:
-            x.narrow(dim, self.span[0], self.span[1] - self.span[0]).copy_(rows)
+            x[self.span[0] : self.span[1]].copy_(rows)
         else:
-            x.index_copy_(dim, self.index(x.device), rows)
+            x.index_copy_(0, self.index(x.device), rows)
 
     def add_(self, x: torch.Tensor, rows: torch.Tensor) -> None:
         """Add to these rows of x; rows are distinct unless spans overlap."""
@@ -314,6 +302,11 @@ class Run:
     q_length: int
     k_start: int
     k_length: int
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, kv_heads, head_dim] -> [count, kv_heads, k_length, head_dim], a view."""
+        x = x.narrow(0, self.k_start, self.count * self.k_length)
+        return x.unflatten(0, (self.count, self.k_length)).transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,15 +92,6 @@ def _load(library: Path) -> LseMergeStatus:
     return LseMergeStatus("ascendc", f"loaded {library}", library)
 
 
-def _use_kernel(tensors: tuple[torch.Tensor, ...]) -> bool:
-    if tensors[0].device.type != "npu":
-        return False
-    obstacle = _kernel_obstacle(tensors)
-    if obstacle is not None:
-        _announce_fallback(obstacle)
-    return obstacle is None
-
-
 def kernel_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why the Ascend C operator cannot merge outputs [tokens, heads, head_dim] of this type on this device, or None."""
     if device.type != "npu":
@@ -115,17 +106,19 @@ def kernel_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     return None
 
 
-def _kernel_obstacle(tensors: tuple[torch.Tensor, ...]) -> str | None:
-    """Why the Ascend C operator cannot take these tensors, or None."""
+def _use_kernel(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether the Ascend C operator takes these tensors; on npu the log says why not."""
     out, softmax_max = tensors[0], tensors[1]
+    if out.device.type != "npu":
+        return False
     obstacle = kernel_obstacle(out.device, out.dtype, out.shape[2])
+    if obstacle is None and (softmax_max.dtype != torch.float32 or softmax_max.shape[2] != KERNEL_STAT_WIDTH):
+        obstacle = f"needs {KERNEL_STAT_WIDTH} copies of each statistic in fp32, not {softmax_max.shape[2]} in {softmax_max.dtype}"
+    if obstacle is None and not all(tensor.is_contiguous() for tensor in tensors):
+        obstacle = "needs contiguous tensors"
     if obstacle is not None:
-        return obstacle
-    if softmax_max.dtype != torch.float32 or softmax_max.shape[2] != KERNEL_STAT_WIDTH:
-        return f"needs {KERNEL_STAT_WIDTH} copies of each statistic in fp32, not {softmax_max.shape[2]} in {softmax_max.dtype}"
-    if not all(tensor.is_contiguous() for tensor in tensors):
-        return "needs contiguous tensors"
-    return None
+        _announce_fallback(obstacle)
+    return obstacle is None
 
 
 @cache

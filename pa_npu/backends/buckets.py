@@ -11,7 +11,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,12 +33,13 @@ class Outgoing:
     dtype: torch.dtype
 
 
-class Part(Protocol):
+class Part(ABC):
     """This rank's part of a tensor."""
 
-    def gather(self, group: dist.ProcessGroup | None, memory: torch.device) -> None:
+    def gather(self, group: dist.ProcessGroup | None, memory: torch.device) -> None:  # noqa: B027
         """Get what `lay` needs of other ranks; collective over `group`, whose collectives take tensors in `memory`."""
 
+    @abstractmethod
     def lay(self, out: torch.Tensor, first: int) -> None:
         """Copy what is here of whole rows of the tensor to their places in `out`, flat, which begins with element `first`."""
 

@@ -1,28 +1,32 @@
-"""Writing the policy as an HF directory from all trainer ranks: config, tokenizer files, safetensors and their index.
+"""Writing the policy as an HF directory: config, tokenizer files, safetensors and their index.
 
-Each stage's publishing rank gathers its stage bucket by bucket and writes its own files, so no rank
-holds more than one file's worth of another rank's weights. World rank 0 then numbers the files, checks from their
-headers that every tensor is there once, writes the index and copies the rest. Everything happens in DIRECTORY.tmp,
-which takes DIRECTORY's name only when complete. With several nodes DIRECTORY must be on a file system they share.
+From all trainer ranks, or of a checkpoint on demand, which is checked first, whichever backend wrote it (checked_run). Each stage's
+publishing rank gathers its stage bucket by bucket and writes its own files, so no rank holds more than one file's worth of another
+rank's weights. World rank 0 then numbers the files, checks from their headers that every tensor is there once, writes the index and
+copies the rest. Everything happens in DIRECTORY.tmp, which takes DIRECTORY's name only when complete. With several nodes DIRECTORY
+must be on a file system they share.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from pydantic import ValidationError
 from safetensors.torch import save_file
 
+from pa_npu.checkpoints.directories import CheckpointMeta, check_files, read_meta
+from pa_npu.checkpoints.provenance import model_fingerprint
 from pa_npu.config.mesh import Place
-from pa_npu.errors import ExportError
-from pa_npu.families.model_directory import INDEX_FILE, SINGLE_FILE
+from pa_npu.config.schema import Config
+from pa_npu.errors import DataError, ExportError, UserError
+from pa_npu.families.model_directory import INDEX_FILE, SINGLE_FILE, read_header
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.publisher import WeightSource
 from pa_npu.weight_transfer import transport
@@ -41,6 +45,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 BUCKET_BYTES = 64 * 2**20
+_TIMEOUT_S = 1800.0
 
 
 def write_hf(
@@ -51,7 +56,6 @@ def write_hf(
     device: torch.device,
     *,
     max_file_bytes: int = 2 * 2**30,
-    timeout_s: float = 1800.0,
     complete: Callable[[Path], None] | None = None,
 ) -> None:
     """Write this rank's share of the HF directory `directory`. source: its weights, None on a rank that sends none.
@@ -72,7 +76,7 @@ def write_hf(
     def write() -> None:
         if source is None:
             return
-        buckets = source.buckets(transport.Deadline(timeout_s))
+        buckets = source.buckets(transport.Deadline(_TIMEOUT_S))
         try:
             if place.publishes:
                 _write_stage(source.manifest, buckets, temporary, place.stage, max_file_bytes)
@@ -147,15 +151,11 @@ def _number_files(directory: Path, spec: ModelSpec) -> None:
     total_bytes = 0
     for number, file in enumerate(files, start=1):
         name = SINGLE_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        with safe_open(file, framework="pt") as stored:
-            for tensor in stored.keys():  # noqa: SIM118 (safe_open has keys but is not a mapping)
-                if tensor in weight_map:
-                    raise ExportError(
-                        f"two stages wrote tensor {tensor}; the pipeline stages must hold different layers"
-                    )
-                weight_map[tensor] = name
-                slice_ = stored.get_slice(tensor)
-                total_bytes += math.prod(slice_.get_shape()) * _BYTES_OF[slice_.get_dtype()]
+        for tensor, stored in read_header(file).items():
+            if tensor in weight_map:
+                raise ExportError(f"two stages wrote tensor {tensor}; the pipeline stages must hold different layers")
+            weight_map[tensor] = name
+            total_bytes += stored.num_bytes
         file.rename(directory / name)
     missing = sorted(spec.hf_tensors().keys() - weight_map.keys())
     if missing:
@@ -165,9 +165,6 @@ def _number_files(directory: Path, spec: ModelSpec) -> None:
     if len(files) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-_BYTES_OF = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 def _copy_config(source: Path, directory: Path, dtype: str) -> None:
@@ -196,3 +193,39 @@ def _take_name(temporary: Path, target: Path) -> None:
         target.rename(former)
     temporary.rename(target)
     shutil.rmtree(former, ignore_errors=True)
+
+
+def checked_run(checkpoint: Path, output: Path, model: str | None) -> tuple[Config, ModelSpec]:
+    """The configuration of the run for one process on the host, and its model.
+
+    model: the HF model that the run began with, where it has moved since. Raises UserError when the checkpoint is not complete, is
+    of another model, or `output` is not empty, DataError where a file of it is not what was written.
+    """
+    meta = read_meta(checkpoint)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output: {output} exists; name a directory that does not, or an empty one")
+    config = _single_process(checkpoint, meta, model)
+    spec = ModelSpec.of(config)
+    if model_fingerprint(config.model.path) != meta.model["fingerprint"]:
+        raise DataError(
+            f"--model: {config.model.path} is not the model that {checkpoint} began with ({meta.model['path']}); name that one"
+        )
+    check_files(checkpoint)
+    return config, spec
+
+
+def _single_process(checkpoint: Path, meta: CheckpointMeta, model: str | None) -> Config:
+    """The run's configuration for one process on the host."""
+    tree: dict[str, Any] = {**meta.config}
+    try:
+        tree["run"] = {**tree["run"], "device": "cpu"}
+        tree["model"] = {**tree["model"], "path": model or meta.model["path"]}
+        tree["placement"] = {}
+        tree["trainer"] = {"backend": tree["trainer"]["backend"]}
+        tree["microbatch"] = {}
+        return Config.model_validate(tree)
+    except (KeyError, TypeError, ValidationError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"--checkpoint: the configuration in {checkpoint} is of another release of this package ({reason}); use that one"
+        ) from None

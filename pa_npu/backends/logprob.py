@@ -40,10 +40,6 @@ def vocab_parallel_logprobs(
     entropy: compute it, else zeros are returned. entropy_grad: whether gradients flow through it.
     reduce_hidden_grad: sum the gradient of `hidden` over `group`; False where the caller's backward does (SP).
     """
-    if chunk < 1:
-        raise ValueError(f"chunk: {chunk} rows; it must be at least 1")
-    if hidden.shape[0] != targets.shape[0]:
-        raise ValueError(f"targets: {targets.shape[0]} for {hidden.shape[0]} rows of hidden states; give one per row")
     if group is not None and dist.get_world_size(group) == 1:
         group = None
     first_token = 0 if group is None else dist.get_rank(group) * weight.shape[0]

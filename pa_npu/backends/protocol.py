@@ -26,6 +26,9 @@ from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import ReplicaLinks, Traffic
 from pa_npu.telemetry.timeline import Timeline
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""By model.dtype."""
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -159,11 +162,8 @@ class TrainBackend(Protocol):
     def digest(self, name: str = "policy") -> str:
         """Digest of this rank's weights of the policy, or of a copy (weight_transfer.digest.digest_of). Not collective."""
 
-    def plan_save(self, directory: Path, reference_version: int) -> PlannedSave:
-        """Agree on what each rank writes into `directory` of the state as it is.
-
-        reference_version: of the policy that the reference is a copy of; 0 is the HF model, which needs no saving.
-        """
+    def plan_save(self, directory: Path, with_reference: bool) -> PlannedSave:
+        """Agree on what each rank writes into `directory` of the state as it is. with_reference: that is no longer the HF model."""
 
     def load(self, directory: Path) -> CheckpointMeta:
         """Restore a checkpoint."""

@@ -11,7 +11,7 @@ from typing import cast
 
 from pa_npu.backends.protocol import BackendModule
 from pa_npu.checkpoints.directories import read_meta
-from pa_npu.config.sections import TrainerConfig
+from pa_npu.config.sections.learning import TrainerConfig
 from pa_npu.config.user_code import check_name, import_object
 from pa_npu.errors import ConfigError
 

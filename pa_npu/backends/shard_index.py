@@ -1,32 +1,30 @@
 """The index of a checkpoint by torch.distributed.checkpoint: what ranks tell of their writing, and reading it without running it.
 
-`.metadata` is a pickle, which would call whatever it names. It is read by an unpickler that admits the classes of an index alone.
+Both are pickles, which would call whatever they name. They are read by an unpickler that admits the classes of an index alone.
 """
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, is_dataclass
+from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from pa_npu.errors import DataError
 
 T = TypeVar("T")
 
-# An index consists of data classes and enumerations of these modules, types of tensors, and the following.
+# An index, and what a rank tells, consist of data classes and enumerations of these modules, types of tensors, and the following.
 _INDEX_MODULES = (
     "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.storage",
     "torch.distributed.checkpoint.planner",
     "torch.distributed.checkpoint.filesystem",
     "megatron.core.dist_checkpointing.strategies.torch",
@@ -70,34 +68,20 @@ def refusing(directory: str, read: Callable[[], T]) -> T:
 
 def note_written(directory: Path, results: Iterable[WriteResult]) -> list[str]:
     """Tells rank 0, which may be on another node, what this rank or its forked writer has written; returns the files' names."""
-    described = [_describe(result) for result in results]
-    _list_of(directory, dist.get_rank()).write_text(json.dumps(described))
-    return sorted({item["storage"]["relative_path"] for item in described})
+    results = list(results)
+    _note_of(directory, dist.get_rank()).write_bytes(pickle.dumps(results))
+    return sorted({result.storage_data.relative_path for result in results})
 
 
 def take_written(directory: Path) -> list[list[WriteResult]]:
     """Returns what each rank has told, and removes it."""
-    lists = [_list_of(directory, rank) for rank in range(dist.get_world_size())]
-    written = [[_restore(item) for item in json.loads(file.read_text())] for file in lists]
-    for file in lists:
-        file.unlink()
+    written = []
+    for note in [_note_of(directory, rank) for rank in range(dist.get_world_size())]:
+        with note.open("rb") as stream:
+            written.append(IndexReader(stream).load())
+        note.unlink()
     return written
 
 
-def _list_of(directory: Path, rank: int) -> Path:
-    return directory / f".written_{rank}.json"
-
-
-def _describe(result: WriteResult) -> dict[str, Any]:
-    index = result.index
-    offset = None if index.offset is None else list(index.offset)
-    place = {"fqn": index.fqn, "offset": offset, "index": index.index}
-    return {"place": place, "bytes": result.size_in_bytes, "storage": asdict(result.storage_data)}
-
-
-def _restore(item: dict[str, Any]) -> WriteResult:
-    place = item["place"]
-    offset = None if place["offset"] is None else torch.Size(place["offset"])
-    return WriteResult(
-        MetadataIndex(place["fqn"], offset, place["index"]), item["bytes"], _StorageInfo(**item["storage"])
-    )
+def _note_of(directory: Path, rank: int) -> Path:
+    return directory / f".written_{rank}"

@@ -1,4 +1,4 @@
-"""Checkpoint directories on disk: their names and meta data, which are complete, which is the newest, which are deleted.
+"""Checkpoint directories on disk: their names, meta data and digests, which are complete, which is the newest, which are deleted.
 
     RUN/checkpoints/iteration_000004/                 complete: META_FILE is there and names every file, size and digest
     RUN/checkpoints/.iteration_000006.incomplete/     being written; takes its name when complete, else removed by the next run
@@ -7,6 +7,10 @@
 
 Launcher, coordinator and trainers all read checkpoints and may not import each other, so this lies below them; it needs
 neither torch nor Megatron. Only trainer rank 0 writes, or the launcher while no trainer runs.
+
+Digests are taken by the rank that wrote a file, beside training, and compared before anything is read. SHA-256, because processors
+of trainers compute it in hardware (x86 SHA-NI, Armv8 SHA2), it needs no package, and `sha256sum` checks a file by hand. On load
+ranks take turns with the files, so that each is read once, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -14,15 +18,22 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict, ValidationError
+from pydantic.dataclasses import dataclass
+
 from pa_npu.config.plain_file import read_plain
-from pa_npu.errors import UserError
+from pa_npu.errors import DataError, UserError
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 META_FILE = "pa_npu.json"
@@ -31,9 +42,11 @@ _INCOMPLETE, _REPLACED, _DELETED = ".incomplete", ".replaced", ".deleted"
 
 _SEAL = "digest"  # of the other values of META_FILE
 _LARGEST_META_BYTES = 64 << 20  # a line per file, of thousands of ranks
+_CHUNK_BYTES = 8 << 20
+_THREADS = 4  # hashing releases the interpreter's lock
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(strict=True))
 class CheckpointMeta:
     """META_FILE.
 
@@ -43,7 +56,7 @@ class CheckpointMeta:
     layout: trainer ranks and their TP and PP sizes. model: path and fingerprint of the HF model the run began with.
     reference: of which version the reference is (0: the HF model), and whether it is in the checkpoint; null without one.
     base: digest of the weights that adapters are trained beside; null where the weights themselves are trained.
-    files: every other file of the directory with its size in bytes. digests: of these files, by checkpoints.digests; none in those
+    files: every other file of the directory with its size in bytes. digests: of these files; none in those
     of releases before it. In the file the whole has a digest too.
     """
 
@@ -63,16 +76,6 @@ class CheckpointMeta:
     def dump(self) -> str:
         values = asdict(self)
         return json.dumps({**values, _SEAL: _seal(values)}, indent=1)
-
-
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "version": int,
-    "updates": int,
-    "seed": int,
-    "config_digest": str,
-    "reference": (dict, type(None)),
-    "base": (str, type(None)),
-}
 
 
 def directory_name(version: int) -> str:
@@ -208,6 +211,77 @@ def list_files(directory: Path) -> dict[str, int]:
     return {str(path.relative_to(directory)): path.stat().st_size for path in files if path.name != META_FILE}
 
 
+def digest_of(file: Path) -> str:
+    """SHA-256 of the file's bytes, in hexadecimal. Raises OSError."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def note_digests(directory: Path, rank: int, names: Iterable[str]) -> None:
+    """Leave the digests of the files that this rank has written for `collect_digests`. Raises OSError."""
+    _note_of(directory, rank).write_text(json.dumps({name: digest_of(directory / name) for name in names}))
+
+
+def collect_digests(directory: Path, ranks: int) -> dict[str, str]:
+    """By file: what all ranks have noted, whose notes go, and the digests of the few small files that nobody noted."""
+    noted: dict[str, str] = {}
+    for note_file in [_note_of(directory, rank) for rank in range(ranks)]:
+        noted |= json.loads(note_file.read_text())
+        note_file.unlink()
+    return {name: noted.get(name) or digest_of(directory / name) for name in list_files(directory)}
+
+
+def check_files(directory: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Compare this rank's share of a checkpoint's files with their digests.
+
+    A checkpoint of an earlier release has none; rank 0 says so. Raises UserError where the checkpoint is not complete, DataError
+    naming the first file that is not what was written and the next older checkpoint.
+    """
+    if wrong := content_problem(directory, rank, ranks):
+        raise damaged(directory, wrong)
+
+
+def content_problem(directory: Path, rank: int = 0, ranks: int = 1) -> str:
+    """The first file of this rank's share that is not what was written, and how; empty where all are."""
+    meta = read_meta(directory)
+    if not meta.digests and rank == 0:
+        logger.warning(
+            "checkpoint %s is of a release without digests: its files are checked by their sizes alone", directory
+        )
+    largest_first = sorted(meta.digests, key=lambda name: (-meta.files[name], name))
+    mine = largest_first[rank::ranks]
+    with ThreadPoolExecutor(_THREADS, "checkpoint digests") as threads:
+        for name, wrong in zip(
+            mine, threads.map(lambda name: _wrong(directory / name, meta.digests[name]), mine), strict=True
+        ):
+            if wrong:
+                return f"{name} {wrong}"
+    return ""
+
+
+def damaged(directory: Path, what: str) -> DataError:
+    """The error that says what is wrong with a checkpoint, and where to go on."""
+    return DataError(
+        f"checkpoint {directory} is damaged: {what}; remove it or name another (checkpoint.load, --checkpoint): "
+        f"{next_older(directory)}"
+    )
+
+
+def _wrong(file: Path, expected: str) -> str:
+    try:
+        found = digest_of(file)
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return "" if found == expected else f"is not what was written (sha256 {found:.12}..., not {expected:.12}...)"
+
+
+def _note_of(directory: Path, rank: int) -> Path:
+    return directory / f".digests_{rank}.json"
+
+
 def _read(directory: Path) -> CheckpointMeta | str:
     """The meta data of a complete checkpoint, or what is wrong with it."""
     try:
@@ -221,21 +295,20 @@ def _read(directory: Path) -> CheckpointMeta | str:
     seal = values.pop(_SEAL, None)
     is_older = seal is None and "digests" not in values
     is_whole = is_older or seal == _seal(values)
-    values.setdefault("digests", {})
-    values.setdefault("base", None)
-    for field in fields(CheckpointMeta):
-        if not isinstance(values.get(field.name, ...), _TYPES.get(field.name, dict)):
-            return f"{META_FILE} is damaged or of another release (no valid {field.name!r})"
-    if not all(isinstance(values["model"].get(name), str) for name in ("path", "fingerprint")):
+    known = {field.name: values[field.name] for field in fields(CheckpointMeta) if field.name in values}
+    try:
+        meta = CheckpointMeta(**{"digests": {}, **known})
+    except ValidationError as error:
+        return f"{META_FILE} is damaged or of another release (no valid {error.errors()[0]['loc'][0]!r})"
+    if not {"path", "fingerprint"} <= meta.model.keys():
         return f"{META_FILE} is damaged or of another release (its model has no path or no fingerprint)"
-    meta = CheckpointMeta(**{field.name: values[field.name] for field in fields(CheckpointMeta)})
     if not is_whole:
         return f"{META_FILE} is damaged (its own digest is that of other values)"
     if not is_older and (unknown := sorted(meta.files.keys() ^ meta.digests.keys())):
         return f"{META_FILE} is damaged (no file and digest of {unknown[0]!r:.60})"
     for name, size in meta.files.items():
         path = directory / name
-        if not isinstance(size, int) or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+        if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
             return f"{META_FILE} is damaged (its file {name!r:.60} of {size!r:.20} bytes)"
         try:
             found = path.stat().st_size if path.is_file() else None

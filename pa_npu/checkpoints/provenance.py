@@ -104,6 +104,16 @@ def change_of(key: str) -> Change:
     return CHANGES.get(key) or CHANGES.get(f"{section}.{rest.partition('.')[0]}", Change.SILENT)
 
 
+def layout_of(config: Config) -> dict[str, int]:
+    """Returns the sizes that decide which trainer rank holds which part of a checkpoint."""
+    trainer = config.trainer
+    return {
+        "devices": trainer.devices,
+        "tensor_parallel": trainer.tensor_parallel,
+        "pipeline_parallel": trainer.pipeline_parallel,
+    }
+
+
 def config_tree(config: Config) -> dict[str, Any]:
     """The resolved configuration as JSON values."""
     return config.model_dump(mode="json")

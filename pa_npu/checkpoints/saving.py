@@ -24,7 +24,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from pa_npu.checkpoints import digests
 from pa_npu.checkpoints import directories as store
 from pa_npu.checkpoints.ahead import AheadIteration, write_ahead
 from pa_npu.checkpoints.provenance import config_digest, config_tree, model_fingerprint, shared_tree
@@ -32,7 +31,7 @@ from pa_npu.checkpoints.writer import Forked, WriteFailed, root_cause
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import CheckpointReport
 from pa_npu.errors import CheckpointError, DataError, UserError
-from pa_npu.telemetry.metrics import read_evaluations
+from pa_npu.telemetry.records import read_evaluations
 from pa_npu.telemetry.timeline import Timeline, now
 
 T = TypeVar("T")
@@ -49,7 +48,7 @@ class PlannedSave(Protocol):
     """This rank's share of a checkpoint, with the weights as they were when it was planned."""
 
     description: dict[str, Any]
-    """The backend's fields of CheckpointMeta."""
+    """Fields of CheckpointMeta: the backend's own, to which SavedState adds the others that describe the state."""
 
     def write(self) -> Sequence[str]:
         """Write this rank's files, alone, possibly in a forked process; returns their names."""
@@ -114,7 +113,7 @@ class Checkpointing:
         if not self._config.checkpoint.load:
             return 0
         directory = Path(self._config.checkpoint.load)
-        _all_or_none(lambda: digests.check_files(directory, dist.get_rank(), dist.get_world_size()))
+        _all_or_none(lambda: store.check_files(directory, dist.get_rank(), dist.get_world_size()))
         version = _all_or_none(lambda: self._backend.load(directory))
         if directory.resolve().parent == self._parent.resolve():
             self.saved = version
@@ -163,7 +162,7 @@ class Checkpointing:
         writer: Forked | None = None
 
         def write() -> None:
-            digests.note(directory, dist.get_rank(), [*write_ahead(directory, ahead), *plan.write()])
+            store.note_digests(directory, dist.get_rank(), [*write_ahead(directory, ahead), *plan.write()])
 
         def start() -> None:
             nonlocal writer
@@ -208,7 +207,7 @@ class Checkpointing:
         if dist.get_rank() != 0:
             return
         config = self._config
-        found = digests.collect(saving.directory, dist.get_world_size())
+        found = store.collect_digests(saving.directory, dist.get_world_size())
         meta = store.CheckpointMeta(
             version=saving.version,
             data=saving.data,

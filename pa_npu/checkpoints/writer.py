@@ -101,9 +101,8 @@ def _child(write: Callable[[], None], write_end: int, parent: int) -> None:
         if os.getppid() == parent:
             write()
             word = _WRITTEN
-    except (
-        BaseException
-    ) as error:  # handed over, and raised there; nothing of the parent's stack may run on in the child
+    except BaseException as error:
+        # handed over, and raised there; nothing of the parent's stack may run on in the child
         word = root_cause(error).encode()[:_REASON_BYTES]
     finally:
         with contextlib.suppress(OSError):

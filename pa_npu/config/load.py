@@ -5,7 +5,6 @@ A mistake ends in one ConfigError line: where it was written, the key, the value
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, get_args, get_origin
 
@@ -15,7 +14,8 @@ from pydantic_core import ErrorDetails
 from pa_npu.config.keys import all_keys, find_annotation, is_union, nearest_key, section_of
 from pa_npu.config.removed import removed
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import Section
+from pa_npu.config.texts import leaves
+from pa_npu.config.words import as_json
 from pa_npu.config.yaml_source import KeyPath, Places, dump_yaml, read_value, read_yaml
 from pa_npu.errors import ConfigError
 
@@ -41,7 +41,11 @@ def merged(paths: Iterable[str], overrides: Sequence[str]) -> tuple[dict[str, An
 
 def validated(tree: dict[str, Any], places: Places) -> Config:
     """The configuration of such a tree. Raises ConfigError with one line, which says where the value was written."""
-    _check_keys(tree, places, ())
+    for key, value in leaves(tree, ""):
+        if isinstance(value, str) and (remedy := removed(f"{key}={value}")):
+            raise ConfigError(
+                f"{_where(tuple(key.split('.')), places)}{key}={value}: removed in an earlier release; {remedy}"
+            )
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -89,28 +93,25 @@ def _apply_override(tree: dict[str, Any], places: Places, override: str) -> None
         value = text  # `run.dir=2024` means the text
     node: Any = tree
     for depth, part in enumerate(path[:-1]):
-        if isinstance(node, list):
-            node = node[_index(node, part, override)]
-        else:
-            if node.get(part) is None:
-                node[part] = {}
-            node = node[part]
+        if isinstance(node, dict) and node.get(part) is None:
+            node[part] = {}
+        node = node[_key_in(node, part, override)]
         if not isinstance(node, (dict, list)):
             prefix = ".".join(path[: depth + 1])
             raise ConfigError(f"{COMMAND_LINE}: {name}: {prefix} is a value, not a section; see --help for all keys")
-    if isinstance(node, list):
-        node[_index(node, path[-1], override)] = value
-    else:
-        node[path[-1]] = value
+    node[_key_in(node, path[-1], override)] = value
     for known in [known for known in places if known[: len(path)] == path]:
         del places[known]
     places[path] = COMMAND_LINE
 
 
-def _index(items: list[Any], part: str, override: str) -> int:
-    if not part.isdigit() or int(part) >= len(items):
+def _key_in(node: dict[str, Any] | list[Any], part: str, override: str) -> Any:
+    """What a part of a dotted key is in a section, or in a list."""
+    if isinstance(node, dict):
+        return part
+    if not part.isdigit() or int(part) >= len(node):
         raise ConfigError(
-            f"{COMMAND_LINE}: {override!r}: {part!r} is not an index below {len(items)}, the list's length; correct it"
+            f"{COMMAND_LINE}: {override!r}: {part!r} is not an index below {len(node)}, the list's length; correct it"
         )
     return int(part)
 
@@ -123,59 +124,15 @@ def _takes_text(annotation: Any, value: Any) -> bool:
     return not isinstance(value, (dict, list)) or members <= {str, type(None)}
 
 
-def _check_keys(values: Any, places: Places, path: KeyPath) -> None:
-    """Refuse unknown keys, and scalars of another kind than the key's."""
-    if isinstance(values, list):
-        for index, value in enumerate(values):
-            _check_keys(value, places, (*path, str(index)))
-        return
-    if remedy := removed(f"{'.'.join(path)}={values}") if isinstance(values, str) else None:
-        raise ConfigError(f"{_where(path, places)}{'.'.join(path)}={values}: removed in an earlier release; {remedy}")
-    if not _is_of_kind(values, _leaf_types(find_annotation(path))):
-        name, shown = ".".join(path), _shown(values)
-        types = {key.name: key.type for key in all_keys()}
-        raise ConfigError(
-            f"{_where(path, places)}{name}: {shown} is not allowed; use {types.get(name, 'a value that --help names')}"
-        )
-    if not isinstance(values, dict):
-        return
-    for name, value in values.items():
-        here = (*path, str(name))
-        if find_annotation(here) is None and _section_at(path) is not None:
-            raise ConfigError(_unknown_key(here, places))
-        _check_keys(value, places, here)
-
-
-def _is_of_kind(value: Any, types: set[Any]) -> bool:
-    """Whether a scalar is what the key holds: pydantic would take true and "1" for 1, and 1e3 for an integer."""
-    if Any in types:
-        return True
-    if isinstance(value, bool):
-        return bool in types
-    if isinstance(value, str):
-        return not types & {int, float, bool} or str in types or value in types
-    if isinstance(value, float):
-        return int not in types or float in types
-    return True
-
-
 def _members(annotation: Any) -> tuple[Any, ...]:
     return get_args(annotation) if is_union(annotation) else (annotation,)
-
-
-def _section_at(path: KeyPath) -> type[Section] | None:
-    """The section at a path, also where a text may stand instead of it."""
-    return next(filter(None, map(section_of, _members(find_annotation(path)))), None)
-
-
-def _leaf_types(annotation: Any) -> set[Any]:
-    return {annotation} | {inner for argument in get_args(annotation) for inner in _leaf_types(argument)}
 
 
 def _unknown_key(path: KeyPath, places: Places) -> str:
     if remedy := removed(".".join(path)):
         return f"{_where(path, places)}{'.'.join(path)}: removed in an earlier release; {remedy}"
-    siblings = _section_at(path[:-1])
+    # the section around it, also where a text may stand instead of that
+    siblings = next(filter(None, map(section_of, _members(find_annotation(path[:-1])))), None)
     nearest = nearest_key(path, list(siblings.model_fields) if siblings else [])
     remedy = (
         f"did you mean {nearest}?" if nearest else "see --help for all keys, docs/names.md for those of TRL and verl"
@@ -186,6 +143,9 @@ def _unknown_key(path: KeyPath, places: Places) -> str:
 def _first_line(error: ValidationError, places: Places) -> str:
     """pydantic's first error as one line of ours, with the number of further keys that have one."""
     details = error.errors(include_url=False)
+    for detail in details:
+        if detail["type"] in ("extra_forbidden", "invalid_key"):
+            return _unknown_key((*_real_path(detail["loc"][:-1]), str(detail["loc"][-1])), places)
     paths = [_real_path(detail["loc"]) for detail in details]
     # of the members of a union, the one that goes deepest into the value knows what is wrong with it
     below = [number for number, path in enumerate(paths) if path[: len(paths[0])] == paths[0]]
@@ -201,7 +161,7 @@ def _one_line(detail: ErrorDetails, places: Places) -> str:
         message = detail["msg"].removeprefix("Value error, ")
         return _where(tuple(message.partition(":")[0].split(".")), places) + message
     types = {key.name: key.type for key in all_keys()}
-    name, where, shown = ".".join(path), _where(path, places), _shown(detail["input"])
+    name, where, shown = ".".join(path), _where(path, places), as_json(detail["input"])
     if kind == "missing":
         leaf = next((key.name for key in all_keys() if key.required and f"{key.name}.".startswith(f"{name}.")), name)
         return f"{where}{leaf}: required, but not given; write it in the YAML file or as {leaf}=VALUE"
@@ -212,11 +172,6 @@ def _one_line(detail: ErrorDetails, places: Places) -> str:
     if name in types:
         return f"{where}{name}: {shown} is not allowed; use {types[name]}"
     return f"{where}{name}: {shown} is not allowed: {detail['msg']}; see --help for the key's values"
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _real_path(loc: tuple[int | str, ...]) -> KeyPath:

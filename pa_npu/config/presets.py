@@ -30,101 +30,48 @@ class Preset:
         return {f"{name}.{key}": value for name, values in self.sections().items() for key, value in values.items()}
 
 
-# Every preset names all keys that tell the algorithms apart, so that a changed default cannot change a preset.
+def _keys(
+    loss: str, advantage: str, aggregation: str, clip: tuple[float, float] | None, kl: float, **more: Any
+) -> dict[str, Any]:
+    """All keys that tell the algorithms apart, so that a changed default cannot change a preset. clip: range, low and high."""
+    range_of_ratio = {} if clip is None else {"clip_low": clip[0], "clip_high": clip[1]}
+    return {"loss": loss, "advantage": advantage, "aggregation": aggregation, **range_of_ratio, "kl_coef": kl, **more}
+
+
 PRESETS: dict[PresetName, Preset] = {
     "grpo": Preset(
         "GRPO, arXiv 2402.03300, eq. 3 and 4, with its KL coefficient and PPO's clip range",
-        {
-            "loss": "clip",
-            "advantage": "group-std",
-            "aggregation": "sequence-mean",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "kl_coef": 0.04,
-            "kl_estimator": "k3",
-            "kl_in": "loss",
-        },
+        _keys("clip", "group-std", "sequence-mean", (0.2, 0.2), 0.04, kl_estimator="k3", kl_in="loss"),
     ),
     "dr-grpo": Preset(
         "Dr.GRPO, arXiv 2503.20783: neither divided by the deviation nor by the length",
-        {
-            "loss": "clip",
-            "advantage": "centred",
-            "aggregation": "dr-grpo",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "kl_coef": 0.0,
-        },
+        _keys("clip", "centred", "dr-grpo", (0.2, 0.2), 0.0),
     ),
     "dapo": Preset(
         "DAPO, arXiv 2503.14476, eq. 8 to 13",
-        {
-            "loss": "clip",
-            "advantage": "group-std",
-            "aggregation": "token-mean",
-            "clip_low": 0.2,
-            "clip_high": 0.28,
-            "kl_coef": 0.0,
-        },
+        _keys("clip", "group-std", "token-mean", (0.2, 0.28), 0.0),
         schedule={"dynamic_sampling": True},
         reward={"functions": ({"name": "math"}, {"name": "overlong"})},
     ),
     "rloo": Preset(
         "RLOO, arXiv 2402.14740",
-        {
-            "loss": "reinforce",
-            "advantage": "leave-one-out",
-            "aggregation": "sequence-sum",
-            "kl_coef": 0.0,
-            "kl_estimator": "k1",
-            "kl_in": "reward",
-        },
+        _keys("reinforce", "leave-one-out", "sequence-sum", None, 0.0, kl_estimator="k1", kl_in="reward"),
     ),
     "reinforce++-baseline": Preset(
         "REINFORCE++ with baseline, arXiv 2501.03262: centred by the group, scaled by the batch",
-        {
-            "loss": "clip",
-            "advantage": "batch-std",
-            "aggregation": "token-mean",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "kl_coef": 0.0,
-            "kl_estimator": "k2",
-            "kl_in": "loss",
-        },
+        _keys("clip", "batch-std", "token-mean", (0.2, 0.2), 0.0, kl_estimator="k2", kl_in="loss"),
     ),
     "gspo": Preset(
         "GSPO, arXiv 2507.18071, eq. 5 to 7; clip range of section 5.1",
-        {
-            "loss": "gspo",
-            "advantage": "group-std",
-            "aggregation": "sequence-mean",
-            "clip_low": 3e-4,
-            "clip_high": 4e-4,
-            "kl_coef": 0.0,
-        },
+        _keys("gspo", "group-std", "sequence-mean", (3e-4, 4e-4), 0.0),
     ),
     "cispo": Preset(
         "CISPO, arXiv 2506.13585, eq. 4 and 5, no lower clip; weights up to 5, as TRL sets it for ScaleRL, arXiv 2510.13786",
-        {
-            "loss": "cispo",
-            "advantage": "group-std",
-            "aggregation": "token-mean",
-            "clip_low": 1.0,
-            "clip_high": 4.0,
-            "kl_coef": 0.0,
-        },
+        _keys("cispo", "group-std", "token-mean", (1.0, 4.0), 0.0),
     ),
     "critic-free-ppo": Preset(
         "PPO, arXiv 1707.06347, eq. 7, with the group's mean reward in place of a value network",
-        {
-            "loss": "clip",
-            "advantage": "centred",
-            "aggregation": "token-mean",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
-            "kl_coef": 0.0,
-        },
+        _keys("clip", "centred", "token-mean", (0.2, 0.2), 0.0),
     ),
     "online-dpo": Preset(
         "Online DPO on the best and the worst response of each group, arXiv 2410.18252, with its beta",

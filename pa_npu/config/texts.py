@@ -73,7 +73,7 @@ def broken_texts(c: ConfigTree) -> Iterator[str]:
 
 def _broken_leaves(c: ConfigTree) -> Iterator[str]:
     """Names that no file, record or page could show, and counts beyond what any program counts."""
-    for key, value in _leaves(c.model_dump(), ""):
+    for key, value in leaves(c.model_dump(), ""):
         if isinstance(value, int) and abs(value) > _LARGEST_COUNT:
             yield f"{key}: {shown(str(value))} is beyond any run; set it to {_LARGEST_COUNT} or less"
         if not isinstance(value, str) or key.rpartition(".")[2] in _ANY_TEXT:
@@ -88,15 +88,15 @@ def _broken_leaves(c: ConfigTree) -> Iterator[str]:
             yield f"{key}: {shown(value)} leads out of the folder that is named by it; give a name without `..`"
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Values by dotted key, but for those that are the user's to say."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if (below := f"{key}.{name}" if key else str(name)) not in _USERS_OWN:
-                yield from _leaves(inner, below)
+                yield from leaves(inner, below)
     elif isinstance(value, (list, tuple)):
         for number, inner in enumerate(value):
-            yield from _leaves(inner, f"{key}.{number}")
+            yield from leaves(inner, f"{key}.{number}")
     else:
         yield key, value
 

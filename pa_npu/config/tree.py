@@ -6,33 +6,34 @@ from dataclasses import replace
 from typing import Literal
 
 from pa_npu.config.mesh import Mesh
-from pa_npu.config.sections import (
+from pa_npu.config.sections import Section
+from pa_npu.config.sections.inputs import DataConfig, Dataset, ModelConfig, RunConfig
+from pa_npu.config.sections.learning import (
+    AlgorithmConfig,
+    AttentionConfig,
+    LoraConfig,
+    MicrobatchConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
+from pa_npu.config.sections.operation import (
+    BufferConfig,
+    CheckpointConfig,
+    EvaluateConfig,
+    PlacementConfig,
+    PublishConfig,
+    ScheduleConfig,
+    TelemetryConfig,
+)
+from pa_npu.config.sections.rollout import (
     JUDGE_ATTEMPTS,
     LONGEST_JUDGE_PAUSE_S,
     MOST_TESTS,
     SLOWEST_TOKEN_S,
     AgentConfig,
-    AlgorithmConfig,
-    AttentionConfig,
-    BufferConfig,
-    CheckpointConfig,
-    DataConfig,
-    Dataset,
     EnvironmentConfig,
-    EvaluateConfig,
-    LoraConfig,
-    MicrobatchConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PlacementConfig,
-    PublishConfig,
     RewardConfig,
     RolloutConfig,
-    RunConfig,
-    ScheduleConfig,
-    Section,
-    TelemetryConfig,
-    TrainerConfig,
 )
 
 # With fewer a probe could show no more than another model altogether.
@@ -100,11 +101,6 @@ class ConfigTree(Section):
             return mesh
         shards = trainer.shards or mesh.data
         return replace(mesh, shards=mesh.data if mesh.data % shards else shards)
-
-    @property
-    def data_parallel(self) -> int:
-        """Number of replicas (DP)."""
-        return self.mesh.data
 
     @property
     def microbatch_responses(self) -> int:
@@ -213,11 +209,6 @@ class ConfigTree(Section):
         """Responses of a probe, at least: one of each engine, and enough to judge and decide by, whatever engines there are."""
         return PROBE_RESPONSES if self.publish.divergence is None else self.rollout.responses_per_prompt
 
-    def always_publishes(self, version: int) -> bool:
-        """Whether a version is published whatever the divergence: it is the last, or is saved, or evaluated."""
-        is_last = version == self.schedule.iterations
-        return is_last or self.saves(version) or self.evaluates(version)
-
     def delays(self, version: int) -> bool:
         """Whether `version` is sent while engines generate; the last is not, as its log-probs are compared (I5)."""
         return self.publish.mode != "blocking" and 0 < version < self.schedule.iterations
@@ -262,11 +253,6 @@ class ConfigTree(Section):
         return max(limits)
 
     @property
-    def has_gateway(self) -> bool:
-        """Whether other programs use the run by its key: agents, or what agent.port is for."""
-        return self.environment.name == "agents" or self.agent.port is not None
-
-    @property
     def group_limit_s(self) -> float:
         """The longest that a group is written: its request, or the sessions of its agents."""
         if self.environment.name != "agents":
@@ -308,24 +294,14 @@ class ConfigTree(Section):
         return self.wait_timeout_s + COLLECTIVE_MARGIN_S
 
     @property
-    def publish_collective_timeout_s(self) -> float:
-        """How long a broadcast of a publish may take on either end before a device ends it by itself."""
-        return self.publish.timeout_s + COLLECTIVE_MARGIN_S
-
-    @property
     def longest_collective_s(self) -> float:
         """How long any collective may take before a device ends it by itself; equal on engines and trainers, which share groups."""
-        return max(self.collective_timeout_s, self.publish_collective_timeout_s)
+        return max(self.collective_timeout_s, self.publish.timeout_s + COLLECTIVE_MARGIN_S)
 
     @property
     def deterministic_collectives(self) -> bool:
         """Whether reductions are done in one order; equal on engines and trainers."""
         return self.run.deterministic or self.rollout.batch_invariant
-
-    @property
-    def publish_peer_timeout_s(self) -> float:
-        """The longest that a leader's TP peers wait for it in a publish: it joins, then sends."""
-        return 2 * self.publish.timeout_s
 
     @property
     def microbatches_per_group(self) -> int:
@@ -338,14 +314,9 @@ class ConfigTree(Section):
         return schedule.stream and (iteration % 2 == 1 or not compared)
 
     @property
-    def num_engines(self) -> int:
-        """Engines that the run starts with: those with devices of their own first, then those on the trainers' devices."""
-        return self.rollout.engines
-
-    @property
     def num_shared_engines(self) -> int:
-        """Engines on the trainers' devices, the last of num_engines: all of them with placement.colocate."""
-        return self.num_engines if self.placement.colocate else 0
+        """Engines on the trainers' devices: all of them with placement.colocate."""
+        return self.rollout.engines if self.placement.colocate else 0
 
     @property
     def follows_work(self) -> bool:
@@ -389,7 +360,7 @@ class ConfigTree(Section):
     @property
     def num_devices(self) -> int:
         """All devices, engines and trainers, one that both share once: the denominator of TPSPD."""
-        return self.trainer.devices + (self.num_engines - self.num_shared_engines) * self.rollout.tensor_parallel
+        return self.trainer.devices + (self.rollout.engines - self.num_shared_engines) * self.rollout.tensor_parallel
 
     @property
     def engine_devices(self) -> tuple[int, ...] | None:

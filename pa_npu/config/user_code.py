@@ -18,9 +18,9 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen")
 
 
-def find_function(key: str, name: str, known: Mapping[str, Callable[..., Any]], form: str = "module:function") -> Any:
-    """The function or class of a key: a known one by its name, or the user's own. Raises ConfigError where there is none."""
-    check_name(key, name, known, form)
+def find_function(key: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
+    """The function of a key: a known one by its name, or the user's own. Raises ConfigError where there is none."""
+    check_name(key, name, known, "module:function")
     return known[name] if name in known else import_function(key, name)
 
 

@@ -12,15 +12,20 @@ import asyncio
 import os
 import socket
 import struct
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 
+T = TypeVar("T")
 # TCPStore's server (libuv) drops the connection on values above 8 MiB (measured, torch 2.13: 8 MiB passes, 8.1 fails).
 CHUNK_BYTES = 4 * 2**20
 _SHORTEST_PAUSE_S = 0.0002
@@ -156,6 +161,51 @@ class StoreChannel:
                 f"{self._address}: {operation} of {name} failed ({_first_line(error)}); the process that hosts the "
                 f"store has probably ended, see the launcher's log"
             ) from error
+
+
+class NoAnswer(PaNpuError):
+    """asked: the call was made and did not return in time; else it was not made, because one before it had not."""
+
+    def __init__(self, asked: bool) -> None:
+        super().__init__("it does not answer" if asked else "it did not answer before")
+        self.asked = asked
+
+
+class BoundedCalls:
+    """Gives a deadline to calls that have none of their own, e.g. of a store whose process has been stopped.
+
+    Calls run one after another in a thread of this name. timeout_s: how long a caller waits for its own.
+    """
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        # one thread, because what is called keeps one connection, and no executor's, because the end of the program would wait
+        # for a call that never returns
+        self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._gave_up = False
+        threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def __call__(self, call: Callable[[], T]) -> T:
+        """Call it: return what it returns, raise what it raises. Raises NoAnswer after timeout_s, and from then on at once."""
+        if self._gave_up:  # whoever comes next need not wait as long again
+            raise NoAnswer(asked=False)
+        future: Future[T] = Future()
+        self._calls.put((call, future))
+        try:
+            return future.result(self._timeout_s)
+        except FutureTimeout:
+            if future.done():  # at the last moment, or this timeout is the call's own
+                return future.result()
+            self._gave_up = True
+            raise NoAnswer(asked=True) from None
+
+    def _serve(self) -> None:
+        while True:
+            call, future = self._calls.get()
+            try:
+                future.set_result(call())
+            except BaseException as error:  # whatever it is, the caller has to hear of it
+                future.set_exception(error)
 
 
 def _chunk_key(key: str, number: int) -> str:

@@ -8,11 +8,19 @@ control/roster.py. Every topic here lives under the prefix of one attempt of the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 from pa_npu.control.typed import Topic
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _last(values: Sequence[Any]) -> Any:
+    return values[-1]
 
 
 @dataclass(frozen=True)
@@ -31,99 +39,65 @@ class UpdateReport:
     that came from the store on the head for it, and bytes that ranks got from their replica's reader over collectives.
     memory_trainer_host_bytes, memory_trainer_device_bytes: MemoryPeak of the fullest rank since the update before. wait_s: waiting
     for groups; train_s: the rest, the step (step_s) included; all three means over ranks.
+
+    Beside a field's type stands how the updates of an iteration become one report; without it, by their mean over trained tokens.
     """
 
-    loss: float
-    policy_loss: float
+    loss: Annotated[float, _mean]
+    policy_loss: Annotated[float, _mean]
     kl: float
     entropy: float
     clip_ratio: float
     logprob_diff_mean: float
-    logprob_diff_max: float
+    logprob_diff_max: Annotated[float, max]
     logprob_k3: float
     importance_weight_mean: float | None
     importance_truncated_ratio: float | None
     effective_sample_size: float | None
     age_mean: float | None
-    age_max: int | None
-    grad_norm: float
-    learning_rate: float
-    preference_pairs: int | None
+    age_max: Annotated[int | None, max]
+    grad_norm: Annotated[float, _mean]
+    learning_rate: Annotated[float, _last]
+    preference_pairs: Annotated[int | None, sum]
     preference_margin: float | None
     preference_accuracy: float | None
     expert_imbalance: float | None
-    expert_imbalance_max: float | None
+    expert_imbalance_max: Annotated[float | None, max]
     expert_imbalance_layers: dict[str, float] | None
     routing_entropy: float | None
-    experts_untouched: int | None
+    experts_untouched: Annotated[int | None, _last]
     replay_changed: float | None
-    routes_missing: int | None
-    tokens_response: int
-    tokens_computed: int
-    microbatches: int
-    rollout_reads: int
-    rollout_buffer_bytes: int
-    rollout_head_bytes: int
-    rollout_collective_bytes: int
-    memory_trainer_host_bytes: int
-    memory_trainer_device_bytes: int | None
-    wait_s: float
-    train_s: float
-    step_s: float
-
-
-_ADDED = frozenset(
-    {
-        "tokens_response",
-        "tokens_computed",
-        "microbatches",
-        "preference_pairs",
-        "routes_missing",
-        "rollout_reads",
-        "rollout_buffer_bytes",
-        "rollout_head_bytes",
-        "rollout_collective_bytes",
-        "wait_s",
-        "train_s",
-        "step_s",
-    }
-)
-_LARGEST = frozenset(
-    {"logprob_diff_max", "expert_imbalance_max", "memory_trainer_host_bytes", "memory_trainer_device_bytes", "age_max"}
-)
-_MEANS_OF_UPDATES = frozenset({"loss", "policy_loss", "grad_norm"})
+    routes_missing: Annotated[int | None, sum]
+    tokens_response: Annotated[int, sum]
+    tokens_computed: Annotated[int, sum]
+    microbatches: Annotated[int, sum]
+    rollout_reads: Annotated[int, sum]
+    rollout_buffer_bytes: Annotated[int, sum]
+    rollout_head_bytes: Annotated[int, sum]
+    rollout_collective_bytes: Annotated[int, sum]
+    memory_trainer_host_bytes: Annotated[int, max]
+    memory_trainer_device_bytes: Annotated[int | None, max]
+    wait_s: Annotated[float, sum]
+    train_s: Annotated[float, sum]
+    step_s: Annotated[float, sum]
 
 
 def merge_updates(reports: Sequence[UpdateReport]) -> UpdateReport:
-    """One report of an iteration's updates.
-
-    Work and seconds are added, extremes kept, the last learning rate and experts_untouched taken; losses and the gradient norm are
-    means over updates, what is a mean over tokens stays one.
-    """
+    """One report of an iteration's updates: each field by the rule in its type, or the mean over trained tokens."""
     if len(reports) == 1:
         return reports[0]
     tokens = [report.tokens_response for report in reports]
-
-    def rule(name: str) -> Callable[[list[Any]], Any]:
-        if name in ("learning_rate", "experts_untouched"):
-            return lambda values: values[-1]
-        if name in _LARGEST:
-            return max
-        if name in _ADDED:
-            return sum
-        if name in _MEANS_OF_UPDATES:
-            return lambda values: sum(values) / len(values)
-        return mean
 
     def mean(values: list[Any]) -> Any:
         if isinstance(values[0], dict):
             return {key: mean([value[key] for value in values]) for key in values[0]}
         return sum(v * n for v, n in zip(values, tokens, strict=True)) / max(1, sum(tokens))
 
-    columns = {name: [getattr(report, name) for report in reports] for name in asdict(reports[0])}
-    merged: dict[str, Any] = {
-        name: None if values[0] is None else rule(name)(values) for name, values in columns.items()
-    }
+    merged: dict[str, Any] = {}
+    for name, kind in get_type_hints(UpdateReport, include_extras=True).items():
+        (rule,) = getattr(kind, "__metadata__", (mean,))
+        values = [getattr(report, name) for report in reports]
+        merged[name] = None if values[0] is None else rule(values)
     return UpdateReport(**merged)
 
 
@@ -293,7 +267,7 @@ CARRIED = Topic(
 
 @dataclass(frozen=True)
 class ShardAddress:
-    """The address at which a shard of the rollout buffer listens (samples/shards.py)."""
+    """The address at which a shard of the rollout buffer listens (samples/rollout_buffer.py)."""
 
     host: str
     port: int

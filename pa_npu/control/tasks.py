@@ -1,12 +1,15 @@
-"""Structured concurrency for Python 3.10: tasks that never outlive the block or the call that started them; and a program's end."""
+"""Structured concurrency for Python 3.10: tasks that never outlive the block or call that started them; turns; a program's end."""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -76,6 +79,22 @@ async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
         await cancel(tasks)
 
 
+async def guarded(work: Awaitable[T], *guards: Awaitable[object]) -> T:
+    """The result of `work`, unless a guard raises before; one that returns says nothing. Leaves nothing running."""
+    working = asyncio.ensure_future(work)
+    watching = [asyncio.ensure_future(guard) for guard in guards]
+    left: set[asyncio.Future[Any]] = {working, *watching}
+    try:
+        while not working.done():
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                for guard in done:
+                    guard.result()
+        return await working
+    finally:
+        await cancel([working, *watching])
+
+
 async def held(call: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
     """Returns users' code's result, or what it raises: SystemExit, left to a task, would end the event loop and all groups."""
     try:
@@ -96,6 +115,49 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in left:
         task.cancel()
     await asyncio.gather(*left, return_exceptions=True)
+
+
+class Turns:
+    """So many requests at once, those of the group that came first before those of all later ones, whenever they ask.
+
+    `async with turns.of(group):` stands around a request, with groups numbered as they come. For one event loop. A retry, or the
+    next test of a program, then waits for no group behind its own: what the oldest group may take follows from its own requests,
+    however many groups wait (ConfigTree.reward_limit_s).
+    """
+
+    def __init__(self, number: int) -> None:
+        self._free = number  # above 0 only where nobody waits
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._asked = itertools.count()
+
+    @asynccontextmanager
+    async def of(self, group: int) -> AsyncIterator[None]:
+        await self._take(group)
+        try:
+            yield
+        finally:
+            self._give()
+
+    async def _take(self, group: int) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (group, next(self._asked), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._give()  # it had come already
+            raise
+
+    def _give(self) -> None:
+        while self._waiting:
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
 
 
 def run_until_terminated(work: Coroutine[Any, Any, None]) -> None:

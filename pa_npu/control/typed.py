@@ -5,14 +5,13 @@
     MEMBERS.put(channel, Members(epoch=0, workers=2), version=3, attempt=0)
     members = MEMBERS.wait(channel, timeout_s, version=3, attempt=0)
 
-A topic is a module constant next to its dataclass, so that a key is spelled once. What is stored is JSON with the message's name
-and format: a program of another version, or a foreign writer, ends in one MessageError instead of a KeyError far from the cause.
+A topic is a module constant next to its dataclass, so that a key is spelled once. What is stored is JSON with the message's name:
+a program of another version, or a foreign writer, ends in one MessageError instead of a KeyError far from the cause.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from string import Formatter
 from typing import Any, Generic, TypeVar, cast
@@ -34,7 +33,7 @@ class Topic(Generic[T]):
     """A family of keys, and what is stored under each.
 
     key: template; its fields are the keyword arguments of every method. message: a frozen dataclass. what: completes "waited 3 s
-    for ...", sender included, with the key's fields. format: raise it whenever the dataclass changes.
+    for ...", sender included, with the key's fields.
 
     Fields of a message are int, float, str, bool, None, Any, dataclasses of these, and their tuple[X, ...], list[X],
     dict[str, X] and unions; msgspec reads them.
@@ -43,17 +42,19 @@ class Topic(Generic[T]):
     key: str
     message: type[T]
     what: str
-    format: int = 1
 
     def at(self, **place: Any) -> str:
         """The key. Raises TypeError where a field is missing or unknown."""
-        return self.key.format(**self._checked(place))
+        names = {name for _, name, _, _ in Formatter().parse(self.key) if name is not None}
+        if names != place.keys():
+            raise TypeError(f"{self.key}: got {sorted(place)}, needs {sorted(names)}")
+        return self.key.format(**place)
 
     def put(self, channel: StoreChannel, message: T, **place: Any) -> None:
         """Replaces an earlier message."""
         if type(message) is not self.message:
             raise TypeError(f"{self.key}: {type(message).__name__} is not a {self.message.__name__}")
-        envelope = {"message": self.message.__name__, "format": self.format, "fields": asdict(cast(Any, message))}
+        envelope = {"message": self.message.__name__, "fields": asdict(cast(Any, message))}
         channel.put_bytes(self.at(**place), json.dumps(envelope).encode())
 
     def exists(self, channel: StoreChannel, **place: Any) -> bool:
@@ -68,20 +69,13 @@ class Topic(Generic[T]):
 
     def wait(self, channel: StoreChannel, timeout_s: float, **place: Any) -> T:
         """Raises DeadlineExceeded after timeout_s, MessageError as `get`."""
-        return self._decode(channel.wait_bytes(self.at(**place), timeout_s, self._described(place)), place)
+        return self._decode(channel.wait_bytes(self.at(**place), timeout_s, self.what.format(**place)), place)
 
     async def wait_async(self, channel: StoreChannel, timeout_s: float, **place: Any) -> T:
         """`wait` for the event loop: cancellable."""
-        return self._decode(await channel.wait_bytes_async(self.at(**place), timeout_s, self._described(place)), place)
-
-    def _described(self, place: Mapping[str, Any]) -> str:
-        return self.what.format(**place)
-
-    def _checked(self, place: dict[str, Any]) -> dict[str, Any]:
-        names = {name for _, name, _, _ in Formatter().parse(self.key) if name is not None}
-        if names != place.keys():
-            raise TypeError(f"{self.key}: got {sorted(place)}, needs {sorted(names)}")
-        return place
+        return self._decode(
+            await channel.wait_bytes_async(self.at(**place), timeout_s, self.what.format(**place)), place
+        )
 
     def _decode(self, data: bytes, place: dict[str, Any]) -> T:
         where = f"store key {self.at(**place)}"
@@ -90,10 +84,9 @@ class Topic(Generic[T]):
             envelope = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise MessageError(f"{where}: {len(data)} bytes that are no JSON ({error}); {remedy}") from error
-        if not isinstance(envelope, dict) or envelope.keys() != {"message", "format", "fields"}:
+        if not isinstance(envelope, dict) or envelope.keys() != {"message", "fields"}:
             raise MessageError(f"{where}: is no message; {remedy}")
-        found = f"{envelope['message']} of format {envelope['format']}"
-        expected = f"{self.message.__name__} of format {self.format}"
+        found, expected = envelope["message"], self.message.__name__
         if found != expected:
             raise MessageError(f"{where}: holds {found}, this program reads {expected}; {remedy}")
         try:

@@ -1,4 +1,4 @@
-"""A process that runs users' code, as its parent sees it: JSON lines both ways, and an end that takes along all that it started.
+"""A process that runs users' code: JSON lines both ways, and an end that takes along all that it started.
 
     parent ──lifeline, requests──> keeper ──fork──> python -m MODULE ──fork──> whatever users' code starts
       ^──────────────── replies ───────────────────────────┘
@@ -16,13 +16,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pa_npu
 from pa_npu.control import keeper
-from pa_npu.errors import DeadlineExceeded
+from pa_npu.errors import ConfigError, DeadlineExceeded, PaNpuError
 
 REAP_TIMEOUT_S = 5.0  # a killed process is gone within milliseconds
 REPLY_LIMIT_BYTES = 64 << 20
@@ -52,7 +52,7 @@ class WorkerProcess:
             startup_s: until its first reply; raises DeadlineExceeded after that.
         """
         for number in range(1, KILLED_STARTS + 1):
-            worker = await cls._begin(arguments)
+            worker = cls(*await _start_module(*arguments))
             try:
                 if first is not None:
                     worker.write(json_line(first))
@@ -68,12 +68,6 @@ class WorkerProcess:
                 raise
             log.warning("%s was killed while it began (%s); started again", arguments[0], await worker.reap())
         raise AssertionError("unreachable: the last start returns or raises")
-
-    @classmethod
-    async def _begin(cls, arguments: Sequence[str]) -> WorkerProcess:
-        command = [sys.executable, "-m", *arguments]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "limit": REPLY_LIMIT_BYTES}
-        return cls(*await start_kept(command, _environment(), **pipes))
 
     async def _was_killed(self) -> bool:
         """Whether a signal ended the process, which has closed its output."""
@@ -124,7 +118,7 @@ async def start_kept(
     theirs, lifeline = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
-            *_kept(command, theirs),
+            *(sys.executable, "-I", "-S", keeper.__file__, str(theirs), "0", "", "--", *command),
             env=environment,
             pass_fds=(theirs,),
             start_new_session=True,  # a Ctrl-C in the terminal is for the parent
@@ -138,34 +132,47 @@ async def start_kept(
     return process, lifeline
 
 
-def run_worker(arguments: Sequence[str], requests: bytes, limit_s: float) -> tuple[bytes, int | None]:
-    """Return what a process wrote that was given these requests at once, and its exit code; None where the limit was reached."""
-    theirs, lifeline = os.pipe()
-    with subprocess.Popen(
-        _kept([sys.executable, "-m", *arguments], theirs),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=_environment(),
-        pass_fds=(theirs,),
-    ) as process:
-        os.close(theirs)
-        try:
-            return process.communicate(requests, limit_s)[0], process.returncode
-        except subprocess.TimeoutExpired:
-            os.close(lifeline)
-            lifeline = -1
-            return process.communicate()[0], None
-        finally:
-            if lifeline >= 0:
-                os.close(lifeline)
+def ask(module: str, request: bytes, limit_s: float, what: str, too_slow: str) -> str | None:
+    """Have a user's code tried in a process of its own, because it may do anything: what is wrong with it in one line, or None.
+
+    The process is python -m `module`, which serves the request (`serve`).
+
+    what: names key and code; too_slow: rule and remedy where the limit is reached. Raises ConfigError, beginning with `what`,
+    where the process does not answer.
+    """
+    output, code = asyncio.run(_run(module, request, limit_s))
+    if code is None:
+        raise ConfigError(f"{what}: {too_slow}")
+    try:
+        problem: str | None = json.loads(output)["problem"]
+    except (ValueError, LookupError, TypeError):
+        raise ConfigError(
+            f"{what}: the process that tried it ended with {code}; correct what its output says"
+        ) from None
+    return problem
+
+
+async def _run(module: str, request: bytes, limit_s: float) -> tuple[bytes, int | None]:
+    """Return what a process wrote that was given this request, and its exit code; None where the limit was reached."""
+    process, lifeline = await _start_module(module)
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(request), limit_s)
+        return output, process.returncode
+    except asyncio.TimeoutError:
+        return b"", None
+    finally:
+        os.close(lifeline)
+        await process.wait()
+
+
+async def _start_module(*arguments: str) -> tuple[asyncio.subprocess.Process, int]:
+    """A module of this package and what it is given, kept, with pipes to its input and from its output."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "limit": REPLY_LIMIT_BYTES}
+    return await start_kept([sys.executable, "-m", *arguments], _environment(), **pipes)
 
 
 def json_line(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
-
-
-def _kept(command: Sequence[str], lifeline: int) -> list[str]:
-    return [sys.executable, "-I", "-S", keeper.__file__, str(lifeline), "0", "", "--", *command]
 
 
 def _environment() -> dict[str, str]:
@@ -173,3 +180,37 @@ def _environment() -> dict[str, str]:
     package_root = str(Path(pa_npu.__file__).resolve().parents[1])
     search_path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), package_root)))
     return {**os.environ, "PYTHONPATH": search_path}
+
+
+# The process itself: it keeps its pipes from users' code.
+
+
+def private_pipes() -> tuple[Any, Any]:
+    """(input, output): takes stdin and stdout away from everything that runs in this process later, children included."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return requests, replies
+
+
+def send(replies: Any, message: Mapping[str, Any]) -> None:
+    """One reply, a line of JSON."""
+    replies.write(json.dumps(message).encode() + b"\n")
+    replies.flush()
+
+
+def serve(attempt: Callable[[bytes], None]) -> NoReturn:
+    """Answer one `ask`: {"problem": null | one line}, which a PaNpuError of the attempt says.
+
+    It is the process's whole life. What the user's code prints goes to stderr, and its threads do not keep anybody waiting.
+    """
+    requests, replies = private_pipes()
+    problem = None
+    try:
+        attempt(requests.read())
+    except PaNpuError as error:
+        problem = str(error)
+    send(replies, {"problem": problem})
+    os._exit(0)

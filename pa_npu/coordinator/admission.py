@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.pacing import Pace
-from pa_npu.coordinator.variants import Points
+from pa_npu.coordinator.updates import EveryGroup
+from pa_npu.coordinator.variants import Pace, Points
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.lengths import ResponseLengths
-from pa_npu.dispatch.selection import EveryGroup
+from pa_npu.dispatch.assignment import GroupCost
 from pa_npu.engines.pool import EnginePool, Lease
-from pa_npu.planning.iteration_model.cluster import GroupTiming
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook
+from pa_npu.planning.iteration_model.subjects import GroupOutlook, GroupTiming, IterationOutlook
+
+Pair = tuple[float, float]
+"""Lengths of a group: (mean of its responses, the longest), in tokens or as ratios. numpy takes several times as long for two."""
+
+# Groups that the baseline remembers, about: some iterations of usual size.
+_MEMORY = 1000
+# A line through fewer groups than this is noise.
+_MIN_FOR_SLOPE = 16
+# The ratio of a prompt that was not seen.
+_NO_RATIO = (1.0, 1.0)
+# Of the newest group in a prompt's ratio. One group of 8 has most of the information, and the policy moves between epochs.
+_NEWEST = 0.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,119 +37,97 @@ class Admitted:
     lease: Lease
 
 
+@dataclass(eq=False, repr=False)
 class Planner:
     """A run's knowledge of its prompts' lengths, from which each iteration's schedule is chosen."""
 
-    def __init__(
-        self,
-        config: Config,
-        pool: EnginePool,
-        controller: ScheduleController,
-        work: Callable[[int, Sequence[int]], float],
-    ) -> None:
-        self.wait_s = config.engine_wait_s
-        self.num_samples = config.rollout.responses_per_prompt
-        self._config = config
-        self._pool = pool
-        self._controller = controller
-        self._work = work
-        self._lengths = ResponseLengths(config.rollout.max_response_tokens)
-        self._computed = self._written = (
-            1.0  # work of what trainers have had, and as if it were prompts and what was written
-        )
+    config: Config
+    pool: EnginePool
+    controller: ScheduleController
+    work: GroupCost
 
-    def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
-        """Choose the schedule of an iteration ahead of `pace`; none may begin or be learned from meanwhile."""
-        self._controller.prepare(self._outlook(iteration, prompts))
+    def __post_init__(self) -> None:
+        self.num_samples = self.config.rollout.responses_per_prompt
+        self.lengths = ResponseLengths(self.config.rollout.max_response_tokens)
+        # work of what trainers have had, and as if it were prompts and what was written
+        self._computed = self._written = 1.0
 
     def pace(self, iteration: int, prompts: Sequence[Prompt]) -> Pace:
         """The schedule of an iteration that begins now."""
-        schedule = self._controller.begin_iteration(self._outlook(iteration, prompts), iteration)
-        return Pace(schedule, len(self._pool.engines))
+        schedule = self.controller.begin_iteration(self.outlook(iteration, prompts), iteration)
+        return Pace(schedule, len(self.pool.engines))
 
     def tokens(self, prompt: Prompt) -> int:
         """Expected tokens of a group, prompts and responses."""
-        return self.num_samples * (len(prompt.tokens) + round(self._lengths.mean(prompt)))
+        return self.num_samples * (len(prompt.tokens) + round(self.lengths.mean(prompt)))
 
-    def work(self, prompts: Sequence[Prompt]) -> float | None:
+    def expected_work(self, prompts: Sequence[Prompt]) -> float | None:
         """Expected work of training all groups of an iteration; None before any length was seen."""
-        if not self._lengths.num_observed:
+        if not self.lengths.num_observed:
             return None
         expected = sum(
-            self._work(len(prompt.tokens), [round(self._lengths.mean(prompt))] * self.num_samples) for prompt in prompts
+            self.work(len(prompt.tokens), [round(self.lengths.mean(prompt))] * self.num_samples) for prompt in prompts
         )
         return expected * self._computed / self._written
 
     def observe(self, timing: GroupTiming, iteration: int) -> None:
         """Tells the controller the seconds that a group took."""
-        written = self._work(timing.prompt_tokens, timing.lengths)
+        written = self.work(timing.prompt_tokens, timing.lengths)
         self._written += written
-        self._computed += written if timing.computed is None else timing.work(self._work)
-        self._controller.observe(timing, iteration)
+        self._computed += written if timing.computed is None else timing.work(self.work)
+        self.controller.observe(timing, iteration)
 
-    def learn(self, groups: Sequence[tuple[Prompt, Sequence[int]]]) -> None:
-        """Response lengths of an iteration's groups, in order of dispatch."""
-        self._lengths.observe(groups)
-
-    def _outlook(self, iteration: int, prompts: Sequence[Prompt]) -> IterationOutlook:
+    def outlook(self, iteration: int, prompts: Sequence[Prompt]) -> IterationOutlook:
         groups = [
-            GroupOutlook(len(prompt.tokens), self._lengths.longest(prompt), self._lengths.mean(prompt))
+            GroupOutlook(len(prompt.tokens), self.lengths.longest(prompt), self.lengths.mean(prompt))
             for prompt in prompts
         ]
-        uses = self._pool.use()
-        names = tuple(engine.name for engine in self._pool.engines)
+        uses = self.pool.use()
+        names = tuple(engine.name for engine in self.pool.engines)
         # trainers that are behind wait for no group: what counts is when the last one is there
-        streams = self._config.streams(iteration) and not self._config.iterations_ahead
-        streams = streams and not self._config.follows_work
-        windows = {name: own for name in names if (own := uses[name].window) is not None}
-        speeds = {name: uses[name].speed for name in names if uses[name].speed != 1.0}
+        streams = self.config.streams(iteration) and not self.config.iterations_ahead
+        streams = streams and not self.config.follows_work
+        windows = {name: own for name in names if (own := uses[name].settings.window) is not None}
+        speeds = {name: speed for name in names if (speed := uses[name].settings.speed) != 1.0}
         return IterationOutlook(groups, names, streams, windows, speeds)
 
 
+@dataclass(eq=False, repr=False)
 class Admission:
     """One iteration's groups to engines, one after another. version: by which engines must write them; None: any."""
 
-    def __init__(
-        self,
-        planner: Planner,
-        pool: EnginePool,
-        iteration: int,
-        choice: EveryGroup[ScoredGroup],
-        pace: Pace,
-        version: int | None,
-        points: Points,
-    ) -> None:
-        self._planner = planner
-        self._pool = pool
-        self._iteration = iteration
-        self._choice = choice
-        self._pace = pace
-        self._version = version
-        self._points = points
-        self._lengths: dict[int, tuple[Prompt, list[int]]] = {}  # of all that was generated, by index
+    planner: Planner
+    pool: EnginePool
+    iteration: int
+    choice: EveryGroup
+    pace: Pace
+    version: int | None
+    points: Points
+    # of all that was generated, by index
+    _lengths: dict[int, tuple[Prompt, list[int]]] = field(default_factory=dict, init=False)
 
     async def next(self) -> Admitted | None:
         """The next group, when an engine has room for it; None when all have been dispatched that are needed."""
-        if self._choice.must_wait:
-            for tell in self._points.nothing_left:
+        if self.choice.must_wait:
+            for tell in self.points.nothing_left:
                 tell()
-        if (number := await self._choice.next_index()) is None:
+        if (number := await self.choice.next_index()) is None:
             return None
         # replacements come as they are needed, after the prompts that the iteration began with
-        index = self._pace.index(number)
-        prompt = self._choice.prompt(index)
-        tokens = self._planner.tokens(prompt)
-        for wait in self._points.before_admit:
+        index = self.pace.index(number)
+        prompt = self.choice.prompt(index)
+        tokens = self.planner.tokens(prompt)
+        for wait in self.points.before_admit:
             await wait()
         # every group in flight ends by its own deadline, and an engine that is gone is replaced by its own
-        lease = await self._pool.admit(
-            *(self._planner.num_samples, tokens, self._pace.window, self._planner.wait_s),
-            version=self._version,
+        lease = await self.pool.admit(
+            *(self.planner.num_samples, tokens, self.pace.window, self.planner.config.engine_wait_s),
+            version=self.version,
         )
-        if (taken := self._pace.taken_by(lease.engine.name)) is not None:
-            index, prompt = taken, self._choice.prompt(taken)
-            lease.expect(self._planner.tokens(prompt))
-        for tell_admitted in self._points.admitted:
+        if (taken := self.pace.taken_by(lease.engine.name)) is not None:
+            index, prompt = taken, self.choice.prompt(taken)
+            lease.expect(self.planner.tokens(prompt))
+        for tell_admitted in self.points.admitted:
             tell_admitted(lease)
         return Admitted(index, prompt, lease)
 
@@ -156,12 +144,101 @@ class Admission:
             prompt_tokens=len(group.prompt.tokens),
             lengths=tuple(lengths),
             delivered_s=scored_s - end_s + put_s,
-            trained=self._choice.trains(group),
+            trained=self.choice.trains(group),
             moved=lease.first is not lease,
             computed=group.computed,
         )
-        self._planner.observe(timing, self._iteration)
+        self.planner.observe(timing, self.iteration)
 
     def end(self) -> None:
         """All groups have been delivered."""
-        self._planner.learn([self._lengths[index] for index in sorted(self._lengths)])
+        self.planner.lengths.observe([self._lengths[index] for index in sorted(self._lengths)])
+
+
+class ResponseLengths:
+    """How long the responses to a prompt will be, in tokens, learned from the run's own groups.
+
+    A group holds its room on an engine until its longest response ends, so groups are ordered by that. Engines are told the mean
+    length: what a group will put on them.
+
+    An estimate is a baseline for all prompts times a ratio of the prompt's own:
+
+      baseline   least squares over the prompt's length, forgetting exponentially, so that it follows lengths that grow in training
+      ratio      exponential mean over the prompt's earlier groups of what was seen over the baseline of that time, from 1
+
+    Estimates steer when and where a group is generated, never what: seeds, and with order=prompt slots, follow from its index. So
+    they are not part of a checkpoint; a resumed run learns them again.
+
+    max_tokens: the length limit, and what is assumed before anything was seen.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._count, self._weight = 0, 0.0
+        # exponentially forgotten sums: x and x^2 of prompt lengths, y and x y of the pairs
+        self._x, self._xx = 0.0, 0.0
+        self._y, self._xy = (0.0, 0.0), (0.0, 0.0)
+        self._ratios: dict[int, Pair] = {}
+        self._expected: dict[tuple[int, int], Pair] = {}  # by prompt and its length, until more is seen
+
+    @property
+    def num_observed(self) -> int:
+        """Groups seen so far."""
+        return self._count
+
+    def mean(self, prompt: Prompt) -> float:
+        """Expected tokens of a response."""
+        return self._expect(prompt)[0]
+
+    def longest(self, prompt: Prompt) -> float:
+        """Expected tokens of the longest response of a group."""
+        return self._expect(prompt)[1]
+
+    def observe(self, groups: Sequence[tuple[Prompt, Sequence[int]]]) -> None:
+        """Response lengths of an iteration's groups.
+
+        All at once: those that finish first are short, and a baseline of them alone would make all others look long.
+        """
+        self._expected.clear()
+        keep = 1.0 - 1.0 / _MEMORY
+        pairs = [(sum(lengths) / len(lengths), float(max(lengths))) for _, lengths in groups]
+        for (prompt, _), (mean, longest) in zip(groups, pairs, strict=True):
+            x = float(len(prompt.tokens))
+            self._count += 1
+            self._weight = keep * self._weight + 1.0
+            self._x, self._xx = keep * self._x + x, keep * self._xx + x * x
+            self._y = keep * self._y[0] + mean, keep * self._y[1] + longest
+            self._xy = keep * self._xy[0] + x * mean, keep * self._xy[1] + x * longest
+        for (prompt, _), (mean, longest) in zip(groups, pairs, strict=True):
+            base, ratio = self._baseline(prompt), self._ratios.get(prompt.prompt_id, _NO_RATIO)
+            self._ratios[prompt.prompt_id] = (
+                ratio[0] + _NEWEST * (mean / base[0] - ratio[0]),
+                ratio[1] + _NEWEST * (longest / base[1] - ratio[1]),
+            )
+
+    def _expect(self, prompt: Prompt) -> Pair:
+        key = prompt.prompt_id, len(prompt.tokens)
+        known = self._expected.get(key)
+        if known is None:
+            base, ratio = self._baseline(prompt), self._ratios.get(prompt.prompt_id, _NO_RATIO)
+            known = self._expected[key] = self._possible(base[0] * ratio[0]), self._possible(base[1] * ratio[1])
+        return known
+
+    def _possible(self, length: float) -> float:
+        return min(max(length, 1.0), float(self._max_tokens))
+
+    def _baseline(self, prompt: Prompt) -> Pair:
+        if not self._count:
+            return float(self._max_tokens), float(self._max_tokens)
+        weight, mean_x = self._weight, self._x / self._weight
+        spread = self._xx / weight - mean_x**2
+        if self._count < _MIN_FOR_SLOPE or spread < 1.0:
+            return self._y[0] / weight, self._y[1] / weight
+
+        def on_line(y: float, xy: float) -> float:
+            mean_y = y / weight
+            slope = (xy / weight - mean_x * mean_y) / spread
+            # prompts far from the others' lengths are not extrapolated to nothing, nor beyond the limit
+            return min(max(mean_y + slope * (len(prompt.tokens) - mean_x), 0.25 * mean_y), 4.0 * mean_y)
+
+        return on_line(self._y[0], self._xy[0]), on_line(self._y[1], self._xy[1])

@@ -14,36 +14,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.evaluate import RunEvaluations
+from pa_npu.coordinator.record import Border
 from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.data.prompts import Prompt
-from pa_npu.engines.membership import Fleet
-from pa_npu.engines.pool import EnginePool, EngineUse
-from pa_npu.publish.coordinator_side import CoordinatorPublish, EnginesHold, Prepared
+from pa_npu.engines.membership import Fleet, Member
+from pa_npu.engines.pool import EnginePool
+from pa_npu.publish.coordinator_side import CoordinatorPublish, EnginesHold
 from pa_npu.publish.messages import READY
 from pa_npu.telemetry.timeline import Timeline, now, on_clock
 
 
-@dataclass(frozen=True)
-class Border:
-    """The publish between two iterations, and the engines' counters and number after it."""
-
-    held: EnginesHold
-    use: dict[str, EngineUse]
-    engines: int
-
-    @property
-    def publish_s(self) -> float:
-        """From the trainers' readiness to the end."""
-        return self.held.done_s - self.held.ready_s
-
-
+@dataclass(eq=False, repr=False)
 class BorderCrossing:
     """Takes a run from one weight version to the next.
 
@@ -51,51 +39,40 @@ class BorderCrossing:
     published: the version that is given new groups; None before the first.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        channel: StoreChannel,
-        fleet: Fleet,
-        pool: EnginePool,
-        publish: CoordinatorPublish,
-        timeline: Timeline,
-        evaluations: RunEvaluations,
-        service: ServedRun | None,
-        written: Callable[[int], Awaitable[None]],
-    ) -> None:
-        self.published: int | None = None
-        self._config = config
-        self._channel = channel
-        self._fleet = fleet
-        self._pool = pool
-        self._publish = publish
-        self._timeline = timeline
-        self._evaluations = evaluations
-        self._service = service
-        self._written = written
-        self._arriving: asyncio.Task[Prepared | None] | None = None  # the next version, beside generation
-        self._swapping: asyncio.Task[EnginesHold] | None = None  # engines, one after another
+    config: Config
+    channel: StoreChannel
+    fleet: Fleet
+    pool: EnginePool
+    publish: CoordinatorPublish
+    timeline: Timeline
+    evaluations: RunEvaluations
+    service: ServedRun | None
+    written: Callable[[int], Awaitable[None]]
+    published: int | None = field(default=None, init=False)
+    # the next version, beside generation
+    _arriving: asyncio.Task[list[Member] | None] | None = field(default=None, init=False)
+    _swapping: asyncio.Task[EnginesHold] | None = field(default=None, init=False)  # engines, one after another
 
     async def cross(self, version: int, prompt: Prompt | None, *, is_first: bool) -> Border | None:
         """A version from trainers to engines. prompt: for a probe. None: some engines have it, and `rest` waits for the others."""
-        config = self._config
+        config = self.config
         within_s = config.run.startup_timeout_s if is_first else config.wait_timeout_s
         await self._free_engines(version, within_s)
-        if self._config.publish.divergence is not None and not is_first:
-            ready = await READY.wait_async(self._channel, within_s, version=version)
+        if self.config.publish.divergence is not None and not is_first:
+            ready = await READY.wait_async(self.channel, within_s, version=version)
             if not ready.publishes:
                 return self._left_out()
         prepared = None
         if self._arriving is not None:
             prepared, self._arriving = await self._arriving, None
         if prepared is None:
-            await self._written(version)
-            probed = prompt if is_first or not self._config.delays(version) else None
-            return self._crossed(version, await self._publish.publish(version, probed, within_s))
+            await self.written(version)
+            probed = prompt if is_first or not self.config.delays(version) else None
+            return self._crossed(version, await self.publish.publish(version, probed, within_s))
         some = asyncio.Event()
-        swapping = self._publish.swap(version, prepared, some.set)
+        swapping = self.publish.swap(version, prepared, some.set)
         self._swapping = asyncio.create_task(swapping, name=f"swap to weight version {version}")
-        if not self._config.swaps_in_turn(version):
+        if not self.config.swaps_in_turn(version):
             return await self.rest(version)
         await _first_of(self._swapping, some)
         self.published = version
@@ -105,12 +82,12 @@ class BorderCrossing:
         """All engines have swapped to `version`, and what the version before wrote is in the buffer."""
         assert self._swapping is not None
         held, self._swapping = await self._swapping, None
-        await self._written(version)
+        await self.written(version)
         return self._crossed(version, held)
 
     def expect(self, version: int, crossed: asyncio.Future[Border]) -> None:
         """The next version, where it is delayed, may come into engines' second buffers, once these are free of the one before."""
-        if self._config.delays(version):
+        if self.config.delays(version):
             self._arriving = asyncio.create_task(self._arrive(version, crossed), name=f"weight version {version}")
 
     async def close(self) -> None:
@@ -119,33 +96,33 @@ class BorderCrossing:
 
     async def _free_engines(self, version: int, within_s: float) -> None:
         """Engines that wait inside a load answer nothing: with others' work on them they are asked when the trainers are ready."""
-        if self._evaluations.is_running:
-            await READY.wait_async(self._channel, within_s, version=version)
-            await self._evaluations.cut_short(version - 1)
-        if self._service is not None:
-            await READY.wait_async(self._channel, within_s, version=version)
-            await self._service.quiet()
+        if self.evaluations.is_running:
+            await READY.wait_async(self.channel, within_s, version=version)
+            await self.evaluations.cut_short(version - 1)
+        if self.service is not None:
+            await READY.wait_async(self.channel, within_s, version=version)
+            await self.service.quiet()
 
-    async def _arrive(self, version: int, crossed: asyncio.Future[Border]) -> Prepared | None:
+    async def _arrive(self, version: int, crossed: asyncio.Future[Border]) -> list[Member] | None:
         await asyncio.wait({crossed})
         # what is produced meanwhile, and then what is trained
-        within_s = self._config.border_timeout_s + self._config.wait_timeout_s
-        return await self._publish.prepare(version, within_s)
+        within_s = self.config.border_timeout_s + self.config.wait_timeout_s
+        return await self.publish.prepare(version, within_s)
 
     def _left_out(self) -> Border:
         """Engines keep what they have."""
-        if self._service is not None and self.published is not None:
-            self._service.published(self.published)
+        if self.service is not None and self.published is not None:
+            self.service.published(self.published)
         now_s = time.perf_counter()
-        return Border(EnginesHold(None, now_s, now_s, now_s, now_s), self._pool.use(), self._fleet.size)
+        return Border(EnginesHold(None, now_s, now_s, now_s, now_s), self.pool.use(), self.fleet.size)
 
     def _crossed(self, version: int, held: EnginesHold) -> Border:
         # engines were asked before: that ran beside training
-        self._timeline.complete("publish", on_clock(held.ready_s), now(), version=version)
+        self.timeline.complete("publish", on_clock(held.ready_s), now(), version=version)
         self.published = version
-        if self._service is not None:
-            self._service.published(version)
-        return Border(held, self._pool.use(), self._fleet.size)
+        if self.service is not None:
+            self.service.published(version)
+        return Border(held, self.pool.use(), self.fleet.size)
 
 
 async def _first_of(task: asyncio.Task[Any], event: asyncio.Event) -> None:

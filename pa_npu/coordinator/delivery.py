@@ -3,67 +3,62 @@
 Delivery       each group as soon as it is released                        schedule.stream=true
 HeldDelivery   all groups when the last one is there, by the same steps    schedule.stream=false
 RolesDelivery  each when its replica's devices decode no more (roles.py)   placement.colocate with schedule.stream
+Production     the iteration's numbers for its record, and its samples     always
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from pa_npu.algorithm.advantages import batch_advantages, group_advantages
 from pa_npu.config.schema import Config
+from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.coordinator.episode import ScoredGroup, check_size
-from pa_npu.coordinator.production import Production
-from pa_npu.dispatch.assignment import Assignment
+from pa_npu.coordinator.variants import Variant
+from pa_npu.data.stream import Outcome
+from pa_npu.dispatch.assignment import Assignment, GroupCost
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
 
-GroupCost = Callable[[int, Sequence[int]], float]
-"""Cost of training a group, from the length of its prompt and those of its responses; dispatch.work.GroupWork is one."""
+Sums = defaultdict[str, float]
 
 
+@dataclass(eq=False, repr=False)
 class Delivery:
     """One iteration's groups, each as it is released.
 
     work: what training a group costs. store_thread: for the buffer's blocking calls, in order. told: of every group that is put.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        production: Production,
-        assignment: Assignment,
-        work: GroupCost,
-        buffer: RolloutBuffer,
-        store_thread: Executor,
-        told: Sequence[Callable[[Group, ScoredGroup], None]],
-    ) -> None:
-        self._config = config
-        self._seed = config.run.seed
-        self._kind = config.algorithm.advantage
-        self._production = production
-        self._assignment = assignment
-        self._group_work = work
-        self._buffer = buffer
-        self._store_thread = store_thread
-        self._told = told
-        self._held: list[tuple[int, ScoredGroup]] = []
+    config: Config
+    production: Production
+    assignment: Assignment
+    work: GroupCost
+    buffer: RolloutBuffer
+    store_thread: Executor
+    told: Sequence[Callable[[Group, ScoredGroup], None]]
+    _held: list[tuple[int, ScoredGroup]] = field(default_factory=list, init=False)
 
     async def take(self, number: int, scored: ScoredGroup) -> None:
         """A group that is trained under this number."""
-        check_size(self._config, scored.prompt, scored.samples)
-        self._production.add(number, scored)
+        check_size(self.config, scored.prompt, scored.samples)
+        self.production.add(number, scored)
         await self._deliver(number, scored)
 
     async def finish(self, num_groups: int) -> float:
         """All groups have been taken. Asserts that they fill all slots (I2); returns the replicas' imbalance."""
-        self._assignment.finish(num_groups)
-        return self._assignment.imbalance
+        self.assignment.finish(num_groups)
+        return self.assignment.imbalance
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -74,10 +69,10 @@ class Delivery:
         """End what runs beside the iteration, which may have failed."""
 
     async def _deliver(self, number: int, scored: ScoredGroup) -> None:
-        await self._deliver_to(number, scored, self._assignment.assign(number, self._work(scored)))
+        await self._deliver_to(number, scored, self.assignment.assign(number, self._cost(scored)))
 
     async def _deliver_to(self, number: int, scored: ScoredGroup, slot: tuple[int, int]) -> None:
-        await self._put(number, scored, group_advantages(scored.rewards, self._kind), {slot: None})
+        await self._put(number, scored, group_advantages(scored.rewards, self.config.algorithm.advantage), {slot: None})
 
     async def _put(
         self,
@@ -87,19 +82,17 @@ class Delivery:
         slots: Mapping[tuple[int, int], tuple[int, int] | None],
     ) -> None:
         """slots: each (replica, slot) that gets it, and which samples that replica trains; None: all."""
-        group, loop = (
-            scored.group(self._seed, self._production.iteration, number, advantages),
-            asyncio.get_running_loop(),
-        )
+        group = scored.group(self.config.run.seed, self.production.iteration, number, advantages)
+        loop = asyncio.get_running_loop()
         for slot, part in slots.items():
             sent = group if part is None else replace(group, part=part)
-            await loop.run_in_executor(self._store_thread, self._buffer.put, sent, *slot)
-        for tell in self._told:
+            await loop.run_in_executor(self.store_thread, self.buffer.put, sent, *slot)
+        for tell in self.told:
             tell(group, scored)
-        self._production.put(group, scored, advantages, {replica: part for (replica, _), part in slots.items()})
+        self.production.put(group, scored, advantages, {replica: part for (replica, _), part in slots.items()})
 
-    def _work(self, scored: ScoredGroup) -> float:
-        return self._group_work(*scored.trained_as)
+    def _cost(self, scored: ScoredGroup) -> float:
+        return self.work(*scored.trained_as)
 
 
 class HeldDelivery(Delivery):
@@ -110,13 +103,196 @@ class HeldDelivery(Delivery):
 
     async def finish(self, num_groups: int) -> float:
         rewards = [scored.rewards for _, scored in self._held]
-        if self._kind == "batch-std":
+        if self.config.algorithm.advantage == "batch-std":
             advantages = batch_advantages(rewards)
         else:
-            advantages = [group_advantages(values, self._kind) for values in rewards]
-        slots = self._assignment.assign_all(
-            [number for number, _ in self._held], [self._work(scored) for _, scored in self._held]
+            advantages = [group_advantages(values, self.config.algorithm.advantage) for values in rewards]
+        slots = self.assignment.assign_all(
+            [number for number, _ in self._held], [self._cost(scored) for _, scored in self._held]
         )
         for (number, scored), values, slot in zip(self._held, advantages, slots, strict=True):
             await self._put(number, scored, values, {slot: None})
         return await super().finish(num_groups)
+
+
+@dataclass(frozen=True)
+class Produced:
+    """One iteration's production when it is over.
+
+    numbers: the coordinator's part of the iteration record that does not depend on wall time between publishes. samples: for
+    samples.jsonl. dispatched: what trainers compare with what they have trained (I2). kept: for RUN/samples; outcomes: of all
+    prompts that were asked, in order of dispatch; both empty where the iteration was produced before a restart.
+    """
+
+    iteration: int
+    numbers: dict[str, Any]
+    samples: list[dict[str, Any]]
+    dispatched: Dispatched
+    kept: Sequence[KeptResponse] = ()
+    outcomes: Sequence[Outcome] = ()
+
+
+class Production(Variant):
+    """Accumulates the groups of one iteration: all as they are scored, and those that are trained (add, put).
+
+    num_kept: the groups of the lowest dispatch indices, this many, are kept with their tokens, and the first SAMPLES_IN_SHORT of
+    these in short; which ones does not depend on timing.
+    """
+
+    def __init__(self, iteration: int, num_kept: float = 0) -> None:
+        self.iteration = iteration
+        self._num_kept = num_kept
+        self._start_s = time.perf_counter()
+        self._samples: list[dict[str, Any]] = []
+        self._kept: list[KeptResponse] = []
+        self._in_buffer: list[DispatchedGroup] = []
+        self._outcomes: dict[int, Outcome] = {}  # by dispatch index
+        self._dispatched_correct = 0.0
+        self._trained: list[tuple[float, ...]] = []  # numbers of each group that is trained, see add and end
+        # by environments' and by reward functions' names
+        self._counted: Sums = defaultdict(int)
+        self._rewards: Sums = defaultdict(int)
+        self._no_verdict: Sums = defaultdict(int)
+
+    def scored(self, index: int, group: ScoredGroup) -> None:
+        """A scored group, trained or not: the policy's accuracy is over these, whatever is chosen for training."""
+        prompt, result = group.prompt, group.result
+        right, reward = _mean(result.correct.tolist()), _mean(result.total.tolist())
+        self._dispatched_correct += right
+        for name, number in group.counted.items():
+            self._counted[name] += number
+        self._outcomes[index] = Outcome(prompt.source, None if result.errors else right, reward)
+
+    def add(self, index: int, group: ScoredGroup) -> None:
+        """A group that is trained, under this number."""
+        samples, result, lengths = group.samples, group.result, group.lengths
+        num_trained, rewards = sum(lengths), result.total.tolist()
+        self._trained.append(
+            (
+                len(samples),
+                len(group.prompt.tokens),
+                sum([len(sample.tokens) for sample in samples]) - num_trained,
+                num_trained,
+                min(lengths),
+                max(lengths),
+                sum([sample.finished for sample in samples]),
+                int(np.count_nonzero(result.correct)),
+                sum(rewards),
+                _deviation(rewards),
+                len(result.errors),
+                not result.is_informative,
+            )
+        )
+        for name, values in result.functions.items():
+            self._rewards[name] += sum(values.tolist())
+        for name, number in result.no_verdict.items():
+            self._no_verdict[name] += number
+        if index < min(self._num_kept, SAMPLES_IN_SHORT):
+            self._samples.append(_sample(self.iteration, index, group))
+
+    def put(
+        self, group: Group, scored: ScoredGroup, advantages: np.ndarray, parts: Mapping[int, tuple[int, int] | None]
+    ) -> None:
+        """A group is in the buffer. parts: by replica which samples it trains; None: all. advantages: float32 [samples]."""
+        for replica, part in parts.items():
+            first, last = part or (0, len(scored.lengths))
+            self._in_buffer.append(DispatchedGroup(group.index, replica, tuple(scored.lengths[first:last]), first))
+        if group.index < self._num_kept:
+            self._kept += _kept(self.iteration, group.index, scored, advantages)
+
+    def end(self, window: int, tail_waste: float, replica_imbalance: float) -> Produced:
+        """All groups are in the buffer. window: the admission window they ended with; the others: TailMeter's, Assignment's."""
+        counted, groups = self._counted, len(self._trained)
+        samples, prompts, others, tokens, shortest, longest, finished, correct, reward, deviation, errors, equal = zip(
+            *self._trained, strict=True
+        )
+        responses = sum(samples)
+        numbers = {
+            "groups": groups,
+            "groups_dispatched": len(self._outcomes),
+            "accuracy_dispatched": self._dispatched_correct / len(self._outcomes),
+            "reward_mean": sum(reward) / responses,
+            "reward_std": sum(deviation) / groups,
+            "accuracy": sum(correct) / responses,
+            "rewards": {name: total / responses for name, total in sorted(self._rewards.items())},
+            "reward_errors": sum(errors),
+            "reward_no_verdict": dict(self._no_verdict),
+            "equal_reward_ratio": sum(equal) / groups,
+            "response_length_mean": sum(tokens) / responses,
+            "response_length_min": min(shortest),
+            "response_length_max": max(longest),
+            "prompt_length_mean": sum(prompts) / groups,
+            "truncated_ratio": 1 - sum(finished) / responses,
+            "tokens_prompt": sum(others),
+            "tokens_response": sum(tokens),
+            "environment": dict(sorted(counted.items())),
+            **({"unique_ratio": counted["tokens_unique"] / counted["tokens"]} if counted.get("tokens") else {}),
+            "generate_s": time.perf_counter() - self._start_s,
+            "window": window,
+            "tail_waste": tail_waste,
+            "replica_imbalance": replica_imbalance,
+        }
+        in_short = sorted(self._samples, key=lambda sample: sample["index"])
+        dispatched = Dispatched(self.iteration, tuple(self._in_buffer))
+        outcomes = tuple(self._outcomes[index] for index in sorted(self._outcomes))
+        return Produced(self.iteration, numbers, in_short, dispatched, tuple(self._kept), outcomes)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """numpy takes ten times as long for the few values of a group."""
+    return sum(values) / len(values)
+
+
+def _deviation(values: Sequence[float]) -> float:
+    """That of a sample: divided by one less than their number."""
+    mean = _mean(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
+
+
+def _sample(iteration: int, index: int, group: ScoredGroup) -> dict[str, Any]:
+    prompt, samples, result = group.prompt, group.samples, group.result
+    return {
+        "iteration": iteration,
+        "index": index,
+        "prompt_id": prompt.prompt_id,
+        "prompt": prompt.text,
+        "answer": prompt.answer,
+        "responses": [
+            {
+                "text": sample.text,
+                "tokens": sample.num_trained,
+                "finish_reason": "stop" if sample.finished else "length",
+                "reward": float(result.total[number]),
+                "correct": bool(result.correct[number]),
+            }
+            for number, sample in enumerate(samples)
+        ],
+        "errors": list(result.errors),
+    }
+
+
+def _kept(iteration: int, index: int, group: ScoredGroup, advantages: np.ndarray) -> list[KeptResponse]:
+    prompt, samples, result = group.prompt, group.samples, group.result
+    return [
+        KeptResponse(
+            iteration=iteration,
+            index=index,
+            response=number,
+            prompt_id=prompt.prompt_id,
+            prompt=prompt.text,
+            prompt_tokens=len(prompt.tokens),
+            answer=prompt.answer,
+            text=sample.text,
+            finish_reason="stop" if sample.finished else "length",
+            version=int(sample.versions.max()),
+            reward=float(result.total[number]),
+            rewards={name: float(values[number]) for name, values in result.functions.items()},
+            advantage=float(advantages[number]),
+            correct=bool(result.correct[number]),
+            errors=tuple(result.errors),
+            tokens=sample.tokens[sample.trained].tolist(),
+            logprobs=sample.logprobs[sample.trained].tolist(),
+            turns=[asdict(turn) for turn in sample.turns],
+        )
+        for number, sample in enumerate(samples)
+    ]

@@ -1,6 +1,6 @@
 """An environment with code of the user's, tried on one prompt before a run: what is wrong with it is one line.
 
-python -m pa_npu.coordinator.environment_trial      {"config", "prompt"} as JSON on stdin; see pa_npu.control.trial
+python -m pa_npu.coordinator.environment_trial      {"config", "prompt"} as JSON on stdin; see pa_npu.control.worker_process
 
 The policy's part is made up: every turn it writes the reference answer.
 """
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pa_npu.config.load import load_tree
 from pa_npu.config.schema import Config
-from pa_npu.control.trial import ask, serve
+from pa_npu.control.worker_process import ask, serve
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.errors import ConfigError

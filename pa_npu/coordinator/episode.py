@@ -8,33 +8,27 @@ An environment's mistake is one line that names it; a failing reward function is
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
 from pa_npu.config.schema import Config
 from pa_npu.config.user_code import describe
-from pa_npu.control.tasks import gather
+from pa_npu.control.tasks import gather, held
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate, Turn
-from pa_npu.environments.time_limit import rollout_within
+from pa_npu.environments.time_limit import ended
 from pa_npu.errors import PaNpuError
-from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.rewards.functions import RewardInput, RewardResult
+from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import turn_seed
 from pa_npu.samples.types import Sample, group_lengths
-
-
-class Rewards(Protocol):
-    """Scores groups; pa_npu.rewards.pool.RewardPool is one."""
-
-    async def score(self, group: RewardInput) -> RewardResult:
-        """Rewards of a group's responses. A failing reward function is a logged zero, never an exception or a hang."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,28 +93,34 @@ async def run_episode(
     environment: Environment,
     prompt: Prompt,
     num_samples: int,
-    generate: Generate,
+    generate: GroupGenerate,
     most_tokens: int,
 ) -> list[Sample]:
     """The samples that the environment makes of a prompt, of which num_samples are asked for.
 
     most_tokens: of a sample behind its prompt.
-    Errors of engines pass as they are; what else is raised becomes EnvironmentFailed.
+    Errors of engines pass as they are; what else is raised becomes EnvironmentFailed. An environment whose class says
+    `waits_are_bounded = True` has limits of its own.
     """
+    what = f"environment {type(environment).__name__}, prompt {prompt.prompt_id}"
     try:
-        samples = await rollout_within(config.environment_timeout_s, environment, prompt, num_samples, generate)
+        if vars(type(environment)).get("waits_are_bounded"):  # a subclass may wait for something else
+            samples = await environment.rollout(prompt, num_samples, generate)
+        else:
+            task = asyncio.ensure_future(held(lambda: environment.rollout(prompt, num_samples, generate)))
+            await ended(task, config.environment_timeout_s * num_samples, generate.idle_s, what)
+            samples, failed = await task
+            if failed is not None:
+                raise failed
     except (PaNpuError, asyncio.CancelledError, KeyboardInterrupt):
         raise
     except BaseException as error:  # an environment is users' code
-        raise EnvironmentFailed(
-            f"environment {type(environment).__name__}, prompt {prompt.prompt_id}: {describe(error)}; correct the environment"
-        ) from error
-    _check(environment, prompt, samples, most_tokens)
+        raise EnvironmentFailed(f"{what}: {describe(error)}; correct the environment") from error
+    _check(what, samples, most_tokens)
     return samples
 
 
-def _check(environment: Environment, prompt: Prompt, samples: Sequence[Sample], most_tokens: int) -> None:
-    what = f"environment {type(environment).__name__}, prompt {prompt.prompt_id}"
+def _check(what: str, samples: Sequence[Sample], most_tokens: int) -> None:
     several = isinstance(samples, Sequence)
     if not several or not samples or not all(isinstance(sample, Sample) for sample in samples):
         kinds = ", ".join(sorted({type(sample).__name__ for sample in samples})) if several else type(samples).__name__
@@ -153,7 +153,7 @@ def check_size(config: Config, prompt: Prompt, samples: Sequence[Sample]) -> Non
 
 
 async def score(
-    rewards: Rewards, prompt: Prompt, samples: list[Sample], counted: Mapping[str, int] | None = None
+    rewards: RewardPool, prompt: Prompt, samples: list[Sample], counted: Mapping[str, int] | None = None
 ) -> ScoredGroup:
     """The samples of a prompt with their rewards: those that the environment gave, if it gave any. counted: by it."""
     counted = counted or {}
@@ -179,20 +179,33 @@ def reward_input(prompt: Prompt, samples: Sequence[Sample]) -> RewardInput:
     )
 
 
+@dataclass(eq=False, repr=False)
 class GroupGenerate(Generate):
-    """The Generate of one group. Seeds follow from the group, the sample and the turn, never from time or engine (I4)."""
+    """The Generate of one group. Seeds follow from the group, the sample and the turn, never from time or engine (I4).
 
-    def __init__(self, session: GroupSession, seed: int, sampling: Sampling) -> None:
-        """seed: the group's."""
-        self._session = session
-        self._seed = seed
-        self._sampling = sampling
+    seed: the group's.
+    """
+
+    session: GroupSession
+    seed: int
+    sampling: Sampling
+    _under_way: int = field(default=0, init=False)
+    _since_s: float = field(default_factory=time.monotonic, init=False)
+
+    def idle_s(self) -> float:
+        """Seconds since the policy owed an answer."""
+        return 0.0 if self._under_way else time.monotonic() - self._since_s
 
     async def _write(self, turn: Turn) -> list[Generation]:
-        most = self._sampling.max_tokens
-        sampling = replace(self._sampling, max_tokens=min(turn.max_tokens or most, most), stop=turn.stop)
-        if turn.turn == 0:  # seeds of the first turn follow one another, so that one request gives all samples
-            return await self._session.generate(turn.tokens, turn.n, turn_seed(self._seed, turn.sample, 0), sampling)
-        seeds = [turn_seed(self._seed, number, turn.turn) for number in range(turn.sample, turn.sample + turn.n)]
-        several = await gather([self._session.generate(turn.tokens, 1, seed, sampling) for seed in seeds])
-        return [generation for generations in several for generation in generations]
+        most = self.sampling.max_tokens
+        sampling = replace(self.sampling, max_tokens=min(turn.max_tokens or most, most), stop=turn.stop)
+        self._under_way += 1
+        try:
+            if turn.turn == 0:  # seeds of the first turn follow one another, so that one request gives all samples
+                return await self.session.generate(turn.tokens, turn.n, turn_seed(self.seed, turn.sample, 0), sampling)
+            seeds = [turn_seed(self.seed, number, turn.turn) for number in range(turn.sample, turn.sample + turn.n)]
+            several = await gather([self.session.generate(turn.tokens, 1, seed, sampling) for seed in seeds])
+            return [generation for generations in several for generation in generations]
+        finally:
+            self._under_way -= 1
+            self._since_s = time.monotonic()

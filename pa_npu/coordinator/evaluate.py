@@ -15,22 +15,24 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope, cancel
-from pa_npu.coordinator.episode import GroupGenerate, Rewards, run_episode, score
+from pa_npu.coordinator.episode import GroupGenerate, run_episode, score
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.records import CHOICE_COLUMN
+from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Environment, EnvironmentFailed
 from pa_npu.errors import InvariantViolation, PaNpuError
-from pa_npu.evaluation.results import GREEDY, SAMPLE, Judged, as_record, summarise
+from pa_npu.evaluation.results import GREEDY, SAMPLE, Judged, summarise
 from pa_npu.rewards.answers import chosen_letter, extract_answer
+from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.types import Sample
 from pa_npu.telemetry.timeline import Timeline, now
@@ -68,101 +70,73 @@ class Evaluation:
             "planned": self.planned,
             "seconds": self.seconds,
             "best_by": chosen,
-            "sets": as_record(sets),
+            "sets": {name: dataclasses.asdict(summary) for name, summary in sets.items()},
         }
 
 
+@dataclass(eq=False, repr=False)
 class Evaluator:
     """Evaluates versions, one at a time. sets: by name, at least one prompt each. sampling: as in training."""
 
-    def __init__(
-        self,
-        config: Config,
-        sets: Mapping[str, Sequence[Prompt]],
-        pool: EnginePool,
-        environment: Environment,
-        rewards: Rewards,
-        sampling: Sampling,
-    ) -> None:
-        if not sets or not all(sets.values()):
+    config: Config
+    sets: Mapping[str, Sequence[Prompt]]
+    pool: EnginePool
+    environment: Environment
+    rewards: RewardPool
+    sampling: Sampling
+
+    def __post_init__(self) -> None:
+        if not self.sets or not all(self.sets.values()):
             raise PaNpuError(
                 "evaluation: there are no held-out prompts; set data.test or evaluate.sets, or leave it out"
             )
-        self._config = config
-        self._pool = pool
-        self._environment = environment
-        self._rewards = rewards
-        wishes = config.evaluate
-        length = wishes.max_response_tokens or sampling.max_tokens
-        plain = dataclasses.replace(sampling, logprobs=False, routes=None, max_tokens=length)
+        wishes = self.config.evaluate
+        length = wishes.max_response_tokens or self.sampling.max_tokens
+        plain = dataclasses.replace(self.sampling, logprobs=False, routes=None, max_tokens=length)
         self._kinds = [(GREEDY, 1, dataclasses.replace(plain, temperature=0.0))]
         if wishes.samples:
             drawn = dataclasses.replace(plain, temperature=wishes.temperature, top_p=wishes.top_p)
             self._kinds.append((SAMPLE, wishes.samples, drawn))
-        self._names = tuple(sets)
         self._questions: list[tuple[str, int, Prompt]] = []
-        for name, prompts in sets.items():
+        for name, prompts in self.sets.items():
             order = random.Random(name).sample(range(len(prompts)), len(prompts))
             self._questions += [(name, number, prompts[number]) for number in order]
         if wishes.overlap:  # what is cut short then holds something of every set
             random.Random(len(self._questions)).shuffle(self._questions)
-        self._running: asyncio.Task[None] | None = None
         self._answers: dict[int, list[Judged]] = {}
+        self._start_s = 0.0
 
     async def evaluate(self, version: int) -> Evaluation:
         """All questions, on the version that the engines hold."""
-        self._answers = {}
-        start_s = time.perf_counter()
+        self._answers, self._start_s = {}, time.perf_counter()
         async with TaskScope() as scope:
             for place, (name, number, prompt) in enumerate(self._questions):
                 responses = sum(count for _, count, _ in self._kinds)
                 longest = max(sampling.max_tokens for _, _, sampling in self._kinds)
-                lease = await self._pool.admit(
-                    responses, responses * (len(prompt.tokens) + longest), self._window, self._config.engine_wait_s
+                lease = await self.pool.admit(
+                    responses, responses * (len(prompt.tokens) + longest), self._window, self.config.engine_wait_s
                 )
                 scope.start(self._answer(place, name, number, prompt, lease, version), f"evaluate {name} {number}")
-        return self._so_far(version, start_s)
+        return self.so_far(version)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether there is something for `finish` to end."""
-        return self._running is not None and not (self._running.done() and self._running.exception() is None)
+    def so_far(self, version: int) -> Evaluation:
+        """What an evaluation that was begun has: the questions before the first that is not complete.
 
-    def start(self, version: int, done: Callable[[Evaluation], object]) -> None:
-        """Begin, and go on in the background until all is answered, which `done` is told, or until `finish`."""
-
-        async def run() -> None:
-            done(await self.evaluate(version))
-
-        self._started_s = time.perf_counter()
-        self._running = asyncio.create_task(run(), name=f"evaluation of version {version}")
-
-    async def finish(self, version: int) -> Evaluation | None:
-        """End what `start` began, at once: what is in flight is given up. None where no question is complete, or all were."""
-        running, self._running = self._running, None
-        if running is None:
-            return None
-        if running.done():
-            running.result()
-            return None
-        await cancel([running])
-        found = self._so_far(version, self._started_s)
-        return found if found.questions else None
-
-    def _window(self, _: str) -> int:
-        return self._config.rollout.max_num_seqs
-
-    def _so_far(self, version: int, start_s: float) -> Evaluation:
-        """The questions before the first that is not complete: of the later ones, the short answers would be too many."""
+        Of the later ones, the short answers would be too many.
+        """
         complete = next((n for n in range(len(self._questions)) if n not in self._answers), len(self._questions))
         responses = tuple(response for place in range(complete) for response in self._answers[place])
-        seconds = time.perf_counter() - start_s
-        return Evaluation(version, responses, complete, len(self._questions), seconds, self._names)
+        seconds = time.perf_counter() - self._start_s
+        return Evaluation(version, responses, complete, len(self._questions), seconds, tuple(self.sets))
+
+    def _window(self, _: str) -> int:
+        return self.config.rollout.max_num_seqs
 
     async def _answer(self, place: int, name: str, number: int, prompt: Prompt, lease: Lease, version: int) -> None:
-        config, found = self._config, []
+        config, found = self.config, []
         seed = group_seed(config.run.seed, _SEED_ITERATION, number)
-        with self._pool.session(
+        with GroupSession(
+            self.pool,
             lease,
             self._window,
             deadline_s=config.rollout.request_timeout_s,
@@ -172,7 +146,7 @@ class Evaluator:
             for kind, count, sampling in self._kinds:
                 generate = GroupGenerate(session, seed, sampling)
                 most = config.rollout.max_response_tokens  # what engines are made for
-                samples = await run_episode(config, self._environment, prompt, count, generate, most)
+                samples = await run_episode(config, self.environment, prompt, count, generate, most)
                 if len(samples) < count:
                     raise EnvironmentFailed(
                         f"question {number} of {name}: the environment made {len(samples)} samples, but {count} are evaluated; "
@@ -182,7 +156,7 @@ class Evaluator:
                 found.append((kind, samples))
         judged = []
         for kind, samples in found:
-            result = (await score(self._rewards, prompt, samples)).result
+            result = (await score(self.rewards, prompt, samples)).result
             judged += [
                 Judged(
                     name=name,
@@ -219,48 +193,58 @@ def final_answer(text: str, prompt: Prompt) -> str | None:
     return found.strip() if found and found.strip() else None
 
 
+@dataclass(eq=False, repr=False)
 class RunEvaluations:
     """evaluator: None where there is nothing to evaluate on."""
 
-    def __init__(self, config: Config, evaluator: Evaluator | None, records: RunRecords, timeline: Timeline) -> None:
-        self._config = config
-        self._evaluator = evaluator
-        self._records = records
-        self._timeline = timeline
+    config: Config
+    evaluator: Evaluator | None
+    records: RunRecords
+    timeline: Timeline
+    _running: asyncio.Task[None] | None = field(default=None, init=False)
 
     def is_due(self, version: int) -> bool:
         """Whether the version is evaluated: the first and the last always are."""
-        always = version in (0, self._config.schedule.iterations)
-        return self._evaluator is not None and (always or self._config.evaluates(version))
+        always = version in (0, self.config.schedule.iterations)
+        return self.evaluator is not None and (always or self.config.evaluates(version))
 
     def is_overlapped(self, version: int) -> bool:
         """Whether one of this version goes on beside training, with engines that have nothing else to do."""
-        return self._config.evaluate.overlap and version != self._config.schedule.iterations
+        return self.config.evaluate.overlap and version != self.config.schedule.iterations
 
     async def evaluate(self, version: int) -> dict[str, Any]:
         """On the version that engines hold, which have nothing else to do; returns its record."""
-        assert self._evaluator is not None
-        with self._timeline.span("evaluate", version=version):
-            return self._record(await self._evaluator.evaluate(version))
+        assert self.evaluator is not None
+        with self.timeline.span("evaluate", version=version):
+            return self._record(await self.evaluator.evaluate(version))
 
     def start(self, version: int) -> None:
-        """One beside training."""
-        assert self._evaluator is not None
-        self._evaluator.start(version, self._record)
+        """One beside training, until all is answered or until `cut_short`."""
+        self._running = asyncio.create_task(self._whole(version), name=f"evaluation of version {version}")
+
+    async def _whole(self, version: int) -> None:
+        assert self.evaluator is not None
+        self._record(await self.evaluator.evaluate(version))
 
     @property
     def is_running(self) -> bool:
         """Whether one beside training may be under way."""
-        return self._evaluator is not None and self._evaluator.is_running
+        return self._running is not None and not (self._running.done() and self._running.exception() is None)
 
     async def cut_short(self, version: int) -> None:
-        """Engines are needed for the next weights: what has been answered of an evaluation beside training is what counts."""
-        if self._evaluator is not None and (found := await self._evaluator.finish(version)) is not None:
+        """Engines are needed for the next weights: what is in flight is given up, and complete questions are what counts."""
+        running, self._running = self._running, None
+        if running is None or self.evaluator is None:
+            return
+        if running.done():
+            return running.result()
+        await cancel([running])
+        if (found := self.evaluator.so_far(version)).questions:
             self._record(found)
 
     def _record(self, found: Evaluation) -> dict[str, Any]:
-        record = {**found.record(self._config.evaluate.metric), "time": time.time()}
-        if self._config.evaluate.overlap:
-            self._timeline.complete("evaluate", now() - found.seconds, now(), "evaluation", version=found.version)
-        self._records.write_evaluation(record, found.responses)
+        record = {**found.record(self.config.evaluate.metric), "time": time.time()}
+        if self.config.evaluate.overlap:
+            self.timeline.complete("evaluate", now() - found.seconds, now(), "evaluation", version=found.version)
+        self.records.write_evaluation(record, found.responses)
         return record

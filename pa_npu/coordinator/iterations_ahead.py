@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from pa_npu.checkpoints.ahead import AheadIteration, read_ahead
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.checkpoints.provenance import Change, change_of, differences
-from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
@@ -31,10 +29,11 @@ from pa_npu.control.messages import (
     ProducedAhead,
 )
 from pa_npu.control.tasks import TaskScope
+from pa_npu.coordinator.delivery import Produced
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.producer import Producer
-from pa_npu.coordinator.production import Produced
-from pa_npu.coordinator.updates import Updates, restored
+from pa_npu.coordinator.token_budget import restored
+from pa_npu.coordinator.updates import Updates
 from pa_npu.coordinator.variants import Variant
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.stream import TrainingStream
@@ -51,52 +50,54 @@ class AllDispatched(Variant):
     """An event that is set when engines have had all groups of an iteration."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self.event = asyncio.Event()
 
     def all_dispatched(self) -> None:
-        self._event.set()
-
-    async def wait(self) -> None:
-        """Each wait for room on an engine has a deadline, and its failure ends this one too."""
-        await self._event.wait()
+        self.event.set()
 
 
+@dataclass(eq=False, repr=False)
 class IterationsAhead:
     """A run's iterations, in order. train: where prompts come from. next: the iteration that is produced next."""
 
-    def __init__(
-        self,
-        config: Config,
-        channel: StoreChannel,
-        producer: Producer,
-        timeline: Timeline,
-        freshness: Freshness,
-        updates: Updates,
-        train: TrainingStream,
-        first: int,
-    ) -> None:
-        self.next = first
-        self._config = config
-        self._channel = channel
-        self._producer = producer
-        self._timeline = timeline
-        self._freshness = freshness
-        self._updates = updates
-        self._train = train
-        self._prompts: Sequence[Prompt] = ()  # of the next iteration
-        self._produced: dict[int, Produced] = {}  # not trained yet, by iteration
-        self._complete: dict[int, asyncio.Event] = {}  # of iterations that are produced beside others
+    config: Config
+    channel: StoreChannel
+    producer: Producer
+    timeline: Timeline
+    freshness: Freshness
+    updates: Updates
+    train: TrainingStream
+    next: int
+    _prompts: Sequence[Prompt] = field(default=(), init=False)  # of the next iteration
+    _produced: dict[int, Produced] = field(default_factory=dict, init=False)  # not trained yet, by iteration
+    # of iterations that are produced beside others
+    _complete: dict[int, asyncio.Event] = field(default_factory=dict, init=False)
 
     # what an interrupted run left
 
-    def resume(self, produced: Produced, state: dict[str, Any]) -> None:
-        """Take an iteration that was produced before the run was interrupted, and is in the buffer again. In order."""
-        self._put_position(produced.iteration)
-        self._train.restore(state)
-        self._updates.resumed(produced.iteration, len(produced.dispatched.groups))
-        self._take(produced)
-        self._put_position(produced.iteration + 1)
-        self.next = produced.iteration + 1
+    def take_up(self, buffer: RolloutBuffer) -> None:
+        """Puts the groups that the run had produced ahead of the checkpoint that it goes on from into the buffer again.
+
+        In the same order, and as many for each replica. Only with schedule.max_staleness: otherwise a checkpoint lies between two
+        iterations, and nothing is ahead of it.
+        """
+        found = usable_ahead(self.config, self.freshness)
+        whole = [one for one in found if CARRIED_KEY not in one.numbers]
+        for one in whole:
+            dispatched = []
+            for number, data in enumerate(one.groups):
+                group, (replica, slot) = from_bytes(data, buffer.columns), self.config.mesh.slot_of(number)
+                buffer.put(group, replica, slot)
+                lengths = tuple(int(length) for length in group.trained_lengths)
+                dispatched.append(DispatchedGroup(group.index, replica, lengths))
+            self._put_position(one.iteration)
+            self.train.restore(one.data)
+            self.updates.resumed(one.iteration, len(dispatched))
+            self._take(Produced(one.iteration, one.numbers, one.samples, Dispatched(one.iteration, tuple(dispatched))))
+            self.next = one.iteration + 1
+            self._put_position(self.next)
+        for one in found[len(whole) :]:
+            self.updates.carry_on(*carried_of(one, buffer.columns))
 
     # before a border
 
@@ -114,12 +115,12 @@ class IterationsAhead:
         """The schedule of the next iteration is chosen while trainers still train."""
         if self.next >= last:
             return None
-        preparing = self._producer.prepare(self.next, self._prompts)
+        preparing = self.producer.prepare(self.next, self._prompts)
         return asyncio.create_task(preparing, name=f"schedule of {self.next}")
 
     async def written(self, version: int) -> None:
         """Waits until what versions before this one write is complete; of some iterations only the dispatch was waited for."""
-        for iteration in [i for i in self._complete if i < version + self._freshness.iterations_ahead]:
+        for iteration in [i for i in self._complete if i < version + self.freshness.iterations_ahead]:
             await self._complete.pop(iteration).wait()
 
     # after it
@@ -127,19 +128,15 @@ class IterationsAhead:
     async def produce_due(self, version: int, published: int | None, last: int, scope: TaskScope) -> int:
         """Produces all that may be produced while `version` is trained, by the engines' version; returns how many iterations."""
         begun = self.next
-        while self.next < last and self._freshness.is_due(self.next, version):
+        while self.next < last and self.freshness.is_due(self.next, version):
             prompts = self._prompts if self.next == begun else self._drawn(self.next)
-            is_last_due = self.next + 1 < last and not self._freshness.is_due(self.next + 1, version)
-            self._freshness.check_production(self.next, published)
+            is_last_due = self.next + 1 < last and not self.freshness.is_due(self.next + 1, version)
+            self.freshness.check_production(self.next, published)
             # engines that swap in turn begin the next border as soon as they have all groups of this one
-            beside = is_last_due and self._config.swaps_in_turn(version + 1)
+            beside = is_last_due and self.config.swaps_in_turn(version + 1)
             await self._produce_next(prompts, published, scope if beside else None)
             self.next += 1
         return self.next - begun
-
-    def end_version(self, version: int) -> None:
-        """Saves the next update, once all that is due at this version is produced."""
-        self._updates.save(version + 1)
 
     def trained(self, iteration: int) -> Produced:
         """It is no longer ahead."""
@@ -148,39 +145,36 @@ class IterationsAhead:
     # producing
 
     def _drawn(self, iteration: int) -> Sequence[Prompt]:
-        return self._train.take(self._updates.num_new(iteration))
+        return self.train.take(self.updates.num_new(iteration))
 
     async def _produce_next(self, prompts: Sequence[Prompt], published: int | None, scope: TaskScope | None) -> None:
         """The next iteration by the version that engines hold. scope: finishes it beside whatever comes; None: here."""
+        iteration = self.next
         if scope is None:
-            with self._timeline.span("produce", iteration=self.next):
-                await self._produce(self.next, prompts, published)
-            self._put_position(self.next + 1)
+            with self.timeline.span("produce", iteration=iteration):
+                await self._produce(iteration, prompts, published)
+            self._put_position(iteration + 1)
             return
-        dispatched = AllDispatched()
-        self._start(prompts, scope, published, dispatched)
-        await dispatched.wait()
+        self._put_position(iteration + 1)
+        dispatched, done = AllDispatched(), asyncio.Event()
+        self._complete[iteration] = done
+
+        async def produce() -> None:
+            await self._produce(iteration, prompts, published, dispatched)
+            done.set()
+
+        scope.start(produce(), f"iteration {iteration}")
+        # each wait for room on an engine has a deadline, and its failure ends this one too
+        await dispatched.event.wait()
 
     async def _produce(
         self, iteration: int, prompts: Sequence[Prompt], published: int | None, *variants: Variant
     ) -> None:
-        choice = self._updates.choose(iteration, prompts)
-        produced = await self._producer.produce(iteration, prompts, choice, version=published, variants=variants)
-        self._updates.produced(iteration, choice)
+        choice = self.updates.choose(iteration, prompts)
+        produced = await self.producer.produce(iteration, prompts, choice, version=published, variants=variants)
+        self.updates.produced(iteration, choice)
         # with what the stream of prompts says of it
-        self._take(replace(produced, numbers=produced.numbers | self._train.observe(produced.outcomes)))
-
-    def _start(self, prompts: Sequence[Prompt], scope: TaskScope, version: int | None, *variants: Variant) -> None:
-        """Produce the next iteration beside whatever comes. version: that writes all of it, if it is one."""
-        iteration = self.next
-        self._put_position(iteration + 1)
-        done = self._complete[iteration] = asyncio.Event()
-
-        async def produce() -> None:
-            await self._produce(iteration, prompts, version, *variants)
-            done.set()
-
-        scope.start(produce(), f"iteration {iteration}")
+        self._take(replace(produced, numbers=produced.numbers | self.train.observe(produced.outcomes)))
 
     # telling trainers and checkpoints
 
@@ -188,33 +182,14 @@ class IterationsAhead:
         """All of an iteration's groups are in the buffer: for the trainers to check (I2), and to put into checkpoints."""
         iteration = produced.iteration
         self._produced[iteration] = produced
-        DISPATCHED.put(self._channel, produced.dispatched, iteration=iteration)
-        if self._freshness.max_staleness:
+        DISPATCHED.put(self.channel, produced.dispatched, iteration=iteration)
+        if self.freshness.max_staleness:
             message = ProducedAhead(produced.numbers, produced.samples)
-            PRODUCED_AHEAD.put(self._channel, message, iteration=iteration)
+            PRODUCED_AHEAD.put(self.channel, message, iteration=iteration)
 
     def _put_position(self, iteration: int) -> None:
         """Which prompts were taken before an iteration, for checkpoints."""
-        DATA_POSITION.put(self._channel, DataPosition(self._train.state()), iteration=iteration)
-
-
-def take_up(
-    config: Config,
-    freshness: Freshness,
-    ahead: IterationsAhead,
-    updates: Updates,
-    buffer: RolloutBuffer,
-) -> None:
-    """Puts the groups that the run had produced ahead of the checkpoint that it goes on from into the buffer again.
-
-    Only with schedule.max_staleness: otherwise a checkpoint lies between two iterations, and nothing is ahead of it.
-    """
-    found = usable_ahead(config, freshness)
-    whole = [one for one in found if CARRIED_KEY not in one.numbers]
-    for produced, state in put_back(whole, buffer, config.mesh):
-        ahead.resume(produced, state)
-    for one in found[len(whole) :]:
-        updates.carry_on(*carried_of(one, buffer.columns))
+        DATA_POSITION.put(self.channel, DataPosition(self.train.state()), iteration=iteration)
 
 
 def usable_ahead(config: Config, freshness: Freshness) -> list[AheadIteration]:
@@ -231,20 +206,6 @@ def usable_ahead(config: Config, freshness: Freshness) -> list[AheadIteration]:
         logger.info("iterations ahead of %s are produced anew: %s differ", directory, ", ".join(changed))
         return []
     return found
-
-
-def put_back(
-    ahead: Sequence[AheadIteration], buffer: RolloutBuffer, mesh: Mesh
-) -> Iterator[tuple[Produced, dict[str, Any]]]:
-    """Their groups into the buffer, in the same order and as many for each replica; yields what was produced, and data."""
-    for one in ahead:
-        dispatched = []
-        for number, data in enumerate(one.groups):
-            group, (replica, slot) = from_bytes(data, buffer.columns), mesh.slot_of(number)
-            buffer.put(group, replica, slot)
-            lengths = tuple(int(length) for length in group.trained_lengths)
-            dispatched.append(DispatchedGroup(group.index, replica, lengths))
-        yield Produced(one.iteration, one.numbers, one.samples, Dispatched(one.iteration, tuple(dispatched))), one.data
 
 
 def carried_of(one: AheadIteration, columns: RunColumns = NONE) -> tuple[list[ScoredGroup], float | None]:

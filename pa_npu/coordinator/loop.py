@@ -18,38 +18,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
-from pa_npu.control.messages import BORDER, REPORT, IterationReport
+from pa_npu.control.messages import BORDER, REPORT
 from pa_npu.control.tasks import TaskScope, cancel
-from pa_npu.coordinator.border import Border, BorderCrossing
+from pa_npu.coordinator.border import BorderCrossing
+from pa_npu.coordinator.delivery import Produced
 from pa_npu.coordinator.evaluate import RunEvaluations
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
-from pa_npu.coordinator.production import Produced
-from pa_npu.coordinator.record import RunRecords, iteration_record
+from pa_npu.coordinator.record import Border, RunRecords, Window, iteration_record
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import IterationTimes, Prediction
+from pa_npu.planning.iteration_model.subjects import IterationTimes, Prediction
 
 
+@dataclass(eq=False, repr=False)
 class Coordinator:
     """The iteration protocol over parts that are already running."""
 
-    def __init__(
-        self,
-        config: Config,
-        border: BorderCrossing,
-        ahead: IterationsAhead,
-        evaluations: RunEvaluations,
-        iteration_end: IterationEnd,
-    ) -> None:
-        self._config = config
-        self._border = border
-        self._ahead = ahead
-        self._evaluations = evaluations
-        self._iteration_end = iteration_end
+    config: Config
+    border: BorderCrossing
+    ahead: IterationsAhead
+    evaluations: RunEvaluations
+    iteration_end: IterationEnd
 
     async def run(self, first: int) -> None:
         """From weight version `first` to the evaluation of the last one."""
@@ -57,11 +50,11 @@ class Coordinator:
             async with TaskScope() as scope:
                 await self._run(first, scope)
         finally:
-            await self._border.close()
-            await self._iteration_end.close()
+            await self.border.close()
+            await self.iteration_end.close()
 
     async def _run(self, first: int, scope: TaskScope) -> None:
-        config, ahead, evaluations = self._config, self._ahead, self._evaluations
+        config, ahead, evaluations = self.config, self.ahead, self.evaluations
         last = config.schedule.iterations
         ahead.begin()
         before: Window | None = None
@@ -70,17 +63,17 @@ class Coordinator:
             preparing = ahead.prepare(last)
             # between the first version and the last the first groups are the probe
             probes = version in (first, last) or not config.probe_rides
-            border = await self._border.cross(version, prompt if probes else None, is_first=version == first)
+            border = await self.border.cross(version, prompt if probes else None, is_first=version == first)
             if border is not None:
                 await even_if_cancelled(self._conclude(preparing, before, border, version))
 
             evaluation = None
             due, overlapped = evaluations.is_due(version), evaluations.is_overlapped(version)
             if due and not overlapped:
-                await self._iteration_end.recorded()
+                await self.iteration_end.recorded()
                 evaluation = await evaluations.evaluate(version)
             if version == last:
-                await self._iteration_end.recorded()
+                await self.iteration_end.recorded()
                 return
 
             crossed: asyncio.Future[Border] = asyncio.get_running_loop().create_future()
@@ -88,13 +81,13 @@ class Coordinator:
                 crossed.set_result(border)
             else:
                 scope.start(self._end_crossing(version, preparing, before, crossed), f"border of version {version}")
-            self._border.expect(version + 1, crossed)
+            self.border.expect(version + 1, crossed)
             if preparing is not None:
                 await preparing
             iteration = ahead.next
-            count = await ahead.produce_due(version, self._border.published, last, scope)
+            count = await ahead.produce_due(version, self.border.published, last, scope)
             border = await crossed
-            ahead.end_version(version)
+            ahead.updates.save(version + 1)  # all that is due at this version is produced
             if due and overlapped:
                 evaluations.start(version)
             before = Window(evaluation, border, iteration if count == 1 else None)
@@ -107,7 +100,7 @@ class Coordinator:
         crossed: asyncio.Future[Border],
     ) -> None:
         """Ends a border beside the next iteration, for which the first engines produce already."""
-        border = await self._border.rest(version)
+        border = await self.border.rest(version)
         await even_if_cancelled(self._conclude(preparing, before, border, version))
         crossed.set_result(border)
 
@@ -115,46 +108,35 @@ class Coordinator:
         self, preparing: asyncio.Task[None] | None, before: Window | None, border: Border, version: int
     ) -> None:
         """Ends the iteration that was trained before `version`, once nothing asks the controller about it any more."""
-        await self._iteration_end.recorded()
+        await self.iteration_end.recorded()
         if preparing is not None:
             await preparing
         if before is not None:
-            self._iteration_end.end(self._ahead.trained(version - 1), before, border, version)
+            self.iteration_end.end(self.ahead.trained(version - 1), before, border, version)
 
 
 # How long the record of a finished iteration may still take when the run fails, or is ended, after it.
 _LAST_RECORD_S = 2.0
 
 
-@dataclass(frozen=True)
-class Window:
-    """From one publish to the next. border: the publish that began it. produced: the iteration, where it was one."""
-
-    evaluation: dict[str, Any] | None
-    border: Border
-    produced: int | None
-
-
+@dataclass(eq=False, repr=False)
 class IterationEnd:
     """Ends a trained iteration beside the next one: the schedule learns from it, and its record is written, one at a time."""
 
-    def __init__(
-        self, config: Config, channel: StoreChannel, controller: ScheduleController, records: RunRecords
-    ) -> None:
-        self._config = config
-        self._channel = channel
-        self._controller = controller
-        self._records = records
-        self._recording: asyncio.Task[None] | None = None
+    config: Config
+    channel: StoreChannel
+    controller: ScheduleController
+    records: RunRecords
+    _recording: asyncio.Task[None] | None = field(default=None, init=False)
 
     def end(self, produced: Produced, start: Window, end: Border, version: int) -> None:
         """Begins the record of the iteration between two publishes, the second of `version`; the schedule learns from it."""
-        report = REPORT.get(self._channel, iteration=version - 1)
+        report = REPORT.get(self.channel, iteration=version - 1)
         iteration_s = end.held.done_s - start.border.held.done_s
         prediction = Prediction("", None, None)
         if start.produced is not None:
             evaluation_s = start.evaluation["seconds"] if start.evaluation else 0.0
-            prediction = self._controller.end_iteration(
+            prediction = self.controller.end_iteration(
                 IterationTimes(
                     iteration_s=iteration_s - evaluation_s,
                     border_s=end.publish_s,
@@ -163,8 +145,14 @@ class IterationEnd:
                 ),
                 start.produced,
             )
-        recording = self._record(produced, report, prediction, iteration_s, start, end, version)
-        self._recording = asyncio.create_task(recording, name=f"record of iteration {produced.iteration}")
+
+        async def record() -> None:
+            # the trainers' account of the border comes when they have crossed it
+            border = await BORDER.wait_async(self.channel, self.config.wait_timeout_s, version=version)
+            numbers = iteration_record(self.config, produced, report, border, prediction, start, end)
+            self.records.write_iteration(numbers, produced.samples, produced.kept)
+
+        self._recording = asyncio.create_task(record(), name=f"record of iteration {produced.iteration}")
 
     async def recorded(self) -> None:
         """The last iteration that was ended has its record. Raises what went wrong with that."""
@@ -177,33 +165,6 @@ class IterationEnd:
         if self._recording is not None:
             await asyncio.wait({self._recording}, timeout=_LAST_RECORD_S)
             await cancel([self._recording])
-
-    async def _record(
-        self,
-        produced: Produced,
-        report: IterationReport,
-        prediction: Prediction,
-        iteration_s: float,
-        start: Window,
-        end: Border,
-        version: int,
-    ) -> None:
-        """The iteration's record; the trainers' account of the border comes when they have crossed it."""
-        border = await BORDER.wait_async(self._channel, self._config.wait_timeout_s, version=version)
-        record = iteration_record(
-            self._config,
-            produced,
-            report,
-            border,
-            prediction,
-            iteration_s=iteration_s,
-            publish=end.held,
-            evaluation=start.evaluation,
-            use_before=start.border.use,
-            use_after=end.use,
-            devices=self._config.trainer.devices + start.border.engines * self._config.rollout.tensor_parallel,
-        )
-        self._records.write_iteration(record, produced.samples, produced.kept)
 
 
 async def even_if_cancelled(work: Coroutine[Any, Any, None]) -> None:

@@ -15,11 +15,14 @@ import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pa_npu import platform
 from pa_npu.agents.environment import AgentEnvironment, evaluated
+from pa_npu.agents.gateway import Gateway
+from pa_npu.agents.session import Sessions
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
@@ -29,24 +32,20 @@ from pa_npu.control.messages import TRAINERS_RUN_ON, RunsOn
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.tasks import run_until_terminated
-from pa_npu.control.typed import Topic
-from pa_npu.coordinator.assembly import (
-    decoder,
-    make_gateway,
-    make_service,
-    make_updates,
-)
 from pa_npu.coordinator.border import BorderCrossing
 from pa_npu.coordinator.evaluate import Evaluator, RunEvaluations
-from pa_npu.coordinator.iterations_ahead import IterationsAhead, take_up
+from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.loop import Coordinator, IterationEnd
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.record import RunRecords
-from pa_npu.coordinator.roles import make_roles
-from pa_npu.data.prompts import PromptSet, load_prompts, load_training
+from pa_npu.coordinator.roles import Roles
+from pa_npu.coordinator.served_run import ServedRun
+from pa_npu.coordinator.token_budget import BudgetedUpdates
+from pa_npu.coordinator.updates import EveryGroup, InformativeGroups, Updates
+from pa_npu.data.prompts import Prompt, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
-from pa_npu.dispatch.work import GroupWork
-from pa_npu.engines.http_server import KEY_VARIABLE
+from pa_npu.dispatch.assignment import GroupWork
+from pa_npu.engines.http_server import KEY_FILE, KEY_VARIABLE
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
@@ -57,13 +56,13 @@ from pa_npu.errors import PaNpuError, UserError, exit_code
 from pa_npu.families.model_directory import load_tokenizer
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import Rules
+from pa_npu.planning.iteration_model.subjects import Rules
 from pa_npu.publish.coordinator_side import CoordinatorPublish
-from pa_npu.publish.engine_groups import Connection
-from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, StageManifest
+from pa_npu.publish.engines import Connection
+from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.rewards.pool import RewardPool
+from pa_npu.samples.rollout_buffer import RolloutBuffer, open_buffer
 from pa_npu.samples.routes import routes_of
-from pa_npu.samples.shards import open_buffer
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer.transport import run_and_exit
@@ -98,7 +97,13 @@ async def run(config: Config) -> None:
         environment = make_environment(config, tokenizer)
         channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, limit_s), ROSTER_PREFIX), key or "")
-        pool = await stack.enter_async_context(EnginePool((), config.rollout.probe_timeout_s, decoder(tokenizer)))
+        pool = await stack.enter_async_context(
+            EnginePool(
+                (),
+                config.rollout.probe_timeout_s,
+                lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
+            )
+        )
         replays = sampling.routes is not None
         fleet = Fleet(
             config.rollout, pool, roster, lambda url: kind.client(url, spec.vocab_size, key), replays, limit_s
@@ -132,14 +137,19 @@ async def run(config: Config) -> None:
         if config.engines_sleep:
             fleet.check_sleep()
         device = platform.get(config.run.device)
-        stages, late_stages = [await wait_manifests(config, channel, topic) for topic in (MANIFEST, LATE_MANIFEST)]
-        trainers = await TRAINERS_RUN_ON.wait_async(channel, config.run.startup_timeout_s)
+        numbers = range(config.trainer.pipeline_parallel)
+        stages = [await MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
+        late_stages = [await LATE_MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
+        trainers = await TRAINERS_RUN_ON.wait_async(channel, limit_s)
         records.write_runs_on(RunsOn(trainers, fleet.run_on()))
         connection = Connection(store, device.comm_backend, stages, late_stages, device.name)
         publish = CoordinatorPublish(config, fleet, pool, channel, connection, sampling)
         evaluator = None
         if held_out:
-            tested = await stack.enter_async_context(opened(tested_in(config, tokenizer, environment), limit_s))
+            # agents have one gateway for training and evaluations
+            shared = isinstance(environment, AgentEnvironment)
+            tested = evaluated(environment) if shared else make_environment(config, tokenizer)
+            await stack.enter_async_context(opened(tested, limit_s))
             evaluator = Evaluator(config, held_out, pool, tested, rewards, sampling)
         evaluations = RunEvaluations(config, evaluator, records, timeline)
         updates = make_updates(config, freshness, channel, buffer, train)
@@ -149,23 +159,49 @@ async def run(config: Config) -> None:
         )
         iteration_end = IterationEnd(config, channel, controller, records)
         coordinator = Coordinator(config, border, ahead, evaluations, iteration_end)
-        take_up(config, freshness, ahead, updates, buffer)
+        ahead.take_up(buffer)
         gc.collect()
         gc.freeze()  # what is here stays to the run's end, and every full collection would look at it again
         await coordinator.run(first)
 
 
-def tested_in(config: Config, tokenizer: Any, environment: Environment) -> Environment:
-    """The environment of evaluations: that of training, where agents have one gateway for both, else another of its kind."""
-    if isinstance(environment, AgentEnvironment):
-        return evaluated(environment)
-    return make_environment(config, tokenizer)
+# which features a run uses: the only place on the coordinator's side that reads their keys and constructs them
 
 
-async def wait_manifests(config: Config, channel: StoreChannel, topic: Topic[StageManifest]) -> list[StageManifest]:
-    """Waits for each pipeline stage's manifest, in stage order: of a publish (MANIFEST) or a late delivery (LATE_MANIFEST)."""
-    limit_s = config.run.startup_timeout_s
-    return [await topic.wait_async(channel, limit_s, stage=s) for s in range(config.trainer.pipeline_parallel)]
+def make_updates(
+    config: Config, freshness: Freshness, channel: StoreChannel, buffer: RolloutBuffer, train: TrainingStream
+) -> Updates:
+    """Makes the run's policy on the groups of an update: by prompts, by informative groups, or by a budget of tokens."""
+    schedule = config.schedule
+    if schedule.tokens_per_update is not None:
+        return BudgetedUpdates(config, schedule.tokens_per_update, freshness, channel, buffer)
+    if schedule.dynamic_sampling:
+        kind = partial(InformativeGroups, order=schedule.order, another=lambda: train.take(1)[0])
+        return Updates(schedule.prompts_per_iteration, kind)
+    return Updates(schedule.prompts_per_iteration, partial(EveryGroup, order=schedule.order))
+
+
+def make_roles(config: Config, pool: EnginePool, timeline: Timeline, controller: ScheduleController) -> Roles | None:
+    """For a run whose devices decode and train in one iteration."""
+    return Roles(config, pool, timeline, controller.speeds) if config.follows_work else None
+
+
+def make_service(config: Config, pool: EnginePool, sampling: Sampling, tokenizer: Any) -> ServedRun | None:
+    """For a run that other programs see through its gateway."""
+    return None if config.agent.port is None else ServedRun(config, pool, sampling, tokenizer)
+
+
+def make_gateway(
+    config: Config, environment: Environment, key: str | None, service: ServedRun | None
+) -> Gateway | None:
+    """For agents, and for other programs, where a run has these. key: the engines'; the run's own where that is not known."""
+    agents = environment if isinstance(environment, AgentEnvironment) else None
+    if agents is None and service is None:
+        return None
+    sessions = Sessions(key or (Path(config.run.dir) / KEY_FILE).read_text(encoding="utf-8").strip())
+    if agents is not None:
+        agents.sessions = sessions
+    return Gateway(sessions, config.rollout.temperature, service.routes if service is not None else None)
 
 
 def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
@@ -178,7 +214,7 @@ def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
     )
 
 
-def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[TrainingStream, dict[str, PromptSet]]:
+def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[TrainingStream, dict[str, tuple[Prompt, ...]]]:
     """Training stream at the position of the checkpoint, and sets of held-out prompts by name."""
     loaded = load_training(config.data, tokenizer, config.needs_answers)
     for prompts in loaded:
@@ -192,7 +228,7 @@ def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[TrainingStream, di
     stream = TrainingStream(config.data, loaded, config.run.seed)
     if config.checkpoint.load:
         stream.restore(read_meta(Path(config.checkpoint.load)).data)
-    return stream, held_out
+    return stream, {name: found.prompts for name, found in held_out.items()}
 
 
 def first_version(config: Config) -> int:

@@ -19,7 +19,7 @@ What a feature does it does at these points (variants.py), for each iteration in
     scored           it has its rewards                                      the iteration's numbers; changes of roles (roles.py)
     delivered        a group is in the buffer                                copies for other programs (served_run.py)
 
-Which scored groups are trained, and which are asked for, is the choice's (dispatch/selection.py; dynamic sampling, token budgets);
+Which scored groups are trained, and which are asked for, is the choice's (updates.py; dynamic sampling, token budgets);
 when they go, and with which advantages, is the delivery's (delivery.py; whole batches).
 """
 
@@ -29,25 +29,24 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.admission import Admission, Admitted, Planner
-from pa_npu.coordinator.delivery import Delivery, GroupCost, HeldDelivery
-from pa_npu.coordinator.episode import GroupGenerate, Rewards, ScoredGroup, run_episode, score
-from pa_npu.coordinator.pacing import Pace
-from pa_npu.coordinator.production import Produced, Production
+from pa_npu.coordinator.delivery import Delivery, HeldDelivery, Produced, Production
+from pa_npu.coordinator.episode import GroupGenerate, ScoredGroup, run_episode, score
 from pa_npu.coordinator.roles import Roles, RolesDelivery
-from pa_npu.coordinator.tail import TailMeter
-from pa_npu.coordinator.variants import Points, Variant
+from pa_npu.coordinator.updates import EveryGroup
+from pa_npu.coordinator.variants import Pace, Points, TailMeter, Variant
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.assignment import Assignment
-from pa_npu.dispatch.selection import EveryGroup
+from pa_npu.dispatch.assignment import Assignment, GroupCost
+from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Environment
 from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.seeds import group_seed
 from pa_npu.telemetry.sample_store import kept_groups
@@ -60,7 +59,7 @@ class _Iteration:
 
     number: int
     version: int | None
-    choice: EveryGroup[ScoredGroup]
+    choice: EveryGroup
     pace: Pace
     tail: TailMeter
     points: Points
@@ -69,6 +68,7 @@ class _Iteration:
     delivery: Delivery
 
 
+@dataclass(eq=False, repr=False)
 class Producer:
     """Produces iterations, one at a time; with publish.mode=rolling the next may begin beside one.
 
@@ -76,44 +76,34 @@ class Producer:
     their order. variants: the features that this run uses. roles: where devices decode and train.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        pool: EnginePool,
-        environment: Environment,
-        rewards: Rewards,
-        buffer: RolloutBuffer,
-        controller: ScheduleController,
-        sampling: Sampling,
-        timeline: Timeline,
-        work: GroupCost,
-        store_thread: Executor,
-        variants: Sequence[Variant] = (),
-        *,
-        roles: Roles | None = None,
-    ) -> None:
-        self._config = config
-        self._roles = roles
-        self._pool = pool
-        self._environment = environment
-        self._rewards = rewards
-        self._buffer = buffer
-        self._sampling = sampling
-        self._timeline = timeline
-        self._work = work
-        self._store_thread = store_thread
-        self._variants = variants if roles is None else [*variants, roles]
-        self._planner = Planner(config, pool, controller, work)
+    config: Config
+    pool: EnginePool
+    environment: Environment
+    rewards: RewardPool
+    buffer: RolloutBuffer
+    controller: InitVar[ScheduleController]
+    sampling: Sampling
+    timeline: Timeline
+    work: GroupCost
+    store_thread: Executor
+    variants: Sequence[Variant] = ()
+    roles: Roles | None = field(default=None, kw_only=True)
+
+    def __post_init__(self, controller: ScheduleController) -> None:
+        if self.roles is not None:
+            self.variants = [*self.variants, self.roles]
+        self._planner = Planner(self.config, self.pool, controller, self.work)
 
     async def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
         """Choose the schedule of an iteration ahead of `produce`, in a thread; none may begin or be learned from meanwhile."""
-        await asyncio.to_thread(self._planner.prepare, iteration, prompts)
+        planner = self._planner
+        await asyncio.to_thread(lambda: planner.controller.prepare(planner.outlook(iteration, prompts)))
 
     async def produce(
         self,
         iteration: int,
         prompts: Sequence[Prompt],
-        choice: EveryGroup[ScoredGroup] | None = None,
+        choice: EveryGroup | None = None,
         *,
         version: int | None = None,
         variants: Sequence[Variant] = (),
@@ -133,7 +123,7 @@ class Producer:
                     if this.choice.is_dispatched:
                         for tell in this.points.all_dispatched:
                             tell()
-            await self._pool.sleep()
+            await self.pool.sleep()
             imbalance = await this.delivery.finish(this.choice.size)
         finally:
             await this.delivery.close()
@@ -145,30 +135,30 @@ class Producer:
         self,
         iteration: int,
         prompts: Sequence[Prompt],
-        choice: EveryGroup[ScoredGroup] | None,
+        choice: EveryGroup | None,
         version: int | None,
         variants: Sequence[Variant],
     ) -> _Iteration:
-        config = self._config
+        config = self.config
         choice = choice or EveryGroup(prompts, config.schedule.order)
         assignment = Assignment(
             choice.order,
-            config.data_parallel,
+            config.mesh.data,
             config.mesh.per_replica(choice.most),
             config.schedule.updates_per_iteration,
-            self._planner.work(prompts),
+            self._planner.expected_work(prompts),
             unequal=config.unequal_groups,
         )
         production = Production(iteration, kept_groups(config.telemetry.samples))
-        tail, pace = TailMeter(self._pool), self._planner.pace(iteration, prompts)
-        points = Points([*self._variants, tail, pace, production, *variants])
-        parts = (config, production, assignment, self._work, self._buffer, self._store_thread, points.delivered)
+        tail, pace = TailMeter(self.pool), self._planner.pace(iteration, prompts)
+        points = Points([*self.variants, tail, pace, production, *variants])
+        parts = (config, production, assignment, self.work, self.buffer, self.store_thread, points.delivered)
         delivery = Delivery(*parts)
         if not config.streams(iteration):
             delivery = HeldDelivery(*parts)
-        elif self._roles is not None:
-            delivery = RolesDelivery(self._roles, *parts)
-        admission = Admission(self._planner, self._pool, iteration, choice, pace, version, points)
+        elif self.roles is not None:
+            delivery = RolesDelivery(*parts, self.roles)
+        admission = Admission(self._planner, self.pool, iteration, choice, pace, version, points)
         return _Iteration(iteration, version, choice, pace, tail, points, admission, production, delivery)
 
     async def _complete(self, this: _Iteration, admitted: Admitted) -> None:
@@ -180,29 +170,28 @@ class Producer:
         """The group with its rewards, and the lease under which it ended, closed."""
         index, prompt, iteration = admitted.index, admitted.prompt, this.number
         start_s = now()
-        seed, size = group_seed(self._config.run.seed, iteration, index), self._config.rollout.responses_per_prompt
-        with self._pool.session(
+        seed, size = group_seed(self.config.run.seed, iteration, index), self.config.rollout.responses_per_prompt
+        with GroupSession(
+            self.pool,
             admitted.lease,
             this.pace.window,
-            deadline_s=self._config.rollout.request_timeout_s,
-            again_deadline_s=self._config.engine_wait_s,
+            deadline_s=self.config.rollout.request_timeout_s,
+            again_deadline_s=self.config.engine_wait_s,
             what=f"group {index} of iteration {iteration}",
             version=this.version,
         ) as session:
-            generate = GroupGenerate(session, seed, self._sampling)
-            samples = await run_episode(
-                self._config, self._environment, prompt, size, generate, self._sampling.max_tokens
-            )
+            generate = GroupGenerate(session, seed, self.sampling)
+            samples = await run_episode(self.config, self.environment, prompt, size, generate, self.sampling.max_tokens)
         for tell in this.points.generated:
             tell(session.lease)
         lengths = [sample.num_trained for sample in samples]
         # what a planner fits speeds to
         shape = {"tokens": sum(lengths), "prompt": len(prompt.tokens), "lengths": lengths}
         lane = f"engine {session.lease.engine.name}"
-        self._timeline.complete(f"group {index}", start_s, now(), lane, iteration=iteration, **shape)
+        self.timeline.complete(f"group {index}", start_s, now(), lane, iteration=iteration, **shape)
         start_s = now()
-        group = await score(self._rewards, prompt, samples, generate.counted)
-        self._timeline.complete(
+        group = await score(self.rewards, prompt, samples, generate.counted)
+        self.timeline.complete(
             f"reward {index}", start_s, now(), "rewards", iteration=iteration, computed=group.computed
         )
         return group, session.lease

@@ -5,25 +5,24 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import BorderReport, IterationReport, RunsOn
-from pa_npu.coordinator.production import Produced
+from pa_npu.coordinator.delivery import Produced
 from pa_npu.engines.pool import EngineUse
 from pa_npu.evaluation.results import Judged, Progress, kept_versions, results_file, write_results
-from pa_npu.planning.iteration_model.messages import Prediction
+from pa_npu.planning.iteration_model.subjects import Prediction
 from pa_npu.platform.memory_peaks import ResidentPeak
 from pa_npu.publish.coordinator_side import EnginesHold
-from pa_npu.telemetry.metrics import MetricsWriter, drop_records
 from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s
-from pa_npu.telemetry.record_file import RecordFile, attempt, json_line, say
+from pa_npu.telemetry.records import MetricsWriter, RecordFile, attempt, drop_records, json_line, say
+from pa_npu.telemetry.report import throughput
 from pa_npu.telemetry.sample_store import KeptResponse, SampleStore
 from pa_npu.telemetry.secrets import Secrets
-from pa_npu.telemetry.tpspd import Work, throughput
-from pa_npu.telemetry.trackers.feed import FAILED_RUN_S, Trackers
+from pa_npu.telemetry.trackers import FAILED_RUN_S, Trackers
 
 SAMPLES = "samples.jsonl"
 RUNS_ON = "runs_on.json"
@@ -116,32 +115,47 @@ def tracked_config(config: Config) -> dict[str, Any]:
     return Secrets(tree).config
 
 
+@dataclass(frozen=True)
+class Border:
+    """The publish between two iterations, and the engines' counters and number after it."""
+
+    held: EnginesHold
+    use: dict[str, EngineUse]
+    engines: int
+
+    @property
+    def publish_s(self) -> float:
+        """From the trainers' readiness to the end."""
+        return self.held.done_s - self.held.ready_s
+
+
+@dataclass(frozen=True)
+class Window:
+    """From one publish to the next. border: the publish that began it. produced: the iteration, where it was one."""
+
+    evaluation: dict[str, Any] | None
+    border: Border
+    produced: int | None
+
+
 def iteration_record(
     config: Config,
     production: Produced,
     report: IterationReport,
     border: BorderReport,
     prediction: Prediction,
-    *,
-    iteration_s: float,
-    publish: EnginesHold,
-    evaluation: Mapping[str, Any] | None,
-    use_before: Mapping[str, EngineUse],
-    use_after: Mapping[str, EngineUse],
-    devices: int,
+    start: Window,
+    end: Border,
 ) -> dict[str, Any]:
-    """The record of one iteration.
+    """The record of one iteration, from one completed publish to the next.
 
-    prediction: of the schedule controller, for iteration_s without the evaluation. iteration_s: from one completed publish to the
-    next. publish, border: the publish that ends the iteration, as engines and trainers saw it. evaluation: the one at its
-    beginning, if any. use_before, use_after: the engines' counters at both ends. devices: engines' and trainers', all.
+    border: the publish that ends it, as trainers saw it. prediction: of the schedule controller, without the evaluation.
     """
-    numbers = production.numbers
-    tokens_computed = report.training.tokens_computed
-    rates = throughput(
-        Work(numbers["tokens_prompt"], numbers["tokens_response"], tokens_computed, iteration_s, devices)
-    )
-    use_before = {name: EngineUse() for name in use_after} | dict(use_before)  # an engine may be new
+    numbers, publish, evaluation, use_after = production.numbers, end.held, start.evaluation, end.use
+    iteration_s = publish.done_s - start.border.held.done_s
+    devices = config.trainer.devices + start.border.engines * config.rollout.tensor_parallel
+    tokens = {**numbers, "tokens_computed": report.training.tokens_computed}
+    use_before = {name: EngineUse() for name in use_after} | start.border.use  # an engine may be new
     busy = [(use.busy_s - use_before[name].busy_s) / iteration_s for name, use in use_after.items()]
     trainer_idle = min(1.0, (report.training.wait_s + border.border_wait_s) / iteration_s)
     engine = {"host": publish.memory.host_bytes, "device": publish.memory.device_bytes} if publish.memory else {}
@@ -152,7 +166,7 @@ def iteration_record(
         "version": production.iteration,
         **numbers,
         "iteration_s": iteration_s,
-        "publish_s": publish.done_s - publish.ready_s,
+        "publish_s": end.publish_s,
         "border_load_s": publish.loaded_s - publish.ready_s,
         "border_compare_s": publish.compared_s - publish.loaded_s,
         "engine_still_s": publish.still_s,
@@ -167,16 +181,14 @@ def iteration_record(
         "trainer_idle": trainer_idle,
         "engine_idle": max(0.0, 1.0 - sum(busy) / max(1, len(busy))),
         **_device_idle(trainer_idle, sum(busy) * config.rollout.tensor_parallel / devices, use_after.values()),
-        "tpspd": rates.tpspd,
-        "tpspd_response": rates.tpspd_response,
-        "tpspd_computed": rates.tpspd_computed,
+        **throughput(tokens, iteration_s, devices),
         "devices": devices,
         **{f"memory_engine_{kind}_bytes": value for kind, value in engine.items() if value is not None},
         "engines": {
             name: {
                 "requests": use_after[name].requests - use_before[name].requests,
                 "tokens": use_after[name].tokens - use_before[name].tokens,
-                **({"device": use.device} if use.device is not None else {}),
+                **({"device": use.settings.device} if use.settings.device is not None else {}),
             }
             for name, use in use_after.items()
         },

@@ -19,7 +19,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,16 +28,13 @@ import numpy as np
 from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
-from pa_npu.coordinator.delivery import Delivery, GroupCost
+from pa_npu.coordinator.delivery import Delivery
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.production import Production
 from pa_npu.coordinator.variants import Variant
-from pa_npu.dispatch.assignment import Assignment
-from pa_npu.dispatch.parts import common_end_s, parts_of
-from pa_npu.dispatch.roles import Rest, Speeds, Unit, decoding_units, units_of
+from pa_npu.dispatch.assignment import common_end_s, parts_of
+from pa_npu.dispatch.roles import Rest, Unit, decoding_units, units_of
+from pa_npu.dispatch.schedule import EngineSpeed
 from pa_npu.engines.pool import EnginePool, Lease
-from pa_npu.samples.group import Group
-from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.telemetry.timeline import Timeline, now
 
 logger = logging.getLogger(__name__)
@@ -61,38 +57,34 @@ class _Flight:
     steps: float
 
 
-@dataclass
-class Known:
-    """Figures that a run has taught: speeds, seconds of training a unit of work, lengths of responses of the last iterations."""
-
-    speeds: Speeds | None = None
-    seconds_per_work: float = 0.0
-    lengths: deque[np.ndarray] = field(default_factory=lambda: deque(maxlen=_ITERATIONS_SEEN))
-    change_s: float = 0.0
-
-
+@dataclass(eq=False, repr=False)
 class Roles(Variant):
-    """One per run. speeds: of an engine, and seconds that a replica takes for a unit of work; None before anything was learned."""
+    """One per run. speed: of an engine, and seconds that a replica takes for a unit of work; None before anything was learned."""
 
-    def __init__(
-        self, config: Config, pool: EnginePool, timeline: Timeline, speeds: Callable[[], tuple[Speeds, float] | None]
-    ) -> None:
-        self.units = units_of(config)
-        self._config = config
-        self._pool = pool
-        self._timeline = timeline
-        self._speeds = speeds
-        self._known = Known()
+    config: Config
+    pool: EnginePool
+    timeline: Timeline
+    speed: Callable[[], tuple[EngineSpeed, float] | None]
+
+    def __post_init__(self) -> None:
+        self.units = units_of(self.config)
+        # what the run has taught: an engine's speed, seconds of training a unit of work, lengths of the last responses
+        self._engine: EngineSpeed | None = None
+        self._seconds_per_work = self._change_s = 0.0
+        self._seen: deque[np.ndarray] = deque(maxlen=_ITERATIONS_SEEN)
+        self.num_changes = 0
+        """Units with engines that trained before the last response was there, of the last iteration."""
+        self._reset(None)
+
+    def _reset(self, delivery: RolesDelivery | None) -> None:
         self._flights: dict[Lease, _Flight] = {}
         self._training: dict[Unit, float] = {}  # since when, on the timeline's clock
         self._lengths: list[int] = []
         self._dispatched = False
         self._unscored = 0
-        self._delivery: RolesDelivery | None = None
+        self._delivery = delivery
         self.changing: asyncio.Task[None] | None = None
         """A change of roles that goes on, or the last one."""
-        self.num_changes = 0
-        """Units with engines that trained before the last response was there, of the last iteration."""
         self._steps, self._next_s = 0.0, 0.0
         self._at_s, self._begin_s = time.perf_counter(), now()
 
@@ -101,15 +93,12 @@ class Roles(Variant):
     def begin(self, delivery: RolesDelivery) -> None:
         """All devices decode, for a delivery of this iteration."""
         self.close()
-        self._flights, self._training, self._lengths, self._dispatched, self._unscored = {}, {}, [], False, 0
-        self._delivery, self.changing = delivery, None
-        self._steps, self._next_s = 0.0, 0.0
-        self._at_s, self._begin_s = time.perf_counter(), now()
-        found = self._speeds()
+        self._reset(delivery)
+        found = self.speed()
         if found is not None:
-            self._known.speeds, self._known.seconds_per_work = found
-        delivery.seconds_per_work = self._known.seconds_per_work or 1.0
-        self._pool.rest(frozenset())
+            self._engine, self._seconds_per_work = found
+        delivery.seconds_per_work = self._seconds_per_work or 1.0
+        self.pool.rest(frozenset())
         for unit in self.units:
             if not unit.engines:
                 self._trains(unit)
@@ -130,7 +119,7 @@ class Roles(Variant):
         self._lengths += group.lengths
         self._unscored -= 1
         decoding = [unit for unit in self.units if unit not in self._training]
-        known = self._known.speeds is not None and bool(self._known.lengths)
+        known = self._engine is not None and bool(self._seen)
         due = time.perf_counter() >= self._next_s and (self.changing is None or self.changing.done())
         if self._dispatched and self._flights and known and due and len(decoding) > 1 and self._delivery is not None:
             self._raise_failure()
@@ -149,9 +138,9 @@ class Roles(Variant):
         self.num_changes = sum(bool(unit.engines) for unit in self._training)
         for unit in self.units:
             self._trains(unit)
-        self._known.lengths.append(np.sort(np.asarray(self._lengths, float)))
+        self._seen.append(np.sort(np.asarray(self._lengths, float)))
         self._delivery = None
-        self._pool.rest(frozenset())
+        self.pool.rest(frozenset())
 
     def close(self) -> None:
         """The last iteration's devices train no more."""
@@ -171,8 +160,8 @@ class Roles(Variant):
     # deciding
 
     def _wanted(self, decoding: Sequence[Unit]) -> int:
-        assert self._known.speeds is not None and self._delivery is not None
-        size, seen = self._config.rollout.responses_per_prompt, np.concatenate(list(self._known.lengths))
+        assert self._engine is not None and self._delivery is not None
+        size, seen = self.config.rollout.responses_per_prompt, np.concatenate(list(self._seen))
         seen.sort()
         remaining, groups, written, tokens = [], [], [], []
         for number, flight in enumerate(self._flights.values()):
@@ -186,7 +175,7 @@ class Roles(Variant):
             groups.append(np.full(len(longer), number))
             tokens.append(float(np.maximum(drawn, age).sum()))
             written.append(np.full(len(longer), age + flight.tokens / size))
-        costs = np.asarray(tokens) * self._delivery.work_per_token * self._known.seconds_per_work
+        costs = np.asarray(tokens) * self._delivery.work_per_token * self._seconds_per_work
         engines = sum(len(unit.engines) for unit in self.units) / len(self.units)
         rest = Rest(
             np.concatenate(remaining),
@@ -196,15 +185,13 @@ class Roles(Variant):
             engines,
             sum(len(unit.replicas) for unit in self.units) / len(self.units),
             costs,
-            [work * self._known.seconds_per_work for work in self._delivery.held_work],
+            [work * self._seconds_per_work for work in self._delivery.held_work],
             self._delivery.free_in(),
-            self._config.rollout.max_num_seqs,
-            size if self._config.divides_groups else 1,
+            self.config.rollout.max_num_seqs,
+            size if self.config.divides_groups else 1,
+            self._change_s,
         )
-        speeds = self._known.speeds
-        wanted, end_s, turns_s = decoding_units(
-            rest, Speeds(speeds.step_s, speeds.sequence_s, speeds.prompt_token_s, self._known.change_s)
-        )
+        wanted, end_s, turns_s = decoding_units(rest, self._engine)
         if wanted < len(decoding):
             logger.info(
                 "%d of %d units decode from here on: the iteration should end in %.2f s, in turns in %.2f s",
@@ -213,11 +200,11 @@ class Roles(Variant):
         return wanted
 
     def _emptiest(self, decoding: Sequence[Unit], count: int) -> list[Unit]:
-        in_flight = {engine: use.in_flight_sequences for engine, use in self._pool.by_seat().items()}
+        in_flight = {engine: use.in_flight_sequences for engine, use in self.pool.by_seat().items()}
 
         def load(unit: Unit) -> tuple[bool, int]:
             # where engines sleep, one that is being started has to come up before its device trains
-            starts = self._config.engines_sleep and not in_flight.keys() >= set(unit.engines)
+            starts = self.config.engines_sleep and not in_flight.keys() >= set(unit.engines)
             return starts, sum(in_flight.get(engine, 0) for engine in unit.engines)
 
         return sorted(decoding, key=load)[:count]
@@ -226,13 +213,13 @@ class Roles(Variant):
         """These units hand on what they decode and train."""
         begin_s = time.perf_counter()
         resting = {seat for unit in [*self._training, *units] for seat in unit.engines}
-        self._pool.rest(frozenset(resting))
+        self.pool.rest(frozenset(resting))
         seats = {seat for unit in units for seat in unit.engines}
-        await self._pool.hand_on(seats, self._config.rollout.probe_timeout_s)
-        await self._pool.sleep(seats)
+        await self.pool.hand_on(seats, self.config.rollout.probe_timeout_s)
+        await self.pool.sleep(seats)
         for unit in units:
             self._trains(unit)
-        self._known.change_s = 0.5 * (self._known.change_s + time.perf_counter() - begin_s)
+        self._change_s = 0.5 * (self._change_s + time.perf_counter() - begin_s)
 
     def _trains(self, unit: Unit) -> None:
         if unit in self._training:
@@ -245,8 +232,8 @@ class Roles(Variant):
     def _show(self, unit: Unit, role: str, start_s: float, end_s: float) -> None:
         if unit.engines:
             lanes = ", ".join(f"engine {seat}" for seat in unit.engines)
-            ranks = [rank for replica in unit.replicas for rank in self._config.mesh.replica(replica)]
-            self._timeline.complete(role, start_s, end_s, f"role of {lanes}", ranks=ranks)
+            ranks = [rank for replica in unit.replicas for rank in self.config.mesh.replica(replica)]
+            self.timeline.complete(role, start_s, end_s, f"role of {lanes}", ranks=ranks)
 
     def _raise_failure(self) -> None:
         if self.changing is not None and self.changing.done():
@@ -255,42 +242,35 @@ class Roles(Variant):
     def _step(self) -> None:
         """Decode steps so far, as fast as they should have been with what was in flight."""
         at_s = time.perf_counter()
-        if self._known.speeds is not None:
+        if self._engine is not None:
             engines = sum(len(unit.engines) for unit in self.units if unit not in self._training)
-            sequences = len(self._flights) * self._config.rollout.responses_per_prompt / max(1, engines)
-            self._steps += (at_s - self._at_s) / (self._known.speeds.step_s + self._known.speeds.sequence_s * sequences)
+            sequences = len(self._flights) * self.config.rollout.responses_per_prompt / max(1, engines)
+            self._steps += (at_s - self._at_s) / (self._engine.step_s + self._engine.sequence_s * sequences)
         self._at_s = at_s
 
 
+@dataclass(eq=False, repr=False)
 class RolesDelivery(Delivery):
-    """One iteration's groups, each when its replica's devices are free. roles: of the run; the other arguments are Delivery's."""
+    """One iteration's groups, each when its replica's devices are free. roles: of the run."""
 
-    def __init__(
-        self,
-        roles: Roles,
-        config: Config,
-        production: Production,
-        assignment: Assignment,
-        work: GroupCost,
-        buffer: RolloutBuffer,
-        store_thread: Executor,
-        told: Sequence[Callable[[Group, ScoredGroup], None]],
-    ) -> None:
-        super().__init__(config, production, assignment, work, buffer, store_thread, told)
-        self._roles = roles
-        self._given_s: dict[int, float] = {}  # by replica that trains: until when it has work
-        self._worked: list[tuple[float, int]] = []
-        self._pump: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()
-        self._ended = False
-        self.seconds_per_work = 0.0
-        """A replica's speed; before it was learned, what makes shares of work equal."""
-        roles.begin(self)
+    roles: Roles
+    seconds_per_work: float = field(default=0.0, init=False)
+    """A replica's speed; before it was learned, what makes shares of work equal."""
+    _given_s: dict[int, float] = field(
+        default_factory=dict, init=False
+    )  # by replica that trains: until when it has work
+    _worked: list[tuple[float, int]] = field(default_factory=list, init=False)
+    _pump: asyncio.Task[None] | None = field(default=None, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _ended: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.roles.begin(self)
 
     @property
     def held_work(self) -> list[float]:
         """Work of the groups that no replica has."""
-        return [self._work(scored) for _, scored in self._held]
+        return [self._cost(scored) for _, scored in self._held]
 
     @property
     def work_per_token(self) -> float:
@@ -309,7 +289,7 @@ class RolesDelivery(Delivery):
         self._changed.set()
 
     async def _deliver(self, number: int, scored: ScoredGroup) -> None:
-        self._worked.append((self._work(scored), scored.tokens))
+        self._worked.append((self._cost(scored), scored.tokens))
         self._held.append((number, scored))
         self._changed.set()
         if self._pump is None:
@@ -317,24 +297,24 @@ class RolesDelivery(Delivery):
 
     @property
     def numbers(self) -> dict[str, Any]:
-        unequal = {"replica_groups": self._assignment.groups} if self._assignment.unequal else {}
-        return {"role_changes": self._roles.num_changes, **unequal}
+        unequal = {"replica_groups": self.assignment.groups} if self.assignment.unequal else {}
+        return {"role_changes": self.roles.num_changes, **unequal}
 
     async def finish(self, num_groups: int) -> float:
-        await self._roles.end()
+        await self.roles.end()
         self._ended = True
         self._changed.set()
         if self._pump is not None:
             await self._pump
         while (due := self._due(at_end=True)) is not None:
-            if self._config.divides_groups:
+            if self.config.divides_groups:
                 await self._give_parts(due[0])
             else:
                 await self._give(*due[:2])
         return await super().finish(num_groups)
 
     async def close(self) -> None:
-        await cancel([task for task in (self._pump, self._roles.changing) if task is not None])
+        await cancel([task for task in (self._pump, self.roles.changing) if task is not None])
 
     async def _give_in_time(self) -> None:
         while not self._ended:
@@ -348,36 +328,32 @@ class RolesDelivery(Delivery):
 
     def _due(self, *, at_end: bool) -> tuple[int, int, float] | None:
         """(place in what is held, replica, in how many seconds) of the next group to give; None until something changes."""
-        if (
-            not self._held
-            or not self._given_s
-            or (self._config.divides_groups and self._roles.all_scored and not at_end)
-        ):
+        if not self._held or not self._given_s or (self.config.divides_groups and self.roles.all_scored and not at_end):
             return None
-        if self._assignment.by_index:
+        if self.assignment.by_index:
             for place, (number, _) in enumerate(self._held):
-                replica = self._assignment.replica_of(number)
+                replica = self.assignment.replica_of(number)
                 if replica in self._given_s:
                     return place, replica, 0.0
             return None
-        free = [replica for replica in self._given_s if self._assignment.has_room(replica)]
+        free = [replica for replica in self._given_s if self.assignment.has_room(replica)]
         if not free:
             return None
-        untouched = self._assignment.untouched
+        untouched = self.assignment.untouched
         if not at_end and len(self._held) <= len(set(untouched) - set(self._given_s)):
             return None  # every replica trains something, so that its first tokens are compared
         starved = [replica for replica in free if replica in untouched]
         replica = min(starved or free, key=self._given_s.__getitem__)
-        works = [self._work(scored) for _, scored in self._held]
-        ahead_s = 0.0 if self._roles.all_written else _AHEAD * self._mean_s()
+        works = [self._cost(scored) for _, scored in self._held]
+        ahead_s = 0.0 if self.roles.all_written else _AHEAD * self._mean_s()
         in_s = self._given_s[replica] - time.perf_counter() - ahead_s
         return max(range(len(works)), key=works.__getitem__), replica, in_s
 
     async def _give(self, place: int, replica: int) -> None:
         number, scored = self._held.pop(place)
-        work = self._work(scored)
+        work = self._cost(scored)
         self._given_s[replica] = max(self._given_s[replica], time.perf_counter()) + work * self.seconds_per_work
-        slot = self._assignment.assign_to(number, work, replica)
+        slot = self.assignment.assign_to(number, work, replica)
         await self._deliver_to(number, scored, slot)
 
     async def _give_parts(self, place: int) -> None:
@@ -387,27 +363,25 @@ class RolesDelivery(Delivery):
         prompt, lengths = scored.trained_as
 
         def seconds(first: int, last: int) -> float:
-            return self._group_work(prompt, lengths[first:last]) * self.seconds_per_work
+            return self.work(prompt, lengths[first:last]) * self.seconds_per_work
 
         at_s = time.perf_counter()
-        untouched = self._assignment.untouched  # first among equals: every replica trains something
+        untouched = self.assignment.untouched  # first among equals: every replica trains something
         replicas = sorted(self._given_s, key=lambda replica: replica not in untouched)
         free_s = {replica: max(at_s, self._given_s[replica]) for replica in replicas}
         parts = parts_of(len(lengths), seconds, free_s, common_end_s(list(free_s.values()), held_s))
         takes_s = {replica: seconds(*part) for replica, part in parts.items()}
         self._given_s |= {replica: free_s[replica] + takes_s[replica] for replica in parts}
         works = {replica: took_s / self.seconds_per_work for replica, took_s in takes_s.items()}
-        slots = self._assignment.divide(number, works)
+        slots = self.assignment.divide(number, works)
         # a replica that trains all of it knows so without being told
         told = [None if last - first == len(lengths) else (first, last) for first, last in parts.values()]
         await self._put(
-            number, scored, group_advantages(scored.rewards, self._kind), dict(zip(slots, told, strict=True))
+            number,
+            scored,
+            group_advantages(scored.rewards, self.config.algorithm.advantage),
+            dict(zip(slots, told, strict=True)),
         )
 
     def _mean_s(self) -> float:
         return sum(work for work, _ in self._worked) / max(1, len(self._worked)) * self.seconds_per_work
-
-
-def make_roles(config: Config, pool: EnginePool, timeline: Timeline, controller: Any) -> Roles | None:
-    """For a run whose devices decode and train in one iteration."""
-    return Roles(config, pool, timeline, controller.speeds) if config.follows_work else None

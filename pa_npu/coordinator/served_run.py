@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from itertools import count
 from typing import Annotated, Any, Literal
 
@@ -22,14 +22,14 @@ import numpy as np
 import numpy.typing as npt
 from aiohttp import web
 
-from pa_npu.agents.answers import models, whole_answer
 from pa_npu.agents.chat import Answer, Chat
 from pa_npu.agents.gateway import CHAT_FIELDS, TEXT_FIELDS, Gateway, read_json, send
-from pa_npu.agents.requests import Asked, Refused, read_request
+from pa_npu.agents.openai_format import Asked, Refused, models, read_request, whole_answer
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.variants import Variant
+from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.errors import PaNpuError
@@ -79,14 +79,17 @@ class _Task:
     taken: set[int] = field(default_factory=set)
 
 
+@dataclass(eq=False, repr=False)
 class ServedRun(Variant):
     """The run of one coordinator, as the gateway sees it. sampling: the run's, for what a request leaves out."""
 
-    def __init__(self, config: Config, pool: EnginePool, sampling: Sampling, tokenizer: Any) -> None:
-        self._config = config
-        self._pool = pool
-        self._sampling = sampling
-        self._chat = Chat(config, tokenizer)
+    config: Config
+    pool: EnginePool
+    sampling: Sampling
+    tokenizer: InitVar[Any]
+
+    def __post_init__(self, tokenizer: Any) -> None:
+        self._chat = Chat(self.config, tokenizer)
         self._rows, self._requests = count(), count()
         self._kept: deque[_Kept] = deque(maxlen=_MOST_GROUPS)
         self._tasks: dict[str, _Task] = {}
@@ -160,27 +163,27 @@ class ServedRun(Variant):
 
     async def _read(self, request: web.Request, fields: Sequence[str]) -> Asked:
         body = await read_json(request)
-        return read_request(body, temperature=self._sampling.temperature, endpoint_fields=fields, free=True)
+        return read_request(body, temperature=self.sampling.temperature, endpoint_fields=fields, free=True)
 
     async def _sample(self, tokens: Sequence[int], asked: Asked, number: int) -> list[Generation]:
         """Written by one version: again where weights change meanwhile."""
-        longest = self._config.data.max_prompt_tokens + self._sampling.max_tokens
-        left = min(longest - len(tokens), self._sampling.max_tokens)
+        longest = self.config.data.max_prompt_tokens + self.sampling.max_tokens
+        left = min(longest - len(tokens), self.sampling.max_tokens)
         if not tokens or left < 1:
             line = f"{len(tokens)} tokens; a prompt has at least one, and with its answer at most {longest}"
             raise Refused(line, code="context_length_exceeded", param="prompt")
         sampling = replace(
-            self._sampling,
+            self.sampling,
             max_tokens=min(left, asked.max_tokens or left),
-            temperature=self._sampling.temperature if asked.temperature is None else asked.temperature,
+            temperature=self.sampling.temperature if asked.temperature is None else asked.temperature,
             top_p=asked.top_p,
             stop=asked.stop,
         )
-        seed = group_seed(self._config.run.seed, _SEED_ITERATION, number) if asked.seed is None else asked.seed
+        seed = group_seed(self.config.run.seed, _SEED_ITERATION, number) if asked.seed is None else asked.seed
         prompt = np.asarray(tokens, np.int32)
         while True:
             try:
-                await asyncio.wait_for(self._holds.wait(), self._config.wait_timeout_s)
+                await asyncio.wait_for(self._holds.wait(), self.config.wait_timeout_s)
             except asyncio.TimeoutError:
                 raise Refused("the engines wait for weights; try later", status=503) from None
             task = asyncio.create_task(self._write(prompt, asked.n, seed, sampling), name=f"sample {number}")
@@ -199,18 +202,19 @@ class ServedRun(Variant):
     async def _write(self, prompt: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling) -> list[Generation]:
         tokens = n * (len(prompt) + sampling.max_tokens)
         async with self._admitting:
-            lease = await self._pool.admit(n, tokens, self._window, self._config.engine_wait_s)
-        with self._pool.session(
+            lease = await self.pool.admit(n, tokens, self._window, self.config.engine_wait_s)
+        with GroupSession(
+            self.pool,
             lease,
             self._window,
-            deadline_s=self._config.rollout.request_timeout_s,
-            again_deadline_s=self._config.engine_wait_s,
+            deadline_s=self.config.rollout.request_timeout_s,
+            again_deadline_s=self.config.engine_wait_s,
             what="a sample for another program",
         ) as session:
             return await session.generate(prompt, n, seed, sampling)
 
     def _window(self, _: str) -> int:
-        return self._config.rollout.max_num_seqs
+        return self.config.rollout.max_num_seqs
 
     async def _groups(self, request: web.Request) -> web.Response:
         try:

@@ -1,43 +1,46 @@
-"""Policies on the groups that an update trains, and on how many prompts an iteration needs for them."""
+"""Policies on the groups that an update trains: which of an iteration's, and how many prompts the iteration needs for them.
+
+EveryGroup           all that are dispatched
+InformativeGroups    with dynamic sampling, the first B informative ones
+BudgetedGroups       as many as have schedule.tokens_per_update tokens (token_budget.py)
+
+DAPO, arXiv 2503.14476, eq. 11: a group whose responses are all right or all wrong has no gradient; others take its place.
+A replacement is dispatched when a group turns out uninformative, never before: so at any time as many groups are dispatched as
+the iteration needs if all unjudged ones are informative, hence every informative group is among the first B of dispatch
+order. Nothing informative is thrown away, and neither what is trained nor how many prompts are taken depends on timing.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
-
-from pa_npu.config.schema import Config
-from pa_npu.control.channel import StoreChannel
-from pa_npu.control.freshness import Freshness
-from pa_npu.control.messages import CARRIED, UPDATE_SIZE, CarriedGroups, UpdateSize
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.selection import EveryGroup, InformativeGroups
-from pa_npu.dispatch.token_budget import BudgetedGroups, TokenBudget
-from pa_npu.errors import InvariantViolation, UserError
-from pa_npu.rewards.types import RewardResult
-from pa_npu.samples.group import Group
-from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.errors import UserError
+
+MOST_ITERATIONS = 8
+"""Groups that dynamic sampling dispatches at most, in iterations: prompts of which fewer teach are wrong for the model."""
 
 
 class Updates:
-    """Each update trains all groups of its iteration, as many in all iterations. order: schedule.order."""
+    """Each iteration begins with as many prompts, and its update trains what `kind` chooses among their groups."""
 
-    def __init__(self, groups: int, order: Literal["prompt", "completion"]) -> None:
+    def __init__(self, groups: int, kind: Callable[[Sequence[Prompt]], EveryGroup]) -> None:
         self._groups = groups
-        self._order = order
+        self._kind = kind
 
     def num_new(self, iteration: int) -> int:
         """Prompts that the iteration begins with. Iterations come in order."""
         return self._groups
 
-    def choose(self, iteration: int, prompts: Sequence[Prompt]) -> EveryGroup[ScoredGroup]:
+    def choose(self, iteration: int, prompts: Sequence[Prompt]) -> EveryGroup:
         """The choice among the iteration's groups, which begin with these prompts."""
-        return EveryGroup(prompts, self._order)
+        return self._kind(prompts)
 
-    def produced(self, iteration: int, choice: EveryGroup[ScoredGroup]) -> None:
+    def produced(self, iteration: int, choice: EveryGroup) -> None:
         """The iteration is complete; `choice` is the one that `choose` gave."""
 
     def resumed(self, iteration: int, num_groups: int) -> None:
@@ -51,100 +54,132 @@ class Updates:
         """Before `version` may be saved: what a checkpoint needs beside complete iterations."""
 
 
-class InformativeUpdates(Updates):
-    """Updates of informative groups only (schedule.dynamic_sampling).
+@dataclass(eq=False, repr=False)
+class EveryGroup:
+    """One iteration's choice: dispatch indices out, scored groups in, and those to train out, each with its number, 0 .. size - 1.
+
+    This one trains all that it dispatches, each under its dispatch index and as soon as it is scored.
+
+    order: of the slots that the numbers are assigned to. most: an upper bound of `size`, known beforehand.
+    """
+
+    prompts: Sequence[Prompt]
+    order: Literal["prompt", "completion"]
+
+    def __post_init__(self) -> None:
+        self.most = len(self.prompts)
+        self.num_dispatched = 0
+        self._num_scored = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def size(self) -> int:
+        """How many groups are trained, once all are scored."""
+        return self.most
+
+    @property
+    def num_wanted(self) -> int:
+        """How many groups are to be dispatched, by what is known now."""
+        return len(self.prompts)
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether nothing can be dispatched before another group is scored."""
+        return self.num_dispatched >= self.num_wanted
+
+    @property
+    def is_dispatched(self) -> bool:
+        """Whether the last group that the iteration began with has just gone."""
+        return self.num_dispatched == len(self.prompts)
+
+    def begin(self) -> list[tuple[int, ScoredGroup]]:
+        """Returns the groups that are trained before any of the iteration is generated."""
+        return []
+
+    async def next_index(self) -> int | None:
+        """The next dispatch index; waits while unscored groups may be enough, None when they were.
+
+        Unscored groups end by their own deadlines, hence so does this wait.
+        """
+        while self.must_wait:
+            if self._num_scored == self.num_dispatched:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        self.num_dispatched += 1
+        return self.num_dispatched - 1
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt of a dispatch index; asked for once for each."""
+        return self.prompts[index]
+
+    def trains(self, group: ScoredGroup) -> bool:
+        """Whether a group with these rewards is trained at all."""
+        return True
+
+    def scored(self, index: int, group: ScoredGroup) -> list[tuple[int, ScoredGroup]]:
+        """Takes a group and returns those that are to be trained and can be numbered now."""
+        self._num_scored += 1
+        self._changed.set()
+        return self._released(index, group)
+
+    def _released(self, index: int, group: ScoredGroup) -> list[tuple[int, ScoredGroup]]:
+        return [(index, group)]
+
+
+@dataclass(eq=False, repr=False)
+class InformativeGroups(EveryGroup):
+    """The first informative groups, as many as there are prompts (schedule.dynamic_sampling).
+
+    order=prompt numbers them in dispatch order, and releases a group when all before it are scored; completion as they come.
 
     another: gives a further prompt.
     """
 
-    def __init__(self, groups: int, order: Literal["prompt", "completion"], another: Callable[[], Prompt]) -> None:
-        super().__init__(groups, order)
-        self._another = another
+    another: Callable[[], Prompt]
 
-    def choose(self, iteration: int, prompts: Sequence[Prompt]) -> EveryGroup[ScoredGroup]:
-        return InformativeGroups(prompts, self._order, self._another)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._limit = len(self.prompts) * MOST_ITERATIONS
+        self._waiting: dict[int, ScoredGroup] = {}  # scored, not released
+        self._next = 0  # dispatch index that in-order release waits for
+        self._num_released = 0
+        self._num_discarded = 0
 
+    @property
+    def num_wanted(self) -> int:
+        return len(self.prompts) + self._num_discarded
 
-class BudgetedUpdates(Updates):
-    """Each update trains whole groups, carried ones first, until it has `tokens` of them; trainers are told how many these are.
-
-    Groups beyond the budget (schedule.tokens_per_update) wait, as they were scored, for the next update. A checkpoint has them as
-    groups in wire format, and what a record says of them as JSON.
-    """
-
-    def __init__(
-        self, config: Config, tokens: int, freshness: Freshness, channel: StoreChannel, buffer: RolloutBuffer
-    ) -> None:
-        most = config.schedule.prompts_per_iteration
-        super().__init__(most, "prompt")
-        self._config = config
-        self._last = config.schedule.iterations - 1
-        self._freshness = freshness
-        self._channel = channel
-        self._buffer = buffer
-        self._budget = TokenBudget(tokens, most, config.data_parallel)
-        self._carried: Sequence[ScoredGroup] = ()  # to the iteration that is produced next
-
-    def num_new(self, iteration: int) -> int:
-        return self._budget.num_new([group.tokens for group in self._carried], is_last=iteration == self._last)
-
-    def choose(self, iteration: int, prompts: Sequence[Prompt]) -> BudgetedGroups[ScoredGroup]:
-        num_due = sum(not self._freshness.holds(iteration + 1, group.version) for group in self._carried)
-        if iteration == self._last:
-            num_due = len(self._carried) + len(prompts)
-        return BudgetedGroups(self._budget, self._carried, prompts, num_due, partial(self.resumed, iteration))
-
-    def produced(self, iteration: int, choice: EveryGroup[ScoredGroup]) -> None:
-        assert isinstance(choice, BudgetedGroups)
-        self._carried = choice.left()
-        self._budget.observe(choice.new_tokens)
-        if self._carried and iteration == self._last:
-            raise InvariantViolation(f"I2 exactly once: {len(self._carried)} groups are left after the last iteration")
-
-    def resumed(self, iteration: int, num_groups: int) -> None:
-        """Tell trainers the size of an update."""
-        UPDATE_SIZE.put(self._channel, UpdateSize(self._config.mesh.per_replica(num_groups)), iteration=iteration)
-
-    def carry_on(self, groups: Sequence[ScoredGroup], group_tokens: float | None) -> None:
-        if not self._config.mesh.shares(len(groups)):
+    async def next_index(self) -> int | None:
+        """As EveryGroup's. Raises UserError beyond the limit."""
+        index = await super().next_index()
+        if index is not None and index >= self._limit:
             raise UserError(
-                f"checkpoint.load: it carries {len(groups)} groups to a later update, which {self._budget.replicas} replicas "
-                f"cannot share; continue with as many trainer.devices as before"
+                f"schedule.dynamic_sampling: of {self._num_scored} groups {self._num_discarded} were all right or all wrong, "
+                f"and {self._limit} dispatched ones cannot give {self.most} informative ones; raise "
+                f"rollout.responses_per_prompt, or take prompts that fit the model"
             )
-        self._carried, self._budget.group_tokens = groups, group_tokens
+        return index
 
-    def save(self, version: int) -> None:
-        """Put what no update until `version` trains, and no iteration that is produced until then, where checkpoints find it."""
-        if not self._config.saves(version) or version > self._last:
-            return
-        iteration = min(version + self._freshness.iterations_ahead, self._last + 1)
-        buffer = self._buffer.written(version)
-        for index, group in enumerate(self._carried):
-            buffer.put(group.group(0, iteration, index), 0, index)
-        carried = [told(group) for group in self._carried]
-        CARRIED.put(self._channel, CarriedGroups(iteration, carried, self._budget.group_tokens), version=version)
+    def prompt(self, index: int) -> Prompt:
+        return self.prompts[index] if index < len(self.prompts) else self.another()
 
+    def trains(self, group: ScoredGroup) -> bool:
+        return group.is_informative
 
-def told(group: ScoredGroup) -> dict[str, Any]:
-    """Returns as JSON the parts of a group that the wire format leaves out."""
-    prompt, result = group.prompt, group.result
-    return {
-        "prompt": prompt.text,
-        "prompt_tokens": prompt.tokens.tolist(),
-        "answer": prompt.answer,
-        "source": prompt.source,
-        "texts": [sample.text for sample in group.samples],
-        "functions": {name: values.tolist() for name, values in result.functions.items()},
-        "correct": [bool(value) for value in result.correct],
-        "errors": list(result.errors),
-    }
+    def _released(self, index: int, group: ScoredGroup) -> list[tuple[int, ScoredGroup]]:
+        self._num_discarded += not group.is_informative
+        if self.order == "completion":
+            return [self._number(group)] if group.is_informative else []
+        self._waiting[index] = group
+        released = []
+        while self._next in self._waiting:
+            first = self._waiting.pop(self._next)
+            self._next += 1
+            if first.is_informative:
+                released.append(self._number(first))
+        return released
 
-
-def restored(group: Group, told: dict[str, Any]) -> ScoredGroup:
-    """The scored group that gave `group` and `told`. The prompt's row is not there: its rewards are known."""
-    tokens = np.asarray(told["prompt_tokens"], np.int32)
-    prompt = Prompt(group.prompt_id, tokens, told["answer"], told["prompt"], {}, told["source"])
-    functions = {name: np.asarray(values, np.float32) for name, values in told["functions"].items()}
-    correct = np.asarray(told["correct"], np.bool_)
-    result = RewardResult(group.rewards.copy(), functions, correct, tuple(told["errors"]))
-    return ScoredGroup(prompt, group.samples(told["texts"]), result)
+    def _number(self, group: ScoredGroup) -> tuple[int, ScoredGroup]:
+        self._num_released += 1
+        return self._num_released - 1, group

@@ -1,15 +1,22 @@
 """The named points of producing an iteration, which a feature overrides where it takes part; the producer has them in a table.
 
-A run that does not use a feature has no object of it: assembly.py decides, and nothing on the main path asks.
+A run that does not use a feature has no object of it: main.py decides, and nothing on the main path asks. Two stand here, because
+every iteration has them: Pace follows its schedule, TailMeter says how much of the engines was idle at its end.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.engines.pool import Lease
+from pa_npu.dispatch.schedule import Dispatching, Schedule
+from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.samples.group import Group
 
 
@@ -52,3 +59,127 @@ class Points:
         self.scored: list[Callable[[int, ScoredGroup], None]] = at("scored")
         self.delivered: list[Callable[[Group, ScoredGroup], None]] = at("delivered")
         self.all_dispatched: list[Callable[[], None]] = at("all_dispatched")
+
+
+class Pace(Variant):
+    """Follows one iteration's schedule in real time, from its construction on.
+
+    `before_admit` and `admitted` are for one task; the others for any.
+    """
+
+    def __init__(self, schedule: Schedule, num_engines: int) -> None:
+        self.schedule = schedule
+        self._dispatching = Dispatching(schedule, num_engines)
+        self._left = list(schedule.order) if schedule.reach is not None else []
+        self._start_s = time.perf_counter()
+        self._completed = asyncio.Event()
+
+    async def before_admit(self) -> None:
+        """Wait until the next group may be dispatched, if an engine has room.
+
+        Groups in flight end by their own deadlines, and with none in flight the next one may go, so this wait has an end too.
+        """
+        while True:
+            self._completed.clear()
+            wait_s = self._dispatching.ready_at() - self._now_s()
+            if wait_s <= 0:
+                return
+            try:
+                await asyncio.wait_for(self._completed.wait(), None if wait_s == math.inf else wait_s)
+            except asyncio.TimeoutError:
+                return
+
+    def index(self, number: int) -> int:
+        """Returns the index of the number-th group that goes, if known before its engine is. Beyond the order it is `number`."""
+        if number >= len(self.schedule.order):
+            return number
+        return self._left[0] if self._left else self.schedule.order[number]
+
+    def taken_by(self, engine: str) -> int | None:
+        """The index that goes to this engine instead of `index`, which is not asked for again; None: that one."""
+        if self.schedule.reach is None or not self._left:
+            return None
+        return self._left.pop(self.schedule.reach.place(engine, self._left, self._now_s()))
+
+    def admitted(self, lease: Lease) -> None:
+        """The next group has been given to an engine."""
+        self._dispatching.dispatched()
+
+    def generated(self, lease: Lease) -> None:
+        """The last response of a group is there, which had this engine at last."""
+        self._dispatching.completed(self._now_s())
+        self._completed.set()
+
+    def window(self, engine: str) -> int:
+        """Sequences that the engine may have in flight now."""
+        return self._dispatching.window(engine)
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._start_s
+
+
+@dataclass
+class _Engine:
+    capacity: int = 0
+    idle_s: float = 0.0
+    idle_sequence_s: float = 0.0
+    total_s: float = 0.0
+
+
+class TailMeter(Variant):
+    """Tail waste: how much of the engines' capacity is idle because there is nothing left to dispatch.
+
+        tail_waste = sum over engines e of the integral of (C_e - n_e(t)) over the times t at which nothing was left to dispatch
+                     / sum over engines of C_e * (end of generation - its beginning)
+
+    n_e: sequences in flight on e; C_e: the most that it had in flight in the iteration. Generation ends with the last response.
+    The times are those from the last group's dispatch on; with dynamic sampling also those in which it is not known whether
+    replacements are needed. A group's sequences are in flight until its longest response ends. Longest-first dispatch makes tail
+    waste small; what it cannot take away is a window as large as the iteration, where everything is dispatched at once.
+
+    While there is something to dispatch, an event costs the same however many engines there are.
+    """
+
+    def __init__(self, pool: EnginePool) -> None:
+        self.tail_waste = 0.0
+        """As of the last response: what comes after it is no generation."""
+        self._pool = pool
+        self._waits = False
+        self._last = pool.use()
+        self._engines: defaultdict[str, _Engine] = defaultdict(_Engine)  # seen so far
+
+    def admitted(self, lease: Lease) -> None:
+        """A group has been given to an engine."""
+        engine = lease.engine
+        if self._waits or engine.name not in self._last:
+            self._advance()
+            self._waits = False
+        seen = self._engines[engine.name]
+        seen.capacity = max(seen.capacity, self._pool.in_flight(engine))
+
+    def nothing_left(self) -> None:
+        """From here on, until the next dispatch, engines have nothing more to take."""
+        self._advance()
+        self._waits = True
+
+    def generated(self, lease: Lease) -> None:
+        """A group's responses are here."""
+        if not self._waits:
+            return  # others are to come
+        self._advance()
+        capacity_s = sum(engine.capacity * engine.total_s for engine in self._engines.values())
+        idle_s = sum(e.capacity * e.idle_s - e.idle_sequence_s for e in self._engines.values())
+        self.tail_waste = max(0.0, idle_s / capacity_s) if capacity_s else 0.0
+
+    def _advance(self) -> None:
+        use = self._pool.use()
+        for name in (engine.name for engine in self._pool.engines):
+            after, seen = use[name], self._engines[name]
+            before = self._last.get(name, after)
+            seconds = after.updated_s - before.updated_s
+            seen.capacity = max(seen.capacity, after.in_flight_sequences)
+            seen.total_s += seconds
+            if self._waits:
+                seen.idle_s += seconds
+                seen.idle_sequence_s += after.sequence_seconds - before.sequence_seconds
+        self._last = use

@@ -7,12 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.config.sections import DataConfig, Dataset, TrainingDataset
+from pa_npu.config.plain_file import reason
+from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
 from pa_npu.config.words import counted
 from pa_npu.data.records import Columns, Message, Record, read_records
 from pa_npu.data.template import TemplateFailed, check_options, chosen_template, rendered
@@ -41,8 +42,8 @@ class Prompt:
 
 
 @dataclass(frozen=True, eq=False)
-class PromptSet(Sequence[Prompt]):
-    """The usable prompts of one dataset, in its order. num_read = len(self) + num_skipped."""
+class PromptSet:
+    """The usable prompts of one dataset, in its order. num_read = len(prompts) + num_skipped."""
 
     path: str
     prompts: tuple[Prompt, ...]
@@ -50,34 +51,22 @@ class PromptSet(Sequence[Prompt]):
     num_truncated: int
     num_skipped: int
 
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
-        return self.prompts[index]
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return iter(self.prompts)
-
     @property
     def summary(self) -> str:
         """One line for logs and the dry run."""
         lengths = [len(prompt.tokens) for prompt in self.prompts]
+        mean = sum(lengths) / len(lengths)
         return (
-            f"{counted(len(self), 'prompt')} from {self.path} (read {self.num_read}, truncated {self.num_truncated}, skipped "
-            f"{self.num_skipped}), {min(lengths)} to {counted(max(lengths), 'token')}, mean {sum(lengths) / len(lengths):.0f}"
+            f"{counted(len(lengths), 'prompt')} from {self.path} (read {self.num_read}, truncated {self.num_truncated}, skipped "
+            f"{self.num_skipped}), {min(lengths)} to {counted(max(lengths), 'token')}, mean {mean:.0f}"
         )
 
 
 def load_prompts(
-    dataset: Dataset | str,
+    dataset: Dataset,
     tokenizer: Any,
     config: DataConfig,
-    key: str = "",
+    key: str,
     first_id: int = 0,
     needs_answer: bool = True,
 ) -> PromptSet:
@@ -85,14 +74,11 @@ def load_prompts(
 
     Args:
         tokenizer: a transformers tokenizer.
-        key: the configuration key that names the dataset, for messages; default: data.train or data.test.
+        key: the configuration key that names the dataset, for messages.
         first_id: prompt_id of its first row.
         needs_answer: as Columns.
     """
-    key = key or ("data.test" if dataset == config.test and dataset != config.train else "data.train")
-    is_training = key.startswith("data.train")
-    if isinstance(dataset, str):
-        dataset = TrainingDataset(path=dataset) if is_training else Dataset(path=dataset)
+    is_training = isinstance(dataset, TrainingDataset)
     path, config = dataset.path, _options(dataset, config)
     columns = Columns(
         config.question_column,
@@ -207,10 +193,9 @@ def _tokens(texts: list[str], tokenizer: Any, with_template: bool) -> list[list[
     except BaseException as error:  # what a damaged tokenizer raises is anything, a panic of its native code included
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"model.path: its tokenizer cannot encode a prompt ({type(error).__name__}: {reason}); restore the tokenizer's files "
-            f"from the model's source"
+            f"model.path: its tokenizer cannot encode a prompt ({type(error).__name__}: {reason(error)}); restore the "
+            f"tokenizer's files from the model's source"
         ) from None
     return tokens
 

@@ -13,13 +13,13 @@ reward_model.ground_truth.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pa_npu.config.words import as_json
 from pa_npu.data.rows import read_rows
 from pa_npu.errors import DataError
 
@@ -130,11 +130,11 @@ def _messages(location: str, row: dict[str, Any], called: str | None) -> tuple[M
             "prompt": "a text or a list of messages",
             "messages": "a list of messages",
         }[name]
-        raise DataError(f"{location}: {called or name} is {_describe(value)}, not {wanted}; correct the row")
+        raise DataError(f"{location}: {called or name} is {as_json(value)}, not {wanted}; correct the row")
     for message in value:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise DataError(
-                f'{location}: {called or name} holds {_describe(message)}; each must be {{"role": text, "content": text}}'
+                f'{location}: {called or name} holds {as_json(message)}; each must be {{"role": text, "content": text}}'
             )
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
 
@@ -146,17 +146,12 @@ def _reference(location: str, answer: Any, needed: bool) -> str:
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
     if answer is not None and not isinstance(answer, str):
-        raise DataError(f"{location}: answer is {_describe(answer)}, not a text or a number; correct the row")
+        raise DataError(f"{location}: answer is {as_json(answer)}, not a text or a number; correct the row")
     final = (answer or "").rpartition(ANSWER_MARK)[2].strip()
     if not final and needed:
         place = f" after {ANSWER_MARK}" if answer and ANSWER_MARK in answer else ""
         raise DataError(f"{location}: no answer{place}; rewards need one, so add it or remove the row")
     return final
-
-
-def _describe(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def published(row: Mapping[str, Any]) -> dict[str, Any]:

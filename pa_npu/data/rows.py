@@ -63,9 +63,9 @@ def _file_rows(file: Path, key: str) -> Rows:
     except OSError as error:
         raise DataError(f"{key}: {file} cannot be read ({reason(error)}); give a file that can be") from None
     if magic.startswith(PARQUET_MAGIC):
-        return _table_rows(file, "parquet", key)
+        return _table_rows(file, "parquet")
     if file.suffix == ".arrow":
-        return _table_rows(file, "arrow file" if magic == ARROW_FILE_MAGIC else "arrow stream", key)
+        return _table_rows(file, "arrow file" if magic == ARROW_FILE_MAGIC else "arrow stream")
     return _csv_rows(file) if file.suffix == ".csv" else _jsonl_rows(file)
 
 
@@ -150,8 +150,9 @@ def _read_json(file: Path, key: str, take: Callable[[Any], list[str]]) -> list[s
     try:
         return take(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{key}: {file} does not describe a dataset ({reason}); save the dataset again") from None
+        raise DataError(
+            f"{key}: {file} does not describe a dataset ({reason(error)}); save the dataset again"
+        ) from None
 
 
 def _csv_rows(file: Path) -> Rows:
@@ -186,8 +187,8 @@ def _jsonl_rows(file: Path) -> Rows:
                     f"{location}: byte {error.start} is not UTF-8; save the file as UTF-8 JSONL or as parquet"
                 ) from None
             except (ValueError, RecursionError) as error:
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-                raise DataError(f"{location}: not valid JSON ({reason}); each line must be one JSON object") from None
+                problem = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+                raise DataError(f"{location}: not valid JSON ({problem}); each line must be one JSON object") from None
             if rb"\ud" in line.lower() and not _is_text(row):
                 raise DataError(
                     f"{location}: half of a surrogate pair (\\uD800 to \\uDFFF), which is no text; correct the row"
@@ -204,13 +205,10 @@ def _is_text(row: Any) -> bool:
     return True
 
 
-def _table_rows(file: Path, form: str, key: str) -> Rows:
+def _table_rows(file: Path, form: str) -> Rows:
     """form: parquet, arrow stream or arrow file."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f"{key}: {file} is {form}, which needs pyarrow; pip install pyarrow, or use JSONL") from None
+    import pyarrow
+
     number = 0
     try:
         for batch in _batches(file, form):
@@ -222,8 +220,9 @@ def _table_rows(file: Path, form: str, key: str) -> Rows:
             f"{file}: after row {number}, a text column is not UTF-8 (byte {error.start} of a value); write the file again"
         ) from None
     except (pyarrow.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{file}: unreadable {form} after row {number} ({reason}); write the file again") from None
+        raise DataError(
+            f"{file}: unreadable {form} after row {number} ({reason(error)}); write the file again"
+        ) from None
 
 
 def _batches(file: Path, form: str) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.config.sections import DataConfig
+from pa_npu.config.sections.inputs import DataConfig
 from pa_npu.data.prompts import Prompt, PromptSet
 from pa_npu.errors import DataError
 
@@ -100,7 +100,7 @@ class TrainingStream:
     def __init__(self, config: DataConfig, loaded: Sequence[PromptSet], seed: int) -> None:
         self._names = [dataset.called for dataset in config.datasets]
         self._weights = [dataset.weight for dataset in config.datasets]
-        self._streams = [PromptStream(prompts, seed, config.shuffle) for prompts in loaded]
+        self._streams = [PromptStream(found.prompts, seed, config.shuffle) for found in loaded]
         self._taken = [0] * len(self._streams)
 
     def take(self, num_prompts: int) -> list[Prompt]:

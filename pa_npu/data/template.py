@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from pa_npu.config.sections import DataConfig
+from pa_npu.config.plain_file import read_plain, reason
+from pa_npu.config.sections.inputs import DataConfig
 from pa_npu.data.limits import TimeLimitReached, memory_limit, time_limit
 from pa_npu.data.rows import LONGEST_ROW_BYTES
 from pa_npu.errors import DataError
@@ -31,7 +31,7 @@ def chosen_template(tokenizer: Any, config: DataConfig) -> Any:
         )
     if config.chat_template in ("auto", "always"):
         return own
-    return None if config.chat_template == "never" else _read(Path(config.chat_template))
+    return None if config.chat_template == "never" else _read(config.chat_template)
 
 
 class TemplateFailed(Exception):
@@ -48,7 +48,7 @@ def rendered(tokenizer: Any, template: Any, messages: Sequence[Any], **options: 
     except MemoryError:
         raise TemplateFailed(f"takes more than {RENDER_MEMORY_BYTES >> 20} MiB of memory") from None
     except Exception as error:  # a template may raise whatever it likes, e.g. for a role that it does not know
-        raise TemplateFailed(f"refuses these messages ({' '.join(str(error).split())[:200]})") from None
+        raise TemplateFailed(f"refuses these messages ({reason(error)})") from None
     if not isinstance(text, str) or len(text) > LONGEST_PROMPT_CHARACTERS:
         raise TemplateFailed(f"gives more than {LONGEST_PROMPT_CHARACTERS} characters")
     return text
@@ -65,23 +65,19 @@ def check_options(template: Any, config: DataConfig) -> None:
         )
     known = template_variables(template)
     for name in config.template_options:
-        if known is not None and name not in known:
+        if name in _GIVEN or (known is not None and name not in known):
             raise DataError(
                 f"data.template_options: the model's chat template does not read {name} (it reads "
-                f"{', '.join(sorted(known)) or 'none'}); remove it"
+                f"{', '.join(sorted(known or ())) or 'none'}); remove it"
             )
 
 
-def _read(file: Path) -> str:
+def _read(file: str) -> str:
     try:
-        if not file.is_file() or file.stat().st_size > LONGEST_TEMPLATE_BYTES:
-            reason = "is no file" if not file.is_file() else f"is larger than {LONGEST_TEMPLATE_BYTES >> 20} MiB"
-            raise DataError(f"data.chat_template: {file} {reason}; name a file with a chat template")
-        text = file.read_text(encoding="utf-8")
+        text = read_plain(file, LONGEST_TEMPLATE_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"data.chat_template: {file} cannot be read ({reason}); name a file with a chat template"
+            f"data.chat_template: {file} cannot be read ({reason(error)}); name a file with a chat template"
         ) from None
     if not text.strip():
         raise DataError(f"data.chat_template: {file} is empty; name a file with a chat template")

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.config.schema import Config
-from pa_npu.dispatch.parts import common_end_s
+from pa_npu.dispatch.assignment import common_end_s
+from pa_npu.dispatch.schedule import EngineSpeed
 
 # Rules tried: sequences per engine, between what engines have now and the most that they may have; and how many units, of all,
 # change together, since every change makes the others compute the moved sequences' tokens once more.
@@ -40,7 +41,9 @@ class Unit:
 def units_of(config: Config) -> list[Unit]:
     """The finest parts of the run of which one can train while the others decode."""
     mesh = config.mesh
-    joined = [{mesh.place(rank).replica for rank in config.ranks_beside(index)} for index in range(config.num_engines)]
+    joined = [
+        {mesh.place(rank).replica for rank in config.ranks_beside(index)} for index in range(config.rollout.engines)
+    ]
     together = [*joined, *({mesh.place(rank).replica for rank in group} for group in mesh.shard_groups())]
     together += [{mesh.place(rank).replica for rank in group} for group in mesh.groups("expert_tensor", "expert")]
     parts = [{replica} for replica in range(mesh.data)]
@@ -54,16 +57,6 @@ def units_of(config: Config) -> list[Unit]:
 
 
 @dataclass(frozen=True)
-class Speeds:
-    """Seconds: of a decode step, of it per sequence, of a token computed as a prompt, of a change of roles."""
-
-    step_s: float
-    sequence_s: float
-    prompt_token_s: float = 0.0
-    change_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class Rest:
     """The rest of an iteration.
 
@@ -71,7 +64,7 @@ class Rest:
     far, with the prompt, which another engine would have to compute [sequences]. decoding: units that decode. engines, replicas: of
     a unit. trains_s: what training each group takes a replica [groups]. ready_s: the same of finished groups that no replica has.
     free_s: for each replica that trains, when it will have done what it has. most: sequences on an engine. parts: in how
-    many the last groups may be trained, by as many replicas.
+    many the last groups may be trained, by as many replicas. change_s: seconds of a change of roles.
     """
 
     remaining: npt.NDArray[np.float64]
@@ -85,6 +78,7 @@ class Rest:
     free_s: Sequence[float]
     most: int
     parts: int = 1
+    change_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,21 +101,21 @@ def units_by(rule: Rule, rest: Rest, sequences: npt.NDArray[np.float64]) -> npt.
     return np.asarray(np.maximum(1.0, np.minimum(rest.decoding, rest.decoding - changed)))
 
 
-def rest_of(rest: Rest, rule: Rule, speeds: Speeds) -> float:
+def rest_of(rest: Rest, rule: Rule, speed: EngineSpeed) -> float:
     """Seconds from now until all of the iteration is trained, by this rule."""
     order = np.argsort(rest.remaining, kind="stable")
     ends = rest.remaining[order]
     living = np.arange(len(ends), 0, -1, dtype=float)
     units = units_by(rule, rest, living)
     steps = np.diff(ends, prepend=0.0)
-    seconds = steps * (speeds.step_s + speeds.sequence_s * living / (units * rest.engines))
+    seconds = steps * (speed.step_s + speed.sequence_s * living / (units * rest.engines))
     left = -np.diff(units, prepend=float(rest.decoding))  # units that change as each of these begins
     moving = np.flatnonzero(left)
     if len(moving):
         # a mover has been decoded for as long as those before it
         tokens = rest.written.mean() + np.concatenate([[0.0], ends[:-1]])[moving]
         share = left[moving] / (units[moving] + left[moving])
-        seconds[moving] += speeds.prompt_token_s * share * living[moving] * tokens / (units[moving] * rest.engines)
+        seconds[moving] += speed.prompt_token_s * share * living[moving] * tokens / (units[moving] * rest.engines)
     clock = np.cumsum(seconds)
     begins = clock - seconds
     ready = np.full(len(rest.trains_s), 0.0)
@@ -130,9 +124,9 @@ def rest_of(rest: Rest, rule: Rule, speeds: Speeds) -> float:
     per_unit = max(1, round(rest.replicas))
     free = list(rest.free_s)
     for index in moving:
-        free += [float(begins[index]) + speeds.change_s] * (per_unit * round(float(left[index])))
+        free += [float(begins[index]) + rest.change_s] * (per_unit * round(float(left[index])))
     last = round(float(units[-1])) if len(units) else rest.decoding
-    free += [decoded + speeds.change_s] * (per_unit * last)
+    free += [decoded + rest.change_s] * (per_unit * last)
     arriving = sorted(
         [(0.0, cost) for cost in rest.ready_s] + list(zip(ready.tolist(), rest.trains_s.tolist(), strict=True))
     )
@@ -173,10 +167,10 @@ def rules_for(rest: Rest) -> list[Rule]:
     return [TURNS, *(Rule(float(level), count) for level in levels for count in together)]
 
 
-def decoding_units(rest: Rest, speeds: Speeds) -> tuple[int, float, float]:
+def decoding_units(rest: Rest, speed: EngineSpeed) -> tuple[int, float, float]:
     """(units that decode from now on, seconds until the end by the best rule, seconds in turns)."""
     rules = rules_for(rest)
-    ends = {rule: rest_of(rest, rule, speeds) for rule in rules}
+    ends = {rule: rest_of(rest, rule, speed) for rule in rules}
     best, turns_s = min(rules, key=ends.__getitem__), ends[TURNS]
     if ends[best] > (1.0 - _LEAST_GAIN) * turns_s:
         return rest.decoding, turns_s, turns_s

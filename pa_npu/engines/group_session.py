@@ -1,6 +1,10 @@
 """A group's requests to the engine that it has been given: moved where that engine is gone or rests, joined where several wrote.
 
 A slow engine gets more time, one that hangs is given up, and no group takes for ever.
+
+An engine that is asked to hand on ends every response in flight as it stands (finish_reason `cut`). The next engine gets the tokens
+so far, computes them once, and samples from the same place of the same random stream, so that the response is the one that it would
+have been. Where that cannot be, the response is generated again from its seed, which gives the same one too.
 """
 
 from __future__ import annotations
@@ -8,22 +12,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.config.sections import SLOWEST_TOKEN_S
+from pa_npu.config.sections.rollout import SLOWEST_TOKEN_S
 from pa_npu.control.tasks import cancel, gather
-from pa_npu.engines.handing_on import NOTHING, joined, left_of, written_of
-from pa_npu.engines.protocol import EngineError, EngineGone, Generation, RolloutEngine, Sampling
+from pa_npu.engines.protocol import NOTHING, EngineError, EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, UserError
+from pa_npu.samples.columns import continued
 
 if TYPE_CHECKING:
     from pa_npu.engines.pool import EnginePool, Lease
 
 logger = logging.getLogger(__name__)
+
+Decode = Callable[[Sequence[int]], str]
+"""Tokens to text, special tokens left out."""
 
 # Responses may be handed on unbegun whenever a device changes its role. An engine that does so of itself is broken.
 _MAX_UNASKED = 16
@@ -36,6 +44,9 @@ class GroupSession:
 
     What comes back is the same wherever it comes from, because it follows from the seed. Use it with `with`: the end closes the
     lease.
+
+    deadline_s: of a request, after which the engine must show that it works. again_deadline_s: of the wait for another engine.
+    what: the group, for messages. version: that writes it; None: any.
     """
 
     def __init__(
@@ -43,10 +54,11 @@ class GroupSession:
         pool: EnginePool,
         lease: Lease,
         window: Callable[[str], int],
+        *,
         deadline_s: float,
         again_deadline_s: float,
-        what: str,
-        version: int | None,
+        what: str = "a group",
+        version: int | None = None,
     ) -> None:
         self.lease = lease
         """The one that the group has, or had last."""
@@ -97,10 +109,11 @@ class GroupSession:
         while response.finish_reason == "cut":
             if begun is None or len(response.tokens):
                 whole = response if begun is None else joined(begun, response, None)
-                written = written_of(whole, sampling, self._pool.continues)
-                begun = whole if len(written) else None
-            rest = left_of(sampling, 0 if begun is None else len(begun.tokens))
-            (response,) = await self._ask(prompt_tokens, 1, seed, rest, NOTHING if begun is None else begun.tokens)
+                # a text that ends a response may lie across the cut, where no engine would find it
+                begun = whole if self._pool.continues and not sampling.stop and len(whole.tokens) else None
+            written = NOTHING if begun is None else begun.tokens
+            rest = replace(sampling, max_tokens=sampling.max_tokens - len(written))
+            (response,) = await self._ask(prompt_tokens, 1, seed, rest, written)
         self._open -= 1
         return response if begun is None else joined(begun, response, self._pool.decode)
 
@@ -184,6 +197,21 @@ class GroupSession:
 def _cut(generations: Sequence[Generation]) -> list[Generation]:
     """Those that an engine handed on."""
     return [one for one in generations if one.finish_reason == "cut"]
+
+
+def joined(first: Generation, rest: Generation, decode: Decode | None) -> Generation:
+    """One response of two parts; rest begins where `first` was cut. decode: None leaves their texts side by side."""
+    tokens = np.concatenate([first.tokens, rest.tokens])
+    text = first.text + rest.text
+    if decode is not None:
+        text = decode((tokens[:-1] if rest.finished else tokens).tolist())
+    return replace(
+        rest,
+        tokens=tokens,
+        logprobs=np.concatenate([first.logprobs, rest.logprobs]),
+        text=text,
+        columns=continued(first.columns, rest.columns),
+    )
 
 
 class GroupTooLong(UserError):

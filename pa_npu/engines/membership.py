@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from pa_npu.config.sections import RolloutConfig
+from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.control.messages import EngineRunsOn
 from pa_npu.control.roster import Entry, Roster
 from pa_npu.control.tasks import cancel, gather
@@ -102,8 +102,8 @@ class Fleet:
         self._train: set[int] = set()  # places of engines whose devices train
 
     async def __aenter__(self) -> Fleet:
-        self._pool.on_lost(self.lost)
-        self._pool.on_sleep(self.sleep)
+        self._pool.on_lost = self.lost
+        self._pool.on_sleep = self.sleep
         for entry in self._roster.entries():
             if entry.shared:
                 self._roster.lend_device(entry.index, to_trainer=False)

@@ -17,12 +17,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from pa_npu.config.sections import EngineSettings
+from pa_npu.config.sections.rollout import EngineSettings
 from pa_npu.config.words import counted
 from pa_npu.control.tasks import gather
 from pa_npu.dispatch.schedule import engine_with_room
-from pa_npu.engines.group_session import GroupSession
-from pa_npu.engines.handing_on import Decode
+from pa_npu.engines.group_session import Decode
 from pa_npu.engines.protocol import EngineError, RolloutEngine
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 
@@ -37,6 +36,7 @@ CHANGING = -1
 
 # Until a request that met an engine just as it handed on is on it too.
 _LATE_REQUEST_S = 0.05
+_USUAL = EngineSettings(engines=(0,))
 
 
 @dataclass
@@ -58,12 +58,8 @@ class EngineUse:
     """The engine's index, which its successor has too."""
     shared: bool = False
     """Whether the engine is on a trainer's device."""
-    window: int | None = None
-    """The most sequences in flight on it, where it has a window of its own (rollout.engine_settings)."""
-    speed: float = 1.0
-    """How fast it is expected to be beside an engine of 1."""
-    device: str | None = None
-    """The device that it runs on, where that is said."""
+    settings: EngineSettings = _USUAL
+    """What is particular to it (rollout.engine_settings)."""
     version: int | None = None
     """The weight version that it writes by; None where nobody has said, CHANGING while it changes."""
     updated_s: float = field(default_factory=time.perf_counter)
@@ -80,7 +76,7 @@ class EngineUse:
 
 
 class Lease:
-    """Room for some sequences on one engine, from admission to `close` (or the end of its `with` block)."""
+    """Room for some sequences on one engine, from admission to `close`."""
 
     def __init__(self, pool: EnginePool, engine: RolloutEngine, use: EngineUse, sequences: int, tokens: int) -> None:
         self.engine = engine
@@ -117,12 +113,6 @@ class Lease:
         self.duration_s = use.updated_s - self.start_s
         self._pool._room.set()
 
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
 
 class EnginePool:
     """Several engines as one. Owns the clients: close it, or use `async with`.
@@ -151,8 +141,10 @@ class EnginePool:
         self._again = 0  # admissions of what was lost that are waiting
         self._open: Counter[int | None] = Counter()  # sessions, by the version that writes for them
         self._failure: PaNpuError | None = None
-        self._on_lost: OnLost | None = None
-        self._sleep: Sleep | None = None
+        self.on_lost: OnLost | None = None
+        """Is told of engines that are gone, with the reason."""
+        self.on_sleep: Sleep | None = None
+        """Puts engines to sleep."""
 
     async def __aenter__(self) -> EnginePool:
         return self
@@ -176,15 +168,12 @@ class EnginePool:
         shared: bool = False,
         settings: EngineSettings | None = None,
     ) -> None:
-        """One more engine; it does not serve yet.
-
-        seat: its index. shared: it is on a trainer's device. settings: what is particular to it.
-        """
+        """One more engine; it does not serve yet. Arguments as of EngineUse."""
         self._engines[engine.name] = engine
         use = self._uses.setdefault(engine.name, EngineUse())
         use.seat, use.shared = seat, shared
         if settings is not None:
-            use.window, use.speed, use.device = settings.window, settings.speed, settings.device
+            use.settings = settings
 
     async def remove(self, engine: RolloutEngine) -> None:
         """It serves no more and is not counted from here on."""
@@ -207,15 +196,11 @@ class EnginePool:
         self._serving.discard(engine.name)
         self._room.set()  # where it was the last that writes by a version, later ones may do
 
-    def on_lost(self, report: OnLost) -> None:
-        """Name the callback by which sessions report engines that are gone, with the reason."""
-        self._on_lost = report
-
     async def report_lost(self, engine: RolloutEngine, reason: str) -> bool:
         """An engine is gone; false where nobody asked to be told."""
-        if self._on_lost is None:
+        if self.on_lost is None:
             return False
-        await self._on_lost(engine, reason)
+        await self.on_lost(engine, reason)
         return True
 
     def fail(self, error: PaNpuError) -> None:
@@ -281,23 +266,6 @@ class EnginePool:
             if again:
                 self._room.set()  # for those that had to wait for this one
 
-    def session(
-        self,
-        lease: Lease,
-        window: Callable[[str], int],
-        *,
-        deadline_s: float,
-        again_deadline_s: float,
-        what: str = "a group",
-        version: int | None = None,
-    ) -> GroupSession:
-        """Open the session in which a group asks under a lease. deadline_s: of a request, after which the engine must show that
-        it works.
-
-        again_deadline_s: of the wait for another engine. what: the group, for messages. version: that writes it; None: any.
-        """
-        return GroupSession(self, lease, window, deadline_s, again_deadline_s, what, version)
-
     def writes_before(self, version: int) -> bool:
         """Whether there are groups that an older version still has to write, or has to write again."""
         is_open = any(number and older is not None and older < version for older, number in self._open.items())
@@ -320,7 +288,7 @@ class EnginePool:
 
     def _own_or(self, window: Callable[[str], int]) -> Callable[[str], int]:
         def limit(name: str) -> int:
-            own = self._uses[name].window
+            own = self._uses[name].settings.window
             return window(name) if own is None else min(own, window(name))
 
         return limit
@@ -396,18 +364,14 @@ class EnginePool:
         engines = [engine for engine in self._engines.values() if self._uses[engine.name].seat in seats]
         await gather([empty(engine) for engine in engines])
 
-    def on_sleep(self, sleep: Sleep) -> None:
-        """Name what puts engines to sleep."""
-        self._sleep = sleep
-
     async def sleep(self, seats: Collection[int] | None = None) -> None:
         """Engines with these indices, which have nothing in flight, give their memory back until a publish, where they can.
 
         None: all on trainers' devices.
         """
-        if self._sleep is not None:
+        if self.on_sleep is not None:
             shared = {use.seat for use in self._uses.values() if use.shared and use.seat is not None}
-            await self._sleep(shared if seats is None else seats)
+            await self.on_sleep(shared if seats is None else seats)
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Until this is so; asked again when a group ends on an engine, and when one serves, is lost or changes version."""

@@ -14,6 +14,9 @@ from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.samples.columns import Values
 from pa_npu.samples.routes import Routes
 
+NOTHING: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+"""No tokens."""
+
 
 class EngineError(PaNpuError):
     """An engine refused a request, answered nonsense, or died; the message names the engine and what it was asked."""
@@ -132,7 +135,7 @@ class RolloutEngine(Protocol):
         sampling: Sampling,
         *,
         deadline_s: float,
-        written: npt.NDArray[np.int32] | None = None,
+        written: npt.NDArray[np.int32] = NOTHING,
     ) -> list[Generation]:
         """Generates n responses. Response i is what a request of one with seed + i gives, whatever else is in flight.
 

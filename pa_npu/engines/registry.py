@@ -5,7 +5,13 @@ A kind of your own: write a module with an EngineKind in it and set rollout.back
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import inspect
+import json
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +21,7 @@ from typing import Any
 import pa_npu
 from pa_npu import platform
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import RolloutConfig
+from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.config.user_code import check_name, import_object
 from pa_npu.engines.protocol import RolloutEngine
 from pa_npu.errors import ConfigError
@@ -67,6 +73,7 @@ class EngineKind:
 # Modules, because they are imported where they are used only.
 _KINDS = {"vllm": "pa_npu.engines.vllm.kind:VLLM", "transformers": "pa_npu.engines.transformers.kind:TRANSFORMERS"}
 
+_TIMEOUT_S = 60.0
 DEFAULT_BACKEND = str(RolloutConfig.model_fields["backend"].default)
 
 
@@ -124,3 +131,29 @@ def _import_path(config: Config, python: str) -> str | None:
     if not link.is_symlink():
         link.symlink_to(package, target_is_directory=True)
     return str(directory)
+
+
+@functools.cache
+def distributions(python: str | None, names: tuple[str, ...]) -> dict[str, str]:
+    """Versions of those of `names` that an interpreter has (None: this one); asked once. Raises ConfigError."""
+    if python is None:
+        return _here(names)
+    if shutil.which(python) is None:
+        raise ConfigError(f"rollout.python: {python} is not an executable; give the path of a Python interpreter")
+    # importlib.metadata alone: importing an engine takes half a minute
+    program = f"import importlib.metadata, json\n{inspect.getsource(_here)}\nprint(json.dumps(_here({names!r})))"
+    try:
+        reply = subprocess.run([python, "-c", program], capture_output=True, timeout=_TIMEOUT_S, check=True)
+        return dict(json.loads(reply.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise ConfigError(f"rollout.python: {python} does not run ({error}); give a working interpreter") from None
+
+
+def _here(names: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -43,8 +43,11 @@ def make_environment(config: Config, tokenizer: Any) -> Environment:
         chosen.options,
         config,
     )
+    check_name("environment.name", chosen.name, [*ENVIRONMENTS, *_ELSEWHERE], "module:Class")
     try:
-        environment = find_environment(chosen.name)(context)
+        known = ENVIRONMENTS.get(chosen.name)
+        make = known or import_function("environment.name", _ELSEWHERE.get(chosen.name, chosen.name))
+        environment = make(context)
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:  # a user's class may raise whatever it likes
@@ -57,14 +60,6 @@ def make_environment(config: Config, tokenizer: Any) -> Environment:
             f"environment.name: {chosen.name} has no method rollout(prompt, num_samples, generate); add it"
         )
     return environment
-
-
-def find_environment(name: str) -> Callable[[EnvironmentContext], Environment]:
-    """The class of a name. Raises ConfigError where there is none."""
-    check_name("environment.name", name, [*ENVIRONMENTS, *_ELSEWHERE], "module:Class")
-    if name in ENVIRONMENTS:
-        return ENVIRONMENTS[name]
-    return import_function("environment.name", _ELSEWHERE.get(name, name))
 
 
 @asynccontextmanager

@@ -10,17 +10,13 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from pa_npu.config.user_code import place_of
-from pa_npu.control.tasks import held
-from pa_npu.data.prompts import Prompt
-from pa_npu.engines.protocol import Generation
-from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate, Turn
-from pa_npu.samples.types import Sample
+from pa_npu.environments.protocol import Environment, EnvironmentFailed
 
 LEAST_S = 60.0  # a turn of pure Python, on a machine that computes much else
 _BEAT_S = 1.0
@@ -28,52 +24,19 @@ _SLACK_S = 0.01
 _END_S = 5.0
 
 
-class _Watched(Generate):
-    """A Generate that knows how long ago the policy was last asked for something."""
+async def ended(task: asyncio.Future[Any], own_s: float, idle_s: Callable[[], float], what: str) -> None:
+    """Wait for an environment's rollout, which gets own_s, and at least LEAST_S, for its own work between two answers.
 
-    def __init__(self, generate: Generate) -> None:
-        self._generate = generate
-        self.counted = generate.counted
-        self._under_way = 0
-        self._since_s = time.monotonic()
-
-    @property
-    def idle_s(self) -> float:
-        """Seconds since the policy owed an answer."""
-        return 0.0 if self._under_way else time.monotonic() - self._since_s
-
-    async def _write(self, turn: Turn) -> list[Generation]:
-        self._under_way += 1
-        try:
-            return await self._generate._write(turn)
-        finally:
-            self._under_way -= 1
-            self._since_s = time.monotonic()
-
-
-async def rollout_within(
-    turn_s: float, environment: Environment, prompt: Prompt, num_samples: int, generate: Generate
-) -> list[Sample]:
-    """environment.rollout, with turn_s for its own work in each turn. Raises EnvironmentFailed where it takes longer.
-
-    An environment whose class says `waits_are_bounded = True` has limits of its own.
+    idle_s: seconds since the policy owed it an answer. Raises EnvironmentFailed where it takes longer. what: for messages.
     """
-    if vars(type(environment)).get("waits_are_bounded"):  # a subclass may wait for something else
-        return await environment.rollout(prompt, num_samples, generate)
-    limit_s = max(LEAST_S, turn_s * num_samples)
-    watched = _Watched(generate)
-    task = asyncio.ensure_future(held(lambda: environment.rollout(prompt, num_samples, watched)))
+    limit_s = max(LEAST_S, own_s)
     try:
-        while watched.idle_s < limit_s:
-            if (await asyncio.wait([task], timeout=limit_s - watched.idle_s + _SLACK_S))[0]:
-                samples: list[Sample]
-                samples, failed = await task
-                if failed is not None:
-                    raise failed
-                return samples
+        while idle_s() < limit_s:
+            if (await asyncio.wait([task], timeout=limit_s - idle_s() + _SLACK_S))[0]:
+                return
         raise EnvironmentFailed(
-            f"environment {type(environment).__name__}, prompt {prompt.prompt_id}: it has neither asked the policy nor returned "
-            f"for {limit_s:g} s; end what it waits for, or raise environment.timeout_s"
+            f"{what}: it has neither asked the policy nor returned for {limit_s:g} s; end what it waits for, or raise "
+            f"environment.timeout_s"
         )
     finally:
         await _end(task)

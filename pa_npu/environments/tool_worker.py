@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from pa_npu.config.user_code import import_function
-from pa_npu.control.child_process import private_pipes, send
+from pa_npu.control.worker_process import private_pipes, send
 from pa_npu.errors import ConfigError
 
 _LONGEST_REASON = 200  # characters

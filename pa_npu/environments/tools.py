@@ -18,16 +18,41 @@ environment.options:
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import logging
+import operator
+from collections.abc import Awaitable, Callable, Sequence
+from fractions import Fraction
+
 import numpy as np
 
 from pa_npu.control.tasks import gather
+from pa_npu.control.worker_process import WorkerProcess, json_line
 from pa_npu.data.prompts import Prompt
 from pa_npu.environments.protocol import EnvironmentContext, Generate, write
-from pa_npu.environments.tool_process import Tool, ToolProcess, make_tool
-from pa_npu.errors import ConfigError
+from pa_npu.errors import ConfigError, DeadlineExceeded
 from pa_npu.samples.types import Sample, SampleBuilder
 
+Tool = Callable[[str], Awaitable[str]]
+"""From a call's text to the answer's; a failure is an answer that begins with "error: "."""
+
+_MODULE = "pa_npu.environments.tool_worker"
+_STARTUP_TIMEOUT_S = 60.0  # importing a user's module on a busy machine
 _OPTIONS = ("tool", "call", "answer", "example")
+_LONGEST = 200  # characters of an expression for the calculator
+_LARGEST = 10**30  # of a value in it
+_LARGEST_EXPONENT = 100
+_DECIMALS = 6
+
+_OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+logger = logging.getLogger(__name__)
 
 
 class ToolEnvironment:
@@ -97,3 +122,120 @@ def _pair(context: EnvironmentContext, name: str, default: tuple[str, str]) -> t
             "environment.options: call needs marks that are not empty, or no call could be told from text"
         )
     return value[0], value[1]
+
+
+def make_tool(context: EnvironmentContext) -> Tool:
+    """The tool of environment.options. Raises ConfigError where there is none of this name."""
+    name = context.options.get("tool", "calculator")
+    if name == "calculator":
+        return _calculator
+    if not isinstance(name, str) or ":" not in name:
+        raise ConfigError(
+            f"environment.options: tool {name!r} is neither calculator nor module:function; use one of these"
+        )
+    return ToolProcess(name, context.timeout_s)
+
+
+async def _calculator(call: str) -> str:
+    return calculate(call)
+
+
+class ToolProcess:
+    """A user's function in a process of its own; calls one after another, each with a time limit, after which it is killed."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._name = name
+        self._timeout_s = timeout_s
+        self._turn = asyncio.Lock()
+        self._worker: WorkerProcess | None = None
+
+    async def __call__(self, call: str) -> str:
+        return (await self._answer(call))[0]
+
+    async def trial(self, calls: Sequence[str]) -> None:
+        """Calls the tool before a run. Raises ConfigError where it answers none of the calls, or does not answer in time."""
+        try:
+            answers = [await self._answer(call) for call in calls]
+        finally:
+            await self.close()
+        if all(failed for _, failed in answers):
+            tried = ", ".join(repr(call[:40]) for call in calls)
+            raise ConfigError(
+                f"environment.options: tool {self._name} fails for each of {tried} ({answers[-1][0].removeprefix('error: ')}); "
+                f"correct the function, or name a call that it answers in environment.options.example"
+            )
+
+    async def _answer(self, call: str) -> tuple[str, bool]:
+        """The answer, and whether it is the tool's failure."""
+        async with self._turn:
+            worker = self._worker or await self._start()
+            worker.write(json_line({"call": call}))
+            try:
+                reply = await asyncio.wait_for(worker.read(), self._timeout_s)
+                if reply is not None:
+                    return str(reply["answer"]), "failure" in reply
+                reason = "the tool ended, or wrote what cannot be read"
+            except asyncio.TimeoutError:
+                reason = f"no answer within {self._timeout_s:g} s"
+            await self.close()
+            logger.warning("environment.options: tool %s: %s; it is started anew", self._name, reason)
+            return f"error: {reason}", True
+
+    async def _start(self) -> WorkerProcess:
+        try:
+            worker = await WorkerProcess.start([_MODULE, self._name], None, _STARTUP_TIMEOUT_S)
+        except DeadlineExceeded as late:
+            raise ConfigError(f"environment.options: tool {self._name}: {late}; correct the function") from None
+        problem = worker.ready.get("unusable") if worker.ready else "its process ended while importing it, see the log"
+        if problem:
+            await worker.reap()
+            raise ConfigError(f"environment.options: tool {self._name}: {problem}; correct the function")
+        self._worker = worker
+        return worker
+
+    async def close(self) -> None:
+        """End the process; a later call starts another."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.reap()
+
+
+def calculate(expression: str) -> str:
+    """The value of + - * / ** and brackets over decimal numbers: whole, or rounded to 6 decimals. "error: ..." otherwise."""
+    if len(expression) > _LONGEST:
+        return f"error: more than {_LONGEST} characters"
+    try:
+        return _written(_value(ast.parse(expression.strip().replace(",", "").replace("^", "**"), mode="eval").body))
+    except ZeroDivisionError:
+        return "error: division by zero"
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return "error: not an expression"
+
+
+def _value(node: ast.AST) -> Fraction:
+    """Raises ValueError for everything that is no arithmetic."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
+        value = Fraction(str(node.value))
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        base, exponent = _value(node.left), _value(node.right)
+        if exponent.denominator != 1 or abs(exponent) > _LARGEST_EXPONENT:
+            raise ValueError("exponent")
+        value = base ** int(exponent)
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        value = _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    else:
+        raise ValueError("not arithmetic")
+    if abs(value) > _LARGEST:
+        raise ValueError("too large")
+    return value
+
+
+def _written(value: Fraction) -> str:
+    if value.denominator == 1:
+        return str(value.numerator)
+    scaled = round(value * 10**_DECIMALS)
+    whole, rest = divmod(abs(scaled), 10**_DECIMALS)
+    sign = "-" if scaled < 0 else ""
+    return f"{sign}{whole}.{rest:0{_DECIMALS}d}".rstrip("0").rstrip(".")

@@ -12,7 +12,7 @@ from typing import Any
 
 from pa_npu.errors import DataError
 from pa_npu.families.config_json import mapping, token_ids
-from pa_npu.families.dense import DenseDecoder
+from pa_npu.families.decoders import DenseDecoder
 from pa_npu.families.shape import ModelShape, Rope
 
 PREFIX = "transformers "

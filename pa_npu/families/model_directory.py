@@ -5,7 +5,8 @@
     check_tokenizer(spec, tokenizer)    so are all of the tokenizer's
     check_plain_files(directory)        nothing that is going to be read is a pipe, a device or absurdly large
 
-Of the weights a few KiB of every tensor are read (check_values); whoever loads them sees them all. All raise DataError.
+Of the weights a few KiB of every tensor are read (check_values); whoever loads them sees them all, where located_weights says. All
+raise DataError.
 """
 
 from __future__ import annotations
@@ -87,6 +88,11 @@ def weight_files(directory: str | Path) -> dict[str, str]:
 
 
 def check_weights(spec: ModelSpec) -> None:
+    check_values(spec, located_weights(spec))
+
+
+def located_weights(spec: ModelSpec) -> dict[str, tuple[Path, StoredTensor]]:
+    """File and position of the model's tensors by name: each is there once, in its shape, in a type that can be trained."""
     directory = Path(spec.path)
     named = weight_files(directory)
     files = sorted(set(named.values()))
@@ -110,7 +116,7 @@ def check_weights(spec: ModelSpec) -> None:
         )
     _check_tensors(spec, stored)
     known = spec.hf_tensors() | _tied_head(spec, stored)
-    check_values(spec, {name: (directory / file_of[name], stored[name]) for name in known if name in stored})
+    return {name: (directory / file_of[name], stored[name]) for name in known if name in stored}
 
 
 def _tied_head(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:

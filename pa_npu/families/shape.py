@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast
 
-from pa_npu.attention.layout import PrefixLayout
 from pa_npu.families.config_json import count, mapping, positive
 
 Kind = Literal["default", "linear", "llama3"]
@@ -79,10 +78,6 @@ class Experts:
     normalises: bool
     layers: tuple[int, ...]
 
-    def wire_sizes(self) -> dict[str, int]:
-        """ModelSpec.wire_sizes of them."""
-        return {"num_experts_per_tok": self.per_token, "moe_intermediate_size": self.ffn_size}
-
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -149,12 +144,8 @@ class FlopsModel:
         """LM head, per token whose log-prob is computed."""
         return 3.0 * 2.0 * self.hidden_size * self.vocab_size
 
-    def step(self, layout: PrefixLayout, predictions: int) -> float:
-        """Work of one step over the layout with that many predicted tokens."""
-        return layout.total * self.per_token + layout.pairs * self.per_pair + predictions * self.per_prediction
-
     def group(self, prompt: int, responses: Sequence[int], *, shared: bool) -> float:
-        """`step` over a prompt with these responses, all of them predicted, in closed form: no layout is made for it."""
+        """Work of one step over a prompt with these responses, all of them predicted."""
         written = sum(responses)
         own_pairs = sum([length * (length + 1) for length in responses]) // 2
         prompts = 1 if shared else len(responses)

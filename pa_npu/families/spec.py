@@ -1,6 +1,6 @@
 """The shape of a model, read from an HF directory's config.json by its family, or as transformers has it where there is none.
 
-A family is found by the model_type of config.json. A new one is a file beside these and an entry in `_FAMILIES`.
+A family is found by the model_type of config.json. A new one is a class beside these and an entry in `_FAMILIES`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,7 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
 from pa_npu.families.any_model import EXPERTS, PREFIX, AnyModel
 from pa_npu.families.config_json import read_config_json
-from pa_npu.families.dense import DenseDecoder
-from pa_npu.families.llama import Llama
-from pa_npu.families.qwen2 import Qwen2
-from pa_npu.families.qwen3 import Qwen3
-from pa_npu.families.qwen3_moe import Qwen3Moe
+from pa_npu.families.decoders import DenseDecoder, Llama, Qwen2, Qwen3, Qwen3Moe
 from pa_npu.families.shape import ModelShape
 
 
@@ -98,6 +94,10 @@ class ModelSpec(ModelShape):
 
     def wire_sizes(self) -> dict[str, int]:
         """Sizes by which an engine sees that it has the same model, under config.json's names."""
+        experts = self.experts
+        mixture = (
+            {"num_experts_per_tok": experts.per_token, "moe_intermediate_size": experts.ffn_size} if experts else {}
+        )
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -106,7 +106,7 @@ class ModelSpec(ModelShape):
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "tie_word_embeddings": int(self.tied),
-            **(self.experts.wire_sizes() if self.experts else {}),
+            **mixture,
         }
 
     def hf_tensors(self) -> dict[str, tuple[int, ...]]:

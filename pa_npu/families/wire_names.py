@@ -8,8 +8,6 @@ have no memory: what comes out is a view, and where a view begins says which ele
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +53,7 @@ def wire_weights(model: Any) -> dict[str, WireWeight]:
 
     bare = {name: torch.empty(tensor.shape, device="meta") for name, tensor in stored_tensors(model).items()}
     source_of = {tensor.untyped_storage()._cdata: name for name, tensor in bare.items()}
-    with _views_only():
+    with _ViewsOnly():
         reverted = revert_weight_conversion(model, dict(bare))
     found = {}
     for name, tensor in reverted.items():
@@ -70,13 +68,8 @@ def wire_weights(model: Any) -> dict[str, WireWeight]:
     return dict(sorted(found.items(), key=lambda item: (order[item[1].source], item[1].start)))
 
 
-@contextmanager
-def _views_only() -> Iterator[None]:
+class _ViewsOnly(torch.overrides.TorchFunctionMode):
     """Inside, nothing is copied to make it contiguous."""
 
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return args[0] if function is torch.Tensor.contiguous else function(*args, **(kwargs or {}))
-
-    with Mode():
-        yield
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function is torch.Tensor.contiguous else function(*args, **(kwargs or {}))

@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Protocol, cast
 
 from pa_npu import __version__
 from pa_npu.config.plain_file import reason
@@ -18,17 +17,7 @@ PROGRAM = "pa-npu"
 _INTERRUPTED = 130
 
 
-class Subcommand(Protocol):
-    """The functions that a module of `subcommands/` has."""
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add arguments, epilog and usage to a parser that has name and description already."""
-
-    def main(self, options: argparse.Namespace, rest: Sequence[str]) -> int:
-        """Do it, and return the exit code. rest: what the parser did not know, which must be refused or used."""
-
-
-# A sub-command of your own is a module of `subcommands/` and its line in --help here.
+# A sub-command of your own is two functions of a module (see subcommands.py) and its line in --help here.
 SUBCOMMANDS = {
     "run": "start a run, or continue it",
     "plan": "print the resolved configuration and its arithmetic; start nothing",
@@ -41,6 +30,8 @@ SUBCOMMANDS = {
     "evaluate": "answer sets of questions with a model or checkpoint, and say how many are right",
     "view": "show a run as a page: live on this machine, or as one HTML file",
 }
+# Where their functions are, if not in subcommands.py.
+_MODULES = {"join": "join", "selftest": "selftest.command", "view": "view"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,8 +88,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
         )
         if name in arguments[:1]:
-            module = cast(Subcommand, import_module(f"pa_npu.launcher.subcommands.{name}"))
+            module = import_module(f"pa_npu.launcher.{_MODULES.get(name, 'subcommands')}")
             inner.description = line[0].upper() + line[1:] + "."
-            module.configure(inner)
-            inner.set_defaults(main=module.main)
+            getattr(module, f"{name}_options")(inner)
+            inner.set_defaults(main=getattr(module, name))
     return parser

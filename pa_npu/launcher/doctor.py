@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import shutil
 import sys
@@ -15,40 +13,39 @@ from pa_npu import platform as platforms
 from pa_npu.backends.registry import DEFAULT_BACKEND as DEFAULT_TRAINER
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
-from pa_npu.engines.registry import DEFAULT_BACKEND, engine_kind
+from pa_npu.engines.registry import DEFAULT_BACKEND, distributions, engine_kind
 from pa_npu.errors import PaNpuError, UserError
 from pa_npu.launcher.placement import available_cores, port_problem
 from pa_npu.launcher.run_checks import prepare
-from pa_npu.launcher.trainer_versions import nearest_stack, trainer_problems
-from pa_npu.platform.busy import busy_devices
+from pa_npu.launcher.trainer_versions import installed_versions, nearest_stack, trainer_problems
+from pa_npu.platform.vendor_tools import busy_devices
 
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Dependency:
-    """A module this package imports. needed: without it nothing runs; otherwise `use` says what does not."""
+    """A distribution this package uses. needed: without it nothing runs; otherwise `use` says what does not."""
 
-    module: str
-    distribution: str
+    name: str
     use: str
     needed: bool = True
 
 
 _DEPENDENCIES = (
-    Dependency("torch", "torch", "tensors and collectives"),
-    Dependency("megatron.core", "megatron-core", "the trainers' parallelism"),
-    Dependency("transformers", "transformers", "tokenizers and HF export"),
-    Dependency("safetensors", "safetensors", "weights and the rollout buffer"),
-    Dependency("pydantic", "pydantic", "configuration"),
-    Dependency("yaml", "PyYAML", "configuration"),
-    Dependency("aiohttp", "aiohttp", "requests to engines"),
-    Dependency("msgspec", "msgspec", "engine responses"),
-    Dependency("math_verify", "math-verify", "math rewards by symbolic comparison (else numeric)", needed=False),
-    Dependency("pyarrow", "pyarrow", "parquet datasets", needed=False),
-    Dependency("tensorboard", "tensorboard", "telemetry.trackers", needed=False),
-    Dependency("peft", "peft", "adapters (lora.rank, model.adapter)", needed=False),
-    Dependency("ray", "ray", "several nodes (placement.cluster=ray)", needed=False),
+    Dependency("torch", "tensors and collectives"),
+    Dependency("megatron-core", "the trainers' parallelism"),
+    Dependency("transformers", "tokenizers and HF export"),
+    Dependency("safetensors", "weights and the rollout buffer"),
+    Dependency("pydantic", "configuration"),
+    Dependency("PyYAML", "configuration"),
+    Dependency("aiohttp", "requests to engines"),
+    Dependency("msgspec", "engine responses"),
+    Dependency("math-verify", "math rewards by symbolic comparison (else numeric)", needed=False),
+    Dependency("pyarrow", "parquet datasets", needed=False),
+    Dependency("tensorboard", "telemetry.trackers", needed=False),
+    Dependency("peft", "adapters (lora.rank, model.adapter)", needed=False),
+    Dependency("ray", "several nodes (placement.cluster=ray)", needed=False),
 )
 
 
@@ -65,7 +62,8 @@ def doctor(config: Config | None, device: str | None = None) -> int:
     for name, value in _machine():
         print(f"  {name:<14} {value}")
     print("\npackages")
-    problems = [problem for dependency in _DEPENDENCIES if (problem := _report(dependency))]
+    found = distributions(None, tuple(dependency.name for dependency in _DEPENDENCIES)) | installed_versions()
+    problems = [problem for one in _DEPENDENCIES if (problem := _report(one, found.get(one.name)))]
     backend = config.rollout.backend if config else DEFAULT_BACKEND
     engine, engine_problem = engine_kind(backend).describe(config)
     print(f"  {backend:<14} {engine}")
@@ -119,25 +117,12 @@ def _machine() -> list[tuple[str, str]]:
     return found
 
 
-def _report(dependency: Dependency) -> str | None:
+def _report(dependency: Dependency, version: str | None) -> str | None:
     """Print one line; the remedy when something needed is missing."""
-    name = dependency.distribution
-    version = _version(dependency)
-    if version is not None:
-        print(f"  {name:<14} {version}")
+    print(f"  {dependency.name:<14} {version or f'not installed: {dependency.use}'}")
+    if version or not dependency.needed:
         return None
-    print(f"  {name:<14} not installed: {dependency.use}")
-    return f"{name}; run launch/install_cpu.sh, or pip install -e .[cpu|cuda|npu]" if dependency.needed else None
-
-
-def _version(dependency: Dependency) -> str | None:
-    root = dependency.module.partition(".")[0]
-    if importlib.util.find_spec(root) is None:
-        return None
-    try:
-        return importlib.metadata.version(dependency.distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "installed (version unknown)"
+    return f"{dependency.name}; run launch/install_cpu.sh, or pip install -e .[cpu|cuda|npu]"
 
 
 def _ascendc() -> str:

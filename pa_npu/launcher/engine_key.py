@@ -46,7 +46,8 @@ def key_file(directory: Path, key: str) -> Iterator[Path]:
 
 def run_key_file(config: Config, directory: Path, key: str) -> contextlib.AbstractContextManager[object]:
     """RUN/api_key, for engines that the run starts, and for its gateway: with a new key where the engines' is not known."""
-    if config.rollout.attach and not config.has_gateway:
+    has_gateway = config.environment.name == "agents" or config.agent.port is not None
+    if config.rollout.attach and not has_gateway:
         return contextlib.nullcontext()
     return key_file(directory, key or secrets.token_hex(32))
 

@@ -15,23 +15,22 @@ from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.coordinator.environment_trial import check_environment
 from pa_npu.coordinator.evaluate import Evaluation, Evaluator
-from pa_npu.data.prompts import PromptSet
+from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
 from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import DeadlineExceeded, PaNpuError
-from pa_npu.evaluation.results import Judged, compare, read_results, results_file, summarise, write_results
-from pa_npu.evaluation.statistics import Estimate
+from pa_npu.evaluation.results import Estimate, Judged, compare, read_results, results_file, summarise, write_results
 from pa_npu.families.model_directory import check_tokenizer, load_tokenizer
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.cluster.cluster import local_cluster
 from pa_npu.launcher.engine_key import engine_key
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
-from pa_npu.launcher.process.readiness import engine_answers
+from pa_npu.launcher.process.processes import engine_answers
 from pa_npu.launcher.run_checks import check_engines, check_held_out, check_rewards, resolve_device
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.telemetry.record_file import say
+from pa_npu.telemetry.records import say
 
 _POLL_S = 0.5
 _VERSION = 0  # of a model that nobody trains
@@ -46,11 +45,10 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
 
         export_checkpoint(Path(checkpoint), Path(config.model.path), None, merged=True)
     config, platform = resolve_device(config)
-    assert platform
     spec = ModelSpec.of(config)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     check_tokenizer(spec, tokenizer)
-    sets = {name: check_held_out(name, tokenizer, config) for name in config.evaluation_sets}
+    sets = {name: check_held_out(name, tokenizer, config).prompts for name in config.evaluation_sets}
     check_rewards(config, next(iter(sets.values()))[0])
     check_environment(config, next(iter(sets.values()))[0])
     key = engine_key(config)
@@ -58,7 +56,7 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
         found = asyncio.run(_evaluate(config, spec, urls, key, tokenizer, sets))
     file = results_file(directory, _VERSION)
     write_results(file, found.responses)
-    for line in lines(found):
+    for line in (*summary_lines(found.responses), f"{found.seconds:.1f} s"):
         say(line)
     if other is not None and before is not None:
         for line in difference_lines(before, found.responses, other):
@@ -78,11 +76,6 @@ def show(results: str, other: str | None = None) -> int:
     return 0
 
 
-def lines(found: Evaluation) -> list[str]:
-    """The table: one line for each set and number, and what its answers are like."""
-    return [*summary_lines(found.responses), f"{found.seconds:.1f} s"]
-
-
 def difference_lines(before: Sequence[Judged], after: Sequence[Judged], other: str) -> list[str]:
     """One line for each set and number that both have: the paired difference with its interval."""
     return [
@@ -93,6 +86,7 @@ def difference_lines(before: Sequence[Judged], after: Sequence[Judged], other: s
 
 
 def summary_lines(responses: Sequence[Judged]) -> list[str]:
+    """The table: one line for each set and number, and what its answers are like."""
     said = []
     for name, summary in summarise(responses).items():
         for metric, value in summary.metrics.items():
@@ -149,7 +143,7 @@ class Untrained:
 
 
 async def _evaluate(
-    config: Config, spec: ModelSpec, urls: Sequence[str], key: str, tokenizer: Any, sets: Mapping[str, PromptSet]
+    config: Config, spec: ModelSpec, urls: Sequence[str], key: str, tokenizer: Any, sets: Mapping[str, Sequence[Prompt]]
 ) -> Evaluation:
     kind = engine_kind(config.rollout.backend)
     async with AsyncExitStack() as stack:

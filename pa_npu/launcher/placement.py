@@ -62,33 +62,22 @@ def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Plac
     without placement.devices, processes share cores unpinned when there are too few.
     Raises ConfigError when an index does not exist or is used twice.
     """
-    per_engine = config.rollout.tensor_parallel
-    num_engine_devices = config.num_devices - config.trainer.devices
-    given = config.placement.devices or range(config.num_devices)
-    engines, trainers = tuple(given[:num_engine_devices]), tuple(given[num_engine_devices:])
     available = len(cores) if num_devices is None else num_devices
-    enough = max((*engines, *trainers)) < available
-    if not enough and (num_devices is not None or config.placement.devices is not None):
+    given = config.placement.devices or range(config.num_devices)
+    highest = max(given)
+    if highest >= available and (num_devices is not None or config.placement.devices is not None):
         kind = "cores" if num_devices is None else "devices"
         raise ConfigError(
-            f"placement: the run needs {config.num_devices} {kind}, the highest index is {max((*engines, *trainers))}, "
+            f"placement: the run needs {config.num_devices} {kind}, the highest index is {highest}, "
             f"but {available} {kind} are here; lower rollout.engines or trainer.devices, or correct placement.devices"
         )
-    if len(set(engines) | set(trainers)) < config.num_devices and num_devices is not None:
+    if len(set(given)) < config.num_devices and num_devices is not None:
+        dedicated = config.num_devices - config.trainer.devices
         raise ConfigError(
-            f"placement: engines {list(engines)} and trainers {list(trainers)} share a device; give each its own"
+            f"placement: engines {list(given[:dedicated])} and trainers {list(given[dedicated:])} share a device; give each its own"
         )
-    grouped = tuple(engines[at : at + per_engine] for at in range(0, num_engine_devices, per_engine))
-    grouped += _shared_units(config, trainers)
-    pin = num_devices is None and enough
-    return Placement(
-        engine_devices=grouped,
-        trainer_devices=trainers,
-        engine_cores=tuple(tuple(cores[i] for i in group) if pin else () for group in grouped),
-        trainer_cores=tuple((cores[i],) if pin else () for i in trainers),
-        engines=tuple(range(config.num_engines)),
-        ranks=tuple(range(config.trainer.devices)),
-    )
+    (share,) = _shares(config, 1, highest + 1)
+    return settle_on_node(config, share, num_devices, cores)
 
 
 def place_nodes(config: Config) -> list[Placement]:
@@ -105,8 +94,14 @@ def place_nodes(config: Config) -> list[Placement]:
             f"placement.devices: {list(listed)} names a device twice or one beyond the {num_devices} of {given.nnodes} nodes of "
             f"{per_node}; correct it"
         )
-    free = [[i for i in range(n * per_node, (n + 1) * per_node) if i not in listed] for n in range(given.nnodes)]
-    dedicated = config.num_engines - config.num_shared_engines
+    return _shares(config, given.nnodes, per_node)
+
+
+def _shares(config: Config, num_nodes: int, per_node: int) -> list[Placement]:
+    """Devices for every process, by node: those of placement.devices, else the first that are free."""
+    listed = config.placement.devices or ()
+    free = [[i for i in range(n * per_node, (n + 1) * per_node) if i not in listed] for n in range(num_nodes)]
+    dedicated = config.rollout.engines - config.num_shared_engines
     engines = _units("rollout", config.rollout.tensor_parallel, dedicated, config.engine_devices, free)
     together = len(config.mesh.groups("tensor"))
     trainers = _units("trainer", config.mesh.tensor, together, config.trainer_devices, free)
@@ -119,7 +114,7 @@ def place_nodes(config: Config) -> list[Placement]:
                 f"several nodes of {per_node} devices; give them devices of one node"
             )
     placements = []
-    for node in range(given.nnodes):
+    for node in range(num_nodes):
         here = [index for index, unit in enumerate(engines) if unit[0] // per_node == node]
         ranks = [rank for rank, index in enumerate(devices) if index // per_node == node]
         placements.append(
@@ -137,7 +132,7 @@ def place_nodes(config: Config) -> list[Placement]:
 
 def _shared_units(config: Config, trainers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Devices of shared engines: those of the trainer ranks beside each. trainers: of all ranks."""
-    shared = range(config.num_engines - config.num_shared_engines, config.num_engines)
+    shared = range(config.rollout.engines - config.num_shared_engines, config.rollout.engines)
     return tuple(tuple(trainers[rank] for rank in config.ranks_beside(index)) for index in shared)
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from pa_npu import __version__
 from pa_npu.checkpoints import directories
-from pa_npu.checkpoints.digests import content_problem
+from pa_npu.checkpoints.directories import content_problem
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect, host_store
@@ -40,12 +40,11 @@ from pa_npu.launcher.placement import placement_lines
 from pa_npu.launcher.process.commands import Startable, Store, coordinator_command
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
-from pa_npu.launcher.process.readiness import Awaited, engine_answers, trainers_announced
+from pa_npu.launcher.process.processes import Awaited, engine_answers, trainers_announced
 from pa_npu.launcher.process.recovery import Attempt, Recovery
 from pa_npu.launcher.process.supervisor import StopSignals, Supervisor, stop_signals
-from pa_npu.launcher.resume import checkpoints_directory, resolve_resume
-from pa_npu.launcher.run_checks import Findings, check_engines, check_surroundings, resolve_device, settle_places
-from pa_npu.launcher.run_directory import begin_attempt, own_run_directory
+from pa_npu.launcher.run_checks import check_engines, check_surroundings, resolve_device, settle_places
+from pa_npu.launcher.run_directory import begin_attempt, checkpoints_directory, own_run_directory, resolve_resume
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.progress import format_duration
 from pa_npu.telemetry.report import summarise
@@ -57,7 +56,6 @@ from pa_npu.weight_transfer.transport import Abandonment
 def run(config: Config) -> int:
     """Check everything, run, and return the exit code. Raises UserError before anything starts."""
     config, platform = resolve_device(config)
-    assert platform
     if config.placement.cluster == "local":
         return _run(config, platform, None)
     with connected() as connection:
@@ -75,7 +73,7 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None) -
     with own_run_directory(config) as run_dir, Console(run_dir / "logs" / "launcher.log") as console:
         nodes = config.placement.nnodes
         console.say(
-            f"pa_npu {__version__}: {counted(config.num_engines, 'engine')} and "
+            f"pa_npu {__version__}: {counted(config.rollout.engines, 'engine')} and "
             f"{counted(config.trainer.devices, 'trainer rank')} "
             f"on {platform.name}{f', {nodes} nodes' if nodes > 1 else ''}; run directory {run_dir}"
         )
@@ -92,35 +90,20 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None) -
         ):
             server = _host_store(config)  # lives as long as this name
             store = Store(config.placement.address, server.port)
-            with _open_cluster(config, findings, platform, connection, local, store, key, console, signals) as cluster:
-                if cluster is None:
+            opened: AbstractContextManager[Cluster | None]
+            if connection is None:
+                assert findings.placement
+                opened = nullcontext(local_cluster(config, platform, findings.placement, local, key, store))
+            else:
+                opened = ray_cluster(config, platform, connection, local, store, console, signals)
+            with opened as cluster:
+                if cluster is None:  # a signal came before all nodes were there
                     code = 128 + signals.received[0]
                 else:
                     plan = Plan(config, platform, cluster, store, key, console)
                     code = supervise(plan, timeline, signals)
         finish(config, run_dir, console, code, time.monotonic() - start_s)
         return code
-
-
-@contextmanager
-def _open_cluster(
-    config: Config,
-    findings: Findings,
-    platform: Platform,
-    connection: RayConnection | None,
-    local: ProcessTree,
-    store: Store,
-    key: str,
-    console: Console,
-    signals: StopSignals,
-) -> Iterator[Cluster | None]:
-    """Opens the machine or the cluster for engines and trainers; None if a signal came before all nodes were there."""
-    if connection is None:
-        assert findings.placement
-        yield local_cluster(config, platform, findings.placement, local, key, store)
-        return
-    with ray_cluster(config, platform, connection, local, store, console, signals) as cluster:
-        yield cluster
 
 
 def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
@@ -144,7 +127,6 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
 def run_engines(config: Config) -> int:
     """Start the engines alone and keep them until a signal, for runs that name them in rollout.attach."""
     config, platform = resolve_device(config)
-    assert platform
     placement = check_engines(config, platform)
     directory = Path(f"{config.run.dir}-engines")
     key = engine_key(config)

@@ -5,6 +5,7 @@ Rules inside the configuration are pa_npu.config's; these need the disk, the dev
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -21,8 +22,7 @@ from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.coordinator.environment_trial import check_environment
-from pa_npu.engines.interpreter import distributions
-from pa_npu.engines.registry import check_engine_keys, engine_kind
+from pa_npu.engines.registry import check_engine_keys, distributions, engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError
 from pa_npu.families.model_directory import (
     check_end_tokens,
@@ -46,17 +46,16 @@ from pa_npu.launcher.placement import (
     settle_on_node,
     visible_devices,
 )
-from pa_npu.launcher.resume import check_checkpoint, resolve_resume
-from pa_npu.launcher.run_directory import check_run_directory
+from pa_npu.launcher.run_directory import check_checkpoint, check_run_directory, resolve_resume
 from pa_npu.launcher.trainer_versions import trainer_problems
-from pa_npu.planning.adapters import without_adapters
+from pa_npu.planning.automatic import with_places, with_share
 from pa_npu.planning.known_models import known_spec
+from pa_npu.planning.memory import without_adapters
 from pa_npu.planning.model_rules import check_model
-from pa_npu.planning.places import with_places, with_share
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.base import Platform
-from pa_npu.platform.busy import busy_devices
-from pa_npu.telemetry.trackers.protocol import REQUIREMENTS
+from pa_npu.platform.vendor_tools import busy_devices
+from pa_npu.telemetry.tracker_libraries import TRACKERS
 
 if TYPE_CHECKING:
     from pa_npu.data.prompts import Prompt, PromptSet
@@ -97,7 +96,9 @@ def prepare(
     check_surroundings. Raises UserError at the first check that fails.
     """
     config = resolve_resume(config, say)
-    config, platform = resolve_device(config, forgive=forgive)
+    platform: Platform | None = None
+    with contextlib.suppress(UserError) if forgive else contextlib.nullcontext():
+        config, platform = resolve_device(config)
     findings = check_surroundings(config, platform, forgive=forgive, device_memory_gib=device_memory_gib)
     config = settle_places(config, findings)
     if not forgive:
@@ -105,17 +106,9 @@ def prepare(
     return config, findings
 
 
-def resolve_device(config: Config, *, forgive: bool = False) -> tuple[Config, Platform | None]:
-    """The configuration with run.device=auto replaced, so that all processes agree; raises UserError if it is not here.
-
-    forgive: return None for a platform that is not here instead.
-    """
-    try:
-        platform = platforms.get(config.run.device)
-    except UserError:
-        if not forgive:
-            raise
-        return config, None
+def resolve_device(config: Config) -> tuple[Config, Platform]:
+    """The configuration with run.device=auto replaced, so that all processes agree; raises UserError if it is not here."""
+    platform = platforms.get(config.run.device)
     run = config.run.model_copy(update={"device": platform.name})
     return config.model_copy(update={"run": run}), platform
 
@@ -165,7 +158,8 @@ def check_surroundings(
     backend_module(config.trainer.backend)
     if tokenizer is not None:
         check_environment(config, sample)
-    local(lambda: check_attached(config) if config.rollout.attach else check_engine_interpreter(config))
+    interpreter_check = engine_kind(config.rollout.backend).check
+    local(lambda: check_attached(config) if config.rollout.attach else interpreter_check(config))
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))
     local(lambda: check_trackers(config))
@@ -203,9 +197,9 @@ def _check_data(config: Config, findings: Findings, tokenizer: Any, local: Calla
     for name, held_out in config.evaluation_sets.items():
         prompts = local(lambda name=name: check_held_out(name, tokenizer, config), held_out.path)
         findings.counts.append(f"{config.key_of_set(name)}: {prompts.summary if prompts else 'not here'}")
-        sample = sample or (prompts[0] if prompts else None)
+        sample = sample or (prompts.prompts[0] if prompts else None)
     if loaded:
-        sample = loaded[0][0]
+        sample = loaded[0].prompts[0]
         findings.counts += first_prompt_lines(sample, tokenizer)
     return sample
 
@@ -243,7 +237,7 @@ def check_share(config: Config, platform: Platform, node: int, extra_engine: int
     _find_memory(findings, config, None)
     check_memory(config, findings)
     if share.engines and not config.rollout.attach:
-        check_engine_interpreter(config)
+        engine_kind(config.rollout.backend).check(config)
     return share
 
 
@@ -291,8 +285,8 @@ def check_engines(config: Config, platform: Platform) -> Placement:
     if config.placement.cluster != "local":
         raise ConfigError("placement.cluster: engines alone are started on this machine only; set it to local")
     check_engine_keys(config, check_model_files(config))
-    check_engine_interpreter(config)
-    check_ports(config, range(config.num_engines))
+    engine_kind(config.rollout.backend).check(config)
+    check_ports(config, range(config.rollout.engines))
     return place(config, _num_devices(platform), available_cores())
 
 
@@ -313,10 +307,10 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     loaded = load_training(config.data, tokenizer, config.needs_answers)
     for number, (prompts, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
         wanted = math.ceil(share * config.schedule.prompts_per_iteration)
-        if len(prompts) < wanted:
+        if len(prompts.prompts) < wanted:
             part = "" if share == 1 else f", of which its weight makes {wanted} its own"
             raise DataError(
-                f"{config.data.key_of(number)}: {prompts.path} has {counted(len(prompts), 'prompt')} for "
+                f"{config.data.key_of(number)}: {prompts.path} has {counted(len(prompts.prompts), 'prompt')} for "
                 f"schedule.prompts_per_iteration = "
                 f"{config.schedule.prompts_per_iteration}{part}, so that an iteration would hold some twice; lower it or give more "
                 f"prompts"
@@ -363,22 +357,17 @@ def check_attached(config: Config) -> None:
             )
 
 
-def check_engine_interpreter(config: Config) -> None:
-    """The engines' interpreter has an engine of a supported version that can do what is configured."""
-    engine_kind(config.rollout.backend).check(config)
-
-
 def check_trackers(config: Config) -> None:
     """The libraries of trackers are there, in versions that they are used by.
 
     Nothing is sent anywhere: a tracker that cannot be reached never ends a run."""
-    wanted = {name: Requirement(REQUIREMENTS[name]) for name in config.telemetry.trackers}
+    wanted = {name: Requirement(TRACKERS[name][1]) for name in config.telemetry.trackers}
     names = tuple(requirement.name for requirement in wanted.values())
     found = distributions(None, names)
     for tracker, requirement in wanted.items():
         version = found.get(requirement.name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
-            has = "is not installed" if version is None else f"is there as {version}, not as {REQUIREMENTS[tracker]}"
+            has = "is not installed" if version is None else f"is there as {version}, not as {TRACKERS[tracker][1]}"
             raise ConfigError(
                 f"telemetry.trackers: {tracker} {has} in {sys.executable}; pip install 'pa_npu[{tracker}]', or take it off the "
                 f"list"

@@ -16,8 +16,8 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from pa_npu.engines.interpreter import distributions
-from pa_npu.platform.cann import cann_version
+from pa_npu.engines.registry import distributions
+from pa_npu.platform.vendor_tools import cann_version
 
 
 @dataclass(frozen=True)

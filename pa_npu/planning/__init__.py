@@ -5,7 +5,7 @@ memory          bytes on a device of each role
 shortages       what does not fit, and the keys that would make it fit
 model_rules     what the model's sizes demand of the configuration
 plan_text       all of it as lines, for --dry-run
-publish_time    seconds of a publish
+automatic       sizes that were not given
 prediction/     what a run, or other sizes of it, would take, from published figures
 known_models    shapes of public models, to plan without having them
 """

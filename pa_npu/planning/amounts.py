@@ -37,5 +37,5 @@ def work(config: Config) -> Work:
         microbatch_tokens=min(max(piece, config.microbatch.max_tokens or 0), piece * pieces),
         prompt_tokens=sequences * prompt,
         response_tokens=sequences * response,
-        computed_tokens=piece * pieces * config.data_parallel,
+        computed_tokens=piece * pieces * config.mesh.data,
     )

@@ -1,7 +1,8 @@
-"""`auto` for the sizes of a run: splits, modes and parallel sizes that fit are compared by prediction, and the fastest is taken.
+"""Sizes of a run that were not given: those that are `auto` (load), and what an engine holds (with_places, with_share).
 
-What it goes by are published figures of a usual device and assumed lengths, as the dry run does; a run that has ended knows better
-(tools/plan_cluster.py). The same configuration gets the same sizes each time, so that a run that goes on has what it had.
+auto: splits, modes and parallel sizes that fit are compared by prediction, and the fastest is taken, by published figures of a
+usual device and assumed lengths, as the dry run does. A run that has ended knows better (tools/plan_cluster.py). The same
+configuration gets the same sizes each time, so that a run that goes on has what it had.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from pa_npu.config.load import merged, validated
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.amounts import work
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.prediction.divisions import Choices, assumed_basis, best_divisions
+from pa_npu.planning.memory import cache_tokens, left_share, wanted_tokens
+from pa_npu.planning.prediction.divisions import MOST_SEQS, Choices, best_divisions
+from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.platform.typical import typical_speed
 
 AUTO = "auto"
@@ -150,3 +154,43 @@ def _is_together(config: Config) -> bool:
 
 def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+
+
+def with_places(config: Config, spec: ModelSpec, device_bytes: int | None, own_memory: bool) -> Config:
+    """The configuration with max_num_seqs doubled while the cache holds it and an engine's share of an iteration needs it.
+
+    A group keeps its places until its longest response ends, so with lengths that vary an engine whose places all are taken decodes
+    far fewer sequences than it could; twice the places were worth up to a third of the iteration in simulations of such lengths.
+
+    device_bytes: memory of a device, None where unknown. own_memory: whether it is the device's own. Not where engines run already
+    (rollout.attach) or share a device with a trainer, which leaves their cache less.
+    """
+    rollout = config.rollout
+    if "max_num_seqs" in rollout.model_fields_set or rollout.attach or config.num_shared_engines:
+        return config
+    if own_memory and device_bytes is None:
+        return config
+    share = -(-work(config).sequences // rollout.engines)
+    while rollout.max_num_seqs < share:
+        other = rollout.model_copy(update={"max_num_seqs": 2 * rollout.max_num_seqs})
+        grown = config.model_copy(update={"rollout": other})
+        if other.max_num_seqs > MOST_SEQS or not _holds(grown, spec, device_bytes if own_memory else None):
+            break
+        config, rollout = grown, other
+    return config
+
+
+def with_share(config: Config, spec: ModelSpec, device_bytes: int | None, own_memory: bool) -> Config:
+    """The configuration in which an engine that sleeps has what its trainer leaves as the device decodes; arguments as above."""
+    if config.rollout.memory_fraction is not None or not config.engines_sleep:
+        return config
+    if device_bytes is None or not own_memory or (share := left_share(config, spec, device_bytes)) <= 0:
+        return config
+    rollout = config.rollout.model_copy(update={"memory_fraction": share})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def _holds(config: Config, spec: ModelSpec, device_bytes: int | None) -> bool:
+    most = config.rollout.max_num_seqs
+    held = wanted_tokens(config, most) <= cache_tokens(config, spec, device_bytes)
+    return held and most <= config.rollout.max_num_batched_tokens

@@ -14,15 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pa_npu.config.schema import Config
+from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.adapters import adapter_parameters, adapter_parts
 from pa_npu.planning.amounts import Work, work
-from pa_npu.planning.sharded import gathered_bytes, sharded_parts
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, group_buffer_bytes
 
 GIB = 2**30
-_BYTES = {"fp32": 4, "bf16": 2}
-_FP32 = 4
+BYTES = {"fp32": 4, "bf16": 2}
+FP32 = 4
 _STATE = ("weights", "gradients", "optimizer", "frozen models", "published weights")
 _BACKWARD = ("activations", "gathered layers")
 USABLE = 0.9
@@ -77,12 +76,10 @@ def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
     fullest = max((_stage_memory(config, spec, stage) for stage in stages), key=lambda memory: memory.total)
     if config.trainer.backend != "fsdp":
         return fullest
-    element = _BYTES[config.model.dtype]
-    held = sharded_parts(config, spec, element, element)
-    if config.has_adapters:
-        held = adapter_parts(config, spec, element)
+    element = BYTES[config.model.dtype]
+    held = (_adapter_parts if config.has_adapters else _sharded_parts)(config, spec, element)
     parts = [(name, held.get(name, size)) for name, size in fullest.parts]
-    gathered = ("gathered layers", gathered_bytes(config, spec, element))
+    gathered = ("gathered layers", _gathered_bytes(config, spec, element))
     return Memory(fullest.role, (*parts, gathered), fullest.offloaded)
 
 
@@ -97,17 +94,70 @@ def left_share(config: Config, spec: ModelSpec, device_bytes: int) -> float:
     return math.floor(20 * (USABLE - beside_engine(config, spec) / device_bytes)) / 20
 
 
+def _sharded_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, int]:
+    """Bytes that a rank of fsdp holds all the time, by purpose: trained weights, gradients and moments in fp32, all of it sharded.
+
+    element: bytes of a weight in model.dtype.
+    """
+    weights = spec.num_parameters
+    held = {
+        "weights": weights * FP32,
+        "gradients": weights * FP32,
+        "optimizer": 2 * weights * FP32,
+        "frozen models": weights * element * len(config.frozen_models),
+        "published weights": weights * element * ("published" in config.model_copies),
+    }
+    return {name: size // config.mesh.shards for name, size in held.items()}
+
+
+def _adapter_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, int]:
+    """The same of a rank that trains adapters (LoRA): the weights once, and little beside them."""
+    own = FP32 * adapter_parameters(config, spec)
+    copies = [name for name in config.model_copies if name != "reference" or config.keeps_reference]
+    published = copies.count("published")
+    held = {
+        "weights": spec.num_parameters * element + own,
+        "gradients": own,
+        "optimizer": 2 * own,
+        "frozen models": (len(copies) - published) * own,
+        "published weights": published * own,
+    }
+    return {name: size // config.mesh.shards for name, size in held.items()}
+
+
+def adapter_parameters(config: Config, spec: ModelSpec) -> int:
+    """Parameters of one set of adapters: rank x (inputs + outputs) of every layer that gets one."""
+    shape, layers = AdapterShape.of(config), spec.definition.linear_layers(spec)
+    return shape.rank * sum(sum(size) for name, size in layers.items() if shape.chooses(name))
+
+
+def without_adapters(config: Config, spec: ModelSpec) -> list[str]:
+    """A line where the most of a model gets none, though lora.targets may say all."""
+    if not (config.has_adapters and spec.definition.fuses_experts(spec)):
+        return []
+    return ["lora.targets: the experts of this mixture get no adapters and stay as they are"]
+
+
+def _gathered_bytes(config: Config, spec: ModelSpec, element: int) -> int:
+    """Whole layers at the peak of a backward pass: one that computes, one that is gathered for what comes next, embedding and head;
+    and a gradient on its way, in fp32."""
+    outside = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
+    layer = (spec.num_parameters - outside) // spec.num_layers
+    reduced = 0 if config.has_adapters else max(layer, outside) * FP32 + layer * element
+    return (outside + 2 * layer) * element + reduced
+
+
 def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
-    trainer, element = config.trainer, _BYTES[config.model.dtype]
+    trainer, element = config.trainer, BYTES[config.model.dtype]
     dense, experts = _stage_parameters(config, spec, stage)
-    weights, state = dense + experts, 2 * _FP32 + (0 if config.model.dtype == "fp32" else _FP32)
-    shards, expert_shards = (config.data_parallel, config.mesh.expert_data) if trainer.distributed_optimizer else (1, 1)
+    weights, state = dense + experts, 2 * FP32 + (0 if config.model.dtype == "fp32" else FP32)
+    shards, expert_shards = (config.mesh.data, config.mesh.expert_data) if trainer.distributed_optimizer else (1, 1)
     activations, working_set = _activation_bytes(config, spec, stage)
     return Memory(
         "trainer",
         (
             ("weights", weights * element),
-            ("gradients", weights * _FP32),
+            ("gradients", weights * FP32),
             ("optimizer", dense * state // shards + experts * state // expert_shards),
             ("frozen models", weights * element * len(config.frozen_models)),
             ("published weights", weights * element * config.keeps_published),
@@ -145,7 +195,7 @@ def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int,
     of the gated layer and their product. Attention itself keeps one log-sum-exp per head. Selective recomputation keeps
     no rotated queries and keys; full recomputation keeps each layer's input, and one layer at a time in full.
     """
-    trainer, element, amount = config.trainer, _BYTES[config.model.dtype], work(config)
+    trainer, element, amount = config.trainer, BYTES[config.model.dtype], work(config)
     tensor, tokens = trainer.tensor_parallel, amount.microbatch_tokens
     layer = spec.definition.layer_activations(spec)
     hidden = spec.hidden_size // tensor
@@ -177,13 +227,13 @@ def _head_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
 
     In bf16 the gradient of several chunks is summed in fp32. An entropy bonus needs one more tensor of the logits' size.
     """
-    element, vocabulary = _BYTES[config.model.dtype], -(-spec.vocab_size // config.trainer.tensor_parallel)
+    element, vocabulary = BYTES[config.model.dtype], -(-spec.vocab_size // config.trainer.tensor_parallel)
     rows = config.microbatch_responses * config.rollout.max_response_tokens
     if config.microbatch.max_tokens is not None:
         rows = amount.microbatch_tokens
     chunk = min(rows, config.model.head_chunk_tokens)
-    logits = (2 + (config.algorithm.entropy_coef > 0)) * chunk * vocabulary * _FP32
-    sum_bytes = _FP32 if element < _FP32 and chunk < rows else 0
+    logits = (2 + (config.algorithm.entropy_coef > 0)) * chunk * vocabulary * FP32
+    sum_bytes = FP32 if element < FP32 and chunk < rows else 0
     gradient = 0 if config.has_adapters else vocabulary * spec.hidden_size * (element + sum_bytes)
     hidden = amount.microbatch_tokens * spec.hidden_size * element * (3 + _num_beside(config))
     return logits + gradient + hidden
@@ -201,19 +251,19 @@ def engine_memory(config: Config, spec: ModelSpec, device_bytes: int | None, *, 
     Working set: what vLLM reserves for a step of rollout.max_num_batched_tokens (the gated layer and the residuals of all
     tokens) and for sampling rollout.max_num_seqs sequences (logits in fp32, sorted or normalised copies of them).
     """
-    rollout, element = config.rollout, _BYTES[config.model.dtype]
+    rollout, element = config.rollout, BYTES[config.model.dtype]
     weights = spec.num_parameters * element // rollout.tensor_parallel
     # of a publish that arrives beside generation, outside of the share that the engine takes for itself
     second = 0
     if config.publish.mode != "blocking":
-        second = _FP32 * adapter_parameters(config, spec) if config.publish.lora == "adapter" else weights
+        second = FP32 * adapter_parameters(config, spec) if config.publish.lora == "adapter" else weights
     if device_bytes is None:
         cache = int(rollout.kv_cache_gib * GIB)
         return Memory("engine", (("weights", weights), ("second buffer", second), ("KV cache", cache)))
     step = (
         rollout.max_num_batched_tokens * (3 * spec.ffn_size // rollout.tensor_parallel + 3 * spec.hidden_size) * element
     )
-    sampling = 3 * rollout.max_num_seqs * spec.vocab_size * _FP32
+    sampling = 3 * rollout.max_num_seqs * spec.vocab_size * FP32
     cache = max(0, int(device_bytes * config.memory_fraction) - weights - step - sampling)
     return Memory(
         "shared engine" if shared else "engine",
@@ -224,7 +274,7 @@ def engine_memory(config: Config, spec: ModelSpec, device_bytes: int | None, *, 
 def kv_bytes_per_token(config: Config, spec: ModelSpec) -> int:
     """Keys and values of all layers on one device of an engine; heads are replicated where there are too few."""
     heads = -(-spec.num_kv_heads // config.rollout.tensor_parallel)
-    return 2 * spec.num_layers * heads * spec.head_dim * _BYTES[config.model.dtype]
+    return 2 * spec.num_layers * heads * spec.head_dim * BYTES[config.model.dtype]
 
 
 def cache_tokens(config: Config, spec: ModelSpec, device_bytes: int | None, *, shared: bool = False) -> int:
@@ -240,9 +290,9 @@ def wanted_sequences(config: Config) -> int:
     return min(limit, -(-work(config).sequences // rollout.engines))
 
 
-def wanted_tokens(config: Config) -> int:
-    """KV cache for `wanted_sequences` at their longest, in tokens; the prompt of a group once, by prefix caching."""
-    rollout, sequences = config.rollout, wanted_sequences(config)
+def wanted_tokens(config: Config, sequences: int | None = None) -> int:
+    """KV cache for `wanted_sequences`, or as many, at their longest, in tokens; the prompt of a group once, by prefix caching."""
+    rollout, sequences = config.rollout, sequences or wanted_sequences(config)
     prompts = -(-sequences // rollout.responses_per_prompt)
     return sequences * rollout.max_response_tokens + prompts * config.data.max_prompt_tokens
 

@@ -3,7 +3,6 @@
 check_model(config, spec)      all of them, before a run
 check_engine(config, spec)     those that starting an engine needs
 check_division(config, spec)   those that building the trainer's model needs
-check_tensor_division(spec, tensor_parallel)   those of them that cutting its weights over TP needs
 padded_vocab(spec, tensor_parallel)
 """
 
@@ -34,12 +33,6 @@ def check_engine(config: Config, spec: ModelSpec) -> None:
 def check_division(config: Config, spec: ModelSpec) -> None:
     """Raises ConfigError where TP or PP of the trainers does not divide the model's sizes."""
     for broken in _division_rules(config, spec):
-        raise ConfigError(broken)
-
-
-def check_tensor_division(spec: ModelSpec, tensor_parallel: int) -> None:
-    """Raises ConfigError where TP of the trainers does not divide the model's sizes."""
-    for broken in _tensor_rules(tensor_parallel, spec):
         raise ConfigError(broken)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import EngineSettings
+from pa_npu.config.sections.rollout import EngineSettings
 from pa_npu.config.words import counted
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import Work, work
@@ -19,7 +19,7 @@ from pa_npu.planning.memory import (
     wanted_sequences,
     wanted_tokens,
 )
-from pa_npu.planning.prediction.divisions import assumed_basis
+from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.platform.typical import typical_speed
 from pa_npu.samples.routes import routes_of
 
@@ -100,7 +100,7 @@ def _ranks(config: Config) -> str:
         return f"{mesh.shards} shards of every weight{copies}, each rank a replica"
     after = f", EP {trainer.expert_parallel}" if trainer.expert_parallel > 1 else ""
     after += ", sequence parallel" if trainer.tensor_parallel > 1 else ""
-    return f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.data_parallel}{after}"
+    return f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.mesh.data}{after}"
 
 
 def _devices(config: Config) -> str:
@@ -160,5 +160,5 @@ def _device_line(config: Config, trainers: Memory, engines: Memory, device_bytes
         share = f"trainers use {trainers.total / device_bytes:.0%}, engines {engines.total / device_bytes:.0%} of it"
         return f"device memory         {format_bytes(device_bytes)}; {share}"
     together = trainers.total * config.trainer.devices
-    together += engines.total * config.num_engines * config.rollout.tensor_parallel
+    together += engines.total * config.rollout.engines * config.rollout.tensor_parallel
     return f"host memory           {format_bytes(device_bytes)}; all together use {together / device_bytes:.0%} of it"

@@ -189,7 +189,7 @@ def _host_shortages(config: Config, spec: ModelSpec, host_bytes: int) -> list[Sh
     def needed(changed: Config, exact: bool = False) -> int:
         trainer, engine = trainer_memory(changed, spec), engine_memory(changed, spec, None)
         trainers = (trainer.state if exact else trainer.total) * changed.trainer.devices
-        return trainers + engine.total * changed.num_engines * changed.rollout.tensor_parallel
+        return trainers + engine.total * changed.rollout.engines * changed.rollout.tensor_parallel
 
     if needed(config) <= USABLE * host_bytes:
         return []

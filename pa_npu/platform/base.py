@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from pa_npu.platform.memory_peaks import MemoryPeak, ResidentPeak, device_peak_bytes, own_processes
+from pa_npu.platform.typical import LARGEST_BUCKET_BYTES
 
 Role = Literal["launcher", "engine", "coordinator", "trainer"]
 
@@ -119,10 +121,19 @@ class Platform(ABC):
         By torch.profiler one Chrome trace, name.TIME.pt.trace.json. Read it with TensorBoard, chrome://tracing or Perfetto; on npu
         also with MindStudio Insight.
         """
-        activity, profiler = torch.profiler.ProfilerActivity, torch.profiler
-        activities = [activity.CPU, activity.CUDA] if self.name == "cuda" else [activity.CPU]
+        profiler = self.profiler()
+        known = profiler.ProfilerActivity
+        kinds = dict.fromkeys(("CPU", self.name.upper()))
+        activities = [getattr(known, kind) for kind in kinds if hasattr(known, kind)]
         handler = profiler.tensorboard_trace_handler(str(directory), worker_name=name)
-        return profiler.profile(activities=activities, on_trace_ready=handler, record_shapes=True)
+        recorder: AbstractContextManager[Any] = profiler.profile(
+            activities=activities, on_trace_ready=handler, record_shapes=True
+        )
+        return recorder
+
+    def profiler(self) -> Any:
+        """The module with torch.profiler's interface that records this kind."""
+        return torch.profiler
 
     def seed_all(self, seed: int) -> None:
         """Seed Python, numpy and torch (host and device)."""
@@ -165,6 +176,75 @@ class Platform(ABC):
         gloo's interface is the launcher's to set, on every platform.
         """
         return {}
+
+
+class AcceleratorPlatform(Platform):
+    """What cuda and npu share: torch gives `torch.cuda` and `torch.npu` the same functions. A subclass names the kind."""
+
+    largest_bucket_bytes = LARGEST_BUCKET_BYTES
+    _local_index = 0
+
+    @property
+    def _module(self) -> Any:
+        return getattr(torch, self.name)
+
+    def device(self, local_index: int) -> torch.device:
+        return torch.device(self.name, local_index)
+
+    def set_device(self, local_index: int) -> None:
+        self._module.set_device(local_index)
+        self._local_index = local_index
+
+    def device_count(self) -> int:
+        return int(self._module.device_count())
+
+    def memory_bytes(self) -> int:
+        return int(self._module.memory_allocated())
+
+    def total_memory_bytes(self) -> int:
+        return int(self._module.get_device_properties(self._module.current_device()).total_memory)
+
+    def free_memory_bytes(self) -> int:
+        free, _ = self._module.mem_get_info()
+        cached = self._module.memory_reserved() - self._module.memory_allocated()  # the allocator's own, unused
+        return int(free + cached)
+
+    def host_memory(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like, device="cpu", pin_memory=True)
+
+    def release_memory(self) -> None:
+        self._module.empty_cache()
+
+    def synchronize(self) -> None:
+        self._module.synchronize()
+
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        self._module.set_device(self._local_index)  # which device is the current one is a thread's own
+        stream = self._module.Stream()
+        stream.wait_stream(self._module.default_stream())
+        with self._module.stream(stream):
+            yield
+        # not after an error: what failed may never finish
+        stream.synchronize()
+
+    @contextmanager
+    def detached_stream(self) -> Iterator[None]:
+        self._module.set_device(self._local_index)
+        with self._module.stream(self._module.Stream()):
+            yield
+
+    def seed_all(self, seed: int) -> None:
+        super().seed_all(seed)
+        self._module.manual_seed_all(seed)
+
+    def rng_state(self) -> torch.Tensor | None:
+        state: torch.Tensor = self._module.get_rng_state()
+        return state
+
+    def set_rng_state(self, state: torch.Tensor | None) -> None:
+        if state is not None:
+            self._module.set_rng_state(state)
 
 
 def without_users(defaults: dict[str, str]) -> dict[str, str]:

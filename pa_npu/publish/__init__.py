@@ -30,7 +30,7 @@
 
     inside an iteration, for an engine that was started again: LATE_REQUEST ... LATE_BROKEN (late_engines draws it).
 
-Where things are: messages and their keys in `messages`; what the coordinator makes of digests in `arrival`; which version a late
-engine may be sent in `version_gate`; sizes and seconds in `sizing`. The wire itself - groups, buckets, digests, and the engine's
-end, which runs inside engines, and adapters that engines merge - is the room below, pa_npu.weight_transfer.
+Where things are: messages and their keys in `messages`; which groups engines join, and whether they got what was sent, in
+`engines`. The wire itself - groups, buckets, digests, and the engine's end, which runs inside engines, and adapters that engines
+merge - is the room below, pa_npu.weight_transfer.
 """

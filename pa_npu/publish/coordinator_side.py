@@ -22,7 +22,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
-from pa_npu.control.tasks import cancel, gather
+from pa_npu.control.tasks import cancel, gather, guarded
 from pa_npu.control.typed import Topic
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.membership import Fleet, Member
@@ -30,8 +30,7 @@ from pa_npu.engines.pool import CHANGING, EnginePool
 from pa_npu.engines.protocol import EngineError, LoadedWeights, RolloutEngine, Sampling, WeightGroups
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.platform.memory_peaks import MemoryPeak
-from pa_npu.publish.arrival import ArrivalCheck
-from pa_npu.publish.engine_groups import Connection, EngineGroups
+from pa_npu.publish.engines import ArrivalCheck, Connection, EngineGroups
 from pa_npu.publish.messages import (
     BROKEN,
     ENGINES_SWAPPED,
@@ -45,7 +44,7 @@ from pa_npu.publish.messages import (
     SENT,
     VERDICT,
     EnginesSwapped,
-    LateDecision,
+    LateAnswer,
     LateRequest,
     Probe,
     ProbeResponse,
@@ -55,7 +54,7 @@ from pa_npu.publish.messages import (
     StageManifest,
 )
 from pa_npu.samples.seeds import group_seed
-from pa_npu.weight_transfer.transport import WAYS, Abandonment
+from pa_npu.weight_transfer.transport import Abandonment, epoch_name
 
 logger = logging.getLogger(__name__)
 
@@ -87,14 +86,6 @@ class EnginesHold:
     still_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A version that these members have in their second buffers, and when the trainers were ready (time.perf_counter)."""
-
-    members: Sequence[Member]
-    ready_s: float
-
-
 class TrainersBroke(EngineError):
     """The trainers could not do their part of a publish; the engines are not to blame."""
 
@@ -120,11 +111,12 @@ class CoordinatorPublish:
         self._freshness = Freshness.of(config)
         self._workers = config.rollout.tensor_parallel
         self._deadline_s = config.publish.timeout_s
+        self._limit_s = self._deadline_s + _GRACE_S  # of what an engine is asked for
         self._epoch = -1
         self._connected: list[Member] | None = None  # the members of the groups of this epoch, while these are whole
         self._late_number = 0
         self._groups = EngineGroups(config, connection)
-        self._arrival = ArrivalCheck(connection.stages, connection.late_stages)
+        self._arrival = ArrivalCheck(connection)
         self._failed_ahead: int | None = None  # the version whose first attempt, beside generation, failed
         fleet.deliver_late = self.deliver_late
 
@@ -170,13 +162,14 @@ class CoordinatorPublish:
             await cancel([ready])
         raise EngineError(f"weight version {version} could not be published in {_ATTEMPTS} attempts: {reason}")
 
-    async def prepare(self, version: int, trainers_within_s: float) -> Prepared | None:
+    async def prepare(self, version: int, trainers_within_s: float) -> list[Member] | None:
         """Beside generation: engines receive `version` into their second buffers when the trainers send it, and these go on.
 
-        None where it has to be published at the border: members have changed, so that groups are formed anew, or it failed.
+        Returns the engines that have it; None where it has to be published at the border: members have changed, so that groups are
+        formed anew, or it failed.
         Raises DeadlineExceeded where trainers are not ready in time, InvariantViolation where an engine received something else.
         """
-        ready_s = await self._ready(version, trainers_within_s)
+        await self._ready(version, trainers_within_s)
         members = self._fleet.serving()
         if not members or self._connected != members:
             return None
@@ -185,12 +178,12 @@ class CoordinatorPublish:
         MEMBERS.put(self._channel, replace(receivers, delayed=True), **place)
 
         async def prepare(engine: RolloutEngine) -> LoadedWeights:
-            received = await engine.prepare_weights(version, deadline_s=self._deadline_s + _GRACE_S)
+            received = await engine.prepare_weights(version, deadline_s=self._limit_s)
             return self._checked(engine, received, version)
 
         work = [self._while_healthy(member.engine, prepare(member.engine)) for member in members]
         try:
-            received = await self._unless_broken(BROKEN, place, gather(work))
+            received = await guarded(gather(work), self._broken(BROKEN, place))
         except (EngineError, DeadlineExceeded) as error:
             logger.warning("weight version %d could not be sent beside generation: %s", version, error)
             self._failed_ahead = version
@@ -198,11 +191,11 @@ class CoordinatorPublish:
             return None
         by_engine = {member.name: weights for member, weights in zip(members, received, strict=True)}
         if self._arrival.applies:
-            self._arrival.check(version, await self._sent(version, 0), by_engine)
+            self._arrival.check(version, await self._sent(SENT, place), by_engine)
         VERDICT.put(self._channel, PublishVerdict(True), **place)
-        return Prepared(members, ready_s)
+        return members
 
-    async def swap(self, version: int, prepared: Prepared, begins: Callable[[], None] = lambda: None) -> EnginesHold:
+    async def swap(self, version: int, prepared: Sequence[Member], begins: Callable[[], None]) -> EnginesHold:
         """Engines load what they have prepared, each when it has nothing in flight. One that does not is replaced, or gets it late.
 
         Where the version before still has groups to write, engines swap as they become free, but the last _KEEP_BEFORE of them only
@@ -218,7 +211,7 @@ class CoordinatorPublish:
             self._pool.set_version(member.engine, CHANGING)
             swap_s = time.perf_counter()
             try:
-                loaded = await member.engine.swap_weights(version, deadline_s=self._deadline_s + _GRACE_S)
+                loaded = await member.engine.swap_weights(version, deadline_s=self._limit_s)
                 self._checked(member.engine, loaded, version)
             except (EngineError, DeadlineExceeded) as error:
                 await self._fleet.lost(member.engine, str(error))
@@ -231,7 +224,7 @@ class CoordinatorPublish:
         loaded: list[LoadedWeights | None] = []
         async with self._fleet.border():
             present = await self._fleet.members()
-            left = [member for member in present if member in prepared.members]
+            left = [member for member in present if member in prepared]
             while left:
                 free = await self._free(left, version)
                 loaded += await gather([swap(member) for member in free if member.state != "gone"])
@@ -281,25 +274,21 @@ class CoordinatorPublish:
             for rank in self._config.mesh.senders()
         ]
         held = all(answer.held for answer in answers)
-        LATE_DECISION.put(self._channel, LateDecision(held), number=number)
+        LATE_DECISION.put(self._channel, LateAnswer(held), number=number)
         if not held:
             return False
-        stages = self._connection.late_stages
-        load = self._load_late(member, version, number)
+        place = {"number": number}
+        load = self._load(engine, version, self._groups.of_late(number))
         try:
-            loaded = await self._unless_broken(LATE_BROKEN, {"number": number}, self._while_healthy(engine, load))
+            loaded = await guarded(self._while_healthy(engine, load), self._broken(LATE_BROKEN, place))
         except (EngineError, DeadlineExceeded) as error:
-            self._abandon(stages, number, str(error))
+            self._abandon(self._connection.late_stages, number, str(error))
             if isinstance(error, TrainersBroke):
                 logger.warning("engine %s gets its weights with the next publish: %s", engine.name, error)
                 return False
             raise
         if self._arrival.applies:
-            sent = [
-                await LATE_SENT.wait_async(self._channel, self._deadline_s, number=number, stage=stage)
-                for stage in range(len(stages))
-            ]
-            self._arrival.check_late(version, sent, {engine.name: loaded})
+            self._arrival.check_late(version, await self._sent(LATE_SENT, place), {engine.name: loaded})
         return True
 
     async def _attempt(
@@ -325,16 +314,15 @@ class CoordinatorPublish:
 
         async def load(member: Member, groups: WeightGroups) -> LoadedWeights:
             await self._fleet.wake(member)
-            if joins:
-                await member.engine.join_weight_groups(groups, deadline_s=self._deadline_s + _GRACE_S)
-            return await self._load_on(member.engine, version, begins_within_s)
+            return await self._load(member.engine, version, groups if joins else None, begins_within_s)
 
         begin = ready if begins_within_s is not None else None
         loads = [
             self._while_healthy(member.engine, load(member, joined), begin)
             for member, joined in zip(members, groups, strict=True)
         ]
-        loaded = await self._unless_broken(BROKEN, place, gather(loads), begins_within_s or 0.0, ready)
+        broken = self._broken(BROKEN, place, begins_within_s or 0.0)
+        loaded = await guarded(gather(loads), broken, asyncio.shield(ready))
         loaded_s = time.perf_counter()
         if not ready.done() and READY.exists(self._channel, version=version):
             ready_s = loaded_s  # the trainers are quicker than the looks at that key
@@ -342,47 +330,28 @@ class CoordinatorPublish:
             ready_s = await ready
         by_engine = {member.name: weights for member, weights in zip(members, loaded, strict=True)}
         if self._arrival.applies:
-            self._arrival.check(version, await self._sent(version, attempt), by_engine)
+            self._arrival.check(version, await self._sent(SENT, place), by_engine)
         compared_s = time.perf_counter()
         probe = await self._probe(version, members, prompt) if prompt is not None else None
         memory = MemoryPeak.largest(weights.memory for weights in loaded if weights.memory is not None)
         still_s = max(0.0, loaded_s - max(ready_s, asked_s))
         return EnginesHold(probe, ready_s, max(loaded_s, ready_s), compared_s, time.perf_counter(), memory, still_s)
 
-    async def _sent(self, version: int, attempt: int) -> list[SentWeights]:
+    async def _sent(self, topic: Topic[SentWeights], place: dict[str, int]) -> list[SentWeights]:
         """Wait for what each stage's leader says that it sent: it does so when the last engine has the last bucket."""
         return [
-            await SENT.wait_async(self._channel, self._deadline_s, version=version, attempt=attempt, stage=stage)
+            await topic.wait_async(self._channel, self._deadline_s, stage=stage, **place)
             for stage in range(len(self._connection.stages))
         ]
 
-    async def _unless_broken(
-        self,
-        topic: Topic[PublishBroken],
-        place: dict[str, int],
-        work: Coroutine[Any, Any, T],
-        longer_s: float = 0.0,
-        ready: asyncio.Task[float] | None = None,
-    ) -> T:
-        """The result of `work`, which may never end where the trainers cannot do their part. Raises TrainersBroke then.
+    async def _broken(self, topic: Topic[PublishBroken], place: dict[str, int], longer_s: float = 0.0) -> None:
+        """A guard of work that may never end where the trainers cannot do their part: raises TrainersBroke then.
 
-        longer_s: what `work` may wait for the trainers beside a publish. ready: that they came, whose failure ends the wait.
+        longer_s: what the work may wait for the trainers beside a publish.
         """
-        working = asyncio.ensure_future(work)
         limit_s = 2 * self._deadline_s + _GRACE_S + longer_s
-        broken = asyncio.ensure_future(topic.wait_async(self._channel, limit_s, **place))
-        awaited: set[asyncio.Future[Any]] = {working, broken} | ({ready} if ready is not None else set())
-        try:
-            while not working.done():
-                done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-                if ready in done:
-                    await ready
-                    awaited.discard(ready)
-                if broken in done and not working.done():
-                    raise TrainersBroke(f"the trainers could not send: {broken.result().reason}")
-            return await working
-        finally:
-            await cancel([working, broken])
+        broken = await topic.wait_async(self._channel, limit_s, **place)
+        raise TrainersBroke(f"the trainers could not send: {broken.reason}")
 
     async def _while_healthy(
         self, engine: RolloutEngine, work: Coroutine[Any, Any, T], begin: asyncio.Task[float] | None = None
@@ -392,22 +361,21 @@ class CoordinatorPublish:
         begin: when the trainers send, for work that was asked for before. A worker that hangs leaves the engine healthy, so from
         then on it has the time that a publish has, whatever it may have waited. Raises DeadlineExceeded beyond it.
         """
-        limit_s = self._deadline_s + _GRACE_S
-        task = asyncio.ensure_future(work)
-        try:
-            while not (await asyncio.wait({task}, timeout=_HEALTH_EVERY_S))[0]:
+
+        async def is_healthy() -> None:
+            while True:
+                await asyncio.sleep(_HEALTH_EVERY_S)
                 await engine.check_health(deadline_s=self._config.rollout.probe_timeout_s)
                 # a failure of the trainers ends the attempt elsewhere
                 if begin is None or not begin.done() or begin.cancelled() or begin.exception() is not None:
                     continue
-                if time.perf_counter() - begin.result() > limit_s:
+                if time.perf_counter() - begin.result() > self._limit_s:
                     raise DeadlineExceeded(
-                        f"engine {engine.name}: it has not loaded the weights {limit_s:g} s after the trainers began to send them; "
-                        f"it may hang"
+                        f"engine {engine.name}: it has not loaded the weights {self._limit_s:g} s after the trainers began to send "
+                        f"them; it may hang"
                     )
-            return await task
-        finally:
-            await cancel([task])
+
+        return await guarded(work, is_healthy())
 
     async def _give_up(self, members: Sequence[Member], reason: str, place: dict[str, int]) -> None:
         """End an attempt on both sides, and find out which engines are left."""
@@ -418,16 +386,15 @@ class CoordinatorPublish:
 
     def _abandon(self, stages: Sequence[StageManifest], epoch: int, reason: str) -> None:
         for stage in stages:
-            for way in WAYS:
-                Abandonment(*self._connection.store, stage.by(way).of_epoch(epoch).name).declare(reason)
+            Abandonment(*self._connection.store, epoch_name(stage.name, epoch)).declare(reason)
 
-    async def _load_late(self, member: Member, version: int, number: int) -> LoadedWeights:
-        groups = self._groups.of_late(number)
-        await member.engine.join_weight_groups(groups, deadline_s=self._deadline_s + _GRACE_S)
-        return await self._load_on(member.engine, version, None)
-
-    async def _load_on(self, engine: RolloutEngine, version: int, begins_within_s: float | None) -> LoadedWeights:
-        deadline_s = self._deadline_s + _GRACE_S + (begins_within_s or 0.0)
+    async def _load(
+        self, engine: RolloutEngine, version: int, joins: WeightGroups | None, begins_within_s: float | None = None
+    ) -> LoadedWeights:
+        """joins: the groups that the engine joins first, where it is not in them."""
+        if joins is not None:
+            await engine.join_weight_groups(joins, deadline_s=self._limit_s)
+        deadline_s = self._limit_s + (begins_within_s or 0.0)
         loaded = await engine.load_weights(version, deadline_s=deadline_s, begins_within_s=begins_within_s)
         return self._checked(engine, loaded, version)
 

@@ -3,7 +3,7 @@
     coordinator                           this thread, on all ranks of replica 0
     LateRequest: version, workers   ->    hold the version: the optimizer may not touch its weights meanwhile
     all ranks have answered         <-    LateAnswer: whether it is still held here
-    LateDecision                    ->    where all hold it: join a group with this engine alone, send, let the version go
+    LATE_DECISION                   ->    where all hold it: join a group with this engine alone, send, let the version go
     the engine's digests are these  <-    SentWeights of each stage; or LateBroken, and the engine waits for the next publish
 
 Without it an engine that dies would be of no use before the next publish, and the only engine's death would end the iteration.
@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 from pa_npu.config.mesh import Place
 from pa_npu.control.channel import StoreChannel, StoreError
+from pa_npu.errors import DeadlineExceeded
 from pa_npu.platform.base import Platform
 from pa_npu.publish.messages import (
     LATE_ANSWER,
@@ -34,12 +36,78 @@ from pa_npu.publish.messages import (
     SentWeights,
 )
 from pa_npu.publish.publisher import Publisher
-from pa_npu.publish.version_gate import VersionGate
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _LONGEST_END_S = 10.0
+
+
+class VersionGate:
+    """When a rank's weights may be sent to a late engine: as long as they are one version's.
+
+    The training thread says which version they are; the thread that sends late holds them. `close`, which comes before they change,
+    waits for `release`. timeout_s: the longest that training waits.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._version: int | None = None
+        self._offered: tuple[int, Callable[[], None]] | None = None
+        self._held = False
+        self._changed = threading.Condition()
+
+    # training
+
+    def open(self, version: int) -> None:
+        """The weights are those of `version`, until `close`."""
+        with self._changed:
+            self._version, self._offered = version, None
+
+    def close(self) -> None:
+        """The weights are about to change: waits for a sender to let go, after which nobody can hold them."""
+        with self._changed:
+            self._wait_released()
+            self._version = None
+
+    def offer(self, version: int, take: Callable[[], None]) -> None:
+        """Engines receive `version` and will swap to it; what is held is the version before. take: makes it what is held."""
+        with self._changed:
+            self._offered = (version, take)
+
+    def take_offer(self) -> None:
+        """Engines have swapped: what was offered is held from now on, if that has not come about by itself."""
+        with self._changed:
+            self._wait_released()
+            self._take()
+
+    def _wait_released(self) -> None:
+        if not self._changed.wait_for(lambda: not self._held, self._timeout_s):
+            raise DeadlineExceeded(
+                f"weight version {self._version} is still being sent to a late engine after {self._timeout_s:g} s; look at "
+                f"that engine's log, or raise publish.timeout_s"
+            )
+
+    def _take(self) -> None:
+        if self._offered is not None:
+            (self._version, take), self._offered = self._offered, None
+            take()
+
+    # a thread that sends
+
+    def hold(self, version: int) -> bool:
+        """Keep the weights as they are until `release`, if they are those of `version`."""
+        with self._changed:
+            if self._offered is not None and self._offered[0] == version:
+                self._take()  # who asks for it knows that engines have swapped
+            self._held = self._version == version
+            return self._held
+
+    def release(self) -> None:
+        """Let the weights change."""
+        with self._changed:
+            self._held = False
+            self._changed.notify_all()
 
 
 class LateEngines:
@@ -83,9 +151,7 @@ class LateEngines:
                         self._answer(number)
                     except StoreError:
                         raise
-                    except (
-                        Exception
-                    ) as error:  # torch raises RuntimeError and its kinds; nobody but this thread would hear of it
+                    except Exception as error:  # of torch, too; nobody but this thread would hear of it
                         self._break(number, error)
                     number += 1
                 self._end.wait(_POLL_S)
@@ -103,7 +169,7 @@ class LateEngines:
         held = self._gate.hold(wanted.version)
         try:
             LATE_ANSWER.put(self._channel, LateAnswer(held), number=number, rank=self._place.rank)
-            if LATE_DECISION.wait(self._channel, self._timeout_s, number=number).go:
+            if LATE_DECISION.wait(self._channel, self._timeout_s, number=number).held:
                 self._deliver(number, wanted)
         finally:
             self._gate.release()
@@ -111,15 +177,11 @@ class LateEngines:
     def _deliver(self, number: int, wanted: LateRequest) -> None:
         """Join and send. What one stage does, all its ranks do; where one fails, the others stop waiting for it."""
         try:
-            self._publisher.connect(PublishMembers(number, wanted.workers))
-            self._send(number, wanted.version)
+            with self._platform.side_stream():
+                stats = self._publisher.publish(wanted.version, PublishMembers(number, wanted.workers))
+            if self._place.publishes:
+                sent = SentWeights(wanted.version, stats.digests)
+                LATE_SENT.put(self._channel, sent, number=number, stage=self._place.stage)
+            logger.info("late engine %d got weight version %d in %.2f s", number, wanted.version, stats.seconds)
         finally:
             self._publisher.close()
-
-    def _send(self, number: int, version: int) -> None:
-        with self._platform.side_stream():
-            stats = self._publisher.publish(version)
-        if self._place.publishes:
-            sent = SentWeights(version, stats.digests)
-            LATE_SENT.put(self._channel, sent, number=number, stage=self._place.stage)
-        logger.info("late engine %d got weight version %d in %.2f s", number, version, stats.seconds)

@@ -6,32 +6,24 @@ attempts of a version and late deliveries are numbered from 0.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from pa_npu.control.typed import Topic
-from pa_npu.weight_transfer.transport import Way, epoch_name, way_name
+from pa_npu.weight_transfer.transport import Way, group_name
 
 
 @dataclass(frozen=True)
 class StageManifest:
-    """The message by which an engine joins a stage's groups and reads its buckets. name: of the groups; manifest:
+    """The message by which an engine joins a stage's groups and reads its buckets. name: begins those of the groups; manifest:
     Manifest.to_json()."""
 
     name: str
     manifest: dict[str, Any]
 
-    def of_epoch(self, epoch: int) -> StageManifest:
-        """For the groups that formed after the `epoch`-th change of their members; a group's name serves once."""
-        return StageManifest(epoch_name(self.name, epoch), self.manifest)
-
-    def by(self, way: Way) -> StageManifest:
-        """For the groups that go this way."""
-        return StageManifest(way_name(self.name, way), self.manifest)
-
-    def to_json(self) -> dict[str, Any]:
-        """As Receiver.join takes it."""
-        return asdict(self)
+    def group(self, epoch: int, way: Way = "group") -> dict[str, Any]:
+        """As Receiver.join takes it, for the group that goes this way after the `epoch`-th change of members."""
+        return {"name": group_name(self.name, epoch, way), "manifest": self.manifest}
 
 
 MANIFEST = Topic(
@@ -68,10 +60,6 @@ class PublishMembers:
     workers: int
     host_workers: int = 0
     delayed: bool = False
-
-    def by_way(self) -> dict[Way, int]:
-        """Workers of each way, in the order in which a leader sends."""
-        return {"group": self.workers, "host": self.host_workers}
 
 
 MEMBERS = Topic("publish/{version}/{attempt}/members", PublishMembers, "engines that can load weight version {version}")
@@ -153,7 +141,8 @@ LATE_REQUEST = Topic("late/{number}", LateRequest, "the coordinator to ask for l
 
 @dataclass(frozen=True)
 class LateAnswer:
-    """Whether a rank holds the version, and will keep it until the delivery is over."""
+    """Whether a rank holds the version, and will keep it until the delivery is over; as the decision, whether all do, so that it is
+    sent."""
 
     held: bool
 
@@ -163,15 +152,6 @@ LATE_ANSWER = Topic(
 )
 
 
-@dataclass(frozen=True)
-class LateDecision:
-    """Whether all ranks hold the version, so that it is sent."""
-
-    go: bool
-
-
-LATE_DECISION = Topic("late/{number}/decision", LateDecision, "the coordinator to decide about late delivery {number}")
-
-
+LATE_DECISION = Topic("late/{number}/decision", LateAnswer, "the coordinator to decide about late delivery {number}")
 LATE_SENT = Topic("late/{number}/sent/{stage}", SentWeights, "stage {stage} to say what it sent to a late engine")
 LATE_BROKEN = Topic("late/{number}/broken", PublishBroken, BROKEN.what)

@@ -41,7 +41,6 @@ class PublishStats:
 
     seconds: float = 0.0
     bytes: int = 0
-    buckets: int = 0
     wire_wait_s: float = 0.0
     digests: str = ""
     policy: str = ""
@@ -66,7 +65,7 @@ class WeightSource(Protocol):
 
 
 class Publisher:
-    """Sends a stage's weights to all engine workers. Close it, or use it as a context manager."""
+    """Sends a stage's weights to all engine workers. Close it."""
 
     def __init__(
         self,
@@ -97,12 +96,6 @@ class Publisher:
         # own past.
         self._name = f"{scope}publish-{self._stage}-{uuid.uuid4().hex[:12]}"
 
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @property
     def is_leader(self) -> bool:
         """Whether this rank sends its stage's weights: it is the one that must put manifest() into the store."""
@@ -131,9 +124,10 @@ class Publisher:
             return
         self.close()
         self._abandonment = transport.Abandonment(*self._store, transport.epoch_name(self._name, members.epoch))
-        for way, workers in members.by_way().items():
+        ways: dict[transport.Way, int] = {"group": members.workers, "host": members.host_workers}
+        for way, workers in ways.items():
             if workers:
-                name = transport.epoch_name(transport.way_name(self._name, way), members.epoch)
+                name = transport.group_name(self._name, members.epoch, way)
                 self._wires.append(self._join(way, name, workers))
         self._epoch, self._begun = members.epoch, None
 
@@ -153,10 +147,8 @@ class Publisher:
         )
         return _Wire(group, workers, device, name)
 
-    def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats:
-        """Send all weights as `version`. Collective over the TP ranks of replica 0; other ranks return at once.
-
-        members: who receives; None: those of the last connect.
+    def publish(self, version: int, members: PublishMembers) -> PublishStats:
+        """Send all weights as `version` to these members. Collective over the TP ranks of replica 0; other ranks return at once.
 
         Raises WeightSyncError on a leader that lost an engine or was told to give up, and DeadlineExceeded where that was not
         noticed in time; the group is dropped then, and the engines that are left hold no version.
@@ -165,18 +157,15 @@ class Publisher:
             return PublishStats()
         start = time.perf_counter()
         # peers that gather come after the leader's join and its wire, whose messages name the engines
-        joining_s = self._timeout_s if members is not None else 0.0
-        deadline = transport.Deadline(joining_s + self._timeout_s + _GATHER_MARGIN_S)
+        deadline = transport.Deadline(2 * self._timeout_s + _GATHER_MARGIN_S)
         wire_wait_s, digests = 0.0, Digests()
         if self.is_leader:
             wire_wait_s = self._send(version, members, digests, deadline)
         else:
             for _ in self._source.buckets(deadline):
                 pass
-        manifest = self._source.manifest
         sent = self.num_bytes if self.is_leader else 0
-        seconds = time.perf_counter() - start
-        return PublishStats(seconds, sent, len(manifest.buckets), wire_wait_s, digests.read())
+        return PublishStats(time.perf_counter() - start, sent, wire_wait_s, digests.read())
 
     def close(self) -> None:
         """Leave the group."""
@@ -191,19 +180,13 @@ class Publisher:
             transport.drop_group(wire.group, wire.device)
         self._wires, self._epoch = [], None
 
-    def _send(
-        self, version: int, members: PublishMembers | None, digests: Digests, deadline: transport.Deadline
-    ) -> float:
+    def _send(self, version: int, members: PublishMembers, digests: Digests, deadline: transport.Deadline) -> float:
         """Join where members have changed, then broadcast header and buckets; returns the seconds of waiting for the wire."""
         assert self._source is not None
         buckets = self._source.buckets(deadline)
         try:
-            if members is not None:
-                self.connect(members)
-            if not self._wires or self._abandonment is None:
-                raise transport.WeightSyncError(
-                    f"stage {self._stage} has no connection to the engines; call connect() before publish()"
-                )
+            self.connect(members)
+            assert self._abandonment is not None
             wire = transport.Deadline(self._timeout_s, self._abandonment.reason)
             return self._broadcast(buckets, version, digests, wire)
         except (transport.WeightSyncError, DeadlineExceeded, RuntimeError):

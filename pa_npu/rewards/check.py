@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError, DeadlineExceeded
-from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, build_concurrent, build_function, function_specs
-from pa_npu.rewards.pool import Workers
+from pa_npu.rewards.functions import CONCURRENT, RewardInput, build_concurrent, build_function, function_specs
+from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.sandbox import SandboxFailed
-from pa_npu.rewards.types import RewardInput
 
 
 def check_reward_functions(config: Config, sample: RewardInput | None = None, ask_judge: bool = True) -> list[str]:
@@ -24,13 +23,9 @@ def check_reward_functions(config: Config, sample: RewardInput | None = None, as
 
 
 async def _check(config: Config, sample: RewardInput | None, ask_judge: bool) -> list[str]:
-    specs = function_specs(config.reward, config.run.dir, config.rollout.max_response_tokens)
-    own = tuple(spec for spec in specs if ":" in spec.name)
-    for spec in specs:
-        if spec not in own and spec.name not in CONCURRENT:
-            build_function(spec)
+    reward, place = config.reward, (config.run.dir, config.rollout.max_response_tokens)
     lines = []
-    for spec in specs:
+    for spec in function_specs(reward, *place):
         if spec.name == "code":
             try:
                 isolation = await build_concurrent(spec).check()
@@ -38,40 +33,30 @@ async def _check(config: Config, sample: RewardInput | None, ask_judge: bool) ->
                 said = str(failed)
                 raise DataError(said if said.startswith("reward.code") else f"reward.code: {said}") from None
             lines.append(f"reward.code: programs of responses run at isolation {isolation}")
-    others = await _try(config, own, sample, waits=False) if own else set()
-    waiting = tuple(
-        spec
-        for spec in specs
-        if spec.label in others or (sample and (spec.name == "code" or (spec.name == "judge" and ask_judge)))
-    )
-    if waiting:
-        await _try(config, waiting, sample, waits=True)
+        elif ":" not in spec.name and spec.name not in CONCURRENT:
+            build_function(spec)
+    tried = {"code", *(["judge"] if ask_judge else [])} if sample else set()
+    functions = tuple(one for one in reward.functions if ":" in one.name or one.name in tried)
+    try:
+        async with RewardPool(reward.model_copy(update={"functions": functions, "workers": 1}), *place) as pool:
+            for labels, reply in await pool.replies(sample) if sample else ():
+                _refuse(config, labels, reply)
+    except DeadlineExceeded as late:
+        raise DataError(f"reward.functions: {late}") from None
     return lines
 
 
-async def _try(config: Config, specs: Sequence[FunctionSpec], sample: RewardInput | None, *, waits: bool) -> set[str]:
-    """One worker, with one group where there is one. Returns the labels of functions that it leaves to the other kind."""
-    workers = Workers(specs, config.reward.timeout_s, waits=waits)
-    try:
-        await workers.start()
-        reply = await workers.score(sample) if sample else {}
-    except DeadlineExceeded as late:
-        raise DataError(f"reward.functions: {late}") from None
-    finally:
-        await workers.close()
-    if reply.get("fatal"):
-        raise DataError(reply["fatal"])
+def _refuse(config: Config, labels: Collection[str], reply: Mapping[str, Any]) -> None:
+    """Raises DataError where functions have not rewarded the group."""
     if "failure" in reply:
-        names = ", ".join(spec.name for spec in specs)
         raise DataError(
-            f"reward.functions: {names} did not reward a group of the dataset: {reply['failure']}; correct what its output above "
-            f"says"
+            f"reward.functions: {', '.join(labels)} did not reward a group of the dataset: {reply['failure']}; correct what its "
+            f"output above says"
         )
-    for label, error in reply.get("errors", {}).items():
+    for label, error in reply["errors"].items():
         what = f"reward.judge.url: {config.reward.judge.url}" if label == "judge" else f"reward.functions: {label}"
         remedy = "let its server answer" if label == "judge" else "correct the function"
         raise DataError(f"{what} fails for a group of the dataset: {error}; {remedy}")
-    return workers.others
 
 
 def sample_group(prompt: str, answer: str, row: Mapping[str, Any], size: int) -> RewardInput:

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pa_npu.config.sections import MOST_TESTS, CodeConfig
+from pa_npu.config.sections.rollout import MOST_TESTS, CodeConfig
+from pa_npu.control.tasks import Turns
 from pa_npu.errors import DataError
+from pa_npu.rewards.functions import RewardInput
 from pa_npu.rewards.sandbox import Limits, Outcome, SandboxFailed, run
-from pa_npu.rewards.turns import Turns
-from pa_npu.rewards.types import RewardInput
 
 _HARNESS = Path(__file__).with_name("code_harness.py")
 _OUTPUT_BYTES = 256 << 10  # of standard output, and of errors
@@ -195,11 +195,8 @@ def _tests(found: Any, row: Mapping[str, Any]) -> list[CodeTest]:
         entry = row.get("entry_point")
         return [CodeTest("assertion", f"{found}\ncheck({entry})\n" if entry else found)]
     if isinstance(found, Mapping):
-        name = found.get("fn_name")
         pairs = zip(found["inputs"], found["outputs"], strict=True)
-        if name:
-            return [CodeTest("call", _arguments(given), _value(wanted), str(name)) for given, wanted in pairs]
-        return [CodeTest("stdin", _text(given), _text(wanted)) for given, wanted in pairs]
+        found = [{"fn_name": found.get("fn_name"), "input": given, "output": wanted} for given, wanted in pairs]
     if not isinstance(found, Sequence):
         raise TypeError(f"a {type(found).__name__}")
     return [_one(test) for test in found]

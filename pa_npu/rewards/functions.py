@@ -1,4 +1,4 @@
-"""Reward functions: math, format, overlong, and a user's own module:function, each from a group to G numbers.
+"""Reward functions: what they are given, what comes of them, and math, format, overlong and a user's own module:function.
 
 Those that wait (judge, code, and a user's `async def`) are built here too.
 """
@@ -9,21 +9,69 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from pa_npu.config.user_code import ERROR_CHARACTERS, describe, import_function, source_of
 from pa_npu.data.records import CHOICE_COLUMN
 from pa_npu.errors import ConfigError, DataError
 from pa_npu.rewards.answers import chosen_letter, is_correct
-from pa_npu.rewards.types import RewardInput
 
 if TYPE_CHECKING:
-    from pa_npu.config.sections import RewardConfig
+    from pa_npu.config.sections.rollout import RewardConfig
+
+SHAPING = frozenset({"format", "overlong"})
+"""Functions that judge a response's form, not its content."""
+JUDGE_SCORES = "judge_scores.sqlite"
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """A finished group: one prompt and its G responses. prompt: the rendered prompt. answer: the reference answer. responses: G
+    texts. response_tokens: their lengths. row: the dataset row, as far as JSON can hold it (other values arrive as text)."""
+
+    prompt: str
+    answer: str
+    responses: Sequence[str]
+    response_tokens: Sequence[int]
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class RewardResult:
+    """Rewards of a group.
+
+    total: float32 [G], the weighted sum. functions: each function's own rewards, float32 [G], unweighted, by name
+    (a repeated name gets #2). correct: bool [G], the verdict of the first function that is not in SHAPING: its reward
+    is at least half, all tests of a program pass. errors: what went wrong, one line each; a function that
+    failed gave zeros. no_verdict: by function, responses on which a judge or a sandbox gave none; they have the mean of the others.
+    """
+
+    total: npt.NDArray[np.float32]
+    functions: dict[str, npt.NDArray[np.float32]]
+    correct: npt.NDArray[np.bool_]
+    errors: tuple[str, ...]
+    no_verdict: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def judged(self) -> npt.NDArray[np.float32]:
+        """float32 [G]: rewards of the first function that is not in SHAPING; the total where all are."""
+        judging = (values for name, values in self.functions.items() if name.partition("#")[0] not in SHAPING)
+        return next(judging, self.total)
+
+    @cached_property
+    def is_informative(self) -> bool:
+        """Whether the rewards for content (not for form, such as length) differ within the group."""
+        judged = self.judged
+        return bool((judged != judged[0]).any())
+
 
 Function = Callable[[RewardInput], Sequence[float]]
-JUDGE_SCORES = "judge_scores.sqlite"
 
 
 @dataclass(frozen=True)
@@ -141,11 +189,11 @@ def is_concurrent(function: Any) -> bool:
 def build_concurrent(spec: FunctionSpec) -> Any:
     """The judge or the sandbox that `spec` names, for one event loop."""
     if spec.name == "judge":
-        from pa_npu.config.sections import JudgeConfig
+        from pa_npu.config.sections.rollout import JudgeConfig
         from pa_npu.rewards.judge import JudgeReward
 
         return JudgeReward(JudgeConfig.model_validate(spec.settings), Path(spec.cache) if spec.cache else None)
-    from pa_npu.config.sections import CodeConfig
+    from pa_npu.config.sections.rollout import CodeConfig
     from pa_npu.rewards.code_reward import CodeReward
 
     return CodeReward(CodeConfig.model_validate(spec.settings), spec.programs)

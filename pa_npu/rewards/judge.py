@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pa_npu.config.sections import JUDGE_ATTEMPTS, JUDGE_KEY_VARIABLE, LONGEST_JUDGE_PAUSE_S, JudgeConfig
+from pa_npu.config.sections.rollout import JUDGE_ATTEMPTS, JUDGE_KEY_VARIABLE, LONGEST_JUDGE_PAUSE_S, JudgeConfig
+from pa_npu.control.bounded_http import read_at_most
+from pa_npu.control.tasks import Turns
 from pa_npu.errors import DataError
 from pa_npu.rewards.answers import final_text
-from pa_npu.rewards.turns import Turns
-from pa_npu.rewards.types import RewardInput
+from pa_npu.rewards.functions import RewardInput
 
 _FIELD = re.compile(r"\{(prompt|answer|response|lowest|highest|row\.[\w-]+)\}")
 _NOBODY_MAY = frozenset({401, 403, 404, 405})  # the address or the key is wrong: asking again changes nothing
@@ -144,16 +145,14 @@ class JudgeReward:
         url = f"{base.removesuffix('/v1')}/pooling" if pools else f"{base}/chat/completions"
         try:
             async with session.post(url, json=body, allow_redirects=False) as reply:
-                data = bytearray()
-                async for part in reply.content.iter_chunked(1 << 16):
-                    data += part
-                    if len(data) > _LONGEST_ANSWER_BYTES:
-                        raise _NoScore(f"its answer is longer than {_LONGEST_ANSWER_BYTES} bytes", again=False)
+                data = await read_at_most(reply, _LONGEST_ANSWER_BYTES)
                 status, after = reply.status, reply.headers.get("Retry-After", "")
         except asyncio.TimeoutError:
             raise _NoScore(f"no answer within reward.judge.timeout_s = {self._config.timeout_s:g} s") from None
         except aiohttp.ClientError as error:
             raise _NoScore(f"{type(error).__name__}: {error}") from None
+        except ValueError as error:
+            raise _NoScore(str(error), again=False) from None
         if status in _NOBODY_MAY:
             raise DataError(
                 f"reward.judge.url: {self._config.url} answers with status {status}: {_shown(data, self._key)}; correct the "
@@ -227,9 +226,9 @@ def _last_number(value: Any) -> float:
     return float(value)
 
 
-def _shown(data: bytes | bytearray, secret: str) -> str:
+def _shown(data: bytes, secret: str) -> str:
     """The beginning of what a server says, for a message; a key that it repeats is no part of that."""
-    text = " ".join(bytes(data).decode("utf-8", "replace").split())
+    text = " ".join(data.decode("utf-8", "replace").split())
     text = text.replace(secret, "...") if secret else text
     return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}...")
 
@@ -243,14 +242,6 @@ class JudgeCache:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._database: sqlite3.Connection | None = None
-        if path is None:
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._database = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None)
-        except (sqlite3.Error, OSError) as error:
-            self._give_up(error)
-        self._do("create table if not exists scores (content text primary key, score real, answer text)")
 
     def get(self, content: Any) -> float | None:
         """The score of what has these contents (JSON)."""
@@ -269,18 +260,23 @@ class JudgeCache:
 
     def _do(self, statement: str, *values: Any) -> Any:
         """The first row that a statement finds; None where there is none, or no database."""
-        if self._database is None:
+        if self._path is None:
             return None
         try:
+            if self._database is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._database = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)
+                self._database.execute(
+                    "create table if not exists scores (content text primary key, score real, answer text)"
+                )
             return self._database.execute(statement, values).fetchone()
-        except sqlite3.Error as error:
-            self._give_up(error)
+        except (sqlite3.Error, OSError) as error:
+            log.warning(
+                "reward.judge: scores: %s cannot be used (%s); the judge is asked every time", self._path, error
+            )
+            self.close()
+            self._path = None
             return None
-
-    def _give_up(self, error: Exception) -> None:
-        log.warning("reward.judge: scores: %s cannot be used (%s); the judge is asked every time", self._path, error)
-        self.close()
-        self._database = None
 
 
 def _key(content: Any) -> str:

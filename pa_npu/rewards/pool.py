@@ -15,24 +15,21 @@ its event loop turns.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from pa_npu.config.sections import RewardConfig
+from pa_npu.config.sections.rollout import RewardConfig
 from pa_npu.control.tasks import gather
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, DeadlineExceeded, PaNpuError
-from pa_npu.rewards.functions import CONCURRENT, FunctionSpec, function_specs
-from pa_npu.rewards.types import SHAPING, RewardInput, RewardResult, group_line
-
-__all__ = ["RewardInput", "RewardPool", "RewardResult"]
+from pa_npu.rewards.functions import CONCURRENT, SHAPING, FunctionSpec, RewardInput, RewardResult, function_specs
 
 STARTUP_TIMEOUT_S = 120.0  # importing math-verify and a user's module on a busy machine
 WINDOW = 64  # groups that a function's failing share is taken over
@@ -88,9 +85,7 @@ class RewardPool:
         labels -= workers.others
         return workers
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -98,19 +93,24 @@ class RewardPool:
         for _, workers in self._workers:
             await workers.close()
 
-    async def score(self, group: RewardInput) -> RewardResult:
-        """Rewards of the group's G responses, in order."""
+    async def replies(self, group: RewardInput) -> list[tuple[set[str], dict[str, Any]]]:
+        """Replies of workers of both kinds to a group, with their functions' labels. Raises DataError where that ends the run."""
         parts = [(labels, workers) for labels, workers in self._workers if labels]
         scoring = [workers.score(group) for _, workers in parts]
         # a task for each costs as much as the rest of handing over
         replies = [await scoring[0]] if len(scoring) == 1 else await gather(scoring)
+        for reply in replies:
+            if reply.get("fatal"):
+                raise DataError(reply["fatal"])
+        return [(labels, reply) for (labels, _), reply in zip(parts, replies, strict=True)]
+
+    async def score(self, group: RewardInput) -> RewardResult:
+        """Rewards of the group's G responses, in order."""
         values: dict[str, list[float | None]] = {}
         errors: dict[str, str] = {}
         reasons: list[tuple[str, str]] = []  # (what comes of it, why)
         judging = {spec.label for spec in self.specs if spec.name in CONCURRENT}
-        for (labels, _), reply in zip(parts, replies, strict=True):
-            if reply.get("fatal"):
-                raise DataError(reply["fatal"])
+        for labels, reply in await self.replies(group):
             if "failure" in reply:  # the worker did not survive it, whichever function that was
                 errors.update(dict.fromkeys(labels, reply["failure"]))
                 reasons.append((_outcome(judging.issuperset(labels)), reply["failure"]))
@@ -128,7 +128,12 @@ class RewardPool:
                 found = [None if spec.name in CONCURRENT else 0.0] * len(group.responses)
             if missing := sum(value is None for value in found):
                 no_verdict[spec.label] = missing
-                self._refuse_where_it_ends(spec, missing, group, errors.get(spec.label, ""))
+                if spec.name == "judge" and not self._neutral:
+                    reason = errors.get(spec.label) or f"no verdict on {missing} responses"
+                    raise PaNpuError(
+                        f"reward.judge: {reason}, to {group.prompt[:80]!r}; let its server answer, or set "
+                        f"reward.judge.on_failure=neutral"
+                    )
             row[:] = neutral(found)
         self._failing.note(errors)
         return RewardResult(
@@ -138,13 +143,6 @@ class RewardPool:
             errors=tuple(reason for _, reason in reasons),
             no_verdict=no_verdict,
         )
-
-    def _refuse_where_it_ends(self, spec: FunctionSpec, missing: int, group: RewardInput, reason: str) -> None:
-        if spec.name == "judge" and not self._neutral:
-            raise PaNpuError(
-                f"reward.judge: {reason or f'no verdict on {missing} responses'}, to {group.prompt[:80]!r}; let its server answer, "
-                f"or set reward.judge.on_failure=neutral"
-            )
 
 
 def neutral(values: Sequence[float | None]) -> list[float]:
@@ -174,6 +172,18 @@ class FailingShare:
                     f"reward.functions: {label} failed for {sum(failed)} of the last {len(failed)} groups, which were trained "
                     f"without it (last: {errors[label]}); correct the function"
                 )
+
+
+def _group_line(identity: int, group: RewardInput) -> bytes:
+    """A group as a worker reads it."""
+    fields = {
+        "prompt": group.prompt,
+        "answer": group.answer,
+        "responses": list(group.responses),
+        "response_tokens": [int(length) for length in group.response_tokens],
+        "row": dict(group.row),
+    }
+    return json.dumps({"id": identity, "group": fields}, default=str).encode() + b"\n"
 
 
 @dataclass(eq=False)
@@ -218,7 +228,7 @@ class Workers:
         if self._broken is not None:
             raise self._broken
         self._last_identity += 1
-        line = group_line(self._last_identity, group)
+        line = _group_line(self._last_identity, group)
         job = _Job(line, self._last_identity, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         self.dispatch()
@@ -260,16 +270,10 @@ async def start_worker(first: Mapping[str, Any]) -> WorkerProcess:
         raise DeadlineExceeded(
             f"a reward worker did not load its functions within {STARTUP_TIMEOUT_S:.0f} s; make them import faster"
         ) from None
-    try:
-        if not worker.ready:
-            raise DataError(
-                "reward.functions: the reward worker died while loading them; correct what its output above says"
-            )
-        if "unusable" in worker.ready:
-            raise DataError(worker.ready["unusable"])
-    except BaseException:
+    died = "reward.functions: the reward worker died while loading them; correct what its output above says"
+    if problem := worker.ready.get("unusable") if worker.ready else died:
         await worker.reap()
-        raise
+        raise DataError(problem)
     return worker
 
 

@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -116,13 +117,7 @@ async def run(arguments: Sequence[str], stdin: bytes, limits: Limits, files: Map
             "user": _unused_user(next(_cells) % _FIRST_USER),
             "bubblewrap": _bubblewrap(),
             "inside": False,
-            "cpu_s": limits.cpu_s,
-            "memory_bytes": limits.memory_bytes,
-            "files_bytes": limits.files_bytes,
-            "processes": limits.processes,
-            "open_files": limits.open_files,
-            "output_bytes": limits.output_bytes,
-            "require": limits.require,
+            **asdict(limits),
             "python": python,
             "arguments": ["-I", *(_replaced(part, words) for part in arguments)],
         }
@@ -167,24 +162,8 @@ def _bubblewrap() -> str | None:
     if found is None or os.geteuid() == 0:
         return None
     try:
-        done = subprocess.run(
-            [
-                found,
-                "--unshare-all",
-                "--ro-bind",
-                "/",
-                "/",
-                "--perms",
-                "0755",
-                "--size",
-                "4096",
-                "--tmpfs",
-                "/tmp",
-                "true",
-            ],
-            capture_output=True,
-            timeout=_BUBBLEWRAP_S,
-        )
+        command = shlex.split(f"{found} --unshare-all --ro-bind / / --perms 0755 --size 4096 --tmpfs /tmp true")
+        done = subprocess.run(command, capture_output=True, timeout=_BUBBLEWRAP_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return found if done.returncode == 0 else None

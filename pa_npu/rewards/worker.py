@@ -26,20 +26,20 @@ from functools import partial
 from typing import Any
 
 from pa_npu.config.user_code import describe
-from pa_npu.control.child_process import private_pipes, send
 from pa_npu.control.tasks import held
+from pa_npu.control.worker_process import private_pipes, send
 from pa_npu.errors import UserError
 from pa_npu.rewards.answers import preload
 from pa_npu.rewards.functions import (
     CONCURRENT,
     FunctionSpec,
+    RewardInput,
     build_concurrent,
     build_function,
     call_function,
     checked_rewards,
     is_concurrent,
 )
-from pa_npu.rewards.types import RewardInput
 
 _ALIVE_S = 1.0
 _GROUPS_AT_ONCE = 64  # of a user's function; the time of one begins when it is called

@@ -79,26 +79,15 @@ class Group:
 
     @classmethod
     def of_samples(
-        cls,
-        samples: Sequence[Sample],
-        rewards: np.ndarray,
-        advantages: np.ndarray,
-        *,
-        run_seed: int,
-        iteration: int,
-        index: int,
-        prompt_id: int,
+        cls, samples: Sequence[Sample], rewards: np.ndarray, advantages: np.ndarray, **identity: Any
     ) -> Group:
-        """rewards: float32 [G]. advantages: float32 [G], the same for all trained tokens of a sample."""
+        """rewards: float32 [G]. advantages: float32 [G], the same for a sample's trained tokens. identity: IDENTITY's numbers."""
         row = SampleRow.of(samples)
         lengths = np.array([len(sample.tokens) for sample in samples], np.int32)
         of_tokens = np.repeat(np.asarray(advantages, np.float32), lengths)
         of_tokens[~row.trained] = 0
         return cls(
-            run_seed=run_seed,
-            iteration=iteration,
-            index=index,
-            prompt_id=prompt_id,
+            **identity,
             lengths=lengths,
             tokens=row.tokens,
             trained=row.trained,
@@ -242,11 +231,6 @@ class Group:
     def num_trained(self) -> int:
         """Tokens that have a loss."""
         return int(self.trained_lengths.sum())
-
-    @property
-    def num_tokens(self) -> int:
-        """All tokens of all samples, a shared prompt once per sample: the numerator of TPSPD."""
-        return len(self.tokens)
 
     @property
     def version_range(self) -> tuple[int, int]:

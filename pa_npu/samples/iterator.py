@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -36,6 +37,7 @@ from pa_npu.telemetry.timeline import Timeline, now
 _SHORTEST_LOOK_S, _LONGEST_LOOK_S, _LOOK_SHARE = 0.0002, 0.02, 0.01
 
 
+@dataclass(eq=False, repr=False)
 class MicrobatchIterator(Iterator[Microbatch]):
     """Yields the microbatches of `groups` slots in slot order, each piece once; call `finish` after the last.
 
@@ -57,61 +59,50 @@ class MicrobatchIterator(Iterator[Microbatch]):
     gone.
     """
 
-    def __init__(
-        self,
-        buffer: RolloutBuffer,
-        *,
-        replica: int,
-        num_replicas: int,
-        iteration: int,
-        groups: int,
-        order: Literal["prompt", "completion"],
-        responses_per_microbatch: int,
-        shared_prompt: bool,
-        pad_multiple: int,
-        timeout_s: float,
-        max_tokens: int | None = None,
-        device: torch.device | str = "cpu",
-        links: ReplicaLinks | None = None,
-        timeline: Timeline | None = None,
-        freshness: Freshness = EXACT,
-        advantage: str | None = None,
-        size: Callable[[], int | None] | None = None,
-        dispatched: Callable[[], Dispatched | None] = lambda: None,
-    ) -> None:
-        ranks = 1 if links is None else links.size
-        if links is not None and buffer.readers != ranks:
-            raise ValueError(f"buffer.readers: {buffer.readers} must be the number of ranks of a replica, {ranks}")
-        self._buffer = buffer
-        self._replica, self._mesh = replica, Mesh(data=num_replicas)
-        self._iteration, self._groups, self._order = iteration, groups, order
-        self._timeout_s = timeout_s
-        self._responses, self._shared_prompt, self._pad_multiple = responses_per_microbatch, shared_prompt, pad_multiple
+    buffer: RolloutBuffer
+    _: KW_ONLY
+    replica: int
+    num_replicas: int
+    iteration: int
+    groups: int
+    order: Literal["prompt", "completion"]
+    responses_per_microbatch: int
+    shared_prompt: bool
+    pad_multiple: int
+    timeout_s: float
+    max_tokens: int | None = None
+    device: torch.device | str = "cpu"
+    links: ReplicaLinks | None = None
+    timeline: Timeline = field(default_factory=lambda: Timeline(None, ""))
+    freshness: Freshness = EXACT
+    advantage: str | None = None
+    size: Callable[[], int | None] | None = None
+    dispatched: Callable[[], Dispatched | None] = lambda: None
+
+    def __post_init__(self) -> None:
+        if self.links is not None and self.buffer.readers != self.links.size:
+            raise ValueError(
+                f"buffer.readers: {self.buffer.readers} must be the number of ranks of a replica, {self.links.size}"
+            )
         # without padding; 0 for None: then every piece is larger and goes alone
-        self._budget = (max_tokens or 0) // pad_multiple * pad_multiple
-        self._device = torch.device(device)
-        self._freshness = freshness
-        self._advantage = advantage
+        self._budget = (self.max_tokens or 0) // self.pad_multiple * self.pad_multiple
         self.advantages: dict[int, list[float]] = {}
         """Advantages of the groups taken so far, by dispatch index: each sample's, as its rewards give it."""
-        self._timeline = timeline or Timeline(None, "")
-        self._size = size
-        self._dispatched = dispatched
         self._pending: deque[Group] = deque()
         self._source = ReplicaFeed(
-            buffer,
-            links or ReplicaLinks(),
-            replica=replica,
-            iteration=iteration,
-            groups=groups,
-            timeout_s=timeout_s,
+            self.buffer,
+            self.links or ReplicaLinks(),
+            replica=self.replica,
+            iteration=self.iteration,
+            groups=self.groups,
+            timeout_s=self.timeout_s,
             parse=self._parse,
             lost=self._check_lost,
-            device=self._device,
+            device=torch.device(self.device),
         )
         self._ready: deque[Microbatch] = deque()
         self._indices: list[int] = []
-        self._begin, self._end = 0, groups
+        self._begin, self._end = 0, self.groups
         self.waited_s = 0.0
         """Seconds this rank has waited for groups so far: the trainer's idle time."""
 
@@ -146,24 +137,24 @@ class MicrobatchIterator(Iterator[Microbatch]):
         if self._peek(wait=True) is None:
             return None
         pieces = [self._pending.popleft()]
-        num_tokens = num_packed_tokens(pieces[0], self._shared_prompt)
+        num_tokens = num_packed_tokens(pieces[0], self.shared_prompt)
         while num_tokens < self._budget:
-            piece = self._peek(wait=self._order == "prompt")
-            if piece is None or num_tokens + num_packed_tokens(piece, self._shared_prompt) > self._budget:
+            piece = self._peek(wait=self.order == "prompt")
+            if piece is None or num_tokens + num_packed_tokens(piece, self.shared_prompt) > self._budget:
                 break
             pieces.append(self._pending.popleft())
-            num_tokens += num_packed_tokens(piece, self._shared_prompt)
-        return pack(pieces, self._shared_prompt, self._pad_multiple).to(self._device)
+            num_tokens += num_packed_tokens(piece, self.shared_prompt)
+        return pack(pieces, self.shared_prompt, self.pad_multiple).to(self.device)
 
     def updates(self, number: int) -> Iterator[MicrobatchIterator]:
         """This iterator, `number` times, each time ending after an equal share of the groups, in slot order.
 
         No microbatch holds groups of two shares. Raises ValueError where the groups cannot be shared equally.
         """
-        if number < 1 or self._groups % number:
-            raise ValueError(f"updates: {number} does not divide {self._groups} groups into equal shares")
+        if number < 1 or self.groups % number:
+            raise ValueError(f"updates: {number} does not divide {self.groups} groups into equal shares")
         for update in range(1, number + 1):
-            self._begin, self._end = (self._groups * part // number for part in (update - 1, update))
+            self._begin, self._end = (self.groups * part // number for part in (update - 1, update))
             yield self
 
     def settle(self) -> int:
@@ -171,21 +162,23 @@ class MicrobatchIterator(Iterator[Microbatch]):
 
         Waits until that is known. Raises DeadlineExceeded when neither that nor a further group comes within timeout_s.
         """
-        if self._size is not None:
-            start_s = now()
-            self._groups = self._end = self._wait_for_size(self._size)
-            self._size = None
+        if self.size is not None:
+            start_s, slot = now(), 0
+            while (size := self._size_or_filled(slot, self.size)) is None:
+                slot += 1
+            self.groups = self._end = size
+            self.size = None
             self.waited_s += now() - start_s
-            self._timeline.complete("wait for groups", start_s, now(), lane="wait")
+            self.timeline.complete("wait for groups", start_s, now(), lane="wait")
         return self._end - self._begin
 
     def finish(self) -> None:
         """Asserts that the schedule consumed every microbatch of every slot (I2)."""
         self._source.close()
-        if len(self._indices) != self._groups or self._pending:
+        if len(self._indices) != self.groups or self._pending:
             raise InvariantViolation(
-                f"I2 exactly once: replica {self._replica} trained {len(self._indices)} of {self._groups} groups of "
-                f"iteration {self._iteration}, {len(self._pending)} microbatches of the last are left; the schedule "
+                f"I2 exactly once: replica {self.replica} trained {len(self._indices)} of {self.groups} groups of "
+                f"iteration {self.iteration}, {len(self._pending)} microbatches of the last are left; the schedule "
                 f"must ask for groups x microbatches per group"
             )
 
@@ -197,26 +190,26 @@ class MicrobatchIterator(Iterator[Microbatch]):
 
     def _parse(self, data: bytes) -> Parsed:
         """The group in its bytes and its pieces, which remember their layouts."""
-        columns = self._buffer.columns
+        columns = self.buffer.columns
         group = from_bytes(data, columns).made(columns.makers("trainers"))
-        pieces = cut(group if group.part is None else group[slice(*group.part)], self._responses)
+        pieces = cut(group if group.part is None else group[slice(*group.part)], self.responses_per_microbatch)
         for piece in pieces:
-            num_packed_tokens(piece, self._shared_prompt)
-        return Parsed(group, pieces, None if self._advantage is None else self._checked_advantages(group))
+            num_packed_tokens(piece, self.shared_prompt)
+        return Parsed(group, pieces, None if self.advantage is None else self._checked_advantages(group))
 
     def _checked_advantages(self, group: Group) -> list[float]:
         """Returns each sample's advantage. Raises InvariantViolation if they do not follow from the group's rewards (I7)."""
-        assert self._advantage is not None
+        assert self.advantage is not None
         starts, offsets = group.runs[0], group.offsets()
         of_runs, samples = group.advantages[starts], np.searchsorted(offsets, starts, side="right") - 1
         found = of_runs[np.searchsorted(samples, np.arange(group.num_samples))]
-        why = broken_advantages(group.rewards, found, self._advantage)
+        why = broken_advantages(group.rewards, found, self.advantage)
         if (of_runs != found[samples]).any():
             why = "a sample has several advantages"
         if why is not None:
             raise InvariantViolation(
-                f"I7 gradient: {group} of iteration {self._iteration}, replica {self._replica}: {why}, by algorithm.advantage = "
-                f"{self._advantage}; the group was changed on its way, or that function depends on more than the rewards"
+                f"I7 gradient: {group} of iteration {self.iteration}, replica {self.replica}: {why}, by algorithm.advantage = "
+                f"{self.advantage}; the group was changed on its way, or that function depends on more than the rewards"
             )
         return [float(value) for value in found]
 
@@ -225,7 +218,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         start_s = now()
         if wait and self._ends_at(slot):
             return []
-        looked_s = 0.0 if self._size is None else now() - start_s
+        looked_s = 0.0 if self.size is None else now() - start_s
         taken = self._source.take(slot, wait)
         if taken is None:
             return []
@@ -233,75 +226,64 @@ class MicrobatchIterator(Iterator[Microbatch]):
         if wait:
             waited_s += looked_s
             self.waited_s += waited_s
-            self._timeline.complete("wait for group", start_s, start_s + waited_s, lane="wait", slot=slot)
+            self.timeline.complete("wait for group", start_s, start_s + waited_s, lane="wait", slot=slot)
         group = parsed.group
         self._check(group, slot)
         if parsed.advantages is not None:
             self.advantages[group.index] = parsed.advantages
-        self._buffer.done(self._iteration, self._replica, slot)
+        self.buffer.done(self.iteration, self.replica, slot)
         self._indices.append(group.index)
         return parsed.pieces
 
     def _check_lost(self, slot: int) -> None:
         """Raises InvariantViolation where the coordinator has filled the slot and it is empty (I2)."""
-        said = self._dispatched()
-        if said is None or self._buffer.ready(self._iteration, self._replica, slot):
+        said = self.dispatched()
+        if said is None or self.buffer.ready(self.iteration, self.replica, slot):
             return
-        own = [group.index for group in said.groups if group.replica == self._replica]
+        own = [group.index for group in said.groups if group.replica == self.replica]
         missing = [index for index in own if index not in self._indices]
         if slot < len(own):
             raise InvariantViolation(
-                f"I2 exactly once: slot {slot} of replica {self._replica} in iteration {self._iteration} is empty, but the "
+                f"I2 exactly once: slot {slot} of replica {self.replica} in iteration {self.iteration} is empty, but the "
                 f"coordinator has put all {len(said.groups)} groups into the buffer; lost is one of the groups "
                 f"{', '.join(map(str, missing))}; look at the coordinator's log and at the buffer's host"
             )
 
-    def _wait_for_size(self, size_of: Callable[[], int | None]) -> int:
-        seen, since_s = 0, time.perf_counter()
-        while (size := size_of()) is None:
-            if seen < self._groups and self._buffer.ready(self._iteration, self._replica, seen):
-                seen, since_s = seen + 1, time.perf_counter()
-                continue
+    def _size_or_filled(self, slot: int, size_of: Callable[[], int | None]) -> int | None:
+        """Waits until the number of groups is known, and returns it, or until the slot is filled."""
+        since_s = time.perf_counter()
+        while (size := size_of()) is None and not self.buffer.ready(self.iteration, self.replica, slot):
             waited_s = time.perf_counter() - since_s
-            if waited_s > self._timeout_s:
-                raise self._no_size(seen)
+            if waited_s > self.timeout_s:
+                raise DeadlineExceeded(
+                    f"neither the group of slot {slot} of replica {self.replica} in iteration {self.iteration} nor how many it "
+                    f"has came from the coordinator within {self.timeout_s:g} s; see its log"
+                )
             time.sleep(min(_LONGEST_LOOK_S, _SHORTEST_LOOK_S + _LOOK_SHARE * waited_s))
         return size
 
-    def _no_size(self, slot: int) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"neither the group of slot {slot} of replica {self._replica} in iteration {self._iteration} nor how many it has came "
-            f"from the coordinator within {self._timeout_s:g} s; see its log"
-        )
-
     def _ends_at(self, slot: int) -> bool:
         """Waits until the slot is filled, or the iteration is known to end before it, and says which."""
-        if self._size is None:
+        if self.size is None:
             return False
-        start_s, size = time.perf_counter(), self._size()
-        while size is None and not self._buffer.ready(self._iteration, self._replica, slot):
-            waited_s = time.perf_counter() - start_s
-            if waited_s > self._timeout_s:
-                raise self._no_size(slot)
-            time.sleep(min(_LONGEST_LOOK_S, _SHORTEST_LOOK_S + _LOOK_SHARE * waited_s))
-            size = self._size()
+        size = self._size_or_filled(slot, self.size)
         if size is None or slot < size:
             return False
         # only here, where all ranks come with the same slot: what they do together must not depend on when each of them knew
-        self._groups = self._end = slot
+        self.groups = self._end = slot
         return True
 
     def _check(self, group: Group, slot: int) -> None:
-        where = f"slot {slot} of replica {self._replica} in iteration {self._iteration}"
-        self._freshness.check(self._iteration, group.version_range, f"{group} in {where}")
-        if group.iteration != self._iteration:
+        where = f"slot {slot} of replica {self.replica} in iteration {self.iteration}"
+        self.freshness.check(self.iteration, group.version_range, f"{group} in {where}")
+        if group.iteration != self.iteration:
             raise InvariantViolation(f"I2 exactly once: {group} in {where} was dispatched for another iteration")
         if group.index in self._indices:
             raise InvariantViolation(
                 f"I2 exactly once: {group} in {where} was already trained from slot {self._indices.index(group.index)}"
             )
-        expected = self._mesh.number_of(self._replica, slot)
-        if self._order == "prompt" and group.index != expected:
+        expected = Mesh(data=self.num_replicas).number_of(self.replica, slot)
+        if self.order == "prompt" and group.index != expected:
             raise InvariantViolation(
                 f"I2 exactly once: {group} in {where}, where schedule.order=prompt puts group {expected}"
             )

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import KW_ONLY, astuple, dataclass, field
 from operator import add, sub
 
 import numpy as np
@@ -108,36 +108,30 @@ class ReplicaLinks:
         return self.mesh.pipeline
 
 
+@dataclass(eq=False, repr=False)
 class ReplicaFeed:
     """groups: the iteration's, of this replica. traffic: of the groups taken so far, equal on all ranks of the replica."""
 
-    def __init__(
-        self,
-        buffer: RolloutBuffer,
-        links: ReplicaLinks,
-        *,
-        replica: int,
-        iteration: int,
-        groups: int,
-        timeout_s: float,
-        parse: Parse,
-        lost: Lost,
-        device: torch.device,
-    ) -> None:
-        self._lost = lost
-        self._buffer = buffer
-        self._links = links
-        self._replica, self._iteration, self._groups, self._timeout_s = replica, iteration, groups, timeout_s
-        self._parse = parse
-        self._device = device
+    buffer: RolloutBuffer
+    links: ReplicaLinks
+    _: KW_ONLY
+    replica: int
+    iteration: int
+    groups: int
+    timeout_s: float
+    parse: Parse
+    lost: Lost
+    device: torch.device
+    traffic: Traffic = field(default=Traffic(), init=False)
+
+    def __post_init__(self) -> None:
         self._changed = threading.Condition()
         self._arrived: dict[int, tuple[Parsed, Traffic] | Exception] = {}
         self._next = 0  # the slot that training takes next
         self._passing: int | None = None  # the slot that is in the buffer and on its way
         self._closed = False
-        self.traffic = Traffic()
         # no executor's thread: the end of the program would wait for a feed whose peer is gone
-        threading.Thread(target=self._run, name=f"groups of iteration {iteration}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"groups of iteration {self.iteration}", daemon=True).start()
 
     def take(self, slot: int, wait: bool) -> tuple[Parsed, float] | None:
         """The slot's group, and how long this rank stood still for it; slots in order, by one thread.
@@ -160,7 +154,7 @@ class ReplicaFeed:
         return parsed, time.monotonic() - start_s
 
     def _wait_until_passed(self, slot: int) -> None:
-        deadline_s = time.monotonic() + self._timeout_s
+        deadline_s = time.monotonic() + self.timeout_s
         while True:
             left_s = deadline_s - time.monotonic()
             with self._changed:
@@ -169,7 +163,7 @@ class ReplicaFeed:
                 if left_s <= 0:
                     self._closed = True
                     raise self._too_late(slot)
-            self._lost(slot)
+            self.lost(slot)
 
     def close(self) -> None:
         """Nothing more will be taken."""
@@ -179,22 +173,22 @@ class ReplicaFeed:
 
     def _leader_finds(self, slot: int) -> bool:
         """Whether the tensor-parallel leader finds the slot filled: a collective of the thread that trains."""
-        group = self._links.tensor
+        group = self.links.tensor
         leads = group is None or dist.get_rank(group) == 0
         with self._changed:
             found = slot in self._arrived
-        found = leads and (found or self._buffer.ready(self._iteration, self._replica, slot))
+        found = leads and (found or self.buffer.ready(self.iteration, self.replica, slot))
         if group is None:
             return found
-        answer = torch.tensor([found], dtype=torch.int64, device=self._device)
+        answer = torch.tensor([found], dtype=torch.int64, device=self.device)
         dist.broadcast(answer, src=dist.get_global_rank(group, 0), group=group)
         return bool(answer.item())
 
     def _run(self) -> None:
         slot = 0
         try:
-            with self._links.stream():
-                for slot in range(self._groups):
+            with self.links.stream():
+                for slot in range(self.groups):
                     if not self._wait(slot):
                         return
                     self._hand_over(slot, self._pass(slot))
@@ -204,10 +198,10 @@ class ReplicaFeed:
     def _wait(self, slot: int) -> bool:
         """Until the slot is filled and not too far ahead; False when nobody wants it any more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or slot - self._next <= self._links.ahead)
+            self._changed.wait_for(lambda: self._closed or slot - self._next <= self.links.ahead)
         while not self._closed:
             try:
-                self._buffer.wait(self._iteration, self._replica, slot, min(self._timeout_s, LONGEST_WAIT_S))
+                self.buffer.wait(self.iteration, self.replica, slot, min(self.timeout_s, LONGEST_WAIT_S))
                 return True
             except DeadlineExceeded:
                 continue  # nobody may be waiting for it yet: the deadline is that of the thread that trains
@@ -221,39 +215,39 @@ class ReplicaFeed:
 
     def _pass(self, slot: int) -> tuple[Parsed, Traffic]:
         self._passing = slot
-        links, data, from_head = self._links, b"", 0
+        links, data, from_head = self.links, b"", 0
         if links.reads:
-            before = self._buffer.head_bytes
-            data = self._buffer.read_bytes(self._iteration, self._replica, slot)
-            from_head = self._buffer.head_bytes - before
+            before = self.buffer.head_bytes
+            data = self.buffer.read_bytes(self.iteration, self.replica, slot)
+            from_head = self.buffer.head_bytes - before
         if links.replica is None:
-            return self._parse(data), Traffic(1, len(data), from_head)
+            return self.parse(data), Traffic(1, len(data), from_head)
         try:
-            sizes = torch.tensor([len(data), from_head], dtype=torch.int64, device=self._device)
+            sizes = torch.tensor([len(data), from_head], dtype=torch.int64, device=self.device)
             dist.broadcast(sizes, src=dist.get_global_rank(links.replica, 0), group=links.replica)
             num_bytes, from_head = sizes.tolist()
             data = self._broadcast(data, num_bytes, links.replica)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise GroupsNotPassed(
-                f"the group of slot {slot}, replica {self._replica}, iteration {self._iteration} could not be passed between the "
+                f"the group of slot {slot}, replica {self.replica}, iteration {self.iteration} could not be passed between the "
                 f"replica's ranks ({reason}); one of them has probably ended, see the trainers' logs"
             ) from error
         passed = (sizes.nbytes + num_bytes) * (links.size - 1)
-        return self._parse(data), Traffic(1, num_bytes, from_head, passed)
+        return self.parse(data), Traffic(1, num_bytes, from_head, passed)
 
     def _broadcast(self, data: bytes, num_bytes: int, group: dist.ProcessGroup) -> bytes:
         """data: the reader's; the same on all members afterwards."""
-        if self._links.reads:
-            payload = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).to(self._device)
+        if self.links.reads:
+            payload = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).to(self.device)
         else:
-            payload = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            payload = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         dist.broadcast(payload, src=dist.get_global_rank(group, 0), group=group)
-        return data if self._links.reads else payload.cpu().numpy().tobytes()
+        return data if self.links.reads else payload.cpu().numpy().tobytes()
 
     def _too_late(self, slot: int) -> DeadlineExceeded:
-        what = f"the group of slot {slot}, replica {self._replica}, iteration {self._iteration}"
-        limit = f"deadline of {self._timeout_s:g} s reached"
+        what = f"the group of slot {slot}, replica {self.replica}, iteration {self.iteration}"
+        limit = f"deadline of {self.timeout_s:g} s reached"
         if self._passing == slot:
             return DeadlineExceeded(
                 f"waited for {what}, which is in the buffer, to be read and passed between the replica's ranks: {limit}; one of "

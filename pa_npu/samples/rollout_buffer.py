@@ -9,28 +9,50 @@ Life of a slot (iteration, replica, slot):
 All ranks of a replica wait for the key, so the key may go only when each of them has seen it: `readers` is the number
 of ranks of a replica (tensor x pipeline parallel), and every rank calls `done` once per slot, after it has the group.
 
-What is filled, and who is done, is always in the store that the launcher hosts on the head; the groups themselves lie there too,
-or in shards on the nodes (samples/shards.py).
+What is filled, and who is done, is always in the store that the launcher hosts on the head. The groups themselves lie there too, or
+in shards on the nodes, as buffer.shards says. A shard is in the memory of the process that reads it, the first rank of the replica
+that trains its groups:
+
+    coordinator ──groups──> shard of replica r ──> reader of replica r ──collectives──> its other ranks
+         └──the groups' sizes──> store on the head <──who waits, and who is done── all ranks of replica r
+
+A shard is a c10d store that the reader hosts, so that it needs no process of its own and nobody to watch over it: it ends with a
+trainer rank, and then coordinator and trainers start again from the newest checkpoint, as whenever a rank ends. The groups that
+were in it are generated again, or come back from the checkpoint. Every attempt of a run has shards of its own.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from pa_npu.control.channel import StoreChannel
-from pa_npu.errors import InvariantViolation, PaNpuError
-from pa_npu.samples.columns import NONE, RunColumns
+import torch.distributed as dist
+
+from pa_npu.algorithm.advantages import find_group_advantage
+from pa_npu.algorithm.policy_losses import find_policy_loss
+from pa_npu.config.schema import Config
+from pa_npu.control.channel import BoundedCalls, NoAnswer, StoreChannel, StoreError, connect, host_store
+from pa_npu.control.messages import SHARD, ShardAddress
+from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
+from pa_npu.samples.columns import LOGPROBS, NONE, RunColumns
 from pa_npu.samples.group import Group
+from pa_npu.samples.routes import routes_of
 from pa_npu.samples.wire import from_bytes, to_bytes
 
-if TYPE_CHECKING:
-    from pa_npu.samples.shards import ShardPayloads
+T = TypeVar("T")
+# Its keys are those of one attempt of the run, which the channel's prefix is.
+_NAME = "run"
+# Of a shard to take or give one group, and to start.
+_SHARD_TIMEOUT_S = 120.0
 
 
 class BufferFailed(PaNpuError):
     """The place where groups lie does not answer, or has lost one."""
 
 
+@dataclass(eq=False, repr=False)
 class RolloutBuffer:
     """The data plane on the c10d store, for the coordinator (put) and trainer ranks (all others).
 
@@ -40,24 +62,17 @@ class RolloutBuffer:
     columns: those of the run, and which of them are read here. head_bytes: read from the store on the head so far.
     """
 
-    def __init__(
-        self,
-        channel: StoreChannel,
-        run_id: str,
-        readers: int,
-        ahead: int = 0,
-        payloads: ShardPayloads | None = None,
-        columns: RunColumns = NONE,
-    ) -> None:
-        if readers < 1:
-            raise ValueError(f"readers: {readers} must be at least 1, the number of ranks of a replica")
-        self.readers = readers
-        self._channel = channel
-        self._run_id = run_id
-        self._ahead = ahead
-        self._payloads = payloads
-        self.columns = columns
-        self.head_bytes = 0
+    channel: StoreChannel
+    run_id: str
+    readers: int
+    ahead: int = 0
+    payloads: ShardPayloads | None = None
+    columns: RunColumns = NONE
+    head_bytes: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.readers < 1:
+            raise ValueError(f"readers: {self.readers} must be at least 1, the number of ranks of a replica")
         self._filled: dict[int, dict[tuple[int, int], int]] = {}  # by iteration
         self._newest = 0
 
@@ -66,10 +81,10 @@ class RolloutBuffer:
         makes. Each slot once (I2). Raises GroupFormatError for a column that is missing or unknown."""
         if group.iteration > self._newest:
             self._newest = group.iteration
-            self._filled = {i: filled for i, filled in self._filled.items() if i >= self._newest - self._ahead}
+            self._filled = {i: filled for i, filled in self._filled.items() if i >= self._newest - self.ahead}
         key = self._key(group.iteration, replica, slot)
         filled = self._filled.setdefault(group.iteration, {})
-        too_late = group.iteration < self._newest - self._ahead
+        too_late = group.iteration < self._newest - self.ahead
         if (replica, slot) in filled or too_late:
             raise InvariantViolation(
                 f"I2 exactly once: {group} put into slot {slot} of replica {replica}, but "
@@ -79,15 +94,16 @@ class RolloutBuffer:
                     else f"group {filled[replica, slot]} of that iteration is already there"
                 )
             )
-        group = group.made(self.columns.makers("coordinator"))
-        place = self._payloads
-        said = to_bytes(group, self.columns) if place is None else place.put(key, replica, group, self.columns)
-        self._channel.put_bytes(key, said)  # from here on it may be read
+        data = to_bytes(group.made(self.columns.makers("coordinator")), self.columns)
+        if self.payloads is not None:
+            self.payloads.put(key, replica, data, str(group))
+            data = str(len(data)).encode()
+        self.channel.put_bytes(key, data)  # from here on it may be read
         filled[replica, slot] = group.index
 
     def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
         """Waits until the slot is filled, returns the seconds waited; raises DeadlineExceeded after timeout_s."""
-        return self._channel.wait(
+        return self.channel.wait(
             self._key(iteration, replica, slot),
             timeout_s,
             f"the group of slot {slot}, replica {replica}, iteration {iteration}, from the coordinator",
@@ -95,14 +111,19 @@ class RolloutBuffer:
 
     def ready(self, iteration: int, replica: int, slot: int) -> bool:
         """Whether the slot is filled, without waiting."""
-        return self._channel.exists(self._key(iteration, replica, slot))
+        return self.channel.exists(self._key(iteration, replica, slot))
 
     def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
         """The wire format of a filled slot."""
         key = self._key(iteration, replica, slot)
-        said = self._channel.get_bytes(key)
+        said = self.channel.get_bytes(key)
         self.head_bytes += len(said)
-        return said if self._payloads is None else self._payloads.get(key, replica, said, self.columns)
+        if self.payloads is None:
+            return said
+        data = self.payloads.get(key, replica)
+        if len(data) != int(said):
+            raise BufferFailed(f"the shard of replica {replica} has {len(data)} bytes of {key}, expected {int(said)}")
+        return data
 
     def read(self, iteration: int, replica: int, slot: int) -> Group:
         """The group of a filled slot."""
@@ -111,15 +132,144 @@ class RolloutBuffer:
     def done(self, iteration: int, replica: int, slot: int) -> None:
         """This rank needs the slot no more; the last of `readers` calls removes it."""
         key = self._key(iteration, replica, slot)
-        if self._channel.add(key + "/done", 1) == self.readers:
-            self._channel.delete(key)
-            self._channel.delete(key + "/done")
-            if self._payloads is not None:
-                self._payloads.drop(key, replica, self.columns)
+        if self.channel.add(key + "/done", 1) == self.readers:
+            self.channel.delete(key)
+            self.channel.delete(key + "/done")
+            if self.payloads is not None:
+                self.payloads.drop(key, replica)
 
     def written(self, version: int) -> RolloutBuffer:
         """Beside this, in the same place: what has been written before `version`, slot by dispatch index, for one rank to take."""
-        return RolloutBuffer(self._channel, f"written-{version}", 1, payloads=self._payloads, columns=self.columns)
+        return RolloutBuffer(self.channel, f"written-{version}", 1, payloads=self.payloads, columns=self.columns)
 
     def _key(self, iteration: int, replica: int, slot: int) -> str:
-        return f"buffer/{self._run_id}/{iteration}/{replica}/{slot}"
+        return f"buffer/{self.run_id}/{iteration}/{replica}/{slot}"
+
+
+def open_buffer(
+    config: Config,
+    channel: StoreChannel,
+    *,
+    readers: int = 1,
+    ahead: int = 0,
+    trains: bool = False,
+    own: OwnShard | None = None,
+) -> RolloutBuffer:
+    """Opens the buffer as this process uses it.
+
+    Args:
+        readers, ahead: as RolloutBuffer.
+        trains: whether groups are read for the loss, and no columns that it does not read.
+        own: the shard that this process hosts.
+    """
+    place = payloads(config, channel, own)
+    columns = trained_columns(config) if trains else run_columns(config)
+    return RolloutBuffer(channel, _NAME, readers, ahead, place, columns)
+
+
+def run_columns(config: Config) -> RunColumns:
+    """The run's routes, and the columns that loss and advantage declare. Raises ConfigError for those that no run can have."""
+    features: list[Any] = [find_policy_loss(config.algorithm.loss)]
+    if config.algorithm.advantage != "batch-std":  # which is of no group
+        features.append(find_group_advantage(config.algorithm.advantage))
+    return RunColumns.of_features([*features, routes_of(config)])
+
+
+def trained_columns(config: Config) -> RunColumns:
+    """The same for trainers, who leave out columns that only the advantage reads, unless they make some column."""
+    columns = run_columns(config)
+    if any(column.filled_by == "trainers" for column in columns.declared):
+        return columns
+    loss = RunColumns.of_features([find_policy_loss(config.algorithm.loss), routes_of(config)])
+    return columns.reading([LOGPROBS.name, *(column.name for column in loss.declared)])
+
+
+def payloads(config: Config, channel: StoreChannel, own: OwnShard | None = None) -> ShardPayloads | None:
+    """Opens the place that groups lie in; None is the store itself."""
+    return ShardPayloads(channel, _SHARD_TIMEOUT_S, own) if config.has_shards else None
+
+
+@dataclass(frozen=True)
+class OwnShard:
+    """The shard that this process hosts, as long as this is there."""
+
+    replica: int
+    server: dist.TCPStore
+
+
+def host_shard(channel: StoreChannel, replica: int, address: str) -> OwnShard:
+    """For the groups of the replica that this process reads for. channel: to the run's store. address: of this node.
+
+    Raises BufferFailed where nothing can listen there.
+    """
+    try:
+        server = host_store(address, 0)
+    except OSError as error:
+        raise BufferFailed(
+            f"the shard of replica {replica} cannot listen on {address} ({error.strerror}); set buffer.shards=head, or "
+            f"correct this node's address in the cluster"
+        ) from None
+    SHARD.put(channel, ShardAddress(address, server.port), replica=replica)
+    return OwnShard(replica, server)
+
+
+class ShardPayloads:
+    """The groups of one attempt of a run in the shards of its replicas: one put under a key is there for `get` until `drop`.
+
+    channel: to the run's store, which knows where shards are. timeout_s: of finding a shard, and of every call to it.
+    replica, everywhere: that trains the group. All raise BufferFailed where a shard does not answer in time, or has lost the key.
+    """
+
+    def __init__(self, channel: StoreChannel, timeout_s: float, own: OwnShard | None = None) -> None:
+        self._channel = channel
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        # by replica: its shard, and what makes calls to it, which have no deadline of their own
+        self._clients: dict[int, tuple[StoreChannel, Callable[[Callable[[], Any]], Any]]] = {}
+        if own is not None:
+            # asked without a thread between: what stops the shard stops this process
+            self._clients[own.replica] = StoreChannel(own.server, ""), lambda call: call()
+
+    def put(self, key: str, replica: int, data: bytes, what: str) -> None:
+        """It is there for everybody who asks when this returns. what: for messages."""
+
+        def put(shard: StoreChannel) -> None:
+            shard.put_bytes(key, data)
+            # a store answers no put; what it is asked after it, it answers when it has all of it
+            if not shard.exists(key):
+                raise StoreError(f"{key} did not stay where it was put")
+
+        self._ask(replica, f"to take {what}", put)
+
+    def get(self, key: str, replica: int) -> bytes:
+        return self._ask(replica, f"for {key}", lambda shard: shard.get_bytes(key))
+
+    def drop(self, key: str, replica: int) -> None:
+        self._ask(replica, f"to drop {key}", lambda shard: shard.delete(key))
+
+    def _ask(self, replica: int, what: str, call: Callable[[StoreChannel], T]) -> T:
+        shard, bounded = self._client(replica)
+        try:
+            return bounded(lambda: call(shard))
+        except NoAnswer as error:
+            reason = f"it does not answer within {self._timeout_s:g} s" if error.asked else str(error)
+            raise BufferFailed(
+                f"the shard of replica {replica} was asked {what}: {reason}; its trainer rank hangs, see the trainers' logs"
+            ) from None
+        except StoreError as error:
+            raise BufferFailed(f"the shard of replica {replica} was asked {what}: {error}") from error
+
+    def _client(self, replica: int) -> tuple[StoreChannel, Callable[[Callable[[], Any]], Any]]:
+        with self._lock:
+            if replica not in self._clients:
+                where = SHARD.wait(self._channel, self._timeout_s, replica=replica)
+                try:
+                    store = connect(where.host, where.port, self._timeout_s)
+                except DeadlineExceeded:
+                    raise BufferFailed(
+                        f"the shard of replica {replica} at {where.host}:{where.port} cannot be reached within "
+                        f"{self._timeout_s:g} s; does its trainer rank still run, and can this machine reach that node?"
+                    ) from None
+                calls = BoundedCalls(f"shard of replica {replica}", self._timeout_s)
+                self._clients[replica] = StoreChannel(store, ""), calls
+            return self._clients[replica]

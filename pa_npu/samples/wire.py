@@ -36,15 +36,15 @@ from pa_npu.samples.group import IDENTITY, Group
 FORMAT_VERSION = 3
 _MAGIC = b"PAGR"
 _ENVELOPE = struct.Struct("<4sHHII")
-# The tensors that every group has: type in safetensors and in numpy, and number of dimensions.
-_FRAME: dict[str, tuple[str, str, int]] = {
-    "numbers": ("I64", "<i8", 1),
-    "spans": ("I32", "<i4", 2),
-    "values": ("F32", "<f4", 1),
-    "tokens": ("I32", "<i4", 1),
-}
-_STORED = {np.dtype(name): stored for name, stored in STORED.items()}
 _SPAN_NUMBERS = 3
+# The tensors that every group has.
+_FRAME = (
+    Column("numbers", "int64"),
+    Column("spans", "int32", (_SPAN_NUMBERS,)),
+    Column("values", "float32"),
+    Column("tokens", "int32"),
+)
+_STORED = {np.dtype(name): stored for name, stored in STORED.items()}
 Tensors = dict[str, np.ndarray]
 # A group of more tokens than this is damage, not data.
 _MOST_TOKENS = 2**31 - 1
@@ -55,16 +55,6 @@ def to_bytes(group: Group, columns: RunColumns = NONE) -> bytes:
 
     Raises GroupFormatError where the group lacks a declared column, or has another.
     """
-    return from_tensors(tensors_of(group, columns))
-
-
-def tensor_names(columns: RunColumns) -> tuple[str, ...]:
-    """Tensors of the wire format that a task reads."""
-    return (*_FRAME, *(column.name for column in (LOGPROBS, *columns.carried) if columns.wants(column)))
-
-
-def tensors_of(group: Group, columns: RunColumns) -> Tensors:
-    """Returns the tensors of the wire format by name, for stores of single tensors. Raises GroupFormatError as `to_bytes`."""
     columns.check((LOGPROBS, *group.columns), str(group))
     starts, ends = group.runs
     spans = np.empty((group.num_samples + len(starts), _SPAN_NUMBERS), "<i4")
@@ -73,7 +63,7 @@ def tensors_of(group: Group, columns: RunColumns) -> Tensors:
     runs[:, 0], runs[:, 1], runs[:, 2] = starts, ends - starts, group.versions[starts]
     places = zip(pairwise(group.offsets().tolist()), samples[:, 1].tolist(), strict=True)
     own = [slice(start + shared, end) for (start, end), shared in places]
-    return {
+    tensors = {
         "numbers": np.array(
             [*(getattr(group, name) for name in IDENTITY), group.num_samples, *(group.part or ())], "<i8"
         ),
@@ -87,6 +77,7 @@ def tensors_of(group: Group, columns: RunColumns) -> Tensors:
             if (values := group.columns.get(column)) is not None
         },
     }
+    return _framed(tensors)
 
 
 def _sent(column: Column, values: np.ndarray, trained: np.ndarray, own: list[slice]) -> np.ndarray:
@@ -95,11 +86,8 @@ def _sent(column: Column, values: np.ndarray, trained: np.ndarray, own: list[sli
     return values[trained] if column.tokens == "trained" else np.ascontiguousarray(values)
 
 
-def from_tensors(tensors: Mapping[str, np.ndarray]) -> bytes:
-    """The wire format of `tensors_of`.
-
-    The safetensors file is written here, and copied once: safetensors' own `save` takes twice as long, and copies it twice.
-    """
+def _framed(tensors: Tensors) -> bytes:
+    """The safetensors file is written here, and copied once: safetensors' own `save` takes twice as long, and copies it twice."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
@@ -143,11 +131,11 @@ def _read(data: bytes | bytearray | memoryview, columns: RunColumns) -> tuple[Te
         tensors = dict(safetensors.deserialize(payload))
     except safetensors.SafetensorError as error:
         raise GroupFormatError(f"group bytes: payload is not safetensors ({error})") from error
-    frame = {name: tensors.pop(name) for name in _FRAME if name in tensors}
+    frame = {one.name: _array(one, tensors.pop(one.name)) for one in _FRAME if one.name in tensors}
     found = {columns.named(name, "group bytes"): tensor for name, tensor in tensors.items()}
     # in the order of their declaration: safetensors gives them in none
     named = [(column, found[column]) for column in (LOGPROBS, *columns.carried) if column in found]
-    return _arrays(frame), {column: _array(column, one) for column, one in named if columns.wants(column)}
+    return _checked(frame), {column: _array(column, one) for column, one in named if columns.wants(column)}
 
 
 def _shared(group: Group) -> list[int]:
@@ -176,23 +164,16 @@ def _array(column: Column, tensor: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(tensor["data"], column.type).reshape(shape)
 
 
-def _arrays(tensors: dict[str, Any]) -> Tensors:
-    """The tensors as arrays of the types and dimensions that they must have."""
-    if len(tensors) != len(_FRAME):
-        raise GroupFormatError(f"group bytes: tensors {sorted(tensors)}, expected {sorted(_FRAME)}")
-    arrays = {}
-    for name, tensor in tensors.items():
-        stored, dtype, dimensions = _FRAME[name]
-        shape = tensor["shape"]
-        if tensor["dtype"] != stored or len(shape) != dimensions or shape[1:] not in ([], [_SPAN_NUMBERS]):
-            wanted = f"[n, {_SPAN_NUMBERS}]" if dimensions == 2 else "[n]"
-            raise GroupFormatError(f"group bytes: {name} is {tensor['dtype']} {shape}, expected {stored} {wanted}")
-        arrays[name] = np.frombuffer(tensor["data"], dtype).reshape(shape)
-    if len(arrays["numbers"]) not in (len(IDENTITY) + 1, len(IDENTITY) + 3):
+def _checked(frame: Tensors) -> Tensors:
+    if len(frame) != len(_FRAME):
         raise GroupFormatError(
-            f"group bytes: numbers has {len(arrays['numbers'])} values, expected {len(IDENTITY) + 1} or {len(IDENTITY) + 3}"
+            f"group bytes: tensors {sorted(frame)}, expected {sorted(column.name for column in _FRAME)}"
         )
-    return arrays
+    if len(frame["numbers"]) not in (len(IDENTITY) + 1, len(IDENTITY) + 3):
+        raise GroupFormatError(
+            f"group bytes: numbers has {len(frame['numbers'])} values, expected {len(IDENTITY) + 1} or {len(IDENTITY) + 3}"
+        )
+    return frame
 
 
 def _group(arrays: Tensors, of_tokens: Mapping[Column, np.ndarray], columns: RunColumns) -> Group:

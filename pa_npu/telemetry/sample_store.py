@@ -7,16 +7,17 @@ them. A file that cannot be written costs its rows, never the run.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.errors import DataError
-from pa_npu.telemetry.record_file import attempt, note_lost
+from pa_npu.telemetry.records import attempt, note_lost
 
 SAMPLES_IN_SHORT = 2
 """Groups of an iteration that samples.jsonl and trackers' tables hold, of those that are kept."""
@@ -60,18 +61,37 @@ def kept_groups(setting: int | Literal["all"]) -> float:
     return float("inf") if setting == "all" else setting
 
 
-class SampleStore:
-    """Writes the coordinator's files, in a thread of its own. Owner closes it, which waits for what is being written.
+class _Tables:
+    """Writes a directory's files in a thread of its own. Owner closes it, which waits for what is being written."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    def submit(self, name: str, table: Callable[[], tuple[list[dict[str, Any]], Any]]) -> None:
+        """table: makes the rows and their schema, in the thread."""
+        self._thread.submit(self._write, name, table)
+
+    def _write(self, name: str, table: Callable[[], tuple[list[dict[str, Any]], Any]]) -> None:
+        try:
+            write_table(self.directory / name, *table())
+        except Exception as error:  # whatever the disk or the library does to a record
+            note_lost(self.directory, error)
+
+
+class SampleStore(_Tables):
+    """Writes the coordinator's files.
 
     first_iteration: files of it and later ones, of an earlier attempt, are removed. piece: the text of one token.
     """
 
     def __init__(self, run_dir: Path | str, first_iteration: int, piece: Callable[[int], str]) -> None:
-        self._directory = Path(run_dir) / SAMPLES_DIRECTORY
-        self._piece = piece
-        self._pieces: dict[int, str] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
-        for directory in (self._directory, Path(run_dir) / TRAINER_DIRECTORY):
+        super().__init__(Path(run_dir) / SAMPLES_DIRECTORY)
+        self._piece = functools.cache(piece)
+        for directory in (self.directory, Path(run_dir) / TRAINER_DIRECTORY):
             for number, file in _files(directory):
                 if number >= first_iteration:
                     attempt(file, file.unlink)
@@ -79,39 +99,25 @@ class SampleStore:
     def write(self, iteration: int, rows: Sequence[KeptResponse]) -> None:
         """All kept responses of an iteration; returns at once."""
         if rows:
-            self._thread.submit(self._write, iteration, list(rows))
+            kept = list(rows)
+            self.submit(_file(iteration), lambda: ([self._row(row) for row in kept], _schema(kept[0].rewards)))
 
-    def close(self) -> None:
-        self._thread.shutdown(wait=True)
-
-    def _write(self, iteration: int, rows: list[KeptResponse]) -> None:
-        path = self._directory / f"iteration_{iteration:06d}.parquet"
-        try:
-            table = [{**asdict(row), "pieces": [self._text(token) for token in row.tokens]} for row in rows]
-            write_table(path, table, _schema(rows[0].rewards))
-        except Exception as error:  # whatever the disk or the library does to a record
-            note_lost(path.parent, error)
-
-    def _text(self, token: int) -> str:
-        if token not in self._pieces:
-            self._pieces[token] = self._piece(token)
-        return self._pieces[token]
+    def _row(self, row: KeptResponse) -> dict[str, Any]:
+        return {**asdict(row), "pieces": [self._piece(token) for token in row.tokens]}
 
 
-class TrainerLogprobs:
+class TrainerLogprobs(_Tables):
     """Adds one trainer rank's log-probs to the kept samples: of their tokens, under the weights that wrote them.
 
-    groups: as kept_groups. Tensors stay on the device until `write`; files are written by a thread, so that training does not wait
-    for the disk. Owner closes it.
+    groups: as kept_groups. Tensors stay on the device until `write`, and training does not wait for the disk.
     """
 
     def __init__(self, run_dir: Path | str, rank: int, groups: float) -> None:
-        self._directory = Path(run_dir) / TRAINER_DIRECTORY
+        super().__init__(Path(run_dir) / TRAINER_DIRECTORY)
         self._rank = rank
         self._groups = groups
         self._iteration = -1
         self._rows: list[tuple[int, int, Any]] = []
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
 
     def add(self, iteration: int, sources: Sequence[tuple[int, int]], lengths: Sequence[int], logprobs: Any) -> None:
         """One microbatch. sources: (group, response) of each sample; lengths: its tokens; logprobs: float [sum of lengths]."""
@@ -127,21 +133,11 @@ class TrainerLogprobs:
         """Writes the log-probs that were added for this iteration so far."""
         if not self._rows:
             return
-        path = self._directory / f"iteration_{self._iteration:06d}.rank{self._rank}.parquet"
         rows = [
             {"index": index, "response": response, "logprobs": values.float().cpu().tolist()}
             for index, response, values in self._rows
         ]
-        self._thread.submit(self._write, path, rows)
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=True)
-
-    def _write(self, path: Path, rows: list[dict[str, Any]]) -> None:
-        try:
-            write_table(path, rows, _trainer_schema())
-        except Exception as error:
-            note_lost(path.parent, error)
+        self.submit(_file(self._iteration, f".rank{self._rank}"), lambda: (rows, _trainer_schema()))
 
 
 def sample_iterations(run_dir: Path | str) -> list[int]:
@@ -154,8 +150,7 @@ def read_samples(run_dir: Path | str, iteration: int) -> list[dict[str, Any]]:
 
     Raises DataError where the file cannot be read.
     """
-    path = Path(run_dir) / SAMPLES_DIRECTORY / f"iteration_{iteration:06d}.parquet"
-    rows = read_table(path)
+    rows = read_table(Path(run_dir) / SAMPLES_DIRECTORY / _file(iteration))
     trained: dict[tuple[int, int], list[float]] = {}
     for number, file in _files(Path(run_dir) / TRAINER_DIRECTORY):
         if number == iteration:
@@ -164,6 +159,10 @@ def read_samples(run_dir: Path | str, iteration: int) -> list[dict[str, Any]]:
         found = trained.get((row["index"], row["response"]))
         row["trainer_logprobs"] = found if found is not None and len(found) == len(row["logprobs"]) else None
     return sorted(rows, key=lambda row: (row["index"], row["response"]))
+
+
+def _file(iteration: int, part: str = "") -> str:
+    return f"iteration_{iteration:06d}{part}.parquet"
 
 
 def _files(directory: Path) -> Iterator[tuple[int, Path]]:
@@ -175,29 +174,20 @@ def _files(directory: Path) -> Iterator[tuple[int, Path]]:
 def _schema(rewards: dict[str, float]) -> Any:
     import pyarrow as pa  # a third of a second, which only who writes or reads samples spends
 
+    plain = {"int": pa.int32(), "str": pa.string(), "float": pa.float32(), "bool": pa.bool_()}
     turn = [(name, pa.int32()) for name in ("session", "number", "written")]
     turn += [("shown", pa.string()), ("trained", pa.bool_()), ("reward", pa.float32())]
-    return pa.schema(
-        [
-            *((name, pa.int32()) for name in ("iteration", "index", "response")),
-            ("prompt_id", pa.int64()),
-            ("prompt", pa.string()),
-            ("prompt_tokens", pa.int32()),
-            ("answer", pa.string()),
-            ("text", pa.string()),
-            ("finish_reason", pa.string()),
-            ("version", pa.int32()),
-            ("reward", pa.float32()),
-            ("rewards", pa.struct([(name, pa.float32()) for name in rewards])),
-            ("advantage", pa.float32()),
-            ("correct", pa.bool_()),
-            ("errors", pa.list_(pa.string())),
-            ("tokens", pa.list_(pa.int32())),
-            ("pieces", pa.list_(pa.string())),
-            ("logprobs", pa.list_(pa.float32())),
-            ("turns", pa.list_(pa.struct(turn))),
-        ]
-    )
+    others = {
+        "prompt_id": pa.int64(),
+        "finish_reason": pa.string(),
+        "rewards": pa.struct([(name, pa.float32()) for name in rewards]),
+        "errors": pa.list_(pa.string()),
+        "tokens": pa.list_(pa.int32()),
+        "pieces": pa.list_(pa.string()),
+        "logprobs": pa.list_(pa.float32()),
+        "turns": pa.list_(pa.struct(turn)),
+    }
+    return pa.schema({field.name: plain.get(str(field.type)) for field in fields(KeptResponse)} | others)
 
 
 def _trainer_schema() -> Any:

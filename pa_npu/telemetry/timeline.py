@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pa_npu.telemetry.record_file import RecordFile
+from pa_npu.telemetry.records import RecordFile
 
 _WALL_ANCHOR_S = time.time() - time.perf_counter()
 DIRECTORY = "timeline"

@@ -48,10 +48,10 @@ class Agreement:
         self._config = config
         self._margin, self._rate = config.publish.noise_margin, FALSE_STOP_RATE
         self._learner = learner
-        self._probes = config.data_parallel if config.probe_rides else 1
+        self._probes = config.mesh.data if config.probe_rides else 1
         self._yardstick: DifferenceSums | None = None
         self._measured_at = 0
-        responses = config.data_parallel * config.microbatch_responses
+        responses = config.mesh.data * config.microbatch_responses
         self._measured = -(-YARDSTICK_RESPONSES // responses)
         self._aging: deque[tuple[int, Sequence[Microbatch]]] = deque()
 

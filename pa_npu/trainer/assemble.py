@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.attention.forms import attention_kernels
-from pa_npu.backends.protocol import TrainBackend
+from pa_npu.backends.protocol import DTYPES, TrainBackend
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import ADDRESS_VARIABLE, StoreChannel, attempt_prefix
@@ -24,7 +24,7 @@ from pa_npu.publish.late_engines import LateEngines
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.publish.publisher import Publisher, WeightSource
 from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.shards import host_shard, open_buffer
+from pa_npu.samples.rollout_buffer import host_shard, open_buffer
 from pa_npu.telemetry.sample_store import TrainerLogprobs, kept_groups
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
@@ -184,14 +184,11 @@ def rollout_source(
     return microbatches
 
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
 def trainers_run_on(config: Config, spec: ModelSpec, platform: Platform, backend: TrainBackend) -> TrainersRunOn:
     """Describes the software of trainers as this rank finds it; the others have the same installation."""
     heads = spec.num_heads // config.trainer.tensor_parallel
     kernels = attention_kernels(
-        backend.device, _DTYPES[config.model.dtype], heads, spec.head_dim, config.attention.implementation
+        backend.device, DTYPES[config.model.dtype], heads, spec.head_dim, config.attention.implementation
     )
     return TrainersRunOn(
         ranks=config.trainer.devices,

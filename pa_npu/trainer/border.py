@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
@@ -37,8 +36,7 @@ from pa_npu.publish.messages import Probe
 from pa_npu.publish.trainer_side import TrainerPublish
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
-from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.shards import open_buffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer, open_buffer
 from pa_npu.samples.types import SampleBuilder
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
@@ -63,7 +61,7 @@ class Border:
         self._agreement = agreement
         place = learner.backend.place
         stage = place.stage if place.publishes else None
-        self._ahead = RolloutsAhead(config, channel, open_buffer(config, channel))
+        self._buffer = open_buffer(config, channel)
         self._when = PublishWhen(config, learner)
         self._swaps_to: int | None = None  # the version that engines have received and do not hold yet
         self._publish = TrainerPublish(
@@ -98,7 +96,8 @@ class Border:
             # engines beyond these come and go; what decides about publishes must not depend on them
             first = replace(published.probe, responses=published.probe.responses[: self._config.probe_responses])
             self._when.published(version, probe_microbatches(first, version, self._config, replica))
-            return probe_report(self._agreement.check_requests(version, microbatches))
+            found = self._agreement.check_requests(version, microbatches)
+            return ProbeReport(found.largest, found.absolute_mean)
 
     def before_step(self) -> None:
         """The weights are about to change: engines that swap later have swapped by then, so that late ones get what they have."""
@@ -113,12 +112,7 @@ class Border:
 
     def ahead(self, version: int) -> list[AheadIteration]:
         """Returns the iterations that the coordinator has produced before `version` is published, for a checkpoint of it."""
-        return self._ahead(version)
-
-
-def probe_report(result: DifferenceSums) -> ProbeReport:
-    """result: over all ranks."""
-    return ProbeReport(result.largest, result.absolute_mean)
+        return rollouts_ahead(self._config, self._channel, self._buffer, version)
 
 
 def probe_microbatches(probe: Probe, version: int, config: Config, replica: int) -> list[Microbatch]:
@@ -169,51 +163,42 @@ class PublishWhen:
         return DivergenceReport(kl, self._skips(version, kl))
 
     def _skips(self, version: int, kl: float | None) -> bool:
-        if self._published is None or kl is None or self._config.always_publishes(version):
+        config, last = self._config, self._config.schedule.iterations
+        if (
+            self._published is None
+            or kl is None
+            or version == last
+            or config.saves(version)
+            or config.evaluates(version)
+        ):
             return False
-        if version + self._freshness.iterations_ahead >= self._config.schedule.iterations:
+        if version + self._freshness.iterations_ahead >= last:
             return True  # nothing is left to generate
-        near = kl < (self._config.publish.divergence or 0.0)
+        near = kl < (config.publish.divergence or 0.0)
         return near and self._freshness.may_skip(version, self._published)
 
 
-class RolloutsAhead:
-    """Collects groups that were produced ahead of a version, for a checkpoint of it. One rank asks, once for each version.
+def rollouts_ahead(config: Config, channel: StoreChannel, buffer: RolloutBuffer, version: int) -> list[AheadIteration]:
+    """Iterations that are produced by versions before `version` and trained from it on, for a checkpoint of it.
 
-    With schedule.max_staleness = k these are iterations v to v + k - 1 at the border before iteration v, or fewer where producing
-    runs fewer iterations ahead (Config.iterations_ahead): all of them are complete by then, or will be before the next publish,
-    which waits for them too. With schedule.tokens_per_update there are also groups that were carried to a later update.
+    One rank asks, once for each version. With schedule.max_staleness = k these are iterations v to v + k - 1 at the border before
+    iteration v, or fewer where producing runs fewer iterations ahead (Config.iterations_ahead): all of them are complete by then,
+    or will be before the next publish, which waits for them too. With schedule.tokens_per_update there are also groups that were
+    carried to a later update: those that no update before this version has trained, and no iteration that is produced by then.
+    Raises DeadlineExceeded.
     """
-
-    def __init__(self, config: Config, channel: StoreChannel, buffer: RolloutBuffer) -> None:
-        self._config = config
-        self._channel = channel
-        self._buffer = buffer
-
-    def __call__(self, version: int) -> list[AheadIteration]:
-        """Iterations that are produced by versions before `version` and trained from it on. Raises DeadlineExceeded."""
-        schedule = self._config.schedule
-        end = min(version + self._config.iterations_ahead, schedule.iterations)
-        found = [self._iteration(iteration) for iteration in range(version, end)]
-        if self._config.trained_groups is None and version < schedule.iterations:
-            found.append(self._carried(version))
-        return found
-
-    def _iteration(self, iteration: int) -> AheadIteration:
-        limit_s = self._config.wait_timeout_s
-        produced = PRODUCED_AHEAD.wait(self._channel, limit_s, iteration=iteration)
-        data = DATA_POSITION.wait(self._channel, limit_s, iteration=iteration + 1).state
-        mesh = self._config.mesh
-        numbers = range(len(DISPATCHED.wait(self._channel, limit_s, iteration=iteration).groups))
-        groups = [self._buffer.read_bytes(iteration, *mesh.slot_of(number)) for number in numbers]
-        return AheadIteration(iteration, produced.numbers, produced.samples, data, groups)
-
-    def _carried(self, version: int) -> AheadIteration:
-        """Groups that no update before this version has trained, and no iteration that is produced by then."""
-        carried = CARRIED.wait(self._channel, self._config.wait_timeout_s, version=version)
-        buffer = self._buffer.written(version)
-        groups = []
+    limit_s, found = config.wait_timeout_s, []
+    for iteration in range(version, min(version + config.iterations_ahead, config.schedule.iterations)):
+        produced = PRODUCED_AHEAD.wait(channel, limit_s, iteration=iteration)
+        data = DATA_POSITION.wait(channel, limit_s, iteration=iteration + 1).state
+        numbers = range(len(DISPATCHED.wait(channel, limit_s, iteration=iteration).groups))
+        groups = [buffer.read_bytes(iteration, *config.mesh.slot_of(number)) for number in numbers]
+        found.append(AheadIteration(iteration, produced.numbers, produced.samples, data, groups))
+    if config.trained_groups is None and version < config.schedule.iterations:
+        carried = CARRIED.wait(channel, limit_s, version=version)
+        written, groups = buffer.written(version), []
         for index in range(len(carried.groups)):
-            groups.append(buffer.read_bytes(carried.iteration, 0, index))
-            buffer.done(carried.iteration, 0, index)
-        return AheadIteration(carried.iteration, {CARRIED_KEY: asdict(carried)}, [], {}, groups)
+            groups.append(written.read_bytes(carried.iteration, 0, index))
+            written.done(carried.iteration, 0, index)
+        found.append(AheadIteration(carried.iteration, {CARRIED_KEY: asdict(carried)}, [], {}, groups))
+    return found

@@ -18,19 +18,20 @@ from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.objective import Objective, Outputs, PolicyState, Targets, TrainedResponse, measure
 from pa_npu.algorithm.update_sums import MetricSums, Statistics, Totals
 from pa_npu.backends.protocol import MicrobatchSource, Routing, Step, TrainBackend
+from pa_npu.checkpoints.provenance import layout_of
 from pa_npu.checkpoints.saving import PlannedSave
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import UpdateReport
 from pa_npu.errors import InvariantViolation
 from pa_npu.platform.base import Platform
+from pa_npu.publish.late_engines import VersionGate
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher, PublishStats
-from pa_npu.publish.version_gate import VersionGate
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import Traffic
 from pa_npu.telemetry.sample_store import TrainerLogprobs
 from pa_npu.telemetry.timeline import Timeline
-from pa_npu.trainer.gradient_sum import GradientSum
+from pa_npu.trainer.invariants import GradientSum
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,11 @@ class Learner:
 
     def plan_save(self, directory: Path) -> PlannedSave:
         """See SavedState."""
-        return self.backend.plan_save(directory, self._reference_version)
+        has_reference, version = "reference" in self._config.frozen_models, self._reference_version
+        plan = self.backend.plan_save(directory, has_reference and version > 0)
+        reference = {"version": version, "saved": version > 0} if has_reference else None
+        plan.description |= {"layout": layout_of(self._config), "reference": reference}
+        return plan
 
     def load(self, directory: Path) -> int:
         """See SavedState."""
@@ -216,7 +221,7 @@ class Learner:
             self._sum.check_advantages(objective.entered, found, self._expected_advantages)
         is_later = self._policy is not None and self._policy.updates > 0
         if is_later and not statistics.moved and "old" in self._config.frozen_models:
-            self._sum.check_moved(False, self.backend.digest(), self.backend.digest("old"))
+            self._sum.check_unmoved(self.backend.digest(), self.backend.digest("old"))
 
     def _over_replicas(self) -> tuple[Totals, Traffic]:
         own = [*astuple(self._objective.totals), *astuple(self._traffic)]

@@ -13,7 +13,7 @@ loop is the same for both.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -40,9 +40,8 @@ from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
-from pa_npu.trainer.border import Border, probe_report
-from pa_npu.trainer.exactly_once import check_dispatched, check_trained
-from pa_npu.trainer.gradient_sum import check_normalisers
+from pa_npu.trainer.border import Border
+from pa_npu.trainer.invariants import check_dispatched, check_normalisers, check_trained
 from pa_npu.trainer.learner import Learner, Update
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ def train(
     border: Border,
     rollouts: Callable[[int], MicrobatchIterator],
     timeline: Timeline,
-    profiler: IterationProfiler,
+    profiler: Callable[[int], AbstractContextManager[Any]],
     checks: IterationChecks,
 ) -> None:
     """Run from the loaded checkpoint (or version 0) to `schedule.iterations`; leaves a checkpoint and an HF export behind."""
@@ -75,8 +74,9 @@ def train(
             updates = config.schedule.updates_per_iteration
             measure = partial(checks.agreement.measure, version)
             consumed = consume(learner, rollouts(version), updates, measure, judge, border.before_step)
-            probe = probe_report(consumed.first) if rides else probe
-        agreement = checks(version, consumed.trained, consumed.normalisers, consumed.exact, consumed.aged)
+            if rides:
+                probe = ProbeReport(consumed.first.largest, consumed.first.absolute_mean)
+        agreement = checks(version, consumed)
         report = IterationReport(version, consumed.report, probe, agreement)
 
     leave_behind(config, learner, checkpoints, last)
@@ -145,21 +145,11 @@ def consume(
     return Consumed(report, trained, normalisers, exact, aged, steps[0].first)
 
 
-class IterationProfiler:
-    """`profiler(iteration)` is a context around the training of one iteration; it records one rank of each pipeline
-    stage where telemetry.profile_iterations asks for it."""
-
-    def __init__(self, config: Config, platform: Platform, rank: int) -> None:
-        telemetry = config.telemetry
-        self._iterations = telemetry.profile_iterations if config.mesh.place(rank).publishes else ()
-        self._directory = Path(config.run.dir) / DIRECTORY
-        self._platform = platform
-        self._rank = rank
-
-    def __call__(self, iteration: int) -> AbstractContextManager[Any]:
-        if iteration not in self._iterations:
-            return nullcontext()
-        return self._platform.profile(self._directory, f"iteration_{iteration:06d}_rank{self._rank}")
+def profiled(config: Config, platform: Platform, rank: int, iteration: int) -> AbstractContextManager[Any]:
+    """A context around one iteration's training: records one rank of each stage where telemetry.profile_iterations asks for it."""
+    if iteration not in config.telemetry.profile_iterations or not config.mesh.place(rank).publishes:
+        return nullcontext()
+    return platform.profile(Path(config.run.dir) / DIRECTORY, f"iteration_{iteration:06d}_rank{rank}")
 
 
 class IterationChecks:
@@ -174,19 +164,8 @@ class IterationChecks:
         self.agreement = agreement
         self._replica = replica
 
-    def __call__(
-        self,
-        iteration: int,
-        trained: Sequence[TrainedResponse],
-        normalisers: Sequence[float],
-        exact: DifferenceSums,
-        aged: DifferenceSums,
-    ) -> AgreementReport:
-        """trained: by this replica. normalisers: of the iteration's updates. exact, aged: Agreement.check_trained, of all
-        replicas' tokens.
-
-        Raises InvariantViolation.
-        """
+    def __call__(self, iteration: int, consumed: Consumed) -> AgreementReport:
+        """Raises InvariantViolation."""
         # put when the last group was, so this waits for as long as the store takes
         dispatched = DISPATCHED.wait(self._channel, self._config.wait_timeout_s, iteration=iteration)
         size = self._config.groups_per_replica
@@ -194,6 +173,6 @@ class IterationChecks:
             size = UPDATE_SIZE.wait(self._channel, self._config.wait_timeout_s, iteration=iteration).groups
         unequal = self._config.unequal_groups and self._config.streams(iteration)
         check_dispatched(dispatched, iteration, self._config.mesh.data, size, unequal=unequal)
-        check_trained(dispatched, self._replica, trained)
-        check_normalisers(dispatched, normalisers, self._config)
-        return self.agreement.check_trained(iteration, exact, aged)
+        check_trained(dispatched, self._replica, consumed.trained)
+        check_normalisers(dispatched, consumed.normalisers, self._config)
+        return self.agreement.check_trained(iteration, consumed.exact, consumed.aged)

@@ -9,6 +9,7 @@ import argparse
 import logging
 import os
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from pa_npu import platform as platforms
@@ -20,7 +21,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.assemble import assemble_rank
-from pa_npu.trainer.loop import IterationProfiler, train
+from pa_npu.trainer.loop import profiled, train
 from pa_npu.weight_transfer.transport import run_and_exit
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def run_rank(config: Config, rank: int) -> None:
     spec = ModelSpec.of(config)
     with Timeline.for_run(Path(config.run.dir), f"trainer-{rank}") as timeline:
         parts = assemble_rank(config, spec, platform, store, rank, local_rank, timeline)
-        profiler = IterationProfiler(config, platform, rank)
+        profiler = partial(profiled, config, platform, rank)
         with parts.late_engines or nullcontext():
             train(config, parts.learner, parts.border, parts.rollouts, timeline, profiler, parts.checks)
         parts.close()

@@ -1,4 +1,4 @@
-"""Reads a run directory for the page: plain values, from its files only, whatever state they are in."""
+"""Reads a run directory for the page: plain values, from its files only, as they grow and whatever state they are in."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pa_npu
+from pa_npu.config import yaml_source
 from pa_npu.config.keys import all_keys
-from pa_npu.errors import DataError, UserError
-from pa_npu.telemetry.metrics import EVALUATIONS, METRICS
+from pa_npu.config.plain_file import open_plain
+from pa_npu.errors import ConfigError, DataError, UserError
+from pa_npu.telemetry.records import EVALUATIONS, METRICS, JsonLines
 from pa_npu.telemetry.sample_store import read_samples, sample_iterations
 from pa_npu.telemetry.secrets import Secrets, flat
-from pa_npu.viewer.files import JsonLines, number, read_yaml, tail
-from pa_npu.viewer.timeline import RunTimeline
+from pa_npu.viewer.advice import advise
+from pa_npu.viewer.timeline import RunTimeline, number
 
 LOG_TAIL_BYTES = 256 << 10
 MOST_POINTS = 2000
@@ -81,6 +84,7 @@ class RunDirectory:
             "now": time.time(),
             "columns": columns(records),
             "evaluations": evaluations,
+            "advice": [asdict(advice) for advice in advise(records, config)],
             "config": config,
             "defaults": {key.name: None if key.required else _plain(key.default) for key in all_keys()},
             "meaning": {key.name: key.description for key in all_keys()},
@@ -166,6 +170,28 @@ def _states(paths: Iterable[Path]) -> Iterator[os.stat_result]:
     for path in paths:
         with contextlib.suppress(OSError):
             yield path.stat()
+
+
+def tail(path: Path, most_bytes: int) -> str:
+    """The last lines of a text file, whole ones. A link is not followed: whoever shows a run shows nothing else of the machine."""
+    try:
+        with open_plain(path, follow_links=False) as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - most_bytes))
+            data = file.read(most_bytes)
+    except OSError:
+        return ""
+    if size > most_bytes:
+        data = data.partition(b"\n")[2]
+    return data.decode("utf-8", "replace")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A configuration as it was written; empty where it cannot be read."""
+    try:
+        return yaml_source.read_yaml(str(path))[0]
+    except ConfigError:
+        return {}
 
 
 def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:

@@ -1,4 +1,4 @@
-"""Serves the page and its data on loopback, to read only.
+"""The page of a run: served with its data on loopback, to read only, or written as one HTML file.
 
 Only this machine is answered, and only under a loopback name: a page of another site that has its name point here is refused.
 """
@@ -17,6 +17,8 @@ from urllib.parse import parse_qs, urlsplit
 from pa_npu.errors import UserError
 from pa_npu.viewer.run import RunDirectory
 
+LARGEST_BYTES = 48 << 20  # of an exported page
+EXPORTED_LOG_BYTES = 32 << 10
 LOOPBACK = "127.0.0.1"
 NAMES = frozenset({LOOPBACK, "localhost", "[::1]"})
 PAGE = Path(__file__).with_name("page")
@@ -50,6 +52,39 @@ def answer(runs: Sequence[RunDirectory], path: str) -> Any:
     if kind in ("samples", "timeline") and which.isascii() and which.isdigit() and len(which) < 11:
         return run.samples(int(which)) if kind == "samples" else run.timeline(int(which))
     return None
+
+
+def export(runs: Sequence[RunDirectory], file: Path) -> str:
+    """Writes the file; returns what was left out for its size, in words, or nothing. The newest iterations come first."""
+    data: dict[str, Any] = {"run": answer(runs, "run"), "compare": answer(runs, "compare")}
+    for process in data["run"]["processes"]:
+        if process["log"]:
+            data[f"log/{process['log']}"] = {
+                "name": process["log"],
+                "text": runs[0].log(process["log"], EXPORTED_LOG_BYTES),
+            }
+    room = LARGEST_BYTES - len(json.dumps(data, default=str))
+    left_out = {}
+    for kind in ("timeline", "samples"):
+        wanted = data["run"][f"{kind.removesuffix('s')}_iterations"]
+        kept = []
+        for iteration in reversed(wanted):
+            name = f"{kind}/{iteration}"
+            found = answer(runs, name)
+            room -= len(json.dumps(found, default=str))
+            if room < 0:
+                break
+            data[name] = found
+            kept.append(iteration)
+        data["run"][f"{kind.removesuffix('s')}_iterations"] = sorted(kept)
+        if len(kept) < len(wanted):
+            left_out[kind] = len(wanted) - len(kept)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(page(json.loads(json.dumps(data, default=str))), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--export {file}: cannot be written ({error.strerror}); choose another file") from None
+    return "".join(f"; {kind} of the {count} oldest iterations left out" for kind, count in left_out.items())
 
 
 class ViewServer(ThreadingHTTPServer):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pa_npu.telemetry.records import JsonLines
 from pa_npu.telemetry.timeline import DIRECTORY
-from pa_npu.viewer.files import JsonLines, number
 
 MOST_PROCESSES = 32
 MOST_BARS = 12_000
@@ -119,6 +119,12 @@ def _spans(events: Iterable[Mapping[str, Any]]) -> list[Span]:
         ranks = args.get("ranks", ()) if isinstance(args, dict) and lane.startswith(ROLES) else ()
         spans.append(Span(lane, kind, name, start_s, end_s, tuple(ranks) if isinstance(ranks, list) else ()))
     return spans
+
+
+def number(record: Mapping[str, Any], key: str) -> float | None:
+    """A number of a record, None where it has none."""
+    value = record.get(key)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
 def _owner(process: str, lane: str) -> tuple[int, str]:

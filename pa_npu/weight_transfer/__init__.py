@@ -6,5 +6,5 @@
     digest        sums of every bucket, in which a changed or skipped weight shows
 
 Who sends what when is pa_npu.publish's. This room runs inside engines, where only torch and the engine are installed: it
-imports torch and pa_npu.errors, and nothing else.
+imports torch, msgspec, which vLLM needs too, and pa_npu.errors, and nothing else.
 """

@@ -3,16 +3,17 @@
     sent      A and B of each layer that has an adapter, fp32, under peft's names
     loaded    every weight of the model, as the directory has it plus factor * B A (merge)
 
-Files are mapped and read weight by weight, so that no second copy of the model is anywhere. Imports torch only.
+Files are mapped and read weight by weight, so that no second copy of the model is anywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import torch
 
 from pa_npu.weight_transfer.digest import digest_of
@@ -21,8 +22,10 @@ from pa_npu.weight_transfer.transport import WeightSyncError
 _BLOCK_ROWS = 256
 
 
-@dataclass(frozen=True)
-class StoredWeight:
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class StoredWeight(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A weight of a model directory: bytes [start, stop) of `file`, of torch's `dtype`, loaded as `loaded`.
 
     layer: in peft's names, whose product B A is added, this weight's rows from `first_row` on; empty where nothing is.
@@ -30,17 +33,16 @@ class StoredWeight:
 
     name: str
     file: str
-    start: int
-    stop: int
-    first_row: int
+    start: Count
+    stop: Count
+    first_row: Count
     dtype: str
     loaded: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     layer: str
 
 
-@dataclass(frozen=True)
-class Base:
+class Base(msgspec.Struct, frozen=True):
     """The weights that adapters are merged into, in the order of loading. factor: of the product B A; digest: of the weights' bytes
     (stored_digest)."""
 

@@ -20,7 +20,6 @@ Imports torch only.
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Iterable, Iterator
 from functools import cache
 
@@ -51,9 +50,8 @@ class Digests:
         if not self._sums:
             return ""
         # one copy from the device for all
-        values = torch.cat(self._sums).cpu().tolist()
-        lengths = [len(sums) for sums in self._sums]
-        return _SEPARATOR.join(_hashed(part) for part in _cut(values, lengths))
+        values = torch.cat(self._sums).cpu().split([len(sums) for sums in self._sums])
+        return _SEPARATOR.join(_hashed(sums) for sums in values)
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> str:
@@ -103,13 +101,5 @@ def _mixed() -> Iterator[int]:
         yield state >> 24
 
 
-def _hashed(sums: list[list[int]]) -> str:
-    data = b"".join(struct.pack("<qq", *pair) for pair in sums)
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
-def _cut(values: list[list[int]], lengths: list[int]) -> Iterator[list[list[int]]]:
-    start = 0
-    for length in lengths:
-        yield values[start : start + length]
-        start += length
+def _hashed(sums: torch.Tensor) -> str:
+    return hashlib.blake2b(sums.numpy().astype("<i8").tobytes(), digest_size=8).hexdigest()

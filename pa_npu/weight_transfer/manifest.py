@@ -1,4 +1,4 @@
-"""A pipeline stage's part of a publish: its tensors, cut into buckets, and their reassembly. Imports torch only.
+"""A pipeline stage's part of a publish: its tensors, cut into buckets, and their reassembly.
 
 The manifest goes ahead as JSON and says which segments of which tensors a bucket has, so that nothing but data crosses the wire.
 """
@@ -9,42 +9,24 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
 from typing import Any
 
+import msgspec
 import torch
 
-from pa_npu.weight_transfer.adapters import Base, StoredWeight
+from pa_npu.weight_transfer.adapters import Base, Count
 from pa_npu.weight_transfer.transport import WeightSyncError
 
 
-def _count(value: Any) -> int:
-    """The value of a JSON number that counts something."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r:.40} is not a count")
-    return value
-
-
-def _base(raw: Any) -> Base:
-    """A Base from JSON. Raises KeyError, TypeError or ValueError."""
-    weights = []
-    for name, file, start, stop, row, dtype, loaded, shape, layer in raw["weights"]:
-        place, sizes = (_count(start), _count(stop), _count(row)), tuple(map(_count, shape))
-        weights.append(StoredWeight(str(name), str(file), *place, str(dtype), str(loaded), sizes, str(layer)))
-    return Base(float(raw["factor"]), str(raw["digest"]), tuple(weights))
-
-
-@dataclass(frozen=True)
-class Segment:
+class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Elements [start, start + size) of the flattened HF tensor `name`."""
 
     name: str
-    start: int
-    size: int
+    start: Count
+    size: Count
 
 
-@dataclass(frozen=True)
-class Bucket:
+class Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One broadcast: segments of one dtype (torch name without prefix, e.g. bfloat16), one after another."""
 
     dtype: str
@@ -69,16 +51,15 @@ class Bucket:
         return first if first == last else f"{first} to {last}"
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The weights that one stage sends: shapes of its HF tensors, and its buckets in order. `model`: sizes that engines compare.
 
     base: the weights that the tensors sent are adapters of; None where they are the weights.
     """
 
-    stage: int
-    model: dict[str, int]
-    shapes: dict[str, tuple[int, ...]]
+    stage: Count
+    model: dict[str, Count]
+    shapes: dict[str, tuple[Count, ...]]
     buckets: tuple[Bucket, ...]
     base: Base | None = None
 
@@ -97,40 +78,17 @@ class Manifest:
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "stage": self.stage,
-            "model": self.model,
-            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-            "buckets": [
-                [bucket.dtype, [[s.name, s.start, s.size] for s in bucket.segments]] for bucket in self.buckets
-            ],
-            **(
-                {}
-                if self.base is None
-                else {"base": vars(self.base) | {"weights": [astuple(weight) for weight in self.base.weights]}}
-            ),
-        }
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Manifest:
         """Raises WeightSyncError unless the segments of each tensor cover it exactly once."""
         try:
-            manifest = cls(
-                stage=_count(raw["stage"]),
-                model={key: _count(value) for key, value in raw["model"].items()},
-                shapes={name: tuple(map(_count, shape)) for name, shape in raw["shapes"].items()},
-                buckets=tuple(
-                    Bucket(
-                        str(dtype),
-                        tuple(Segment(str(name), _count(start), _count(size)) for name, start, size in segments),
-                    )
-                    for dtype, segments in raw["buckets"]
-                ),
-                base=_base(raw["base"]) if "base" in raw else None,
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            manifest = msgspec.convert(raw, cls)
+        except msgspec.ValidationError as error:
             raise WeightSyncError(
-                f"weight manifest is malformed ({error!r}); trainer and engine must run the same pa_npu"
+                f"weight manifest is malformed ({error}); trainer and engine must run the same pa_npu"
             ) from None
         manifest._check()
         return manifest

@@ -1,13 +1,13 @@
 """The engine's end of a publish: join the stages' groups, receive every bucket in order, and hand out HF tensors.
 
 Knows nothing of any engine: what runs inside one calls it and gives the tensors to its loader. A version may also arrive beside
-what the engine does, in memory of its own, as many bytes as the weights have, until the engine swaps to it. Imports torch only.
+what the engine does, in memory of its own, as many bytes as the weights have, until the engine swaps to it. Imports torch and
+msgspec only.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -27,8 +27,8 @@ from pa_npu.weight_transfer.transport import Abandonment, Deadline, WeightSyncEr
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Broadcasts posted ahead of the one being loaded, so that the wire does not wait for the loader.
 _AHEAD = 2
-# Between looks for the beginning of a publish: they grow with the time waited, of which one comes late by half a percent at most.
-_SHORTEST_LOOK_S, _LONGEST_LOOK_S, _LOOK_SHARE = 0.0002, 0.02, 0.005
+# Looks for the beginning of a publish, of whose wait it comes late by half a percent at most.
+_OF_THE_BEGINNING: transport.Polls = (0.02, 0.005)
 
 Received = tuple[list[tuple[str, torch.Tensor]], tuple[str, ...]]
 """(HF name, tensor) of all that was sent, and the digests of what each stage sent."""
@@ -71,41 +71,33 @@ class Receiver:
 
     @classmethod
     def join(
-        cls,
-        store: tuple[str, int],
-        stages: Sequence[Mapping[str, Any]],
-        *,
-        rank: int,
-        world_size: int,
-        backend: str,
-        device: torch.device,
-        timeout_s: float,
-        model: object,
-        directory: str,
+        cls, joined: Mapping[str, Any], worker: int, device: torch.device, model: object, directory: str
     ) -> Receiver:
-        """Join one group per stage as member `rank` of `world_size`; blocks until the stages' leaders are there.
+        """Join one group per stage; blocks until the stages' leaders are there.
 
         Args:
-            store: host and port.
-            stages: name and manifest of each, in stage order (StageManifest as JSON).
-            backend: of collectives.
+            joined: pa_npu.engines.protocol.WeightGroups as JSON.
+            worker: of the engine, from 0 on.
             model: what the engine knows of its model, with the names of HF's config.json as attributes.
             directory: of the engine's model, into whose weights adapters that are sent alone are merged.
         Raises WeightSyncError where that is another model or the groups cannot be joined, and DeadlineExceeded.
         """
-        manifests = [Manifest.from_json(stage["manifest"]) for stage in stages]
+        manifests = [Manifest.from_json(stage["manifest"]) for stage in joined["stages"]]
         check_model(manifests, model)
         bases = [BaseDirectory(manifest.base, directory, device) for manifest in manifests if manifest.base is not None]
-        names = [str(stage["name"]) for stage in stages]
+        names = [str(stage["name"]) for stage in joined["stages"]]
+        rank, backend, timeout_s = joined["first_rank"] + worker, joined["backend"], joined["timeout_s"]
+        host, port = joined["store"]
         groups: list[Any] = []
         try:
             for name, manifest in zip(names, manifests, strict=True):
                 describe = f"engine worker {rank} receives from trainer stage {manifest.stage}"
                 group = transport.join_group(
-                    *store,
+                    host,
+                    port,
                     name,
                     rank=rank,
-                    size=world_size,
+                    size=joined["world_size"],
                     backend=backend,
                     device=device,
                     timeout_s=timeout_s,
@@ -116,7 +108,7 @@ class Receiver:
             for group in groups:
                 transport.drop_group(group, device)
             raise
-        abandonments = [Abandonment(*store, name) for name in names]
+        abandonments = [Abandonment(host, port, name) for name in names]
         # an engine on a trainer's device receives in host memory, from where its loader takes tensors as from a file
         memory = torch.device("cpu") if backend == transport.HOST_BACKEND else device
         return cls(manifests, groups, rank, memory, timeout_s, abandonments, bases[0] if bases else None)
@@ -169,23 +161,18 @@ class Receiver:
 
     def prepared(self, version: int) -> tuple[str, ...] | None:
         """Digests of what each stage sent, once all of `version` is here; None before. Raises what went wrong with it."""
-        arriving = self._arriving(version)
+        last, arriving = self._prepared or (None, None)
+        if last != version or arriving is None:
+            raise WeightSyncError(f"weight version {version} was never asked for, or given up; the last one is {last}")
         return arriving.result()[1] if arriving.done() else None
 
     def take(self, version: int) -> Received:
         """Hand out what was prepared, which is the caller's from here on. Raises WeightSyncError until it is here."""
-        arriving = self._arriving(version)
-        if not arriving.done():
+        if self.prepared(version) is None:
             raise WeightSyncError(f"weight version {version} is still being received")
-        taken = arriving.result()
-        self._prepared = None
-        return taken
-
-    def _arriving(self, version: int) -> Future[Received]:
-        last, arriving = self._prepared or (None, None)
-        if last != version or arriving is None:
-            raise WeightSyncError(f"weight version {version} was never asked for, or given up; the last one is {last}")
-        return arriving
+        assert self._prepared is not None
+        (_, arrived), self._prepared = self._prepared, None
+        return arrived.result()
 
     @torch.no_grad()
     def _keep(self, version: int, arriving: Future[Received]) -> None:
@@ -206,16 +193,14 @@ class Receiver:
 
     def _wait_for_begin(self, version: int, within_s: float) -> None:
         """Until the first stage is about to send. Raises DeadlineExceeded, or WeightSyncError where the publish is given up."""
-        deadline = Deadline(within_s, self._given_up)
-        what = f"engine worker {self._rank} waits for the trainers to begin with weight version {version}"
-        while not transport.has_begun(self._groups[0], version):
-            if deadline.remaining_s <= 0:
-                raise DeadlineExceeded(
-                    f"{what}: they did not within {within_s:g} s; look at the trainers' logs, or raise trainer.wait_timeout_s"
-                )
-            if reason := deadline.given_up():
-                raise WeightSyncError(f"{what}: given up after {deadline.elapsed_s:.1f} s: {reason}")
-            time.sleep(min(_LONGEST_LOOK_S, _SHORTEST_LOOK_S + _LOOK_SHARE * deadline.elapsed_s))
+        transport.until(
+            lambda: transport.has_begun(self._groups[0], version),
+            Deadline(within_s, self._given_up),
+            _OF_THE_BEGINNING,
+            f"engine worker {self._rank} waits for the trainers to begin with weight version {version}",
+            "look at the trainers' logs, or raise trainer.wait_timeout_s",
+            late=lambda: "they did not",
+        )
 
     def _given_up(self) -> str | None:
         return next((reason for one in self._abandonments if (reason := one.reason())), None)

@@ -26,8 +26,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,9 +39,12 @@ from pa_npu.weight_transfer import collectives
 
 logger = logging.getLogger(__name__)
 
-# The pause between polls grows with the time waited, so that a short wait ends promptly and a long one costs nothing.
-_SHORTEST_POLL_S, _LONGEST_POLL_S, _POLL_SHARE = 0.0001, 0.005, 0.002
-_LONGEST_JOIN_POLL_S = 0.05
+# The pause between polls grows with the time waited, so that a short wait ends promptly and a long one costs nothing: the longest
+# pause, and the share of the time waited.
+Polls = tuple[float, float]
+_SHORTEST_POLL_S = 0.0001
+_OF_A_BROADCAST: Polls = (0.005, 0.002)
+_OF_JOINING: Polls = (0.05, 0.1)
 _ABANDONED_POLL_S = 0.1
 _ABANDONED_CONNECT_S = 30.0
 _ABORT_S = 30.0
@@ -48,7 +52,7 @@ _CPU = torch.device("cpu")
 HOST_BACKEND = "gloo"
 """Backend of groups that go through host memory."""
 Way = Literal["group", "host"]
-WAYS: tuple[Way, ...] = get_args(Way)
+T = TypeVar("T")
 # Groups that were dropped, and threads that never came back from making one: the end of the interpreter would wait for them.
 _left_behind: list[object] = []
 # The backend's own timeout comes after ours, whose message says more.
@@ -62,8 +66,8 @@ class WeightSyncError(PaNpuError):
 class Abandonment:
     """The key under which a group's publish is given up, because a member is gone: whoever still waits must stop.
 
-    A name a/b/c also stops with a/b and with a: everything of one attempt of a run can be given up at once, and a group with what
-    is passed on from it.
+    A name a/b/c also stops with a/b and with a: everything of one attempt of a run can be given up at once, and all groups of an
+    epoch (group_name).
     A backend may not notice a dead member (NCCL and HCCL wait for it), so both ends ask, through a store client of their own.
     """
 
@@ -110,25 +114,39 @@ class Deadline:
         return self.seconds - self.elapsed_s
 
 
+def until(
+    done: Callable[[], bool],
+    deadline: Deadline,
+    polls: Polls,
+    what: str,
+    remedy: str,
+    late: Callable[[], str] = lambda: "not done",
+) -> None:
+    """Poll until `done`. Raises DeadlineExceeded, and WeightSyncError when it is given up meanwhile.
+
+    what, late, remedy: of the message of an error: "WHAT: LATE within 3 s; REMEDY".
+    """
+    start = time.monotonic()
+    longest_s, share = polls
+    while not done():
+        if deadline.remaining_s <= 0:
+            raise DeadlineExceeded(f"{what}: {late()} within {deadline.seconds:g} s; {remedy}")
+        if reason := deadline.given_up():
+            raise WeightSyncError(f"{what}: given up after {deadline.elapsed_s:.1f} s: {reason}")
+        time.sleep(min(longest_s, _SHORTEST_POLL_S + (time.monotonic() - start) * share))
+
+
 def wait(
     work: dist.Work,
     deadline: Deadline,
     what: str,
     remedy: str,
 ) -> None:
-    """Wait for a collective of any backend. Raises DeadlineExceeded, and WeightSyncError when the connection broke.
+    """Wait for a collective of any backend. Raises as `until`, and WeightSyncError when the connection broke.
 
     Polls, because Work.wait's timeout differs by backend (gloo: give up; NCCL, HCCL: none unless in blocking mode).
-    what, remedy: begin and end the message of an error.
     """
-    start = time.monotonic()
-    while not work.is_completed():
-        if deadline.remaining_s <= 0:
-            raise DeadlineExceeded(f"{what}: not done within {deadline.seconds:g} s; {remedy}")
-        if reason := deadline.given_up():
-            raise WeightSyncError(f"{what}: given up after {deadline.elapsed_s:.1f} s: {reason}")
-        waited_s = time.monotonic() - start
-        time.sleep(min(_LONGEST_POLL_S, _SHORTEST_POLL_S + waited_s * _POLL_SHARE))
+    until(work.is_completed, deadline, _OF_A_BROADCAST, what, remedy)
     try:
         work.wait()
     except RuntimeError as error:
@@ -235,34 +253,27 @@ def _make_group(
     return made[0]
 
 
-def _within(call: Callable[[], None], deadline: Deadline, what: str, remedy: str) -> None:
+def _within(call: Callable[[], T], deadline: Deadline, what: str, remedy: str) -> T:
     """`call` in a thread, for calls that block as long as they like. The thread stays behind where it is given up.
 
-    Raises what it raises, and DeadlineExceeded and WeightSyncError as `wait`.
+    Raises what it raises, and as `until`.
     """
-    failures: list[BaseException] = []
+    result: Future[T] = Future()
 
     def run() -> None:
         try:
-            call()
+            result.set_result(call())
         except BaseException as error:  # handed to the caller
-            failures.append(error)
+            result.set_exception(error)
 
     thread = threading.Thread(target=run, name=what, daemon=True)
     thread.start()
-    while thread.is_alive():
-        thread.join(min(_LONGEST_JOIN_POLL_S, _SHORTEST_POLL_S + deadline.elapsed_s * 0.1))
-        if not thread.is_alive():
-            break
-        reason = deadline.given_up()
-        if reason or deadline.remaining_s <= 0:
-            _left_behind.append(thread)
-        if reason:
-            raise WeightSyncError(f"{what}: given up after {deadline.elapsed_s:.1f} s: {reason}")
-        if deadline.remaining_s <= 0:
-            raise DeadlineExceeded(f"{what}: not done within {deadline.seconds:g} s; {remedy}")
-    if failures:
-        raise failures[0]
+    try:
+        until(result.done, deadline, _OF_JOINING, what, remedy)
+    except PaNpuError:
+        _left_behind.append(thread)
+        raise
+    return result.result()
 
 
 def _device_index(device: torch.device) -> int | None:
@@ -279,15 +290,14 @@ def wait_for_members(store: dist.Store, rank: int, size: int, terms: str, deadli
     store.set(f"member/{rank}", terms)
     members = [member for member in range(size) if member != rank]
     missing = members
-    while missing := [member for member in missing if not store.check([f"member/{member}"])]:
-        if deadline.remaining_s <= 0:
-            raise DeadlineExceeded(
-                f"{describe}: ranks {missing} of {size} did not join within {deadline.seconds:g} s (rank 0 sends, the "
-                f"others are engine workers); check that they are alive and were given this run's store and manifests"
-            )
-        if reason := deadline.given_up():
-            raise WeightSyncError(f"{describe}: given up: {reason}")
-        time.sleep(min(_LONGEST_JOIN_POLL_S, _SHORTEST_POLL_S + deadline.elapsed_s * 0.1))
+
+    def all_there() -> bool:
+        nonlocal missing
+        missing = [member for member in missing if not store.check([f"member/{member}"])]
+        return not missing
+
+    remedy = "rank 0 sends, the others are engine workers; check that they are alive and were given this run's store and manifests"
+    until(all_there, deadline, _OF_JOINING, describe, remedy, lambda: f"ranks {missing} of {size} did not join")
     if not terms:
         return
     for member in members:
@@ -299,13 +309,13 @@ def wait_for_members(store: dist.Store, rank: int, size: int, terms: str, deadli
 
 
 def epoch_name(name: str, epoch: int) -> str:
-    """The group's name after the `epoch`-th change of its members; a name serves once."""
-    return f"{name}.{epoch}" if epoch else name
+    """What all groups are called that form after the `epoch`-th change of their members, and are given up by together."""
+    return f"{name}/{epoch}"
 
 
-def way_name(name: str, way: Way) -> str:
-    """The name of the stage's group that goes this way."""
-    return name if way == "group" else f"{name}.{way}"
+def group_name(name: str, epoch: int, way: Way = "group") -> str:
+    """The name of the group that goes this way; a name serves once."""
+    return f"{epoch_name(name, epoch)}/{way}"
 
 
 def announce_begin(group: dist.ProcessGroup, version: int, before: int | None) -> None:

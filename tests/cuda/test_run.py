@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pa_npu.telemetry.metrics import read_records
+from pa_npu.telemetry.records import read_records
 from tests.helpers.launched import ENGINE_SERVERS, Launched, find, random_tiny, settings
 
 pytestmark = pytest.mark.timeout(600)

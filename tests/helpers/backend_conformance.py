@@ -226,7 +226,7 @@ class BackendConformance:
         learner = make(config_of(model, **keys))
         self.train(learner)
         learner.publish(1)  # and the reference becomes that version
-        planned = learner.backend.plan_save(tmp_path, 1)
+        planned = learner.plan_save(tmp_path)
         assert planned.description["reference"] == {"version": 1, "saved": True}
         planned.release()
         save(learner, tmp_path, 1)
@@ -339,7 +339,7 @@ class BackendConformance:
         from pa_npu.algorithm import objective as objectives
         from pa_npu.control.messages import Dispatched, DispatchedGroup
         from pa_npu.samples import iterator
-        from pa_npu.trainer.gradient_sum import check_normalisers
+        from pa_npu.trainer.invariants import check_normalisers
 
         for place, name in (
             *((objectives, "normaliser"), (objectives.Objective, "_denominator"), (objectives.Objective, "loss")),

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from pa_npu.checkpoints import directories as store
-from pa_npu.checkpoints.digests import digest_of
+from pa_npu.checkpoints.directories import digest_of
 
 SHARD, INDEX, COMMON = "__0_0.distcp", ".metadata", "common.pt"
 

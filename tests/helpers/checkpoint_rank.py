@@ -23,7 +23,7 @@ from tests.helpers.trainer_rank import data_state, put_groups
 
 def main(job_file: str) -> None:
     from pa_npu import platform as platforms
-    from pa_npu.backends.megatron.patches import prepare
+    from pa_npu.backends.megatron.patches.table import prepare
     from pa_npu.config.load import load_config
 
     job: dict[str, Any] = json.loads(Path(job_file).read_text())
@@ -38,7 +38,7 @@ def main(job_file: str) -> None:
     store = connect(host, int(port), 60)
     rank = int(os.environ["RANK"])
     platform.set_deterministic(True)
-    initialise_parallel(config, platform, dist.PrefixStore("trainer", store), rank, config.trainer.devices, 0)
+    initialise_parallel(config, platform, dist.PrefixStore("trainer", store), rank)
     reports = {"resume": resume, "faults": faults, "damage": damage}[job["scenario"]](
         job, config, platform, store, rank
     )
@@ -107,7 +107,7 @@ def resume(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore
 
 def faults(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore, rank: int) -> list[dict[str, float]]:
     """Save versions 2, 4, 6, 8. While 4 is saved the last rank's disk is full; it is killed with its writer while it saves 8."""
-    from pa_npu.backends.megatron.checkpoint.shards import PlannedShards
+    from pa_npu.backends.megatron.checkpoint import PlannedShards
 
     last_rank = rank == config.trainer.devices - 1
     run = Attempt(config, platform, store, rank, "run")

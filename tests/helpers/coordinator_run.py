@@ -19,7 +19,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from pa_npu.config import Config, dump_config
+from pa_npu.config.load import dump_config
+from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.control.messages import BORDER, REPORT, TRAINERS_RUN_ON, BorderReport
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineCapabilities, EngineError, EngineGone, Generation, Sampling
 from pa_npu.engines.registry import EngineKind
@@ -192,8 +194,8 @@ class Conformance:
 
         async def moved() -> list[Generation]:
             lease = await pool.admit(count, 1, lambda _: count, DEADLINE_S)
-            with pool.session(
-                lease, lambda _: count, deadline_s=DEADLINE_S, again_deadline_s=DEADLINE_S, what="g"
+            with GroupSession(
+                pool, lease, lambda _: count, deadline_s=DEADLINE_S, again_deadline_s=DEADLINE_S, what="g"
             ) as session:
                 return await session.generate(prompt(), count, 90, long)
 
@@ -500,7 +502,7 @@ class ModelConformance(Conformance):
         assert bits(await ask(client)) == bits(expected)
 
         with pytest.raises(EngineError, match="has other weights than the trainers'"):
-            await subject.sender.publish(client, 10, alone, base=replace(base, digest="0" * 16))
+            await subject.sender.publish(client, 10, alone, base=msgspec.structs.replace(base, digest="0" * 16))
         await self.publish(subject, client, 11)
         assert bits(await ask(client)) == before
 

@@ -12,7 +12,7 @@ import torch
 
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
-from pa_npu.evaluation.statistics import wilson
+from pa_npu.evaluation.results import wilson
 from pa_npu.telemetry.sample_store import KeptResponse, SampleStore, TrainerLogprobs
 
 ITERATIONS, GROUPS, RESPONSES = 12, 6, 4

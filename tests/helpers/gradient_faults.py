@@ -48,7 +48,7 @@ def put_advantages(name: str | None, number: int, advantages: Any) -> Any:
 # What reduces gradients over replicas in each backend: the attribute of a module.
 _REDUCTIONS = {
     "megatron.core.distributed.param_and_grad_buffer": "dist_reduce_scatter_func",
-    "pa_npu.backends.fsdp.reduction": "_reduce_scatter",
+    "pa_npu.backends.fsdp.optimizer": "_reduce_scatter",
     "tests.helpers.toy_backend.backend": "sum_over_replicas",
 }
 

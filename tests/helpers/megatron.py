@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
-from pa_npu.backends.megatron.patches import prepare
+from pa_npu.backends.megatron.patches.table import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 
@@ -23,7 +23,8 @@ prepare(PLATFORM.name)
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
-from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel  # noqa: E402
+from pa_npu.backends.megatron import parallel  # noqa: E402
+from pa_npu.backends.megatron.parallel import initialise_parallel  # noqa: E402
 from pa_npu.backends.megatron.stage import TriModel, build_stage  # noqa: E402
 from pa_npu.backends.megatron.weights.hf_map import load_hf, part_view, sources  # noqa: E402
 
@@ -36,10 +37,17 @@ def model_config(model: Path, /, **sections: dict[str, Any]) -> Config:
     return Config.model_validate(tree)
 
 
+def shutdown_parallel() -> None:
+    """Undoes initialise_parallel, and what Megatron forgets: a second layout in this process would inherit these ranks."""
+    parallel.shutdown_parallel()
+    for name in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):
+        setattr(parallel_state, name, None)
+
+
 @contextmanager
 def single_process(config: Config) -> Iterator[None]:
     """Parallel state of a world of one rank, undone afterwards."""
-    initialise_parallel(config, PLATFORM, dist.HashStore(), rank=0, world_size=1)
+    initialise_parallel(config, PLATFORM, dist.HashStore(), rank=0)
     try:
         yield
     finally:

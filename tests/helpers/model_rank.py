@@ -79,7 +79,7 @@ def run_layout(
 
     from pa_npu.backends.megatron.stage import data_parallel
 
-    place = initialise_parallel(config, PLATFORM, store, rank, world_size)
+    place = initialise_parallel(config, PLATFORM, store, rank)
     spec = ModelSpec.read(config.model.path)
     stage = build_stage(spec, config, PLATFORM, frozen=("reference",))
     load_hf(stage.policy, spec)
@@ -159,7 +159,7 @@ def export_gradients(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from pa_npu.backends.megatron import parallel
-    from pa_npu.backends.megatron.weights.hf_directory import export_hf
+    from pa_npu.backends.megatron.weights.buckets import export_hf
 
     def forward_step(iterator: Iterator[Any], model: Any) -> tuple[Any, Any]:
         _, (tokens, layout, rows, targets, weights) = next(iterator)

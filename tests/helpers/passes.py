@@ -35,7 +35,7 @@ def compare_passes(
     models: HF directories of "policy", "old" and "reference". The loss is the clipped ratio to old plus k3 to the reference,
     whose log-probs the separate passes store beforehand.
     """
-    place = initialise_parallel(config, PLATFORM, store, rank, world_size)
+    place = initialise_parallel(config, PLATFORM, store, rank)
     mine = list(enumerate(batch))[place.replica :: place.mesh.data]
     together = run_pass(load(config, models, ("old", "reference")), mine, None)
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pa_npu.launcher.cluster.host_actor import HostActor
-from pa_npu.launcher.cluster.node_report import NodeReport
+from pa_npu.launcher.cluster.host import HostActor, NodeReport
 from pa_npu.launcher.process.commands import Command
 
 ROOT = Path(__file__).parents[2]
@@ -136,7 +135,7 @@ def parent(pid: int) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     from pa_npu import platform as platforms
-    from pa_npu.config import Config
+    from pa_npu.config.schema import Config
     from pa_npu.control.channel import StoreChannel, connect, host_store
     from pa_npu.control.roster import PREFIX, Roster
     from pa_npu.errors import PaNpuError
@@ -146,7 +145,7 @@ def main(arguments: Sequence[str]) -> int:
     from pa_npu.launcher.process.commands import Startable, Store
     from pa_npu.launcher.process.console import Console
     from pa_npu.launcher.process.process_tree import ProcessTree
-    from pa_npu.launcher.process.readiness import Awaited
+    from pa_npu.launcher.process.processes import Awaited
     from pa_npu.launcher.process.recovery import Attempt, Recovery
     from pa_npu.telemetry.timeline import Timeline
 

@@ -18,7 +18,7 @@ from pa_npu.config.schema import Config
 from pa_npu.launcher.cli import main as launcher
 from pa_npu.planning import automatic
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.prediction.divisions import assumed_basis
+from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.platform.typical import typical_speed
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,7 @@ from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
+from pa_npu.planning.iteration_model.subjects import Cluster, VirtualGroup
 from pa_npu.planning.prediction.costs import EngineCost, GroupSeconds, TrainerCost, computed_prompt_tokens
 from pa_npu.platform.typical import typical_speed
 from tools.simulate import simulate
@@ -80,7 +80,7 @@ def iteration_s(config: Config, spec: ModelSpec, groups: list[tuple[int, list[in
     cluster = Cluster(
         dict.fromkeys(names, ENGINE.speed(context)),
         config.rollout.max_num_seqs,
-        config.data_parallel,
+        config.mesh.data,
         step_s=TRAINER.step_s,
     )
     virtual = [

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pa_npu.families.dense import LayerRole, OuterRole, Weight
-from pa_npu.families.llama import Llama
+from pa_npu.families.decoders import Llama, Weight
 from pa_npu.families.shape import ModelShape
 
 
@@ -15,9 +14,9 @@ class RenamedLlama(Llama):
     def layer_prefix(self, layer: int) -> str:
         return f"blocks.{layer}."
 
-    def outer_weights(self, spec: ModelShape) -> dict[OuterRole, Weight]:
+    def outer_weights(self, spec: ModelShape) -> dict[str, Weight]:
         return {role: replace(weight, name=f"outer.{role}") for role, weight in super().outer_weights(spec).items()}
 
-    def layer_weights(self, spec: ModelShape, layer: int) -> dict[LayerRole, Weight]:
+    def layer_weights(self, spec: ModelShape, layer: int) -> dict[str, Weight]:
         weights = super().layer_weights(spec, layer)
         return {role: replace(weight, name=f"{role}.weight") for role, weight in weights.items()}

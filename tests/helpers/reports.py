@@ -23,7 +23,7 @@ def update_report(**fields: Any) -> UpdateReport:
     """With these fields; the others are 0, or None where they may be."""
     zeros = {name: int(name.startswith("tokens")) * 10 for name in UpdateReport.__dataclass_fields__}
     optional = {name: None for name, kind in UpdateReport.__annotations__.items() if "None" in kind}
-    floats = {name: float(value) for name, value in zeros.items() if UpdateReport.__annotations__[name] == "float"}
+    floats = {name: float(value) for name, value in zeros.items() if "float" in UpdateReport.__annotations__[name]}
     return UpdateReport(**{**zeros, **floats, **optional, **fields})
 
 

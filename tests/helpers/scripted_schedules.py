@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pa_npu.coordinator import roles
-from pa_npu.dispatch.roles import Rest, Speeds
-from pa_npu.dispatch.schedule import Schedule, Turn, Windows, same_windows
+from pa_npu.dispatch.roles import Rest
+from pa_npu.dispatch.schedule import EngineSpeed, Schedule, Turn, Windows, same_windows
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import IterationOutlook
+from pa_npu.planning.iteration_model.subjects import IterationOutlook
 
 NAMES = ("ramp", "one after another", "rotated", "all at once", "thinning", "one at a time")
 
@@ -36,7 +36,7 @@ class ChangesRoles(SingleTurn):
         roles.decoding_units = _one_fewer
 
 
-def _one_fewer(rest: Rest, speeds: Speeds) -> tuple[int, float, float]:
+def _one_fewer(rest: Rest, speed: EngineSpeed) -> tuple[int, float, float]:
     return max(1, rest.decoding - 1), 0.0, 0.0
 
 

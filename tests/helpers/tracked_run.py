@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pa_npu.config.sections import TelemetryConfig
-from pa_npu.telemetry.metrics import MetricsWriter
-from pa_npu.telemetry.record_file import lost_records
+from pa_npu.config.sections.operation import TelemetryConfig
+from pa_npu.telemetry import trackers as feed
+from pa_npu.telemetry.records import MetricsWriter, lost_records
 from pa_npu.telemetry.sample_store import KeptResponse
-from pa_npu.telemetry.trackers import feed
-from pa_npu.telemetry.trackers.feed import Trackers
+from pa_npu.telemetry.trackers import Trackers
 
 PATIENCE_S = 240.0  # a library that compiles itself on a busy machine
 

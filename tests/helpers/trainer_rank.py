@@ -131,8 +131,7 @@ def main(job_file: str) -> None:
     from pa_npu.samples.rollout_buffer import RolloutBuffer
     from pa_npu.telemetry.timeline import Timeline
     from pa_npu.trainer.assemble import rollout_source
-    from pa_npu.trainer.exactly_once import check_dispatched, check_trained
-    from pa_npu.trainer.gradient_sum import check_normalisers
+    from pa_npu.trainer.invariants import check_dispatched, check_normalisers, check_trained
     from pa_npu.trainer.learner import Learner
     from pa_npu.trainer.loop import consume
 
@@ -211,11 +210,11 @@ def put_groups(
     every = batch_advantages(rewards) if kind == "batch-std" else [group_advantages(one, kind) for one in rewards]
     every = [put_advantages(fault, number, advantages) for number, advantages in enumerate(every)]
     groups = [with_advantages(group, advantages) for group, advantages in zip(groups, every, strict=True)]
-    taken = len(groups) if sizes is None else sizes[iteration] * config.data_parallel
+    taken = len(groups) if sizes is None else sizes[iteration] * config.mesh.data
     sent = []
     for place, index in enumerate(order or range(taken)):
-        buffer.put(groups[index], place % config.data_parallel, place // config.data_parallel)
-        sent.append(DispatchedGroup(index, place % config.data_parallel, tuple(groups[index].trained_lengths.tolist())))
+        buffer.put(groups[index], place % config.mesh.data, place // config.mesh.data)
+        sent.append(DispatchedGroup(index, place % config.mesh.data, tuple(groups[index].trained_lengths.tolist())))
     return Dispatched(iteration, tuple(sent))
 
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.samples.microbatch import pack
+from pa_npu.samples.rollout_buffer import run_columns
 from pa_npu.samples.routes import routes_of
-from pa_npu.samples.shards import run_columns
 from tests.helpers.groups import with_random_routes
 from tests.helpers.reports import numbers
 from tests.helpers.shelf import shelf_iterator

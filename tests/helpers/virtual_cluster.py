@@ -9,11 +9,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pa_npu.dispatch.order import ORDERS, OrderName, dispatch_order
-from pa_npu.dispatch.schedule import Schedule, same_windows
-from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
+from pa_npu.dispatch.schedule import ORDERS, OrderName, Schedule, dispatch_order, same_windows
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Prediction, Rules
+from pa_npu.planning.iteration_model.subjects import (
+    Cluster,
+    EngineSpeed,
+    GroupOutlook,
+    IterationOutlook,
+    IterationTimes,
+    Prediction,
+    Rules,
+    VirtualGroup,
+)
 from tools.optimum import optimum_s
 from tools.simulate import Outcome, simulate
 

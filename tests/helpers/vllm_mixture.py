@@ -29,10 +29,10 @@ PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9, 8, 7]]
 
 def reload(worker: Any, directory: str, repair: bool, without: str = "nothing") -> str:
     """Loads a directory's weights, and returns what was said where they were refused. without: in the names of those left out."""
-    from pa_npu.engines.vllm import experts
+    from pa_npu.engines.vllm import worker as extension
 
-    pack_again = experts.pack_again
-    experts.pack_again = pack_again if repair else lambda model: None
+    pack_again = extension.pack_again
+    extension.pack_again = pack_again if repair else lambda model: None
     weights = load_file(Path(directory) / "model.safetensors")
     worker = getattr(worker, "worker", worker)  # vLLM hands over what wraps it
     worker._pa_receiver = SimpleNamespace(is_tied=False, whole=iter)
@@ -41,7 +41,7 @@ def reload(worker: Any, directory: str, repair: bool, without: str = "nothing") 
     except WeightSyncError as error:
         return str(error)
     finally:
-        experts.pack_again = pack_again
+        extension.pack_again = pack_again
         del worker._pa_receiver
     return ""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -46,7 +46,7 @@ class WeightSender:
         sizes: of the model, which engines compare with their own.
         """
         tensors = tensors_of(model)
-        manifest = replace(manifest_of(tensors, sizes), base=base)
+        manifest = msgspec.structs.replace(manifest_of(tensors, sizes), base=base)
         name = f"sender-{next(_names)}"
         stages = [{"name": name, "manifest": manifest.to_json()}]
         groups = WeightGroups(("127.0.0.1", self._store.port), 1, 2, stages, "gloo", TIMEOUT_S)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,7 @@ def start_ranks(job: dict[str, Any], world_size: int, directory: Path) -> list[R
 
 def main(job_file: str) -> None:
     from pa_npu.backends.megatron.parallel import shard_group
-    from pa_npu.backends.megatron.weights.buckets import StageTensors
-    from pa_npu.backends.megatron.weights.hf_directory import export_hf
+    from pa_npu.backends.megatron.weights.buckets import StageTensors, export_hf
     from pa_npu.families.spec import ModelSpec
     from pa_npu.publish.messages import PublishMembers
     from pa_npu.publish.publisher import Publisher
@@ -62,29 +62,32 @@ def main(job_file: str) -> None:
     host, port = job["store"]
     config = model_config(models[0], trainer=job["trainer"], model={"dtype": job.get("dtype", "fp32")})
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
-    place = initialise_parallel(config, PLATFORM, dist.PrefixStore("ranks", store), rank, config.trainer.devices)
+    place = initialise_parallel(config, PLATFORM, dist.PrefixStore("ranks", store), rank)
     spec = ModelSpec.read(str(models[0]))
     stage = build_stage(spec, config, PLATFORM, frozen=())
     bucket_bytes, group = int(job["bucket_mib"] * 2**20), shard_group()
     source = StageTensors(stage, spec, place, bucket_bytes, group) if place.sends else None
-    with Publisher(
-        source,
-        store_host=host,
-        store_port=port,
-        timeout_s=240.0,  # engines start meanwhile
-        backend="gloo",
-        device=torch.device("cpu"),
+    with closing(
+        Publisher(
+            source,
+            store_host=host,
+            store_port=port,
+            timeout_s=240.0,  # engines start meanwhile
+            backend="gloo",
+            device=torch.device("cpu"),
+        )
     ) as publisher:
+        members = PublishMembers(0, job["workers"])
         if job["workers"]:
             if place.publishes:
-                store.set(f"manifest/{place.stage}", json.dumps(publisher.manifest().to_json()))
-            publisher.connect(PublishMembers(0, job["workers"]))
+                store.set(f"manifest/{place.stage}", json.dumps(publisher.manifest().group(0)))
+            publisher.connect(members)
         for version, model in enumerate(models):
             load_hf(stage.policy, ModelSpec.read(str(model)))
             if not job["workers"]:
                 continue
             store.wait([f"go/{version}"], TIMEOUT)
-            stats = publisher.publish(version)
+            stats = publisher.publish(version, members)
             print(f"rank {rank}: {stats}", flush=True)
             if place.publishes:
                 store.set(f"digests/{version}/{place.stage}", stats.digests)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pa_npu.telemetry.metrics import read_records
+from pa_npu.telemetry.records import read_records
 from tests.helpers.launched import Launched, settings
 
 pytestmark = [

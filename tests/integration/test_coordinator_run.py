@@ -85,9 +85,10 @@ def test_two_engines_share_two_iterations_and_everything_is_recorded(tmp_path, r
     for number, served in enumerate(engines):
         calls = [call for call in served.engine.calls if call[0] != "pa_version"]
         assert [name for name, _ in calls] == ["pa_connect", *(["pa_receive"] * 3)]
-        host, port, rank_offset, world_size, stages, backend, _ = calls[0][1]
-        assert (host, port) == ("127.0.0.1", run.server.port) and (rank_offset, world_size) == (1 + number, 3)
-        assert stages == [{"name": "publish-0", "manifest": {}}] and backend == "gloo"
+        (groups,) = calls[0][1]
+        assert groups["store"] == ["127.0.0.1", run.server.port] and groups["backend"] == "gloo"
+        assert (groups["first_rank"], groups["world_size"]) == (1 + number, 3)
+        assert groups["stages"] == [{"name": "publish-0/0/group", "manifest": {}}]
         assert served.engine.identity.version == 2 and served.engine.prefix_resets == 3
 
     records = run.lines("metrics.jsonl")
@@ -258,8 +259,9 @@ def test_a_dead_engines_groups_come_from_the_other_and_the_iteration_is_the_same
         done = run.published(1)
         assert (done["epoch"], done["workers"]) == (1, 1), "the trainers publish to the one that is left"
         connects = [args for name, args in engines[1].engine.calls if name == "pa_connect"]
-        assert [args[2:4] for args in connects] == [[2, 3], [1, 2]]
-        assert [args[4][0]["name"] for args in connects] == ["publish-0", "publish-0.1"]
+        assert [(groups["first_rank"], groups["world_size"]) for (groups,) in connects] == [(2, 3), (1, 2)]
+        names = [groups["stages"][0]["name"] for (groups,) in connects]
+        assert names == ["publish-0/0/group", "publish-0/1/group"]
 
 
 def test_the_only_engines_successor_gets_the_iterations_weights_before_it_serves(tmp_path, runs, undisturbed):
@@ -277,11 +279,11 @@ def test_the_only_engines_successor_gets_the_iterations_weights_before_it_serves
             assert run.message(LATE_REQUEST, number=0) == LateRequest(version=0, workers=1)
             assert not successor.engine.requests, "it holds no weights yet"
             LATE_ANSWER.put(run.channel, LateAnswer(True), number=0, rank=0)
-            assert run.message(LATE_DECISION, number=0).go
+            assert run.message(LATE_DECISION, number=0).held
             assert contents(run.consume(0)) == undisturbed
             calls = [(name, args) for name, args in successor.engine.calls if name != "pa_version"]
             assert [name for name, _ in calls] == ["pa_connect", "pa_receive"]
-            assert calls[0][1][4][0]["name"] == "late-0" and calls[1][1] == [0]
+            assert calls[0][1][0]["stages"][0]["name"] == "late-0/0/group" and calls[1][1] == [0]
         finally:
             successor.stop()
 
@@ -373,7 +375,7 @@ def test_a_publish_that_the_trainers_cannot_complete_is_made_again(tmp_path, run
         first, second = run.published(0, 0), run.published(0, 1)
         assert not first["done"] and "the connection broke" in first["reason"]
         assert second["done"] and (second["epoch"], second["workers"]) == (1, 2)
-        abandoned = dist.PrefixStore("publish-0", run.server)
+        abandoned = dist.PrefixStore("publish-0/0", run.server)
         assert abandoned.check(["abandoned"]), "the workers that still wait are told"
         assert len(run.consume(0)) == GROUPS
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pa_npu.telemetry.metrics import read_records
+from pa_npu.telemetry.records import read_records
 from tests.helpers.launched import random_tiny
 from tests.helpers.rank_processes import ROOT
 

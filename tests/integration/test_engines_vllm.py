@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import aiohttp
 import numpy as np
@@ -69,7 +70,7 @@ async def generate_all(
     results: dict[int, list[Generation]] = {}
 
     async def one(index: int) -> None:
-        with await pool.admit(8, 1, lambda _: window, DEADLINE_S):
+        with closing(await pool.admit(8, 1, lambda _: window, DEADLINE_S)):
             results[index] = await client.generate(asked[index], 8, 1000 * index, SAMPLING, deadline_s=DEADLINE_S)
 
     await gather([one(index) for index in order])

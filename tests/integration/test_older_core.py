@@ -33,7 +33,7 @@ from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.unit.test_checkpoints_trainer import Run, same
 import megatron.core
-from pa_npu.backends.megatron.checkpoint.state import load_policy_only
+from pa_npu.backends.megatron.checkpoint import load_policy_only
 
 step, directory, optimizer = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 assert megatron.core.__version__.startswith("0.12." if step == "save" else "0.16.")

@@ -101,9 +101,9 @@ LONG = ("equal", "recovers", "speed")
 SELFTEST = f"""
 import sys
 from pa_npu.launcher import cli
-from pa_npu.launcher.subcommands import selftest
+from pa_npu.launcher.selftest import command
 if sys.argv.pop(1) == "short":
-    selftest.PARTS = tuple(part for part in selftest.PARTS if part.name not in {LONG})
+    command.PARTS = tuple(part for part in command.PARTS if part.name not in {LONG})
 sys.exit(cli.main(sys.argv[1:]))
 """
 

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from pa_npu.engines.vllm.command import server_command
+from pa_npu.engines.vllm.kind import server_command
 from pa_npu.families.spec import ModelSpec
 from tests.helpers.adapters import export_merged, make_adapter, plain
 from tests.helpers.megatron import model_config
@@ -214,11 +214,13 @@ def follow(
 
         announced = [json.loads(store.get(f"manifest/{stage}")) for stage in range(stages)]
         assert sum(len(entry["manifest"]["buckets"]) for entry in announced) > 3
+        place = {"store": ["127.0.0.1", store.port], "first_rank": 1, "world_size": 2}
+        groups = {**place, "backend": "gloo", "timeout_s": 60.0}
         wrong = json.loads(json.dumps(announced))
         wrong[0]["manifest"]["model"]["hidden_size"] = 96
         with pytest.raises(AssertionError, match="hidden_size=96, the engine's model 128"):
-            engine.rpc("pa_connect", "127.0.0.1", store.port, 1, 2, wrong, "gloo", 60.0)
-        assert engine.rpc("pa_connect", "127.0.0.1", store.port, 1, 2, announced, "gloo", 60.0)["rank"] == 1
+            engine.rpc("pa_connect", groups | {"stages": wrong})
+        engine.rpc("pa_connect", groups | {"stages": announced})
         assert engine.rpc("pa_version")["version"] == held
 
         digests_before: list[list[str]] = []

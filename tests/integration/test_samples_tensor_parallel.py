@@ -28,8 +28,7 @@ from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.replica_feed import GroupsNotPassed, ReplicaLinks
-from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.shards import ShardPayloads, host_shard
+from pa_npu.samples.rollout_buffer import RolloutBuffer, ShardPayloads, host_shard
 from pa_npu.samples.wire import to_bytes
 from tests.helpers.rank_processes import rank_processes
 from tools.groups import group_of_responses

@@ -14,7 +14,7 @@ from pa_npu.checkpoints.provenance import config_tree
 from pa_npu.control.messages import DATA_POSITION, UPDATE_SIZE
 from pa_npu.samples.group import Group
 from pa_npu.samples.wire import to_bytes
-from pa_npu.trainer.border import RolloutsAhead
+from pa_npu.trainer.border import rollouts_ahead
 from tests.helpers.coordinator_run import GROUPS, REPLICAS, RESPONSES, WAIT_S, Run
 from tests.helpers.stand_in_engine import stand_in_engines
 from tools.stand_in import Speed
@@ -96,7 +96,7 @@ def save_checkpoint(parent: Path, run: Run) -> None:
     """Writes the part of a checkpoint that the coordinator reads, as trainers do: before anything of the version is trained."""
     directory = parent / directory_name(RESUMED_AT)
     directory.mkdir(parents=True)
-    write_ahead(directory, RolloutsAhead(run.config, run.channel, run.buffer)(RESUMED_AT))
+    write_ahead(directory, rollouts_ahead(run.config, run.channel, run.buffer, RESUMED_AT))
     meta = CheckpointMeta(
         version=RESUMED_AT,
         updates=RESUMED_AT,

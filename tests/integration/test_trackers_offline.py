@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pa_npu.engines.interpreter import distributions
+from pa_npu.engines.registry import distributions
 from tests.helpers.tracked_run import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from pa_npu.viewer.command import export
 from pa_npu.viewer.run import RunDirectory
-from pa_npu.viewer.server import ViewServer
+from pa_npu.viewer.server import ViewServer, export
 from tests.helpers.browser import Browser, find_browser
 from tests.helpers.finished_run import ENGINES, GROUPS, RESPONSES, make_run, metrics
 

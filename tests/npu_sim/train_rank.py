@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ BUCKET_BYTES = 16 * 1024
 
 def main(job_file: str, rank: int) -> int:
     from pa_npu import platform as platforms
-    from pa_npu.backends.megatron.patches import prepare
+    from pa_npu.backends.megatron.patches.table import prepare
     from pa_npu.config.load import load_config
 
     job: dict[str, Any] = json.loads(Path(job_file).read_text())
@@ -152,7 +152,7 @@ def publish(publisher: Any, channel: Any, stage: int, engine_workers: int) -> di
     handler.emit = lambda record: complaints.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pa_npu.weight_transfer.transport").addHandler(handler)
     failure = None
-    with publisher:
+    with closing(publisher):
         if publisher.is_leader:
             MANIFEST.put(channel, publisher.manifest(), stage=stage)
         try:

@@ -25,19 +25,18 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pa_npu.agents import gateway
+from pa_npu.agents.chat import Parsed, hermes, make_parser
 from pa_npu.agents.environment import AgentEnvironment, evaluated
 from pa_npu.agents.programs import Programs
-from pa_npu.agents.session import Session
-from pa_npu.agents.sessions import Sessions
-from pa_npu.agents.tool_calls import Parsed, hermes, make_parser
+from pa_npu.agents.session import Session, Sessions
 from pa_npu.agents.tree import num_unique
 from pa_npu.attention.trie import pack
 from pa_npu.config.schema import Config
 from pa_npu.coordinator import environment_trial
-from pa_npu.coordinator.assembly import make_gateway
+from pa_npu.coordinator.main import make_gateway
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation
-from pa_npu.engines.vllm.tool_calls import tool_parser as vllm_parser
+from pa_npu.engines.vllm.kind import tool_parser as vllm_parser
 from pa_npu.environments.protocol import EnvironmentFailed, Generate, Turn
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import ConfigError

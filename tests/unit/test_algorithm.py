@@ -26,7 +26,7 @@ from pa_npu.algorithm.policy_losses import (
     reinforce,
     token_weights,
 )
-from pa_npu.config.sections import AlgorithmConfig
+from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.errors import ConfigError
 
 CPU = torch.device("cpu")

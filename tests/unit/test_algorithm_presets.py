@@ -14,10 +14,11 @@ import torch
 from pa_npu.algorithm.advantages import batch_advantages, group_advantages
 from pa_npu.algorithm.objective import loss_sums
 from pa_npu.algorithm.policy_losses import TokenBatch, find_policy_loss, normaliser, token_weights
-from pa_npu.config import Config, dump_config, load_config
-from pa_npu.config.help import keys_help
+from pa_npu.config.keys import keys_help
+from pa_npu.config.load import dump_config, load_config
 from pa_npu.config.presets import PRESETS, PresetName
-from pa_npu.config.sections import AlgorithmConfig
+from pa_npu.config.schema import Config
+from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.errors import ConfigError
 from pa_npu.rewards.functions import function_specs
 

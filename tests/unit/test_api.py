@@ -17,7 +17,7 @@ import pytest
 import pa_npu
 from pa_npu import Run, RunFailed, load_config
 from pa_npu.errors import ConfigError, UserError
-from pa_npu.rewards.types import RewardInput
+from pa_npu.rewards.functions import RewardInput
 from tests.unit.test_launcher_cli import ROOT
 
 KEYS = {"model.path": "m", "data.test": None}
@@ -63,7 +63,7 @@ def test_a_reward_is_found_by_another_process_where_its_module_is(
     (tmp_path / "find.py").write_text(script)
     interpreter.write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path / 'find.py'}\n")
     interpreter.chmod(0o755)
-    monkeypatch.setattr("pa_npu.api.run.sys.executable", str(interpreter))
+    monkeypatch.setattr("pa_npu.api.sys.executable", str(interpreter))
     monkeypatch.chdir(tmp_path)
     run.start().wait(60)
     assert run._lines[-1] == "found"
@@ -113,7 +113,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         interpreter = tmp_path / "python"
         interpreter.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{script.replace(chr(39), chr(34))}'\n")
         interpreter.chmod(0o755)
-        monkeypatch.setattr("pa_npu.api.run.sys.executable", str(interpreter))
+        monkeypatch.setattr("pa_npu.api.sys.executable", str(interpreter))
         keys = {**KEYS, "run.dir": str(tmp_path / "r"), "data.train": "t.jsonl"}
         return Run(str(ROOT / "configs" / "grpo_tiny.yaml"), keys, say=said.append)
 

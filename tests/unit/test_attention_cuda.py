@@ -24,14 +24,10 @@ LAYOUTS = {
 
 
 class FlashOperators(TorchDispatchMode):
-    """aten's flash varlen operators as documented: int32 cumulative lengths, bottom-right causal, log-sum-exp [heads, T].
+    """aten's flash varlen operators as documented: int32 cumulative lengths, bottom-right causal, log-sum-exp [heads, T]."""
 
-    pads_lse: log-sum-exp as [sequences, heads, longest query], as on ROCm; padding is filled with nonsense.
-    """
-
-    def __init__(self, pads_lse: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.pads_lse = pads_lse
         self.calls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -53,10 +49,6 @@ class FlashOperators(TorchDispatchMode):
             lse[:, rows] = scores.logsumexp(-1).float()
             values = v[keys].double().repeat_interleave(q.shape[1] // v.shape[1], 1)
             out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
-        if self.pads_lse:
-            packed, lse = lse, torch.full((len(cum_q) - 1, q.shape[1], max_q), 77.0)
-            for number, (rows, _) in enumerate(self.sequences(cum_q, cum_k)):
-                lse[number, :, : rows.stop - rows.start] = packed[:, rows]
         return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), torch.empty(0)
 
     def backward(self, grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, state, offset, scale):
@@ -64,9 +56,8 @@ class FlashOperators(TorchDispatchMode):
         self.check(q, k, cum_q, cum_k, max_q, max_k)
         group = q.shape[1] // k.shape[1]
         dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64) for x in (q, k, v))
-        for number, (rows, keys) in enumerate(self.sequences(cum_q, cum_k)):
-            own = lse[number, :, : rows.stop - rows.start] if self.pads_lse else lse[:, rows]
-            probabilities = (self.scores(q[rows], k[keys], is_causal, scale) - own.double()[..., None]).exp()
+        for rows, keys in self.sequences(cum_q, cum_k):
+            probabilities = (self.scores(q[rows], k[keys], is_causal, scale) - lse[:, rows].double()[..., None]).exp()
             wide_k, wide_v = (x[keys].double().repeat_interleave(group, 1) for x in (k, v))
             dout = grad[rows].double()
             correction = (dout * out[rows].double()).sum(-1).T[..., None]
@@ -98,16 +89,14 @@ class FlashOperators(TorchDispatchMode):
         return scores
 
 
-@pytest.mark.parametrize("pads_lse", [False, True])
 @pytest.mark.parametrize("form", [merge_attention, gather_attention])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_equals_dense(layout, form, pads_lse, monkeypatch):
+def test_equals_dense(layout, form, monkeypatch):
     monkeypatch.setattr(cuda, "_triton_merge", lambda: None)
-    monkeypatch.setattr(torch.version, "hip", "6.4" if pads_lse else None)
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(layout.total, heads, 16, generator=generator) for heads in (4, 2, 2, 4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    with FlashOperators(pads_lse) as operators:
+    with FlashOperators() as operators:
         out = form(*leaves, layout, 0.25, cuda.CudaFlash())
         out.backward(grad)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
@@ -130,11 +119,13 @@ def test_auto_gathers_short_prefixes_and_merges_long_ones():
     assert not prefers_gather(PrefixLayout.from_sequences([512, 64])), "nothing is shared, so there is nothing to copy"
 
 
-def test_supports_what_the_operators_take():
+def test_supports_what_the_operators_take(monkeypatch):
     assert cuda.CudaFlash.supports(torch.zeros(1, 1, 128, dtype=torch.bfloat16))
     assert not cuda.CudaFlash.supports(torch.zeros(1, 1, 128))
     assert not cuda.CudaFlash.supports(torch.zeros(1, 1, 12, dtype=torch.float16))
     assert not cuda.CudaFlash.supports(torch.zeros(1, 1, 264, dtype=torch.float16))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not cuda.CudaFlash.supports(torch.zeros(1, 1, 128, dtype=torch.bfloat16)), "their log-sum-exp is another"
 
 
 def test_refuses_a_torch_with_other_operators(monkeypatch):

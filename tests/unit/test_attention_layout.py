@@ -13,6 +13,7 @@ from pa_npu.attention import PrefixLayout
 from pa_npu.attention.layout import compress
 from pa_npu.attention.trie import pack
 from pa_npu.families.shape import FlopsModel
+from tools.groups import pairs, separate, step_flops
 
 
 def random_layout(seed: int) -> PrefixLayout:
@@ -49,7 +50,7 @@ def same_attention(a: PrefixLayout, b: PrefixLayout) -> bool:
         torch.equal(a.dense_mask(), b.dense_mask())
         and torch.equal(a.position_ids(), b.position_ids())
         and torch.equal(a.predictor_rows(), b.predictor_rows())
-        and a.pairs == b.pairs
+        and pairs(a) == pairs(b)
     )
 
 
@@ -58,15 +59,15 @@ def test_the_group_of_the_docstring():
     assert (layout.lengths, layout.parents) == ((4, 2, 3), (-1, 0, 0))
     assert layout.position_ids().tolist() == [0, 1, 2, 3, 4, 5, 4, 5, 6]
     assert layout.predictor_rows().tolist() == [-1, 0, 1, 2, 3, 4, 3, 6, 7]
-    assert (layout.total, layout.leaves, layout.separate().lengths) == (9, (1, 2), (6, 7))
-    assert layout.pairs == 10 + (2 * 4 + 3) + (3 * 4 + 6)
+    assert (layout.total, layout.leaves, separate(layout).lengths) == (9, (1, 2), (6, 7))
+    assert pairs(layout) == 10 + (2 * 4 + 3) + (3 * 4 + 6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_mask_and_pairs_follow_the_definition(layout):
     mask = brute_force_mask(layout)
     assert torch.equal(layout.dense_mask(), mask)
-    assert layout.pairs == int(mask.sum())
+    assert pairs(layout) == int(mask.sum())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -78,7 +79,7 @@ def test_every_sequence_reads_as_if_it_were_alone(layout):
         assert layout.predictor_rows()[rows].tolist() == [-1, *rows.tolist()][: len(rows)]
         assert torch.equal(layout.dense_mask()[rows][:, rows], torch.ones(len(rows), len(rows)).tril().bool())
     lengths = [len(layout.path_rows(leaf)) for leaf in layout.leaves]
-    assert layout.separate() == PrefixLayout.from_sequences(lengths)
+    assert separate(layout) == PrefixLayout.from_sequences(lengths)
     assert layout.longest >= max(lengths)
 
 
@@ -102,7 +103,7 @@ def test_pad_adds_a_root_that_nobody_sees():
     assert not padded.dense_mask()[:12, 12:].any() and not padded.dense_mask()[12:, :12].any()
     assert torch.equal(padded.position_ids()[:12], layout.position_ids())
     assert padded.predictor_rows()[12:].tolist() == [-1] * 4
-    assert padded.separate() == layout.separate()
+    assert separate(padded) == separate(layout)
     assert padded.pad(4) is padded and layout.pad(1) is layout
     assert compress(padded).padding == 4
     with pytest.raises(ValueError, match="already ends in 4 pad tokens"):
@@ -187,9 +188,9 @@ def test_flops_of_the_groups_that_everybody_quotes():
     for prompt, response, group, expected in ((256, 1024, 8, 1.19), (1024, 1024, 16, 1.78), (1024, 8192, 16, 1.09)):
         layout = PrefixLayout.from_groups([(prompt, [response] * group)])
         tokens = prompt + group * response
-        pairs = prompt * (prompt + 1) / 2 + group * (response * (response + 1) / 2 + prompt * response)
-        assert (layout.total, layout.pairs) == (tokens, pairs)
-        speedup = shape.step(layout.separate(), group * response) / shape.step(layout, group * response)
+        visible = prompt * (prompt + 1) / 2 + group * (response * (response + 1) / 2 + prompt * response)
+        assert (layout.total, pairs(layout)) == (tokens, visible)
+        speedup = step_flops(shape, separate(layout), group * response) / step_flops(shape, layout, group * response)
         assert speedup == pytest.approx(expected, abs=0.03)
 
 

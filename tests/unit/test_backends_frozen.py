@@ -64,10 +64,4 @@ def test_copy_policy_to_old(models: list[Path]) -> None:
 def test_a_weight_that_was_never_loaded_shows(models: list[Path]) -> None:
     stage = build_stage(ModelSpec.read(str(models[0])), model_config(models[0]), PLATFORM)
     assert all(parameter.isnan().all() for parameter in stage.parameters())
-    initialised = build_stage(ModelSpec.read(str(models[0])), model_config(models[0]), PLATFORM, initialise=True)
-    assert initialised(TOKENS, LAYOUT, ROWS, TARGETS, 1.0, 64).logprobs.isfinite().all()
-
-
-def test_unknown_frozen_name_is_refused(models: list[Path]) -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        build_stage(ModelSpec.read(str(models[0])), model_config(models[0]), PLATFORM, frozen=("critic",))
+    assert loaded_stage(models[0])(TOKENS, LAYOUT, ROWS, TARGETS, 1.0, 64).logprobs.isfinite().all()

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from pa_npu.algorithm.objective import Logprobs
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.memory import _activation_bytes
@@ -112,11 +111,11 @@ def test_the_last_microbatch_is_known_to_the_policys_pass(model: Path) -> None:
     def run(name: str, microbatches: Any, keep: Any) -> None:
         for number, microbatch in enumerate(microbatches):
             value = float(number) + (10 if name == "reference" else 0)
-            keep(microbatch, Logprobs(torch.full((2,), value), None))
+            keep(microbatch, torch.full((2,), value))
 
     held = HeldMicrobatches(Source(source), ("old", "reference"), run)
     assert [held.is_last for _ in held] == [False, False, False, True]
-    found = [[float(held.logprobs(m)[name].values[0]) for name in ("old", "reference")] for m in source]
+    found = [[float(held.logprobs(m)[name][0]) for name in ("old", "reference")] for m in source]
     assert np.array_equal(found, [[n, 10 + n] for n in range(4)])
 
 

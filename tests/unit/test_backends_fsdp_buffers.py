@@ -84,6 +84,6 @@ def test_routers_add_the_same_biases_in_trainer_engine_and_export(kind: str, tmp
     for file in (random_tiny(tmp_path / "tiny") / "model").glob("*token*"):
         shutil.copyfile(file, model / file.name)
     server = load_server(str(model), "bf16", torch.device("cpu"), "key", 64, 4)
-    held = buffers(server._weights._model)
+    held = buffers(server._worker._model)
     server.close()
     assert [tensor.dtype for tensor in held.values()] == [torch.float32] * len(biases), "a publish fills them unrounded"

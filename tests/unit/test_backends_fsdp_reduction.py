@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient
-from pa_npu.backends.fsdp import reduction
-from pa_npu.backends.fsdp.optimizer import ShardedAdamW
-from pa_npu.backends.fsdp.reduction import CountedReduceScatter, counted
+from pa_npu.backends.fsdp import optimizer as reduction
+from pa_npu.backends.fsdp.optimizer import CountedReduceScatter, ShardedAdamW, counted
 from tests.helpers.megatron import model_config
 
 CHUNK = 2 * SAMPLED_EVERY + 5

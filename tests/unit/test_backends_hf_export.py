@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from pa_npu.backends import hf_directory as export
-from pa_npu.backends.megatron.weights.hf_directory import export_hf
+from pa_npu.backends.megatron.weights.buckets import export_hf
 from pa_npu.config.mesh import Mesh
 from pa_npu.errors import ExportError
 from tests.helpers.weights import Stage, make_checkpoint

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pa_npu.backends.megatron.weights import hf_map
 from pa_npu.config.mesh import Mesh
-from pa_npu.errors import ConfigError, DataError
+from pa_npu.errors import DataError
 from tests.helpers.weights import FAMILIES, Stage, make_checkpoint
 
 
@@ -162,12 +162,7 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         Stage().load(spec, 0)
 
 
-def test_stage_of_another_shape_or_layout_is_refused(tmp_path: Path) -> None:
-    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
-    with pytest.raises(DataError, match=r"word_embeddings.weight: shape \(64, 32\) in the built stage, but \(32, 32\)"):
-        hf_map.load_hf(Stage(1).build(spec), spec, Mesh(2).place(0))
+def test_stage_of_another_layout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"linear_qkv.bias' has no counterpart"):
         llama = make_checkpoint(tmp_path / "llama", "llama", tied=False)
         hf_map.load_hf(Stage().build(replace(llama, qkv_bias=True)), llama, Mesh().place(0))
-    with pytest.raises(ConfigError, match="3 does not divide the 8 attention heads"):
-        hf_map.load_hf(Stage().build(spec), spec, Mesh(3).place(0))

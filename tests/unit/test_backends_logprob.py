@@ -117,11 +117,3 @@ def test_logits_of_all_rows_never_exist() -> None:
     with LargestTensor() as largest:
         full_softmax(hidden, weight, torch.zeros(rows, dtype=torch.long), 1.0)
     assert largest.numel == rows * vocab, "the measure must see full logits where they exist"
-
-
-def test_bad_arguments_are_refused() -> None:
-    hidden, weight, targets = make_inputs(torch.float32)
-    with pytest.raises(ValueError, match="chunk"):
-        vocab_parallel_logprobs(hidden, weight, targets, vocab_size=VOCAB, chunk=0)
-    with pytest.raises(ValueError, match="one per row"):
-        vocab_parallel_logprobs(hidden, weight, targets[1:], vocab_size=VOCAB)

@@ -25,8 +25,7 @@ from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.errors import DataError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.run_checks import Findings, settle_places
-from pa_npu.planning.adapters import adapter_parameters, without_adapters
-from pa_npu.planning.memory import trainer_memory
+from pa_npu.planning.memory import adapter_parameters, trainer_memory, without_adapters
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner
 from tests.helpers.adapters import make_adapter, merged_by_hand, peft_model, plain, received

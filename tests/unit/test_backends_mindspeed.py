@@ -77,7 +77,8 @@ def test_activation_keeps_the_rules_and_refuses_what_cannot_work(tmp_path: Path)
         """
         import logging, sys, types, torch, torch.distributed, order
         from pa_npu.errors import PaNpuError, UserError
-        from pa_npu.backends.megatron.patches import mindspeed, prepare
+        from pa_npu.backends.megatron.patches import mindspeed
+        from pa_npu.backends.megatron.patches.table import prepare
 
         def error_of(function):
             try:
@@ -122,10 +123,11 @@ def test_without_mindspeed_the_replacements_are_in_place(tmp_path: Path) -> None
         stand_ins,
         tmp_path,
         """
-        from pa_npu.backends.megatron.patches import adam, prepare
+        from pa_npu.backends.megatron.patches.repairs import NpuAdamW
+        from pa_npu.backends.megatron.patches.table import prepare
         prepare("npu")
         import megatron.core.optimizer as optimizer, megatron.core.jit as jit
-        assert optimizer.Adam is adam.NpuAdamW
+        assert optimizer.Adam is NpuAdamW
         function = lambda: 0
         assert jit.jit_fuser(function) is function
         """,

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from pa_npu import platform as platforms
-from pa_npu.backends.megatron.patches import PATCHES
-from pa_npu.backends.megatron.patches.table import patches_of
+from pa_npu.backends.megatron.patches.table import PATCHES, patches_of
 
 PACKAGE = Path(__file__).resolve().parents[2] / "pa_npu"
 PATCHED = ("torch", "numpy", "megatron", "mindspeed", "torch_npu")
@@ -81,7 +80,7 @@ def test_nothing_outside_the_list_assigns_to_torch_or_megatron() -> None:
 def test_the_search_finds_assignments_that_are_there() -> None:
     patches = PACKAGE / "backends" / "megatron" / "patches"
     found = set().union(*(assigned_attributes(file.read_text()) for file in patches.glob("*.py")))
-    assert "megatron.core.parallel_state.destroy_model_parallel" in found
+    assert "megatron.core.fp8_utils._quantize_param_shard_impl" in found
     assert "torch.cuda.get_device_capability" in found
     assert any(name.startswith("torch.Tensor.") for name in found), "setattr"
     assert assigned_attributes("import torch as t\nx.y = 1\nt.backends.z, a = 1, 2") == {"torch.backends.z"}

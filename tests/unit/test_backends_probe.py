@@ -34,7 +34,7 @@ def probe_group() -> Group:
 def test_what_the_probe_computes_with_is_on_the_device() -> None:
     taken: list[Microbatch] = []
     backend: Any = MegatronBackend.__new__(MegatronBackend)
-    backend._device = torch.device("meta")
+    backend.device = torch.device("meta")
     backend._run = lambda microbatches, count, forward, loss: taken.extend(microbatches)
     microbatches = build_microbatches(probe_group(), 2, True, 1)
     backend.evaluate(microbatches, print)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pa_npu.dispatch.schedule import Schedule, same_windows
-from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
+from pa_npu.planning.iteration_model.subjects import Cluster, EngineSpeed, VirtualGroup
 from tools.bench_schedule import RESPONSES, best_known_s, drawn_lengths, median_for
 from tools.simulate import simulate
 

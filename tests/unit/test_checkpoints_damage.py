@@ -120,7 +120,7 @@ def export_policy(kind: str, run: Run, checkpoint: Path) -> None:
     if kind != "megatron":
         export_checkpoint(checkpoint, checkpoint.parent / "hf")
         return
-    from pa_npu.backends.megatron.checkpoint.state import load_policy_only
+    from pa_npu.backends.megatron.checkpoint import load_policy_only
 
     load_policy_only(run.stage, checkpoint)
 

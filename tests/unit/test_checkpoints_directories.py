@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 
 from pa_npu.checkpoints import directories as store
-from pa_npu.checkpoints.digests import digest_of
+from pa_npu.checkpoints.directories import digest_of
 from pa_npu.errors import UserError
 from tests.helpers.mutations import json_near
 

@@ -23,7 +23,7 @@ from pa_npu.checkpoints import directories as store
 from pa_npu.checkpoints.provenance import check_continuation, config_tree, differences
 from pa_npu.config.schema import Config
 from pa_npu.errors import CheckpointError
-from pa_npu.telemetry.metrics import MetricsWriter
+from pa_npu.telemetry.records import MetricsWriter
 from pa_npu.telemetry.timeline import Timeline
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
@@ -33,7 +33,7 @@ from tests.unit.test_trainer_updates import GROUPS, RESPONSES, make_config, make
 
 # these import megatron, which the helper above has prepared
 from pa_npu.checkpoints import saving as checkpointing  # isort: skip
-from pa_npu.backends.megatron.checkpoint.shards import PlannedShards  # isort: skip
+from pa_npu.backends.megatron.checkpoint import PlannedShards  # isort: skip
 from pa_npu.checkpoints.writer import Forked  # isort: skip
 from pa_npu.checkpoints.saving import Checkpointing  # isort: skip
 from pa_npu.trainer.learner import Learner  # isort: skip

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from pa_npu.config import Config, load_config
+from pa_npu.config.load import load_config
+from pa_npu.config.schema import Config
 from pa_npu.launcher.placement import place, place_nodes
+from pa_npu.planning.automatic import with_share
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.memory import engine_memory, trainer_memory
-from pa_npu.planning.places import with_share
 from pa_npu.planning.plan_text import derived_lines, predicted_line
 from pa_npu.planning.prediction.costs import typical_trainer
-from pa_npu.planning.prediction.divisions import assumed_basis
+from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.typical import typical_speed
 
@@ -39,7 +40,7 @@ def test_engines_take_the_trainers_devices_and_a_device_counts_once() -> None:
     config = colocated(rollout={"engines": 2, "tensor_parallel": 2}, trainer={"devices": 4})
     placement = place(config, 4, range(64))
     assert placement.engine_devices == ((0, 1), (2, 3)) and placement.trainer_devices == (0, 1, 2, 3)
-    assert config.num_devices == 4 and config.num_engines == 2 and all(map(config.is_shared, range(2)))
+    assert config.num_devices == 4 and config.rollout.engines == 2 and all(map(config.is_shared, range(2)))
     assert "engine-1 on device 2,3, shared with trainers" in placement.lines()
     on_a_core = place(colocated(), None, [7])
     assert on_a_core.engine_cores == ((7,),) == (on_a_core.trainer_cores[0],)

@@ -12,9 +12,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pa_npu.config import Config
 from pa_npu.config.keys import all_keys
 from pa_npu.config.load import load_config
+from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from tools.foreign.names import RELATED, SAME
 from tools.foreign.program import read_program

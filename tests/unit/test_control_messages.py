@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, make_dataclass
 from pathlib import Path
 from string import Formatter
 from typing import Any, get_args, get_origin, get_type_hints
@@ -86,9 +86,12 @@ def test_a_report_becomes_a_record_under_the_names_of_metrics_jsonl() -> None:
 def test_another_installations_report_is_one_clear_error() -> None:
     channel = StoreChannel(dist.HashStore(), "pa/0/")
     messages.REPORT.put(channel, iteration_report(2), iteration=2)
-    newer = Topic(messages.REPORT.key, messages.IterationReport, "", format=2)
-    with pytest.raises(MessageError, match=r"holds IterationReport of format 1, this program reads .* of format 2"):
-        newer.get(channel, iteration=2)
+    theirs = make_dataclass("IterationReport", [*get_type_hints(messages.IterationReport).items(), ("more", int)])
+    with pytest.raises(MessageError, match=r"IterationReport does not fit: .*missing required field `more`"):
+        Topic(messages.REPORT.key, theirs, "").get(channel, iteration=2)
+    Topic(messages.REPORT.key, theirs, "").put(channel, theirs(**vars(iteration_report(2)), more=1), iteration=2)
+    with pytest.raises(MessageError, match=r"IterationReport lacks, or does not know, more"):
+        messages.REPORT.get(channel, iteration=2)
 
 
 def test_what_a_run_runs_with_is_said_in_a_line_for_trainers_and_one_for_each_kind_of_engine() -> None:

@@ -9,14 +9,13 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
-from pa_npu.coordinator import assembly
-from pa_npu.coordinator.roles import make_roles
+from pa_npu.coordinator import main
 from pa_npu.engines.protocol import Sampling
 from pa_npu.telemetry.timeline import Timeline
 
 USES: dict[str, dict[str, dict[str, Any]]] = {
-    "BudgetedUpdates": {"schedule": {"max_staleness": 1, "tokens_per_update": 4096}},
-    "InformativeUpdates": {"schedule": {"dynamic_sampling": True}},
+    "BudgetedGroups": {"schedule": {"max_staleness": 1, "tokens_per_update": 4096}},
+    "InformativeGroups": {"schedule": {"dynamic_sampling": True}},
     "ServedRun": {"agent": {"port": 0}},
     "Roles": {"placement": {"colocate": True}},
 }
@@ -29,22 +28,22 @@ def constructed(sections: dict[str, dict[str, Any]]) -> set[str]:
     tokenizer = SimpleNamespace(all_special_ids=(), chat_template=None)
     none: Any = None
     objects = (
-        assembly.make_updates(config, Freshness.of(config), none, none, none),
-        service := assembly.make_service(config, pool, Sampling(8, 1.0), tokenizer),
-        assembly.make_gateway(config, none, "key", service),
-        make_roles(config, pool, Timeline(None, ""), SimpleNamespace(speeds=none)),
+        main.make_updates(config, Freshness.of(config), none, none, none).choose(0, []),
+        service := main.make_service(config, pool, Sampling(8, 1.0), tokenizer),
+        main.make_gateway(config, none, "key", service),
+        main.make_roles(config, pool, Timeline(None, ""), SimpleNamespace(speeds=none)),
     )
     return {type(one).__name__ for one in objects if one is not None}
 
 
 @pytest.mark.parametrize("feature", USES)
 def test_a_plain_run_constructs_nothing_of_a_feature_and_a_run_that_uses_it_does(feature: str) -> None:
-    assert constructed({}) == {"Updates"}
+    assert constructed({}) == {"EveryGroup"}
     assert feature in constructed(USES[feature]), "negative control"
 
 
 def test_a_feature_constructs_nothing_of_another() -> None:
     for feature, sections in USES.items():
         beside = {"Gateway"} if feature == "ServedRun" else set()
-        updates = set() if feature.endswith("Updates") else {"Updates"}
+        updates = set() if feature.endswith("Groups") else {"EveryGroup"}
         assert constructed(sections) == {feature} | beside | updates, feature

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.evaluate import Evaluator
+from pa_npu.coordinator.evaluate import Evaluator, RunEvaluations
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import EnvironmentContext, EnvironmentFailed, write
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.errors import InvariantViolation, PaNpuError
-from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.evaluation.results import Judged
+from pa_npu.rewards.functions import RewardInput, RewardResult
 from pa_npu.samples.types import SampleBuilder
+from pa_npu.telemetry.timeline import Timeline
 from tests.helpers.stuck import comes
 
 # what waits for room on an engine has the deadlines of a run, which are longer
@@ -132,30 +135,54 @@ async def test_two_versions_meet_the_same_seeds_and_the_same_order() -> None:
     assert one.asked == two.asked and len({seed for _, _, seed, _ in one.asked}) == QUESTIONS // 2
 
 
+class Records:
+    """What was recorded: each evaluation and its responses."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[dict[str, Any], Sequence[Judged]]] = []
+        self.came = asyncio.Event()
+
+    def write_evaluation(self, record: dict[str, Any], responses: Sequence[Judged]) -> None:
+        self.written.append((record, responses))
+        self.came.set()
+
+
+def beside(engine: Engine) -> tuple[RunEvaluations, Records]:
+    """Evaluations beside training."""
+    evaluator, records = make(engine, overlap=True), Records()
+    return RunEvaluations(evaluator.config, evaluator, records, Timeline(None, "")), records
+
+
 async def test_an_overlapped_evaluation_that_ends_in_time_is_whole() -> None:
-    evaluator = make(Engine(), overlap=True)
-    done = asyncio.get_running_loop().create_future()
-    evaluator.start(4, done.set_result)
-    assert (await asyncio.wait_for(done, 5)).questions == QUESTIONS
-    assert await evaluator.finish(4) is None and not evaluator.is_running, "it was told already"
+    evaluations, records = beside(Engine())
+    evaluations.start(4)
+    assert evaluations.is_running
+    await asyncio.wait_for(records.came.wait(), 5)
+    await asyncio.sleep(0)
+    assert not evaluations.is_running and records.written[0][0]["questions"] == QUESTIONS
+    await evaluations.cut_short(4)
+    assert len(records.written) == 1, "it was told already"
 
 
 async def test_one_that_is_cut_short_counts_the_questions_before_the_first_that_is_missing() -> None:
     engine = Engine()
-    evaluator = make(engine, overlap=True)
-    await evaluator.evaluate(4)
+    evaluations, records = beside(engine)
+    assert evaluations.evaluator is not None
+    await evaluations.evaluator.evaluate(4)
     order = list(dict.fromkeys(question for question, *_ in engine.asked))
     engine.held = {order[5], order[8]}
-    evaluator.start(4, pytest.fail)
+    evaluations.start(4)
     await asyncio.sleep(0.2)
-    found = await asyncio.wait_for(evaluator.finish(4), 5)
-    assert found is not None and (found.questions, found.planned) == (5, QUESTIONS)
-    assert {int(response.answer) for response in found.responses} == set(order[:5]), "not the short ones behind it"
+    await asyncio.wait_for(evaluations.cut_short(4), 5)
+    record, responses = records.written.pop()
+    assert (record["questions"], record["planned"]) == (5, QUESTIONS) and not records.written
+    assert {int(response.answer) for response in responses} == set(order[:5]), "not the short ones behind it"
     assert sorted(engine.cancelled) == sorted(engine.held) and len(asyncio.all_tasks()) == 1, "nothing goes on"
     engine.held, engine.cancelled = {order[0]}, []
-    evaluator.start(4, pytest.fail)
+    evaluations.start(4)
     await asyncio.sleep(0.2)
-    assert await evaluator.finish(4) is None, "not one question is complete"
+    await evaluations.cut_short(4)
+    assert not records.written, "not one question is complete"
 
 
 async def test_an_answer_of_other_weights_ends_the_evaluation() -> None:
@@ -193,7 +220,7 @@ def test_keys_that_mean_nothing_are_refused(keys: dict[str, Any], words: str) ->
 
 
 def test_names_of_metrics_are_those_that_results_have() -> None:
-    from pa_npu.config.rules.evaluation import metric_names
+    from pa_npu.config.rules.inputs import metric_names
     from pa_npu.evaluation.results import values_by_question
     from tests.unit.test_evaluation_results import judged
 

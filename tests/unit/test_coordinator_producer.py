@@ -12,23 +12,21 @@ import pytest
 
 from pa_npu.algorithm.advantages import batch_advantages, group_advantages
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator import updates
+from pa_npu.coordinator.delivery import Produced
 from pa_npu.coordinator.producer import Producer
-from pa_npu.coordinator.production import Produced
-from pa_npu.coordinator.tail import TailMeter
-from pa_npu.coordinator.updates import InformativeUpdates
+from pa_npu.coordinator.updates import EveryGroup, InformativeGroups
+from pa_npu.coordinator.variants import TailMeter
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch import selection
 from pa_npu.dispatch.schedule import Schedule
-from pa_npu.dispatch.selection import EveryGroup
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
 from pa_npu.environments.protocol import EnvironmentContext, EnvironmentFailed
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.errors import UserError
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import IterationOutlook, Rules
-from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.planning.iteration_model.subjects import IterationOutlook, Rules
+from pa_npu.rewards.functions import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.wire import to_bytes
@@ -198,10 +196,10 @@ async def test_the_controller_is_told_which_engines_serve_each_iteration(store_t
     producer = make_producer(config(), engines[:1], ScriptedRewards(), Shelf(), store_thread, Told())
     with pytest.raises(RuntimeError, match="1 engines"):
         await producer.produce(0, prompts())
-    producer._pool.add(engines[1])  # type: ignore[arg-type]
+    producer.pool.add(engines[1])  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="1 engines"):
         await producer.produce(1, prompts())
-    producer._pool.serve(engines[1])  # type: ignore[arg-type]
+    producer.pool.serve(engines[1])  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="2 engines"):
         await producer.produce(1, prompts())
 
@@ -265,9 +263,8 @@ def dynamic(**schedule: object) -> Config:
     return config(schedule={"prompts_per_iteration": 4, "order": "prompt", "dynamic_sampling": True, **schedule})
 
 
-def informative(chosen: Config, further: Iterator[Prompt]) -> EveryGroup[ScoredGroup]:
-    updates = InformativeUpdates(4, chosen.schedule.order, lambda: next(further))
-    return updates.choose(0, prompts()[:4])
+def informative(chosen: Config, further: Iterator[Prompt]) -> EveryGroup:
+    return InformativeGroups(prompts()[:4], chosen.schedule.order, lambda: next(further))
 
 
 async def produce_dynamic(
@@ -308,7 +305,7 @@ async def test_dynamic_sampling_in_completion_order_trains_the_same_groups(store
 
 
 async def test_dynamic_sampling_ends_the_run_at_its_limit(store_thread, monkeypatch):
-    monkeypatch.setattr(selection, "MOST_ITERATIONS", 1)
+    monkeypatch.setattr(updates, "MOST_ITERATIONS", 1)
     message = (
         r"of \d groups [12] were all right or all wrong, and 4 dispatched ones cannot give 4 informative ones; raise"
     )

@@ -9,20 +9,26 @@ import numpy as np
 import pytest
 
 from pa_npu.config.schema import Config
+from pa_npu.config.sections.rollout import EngineSettings
 from pa_npu.control.messages import BorderReport
+from pa_npu.coordinator.delivery import Production
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.production import Production
-from pa_npu.coordinator.record import iteration_record
+from pa_npu.coordinator.record import Border, Window, iteration_record
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EngineUse
-from pa_npu.planning.iteration_model.messages import Prediction
+from pa_npu.planning.iteration_model.subjects import Prediction
 from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.publish.coordinator_side import EnginesHold
-from pa_npu.rewards.types import RewardResult
+from pa_npu.rewards.functions import RewardResult
 from pa_npu.samples.types import Sample, SampleBuilder
 from tests.helpers.reports import iteration_report
 
 RESPONSES, SECONDS, DEVICES = 3, 8.0, 5
+
+
+def hold(done_s: float) -> EnginesHold:
+    """A publish that ends then."""
+    return EnginesHold(None, done_s - 0.75, done_s - 0.5, done_s - 0.125, done_s, MemoryPeak(7000, 5000), 0.5)
 
 
 def test_a_device_that_decodes_and_trains_is_idle_while_it_does_neither() -> None:
@@ -34,19 +40,13 @@ def test_a_device_that_decodes_and_trains_is_idle_while_it_does_neither() -> Non
         before = {name: EngineUse(busy_s=1.0, shared=shared) for name in "ab"}
         after = {name: EngineUse(busy_s=busy_s, shared=shared) for name, busy_s in (("a", 5.0), ("b", 3.0))}
         return iteration_record(
-            *(
-                config,
-                produced,
-                iteration_report(4, wait_s=3.5, train_s=4.0, tokens_computed=70),
-                BorderReport(0.5, 0.125),
-            ),
+            config,
+            produced,
+            iteration_report(4, wait_s=3.5, train_s=4.0, tokens_computed=70),
+            BorderReport(0.5, 0.125),
             Prediction("", None, None),
-            iteration_s=SECONDS,
-            publish=EnginesHold(None, 10.0, 10.25, 10.625, 10.75, MemoryPeak(7000, 5000), 0.5),
-            evaluation=None,
-            use_before=before,
-            use_after=after,
-            devices=4,
+            Window(None, Border(hold(10.75 - SECONDS), before, 3), None),
+            Border(hold(10.75), after, 3),
         )
 
     found = record(shared=True)
@@ -88,7 +88,7 @@ def test_every_number_is_what_its_definition_gives() -> None:
     before = {"a": EngineUse(requests=5, tokens=100, busy_s=2.0), "gone": EngineUse(requests=9, busy_s=9.0)}
     after = {
         "a": EngineUse(requests=8, tokens=160, busy_s=6.0),
-        "new": EngineUse(requests=2, tokens=40, busy_s=1.0, device="npu 910B"),
+        "new": EngineUse(requests=2, tokens=40, busy_s=1.0, settings=EngineSettings(engines=(1,), device="npu 910B")),
     }
     record = iteration_record(
         Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}),
@@ -96,12 +96,8 @@ def test_every_number_is_what_its_definition_gives() -> None:
         iteration_report(4, wait_s=1.5, train_s=3.0, tokens_computed=70),
         BorderReport(0.5, 0.125),
         Prediction("periodic", 7.0, -0.1),
-        iteration_s=SECONDS,
-        publish=EnginesHold(None, 10.0, 10.25, 10.625, 10.75, MemoryPeak(7000, 5000), 0.5),
-        evaluation={"seconds": 1.25, "accuracy": 0.5},
-        use_before=before,
-        use_after=after,
-        devices=DEVICES,
+        Window({"seconds": 1.25, "accuracy": 0.5}, Border(hold(10.75 - SECONDS), before, DEVICES - 1), None),
+        Border(hold(10.75), after, DEVICES - 1),
     )
     tokens, prompt_tokens = int(length.sum()), RESPONSES * sum(prompts)
     expected = {

@@ -16,19 +16,25 @@ from helpers.virtual_cluster import CPU_ENGINE
 from pa_npu.attention.trie import pack
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.pacing import Pace
 from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.variants import Pace
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.schedule import Reach, Schedule, Turn, same_windows
+from pa_npu.dispatch.schedule import EngineSpeed, Reach, Schedule, Turn, same_windows
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
-from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, GroupTiming, VirtualGroup
-from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.learned import Learned
-from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
-from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.planning.iteration_model.controller import Learned, ScheduleController
+from pa_npu.planning.iteration_model.subjects import (
+    Cluster,
+    GroupOutlook,
+    GroupTiming,
+    IterationOutlook,
+    IterationTimes,
+    Rules,
+    VirtualGroup,
+)
+from pa_npu.rewards.functions import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.samples.types import Sample, SampleBuilder, SampleTurn, group_lengths
 from pa_npu.samples.wire import to_bytes
@@ -161,7 +167,7 @@ def run(
             )
             for iteration in range(iterations):
                 shelves.append(Shelf())
-                producer._buffer = shelves[-1]
+                producer.buffer = shelves[-1]
                 start_s = asyncio.get_running_loop().time()
                 await producer.produce(iteration, prompts)
                 end_s = max(shelves[-1].trained_s(), asyncio.get_running_loop().time())

@@ -12,8 +12,7 @@ import pytest
 from pa_npu.data.records import read_records
 from pa_npu.errors import DataError
 from pa_npu.rewards.answers import chosen_letter
-from pa_npu.rewards.functions import math_reward
-from pa_npu.rewards.types import RewardInput
+from pa_npu.rewards.functions import RewardInput, math_reward
 
 GPQA = {
     "Record ID": "rec1",

@@ -47,7 +47,6 @@ def test_a_path_stays_a_path_and_a_list_takes_overrides(tmp_path) -> None:
         (["data.train=a", "data.test={path: b, splt: c}"], "data.test.splt: unknown key; did you mean data.test.split?"),
         (["data.train=a", "evaluate.sets={x: {path: 3}}"], "evaluate.sets.x.path: 3 is not allowed"),
         (["data.train=a", "evaluate.samples=3"], "there are no held-out sets"),
-        (["data.train=a", "data.template_options.tokenize=true"], "data.template_options: tokenize says how"),
         (["data.train=a", "data.template_options.thinking=true", "data.chat_template=never"], "would be read by nothing"),
         (["data.train=a", "data.chat_template=sometimes"], "data.chat_template: 'sometimes' is not auto, always, never"),
         (["data.train=a", "data.skip=solved"], "data.skip: removed in an earlier release; use schedule.dynamic_sampling"),

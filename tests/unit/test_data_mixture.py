@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from pa_npu.config.sections import DataConfig
+from pa_npu.config.sections.inputs import DataConfig
 from pa_npu.data.prompts import Prompt, PromptSet
 from pa_npu.data.stream import Outcome, PromptStream, TrainingStream
 from pa_npu.errors import DataError
@@ -44,7 +44,7 @@ def test_each_dataset_has_epochs_of_its_own_in_the_order_that_it_has_alone() -> 
     mixed = stream({"a": 10, "b": 4}, [1, 1]).take(80)
     for name, prompts in zip("ab", loaded({"a": 10, "b": 4}), strict=True):
         own = [prompt.prompt_id for prompt in mixed if prompt.source == name]
-        assert own == [prompt.prompt_id for prompt in PromptStream(prompts, 1).take(40)]
+        assert own == [prompt.prompt_id for prompt in PromptStream(prompts.prompts, 1).take(40)]
 
 
 @pytest.mark.parametrize("taken", [0, 1, 13, 64])
@@ -66,9 +66,9 @@ def test_other_weights_count_from_the_checkpoint_on_and_other_datasets_are_refus
         with pytest.raises(DataError, match="the checkpoint"):
             other.restore(first.state())
     with pytest.raises(DataError, match="the checkpoint is of other datasets"):
-        second.restore(PromptStream(loaded({"a": 11})[0], 1).state())
+        second.restore(PromptStream(loaded({"a": 11})[0].prompts, 1).state())
     with pytest.raises(DataError, match="the checkpoint"):
-        PromptStream(loaded({"a": 11})[0], 1).restore(first.state())
+        PromptStream(loaded({"a": 11})[0].prompts, 1).restore(first.state())
 
 
 def test_the_record_counts_each_dataset() -> None:
@@ -84,7 +84,7 @@ def test_the_record_counts_each_dataset() -> None:
 
 def test_one_dataset_is_a_plain_stream_whose_old_states_are_understood() -> None:
     alone = stream({"a": 9}, [1])
-    plain = PromptStream(loaded({"a": 9})[0], 1)
+    plain = PromptStream(loaded({"a": 9})[0].prompts, 1)
     assert [p.prompt_id for p in alone.take(4)] == [
         p.prompt_id for p in plain.take(4)
     ] and alone.state() == plain.state()

@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from pa_npu.config.sections import DataConfig, Dataset
-from pa_npu.data.prompts import PromptSet, first_prompt_lines, load_prompts, load_training
+from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
+from pa_npu.data.prompts import Prompt, PromptSet, first_prompt_lines, load_prompts, load_training
 from pa_npu.data.template import template_variables
 from pa_npu.errors import DataError
 from tools.make_tiny_model import make_tokenizer
@@ -31,8 +31,13 @@ def write(path: Path, *lines: Any) -> str:
     return str(path)
 
 
-def load(path: str, tokenizer: Any, **settings: Any) -> PromptSet:
-    return load_prompts(path, tokenizer, DataConfig(train=path, **settings))
+def loaded(path: str, tokenizer: Any, **settings: Any) -> PromptSet:
+    (found,) = load_training(DataConfig(train=path, **settings), tokenizer)
+    return found
+
+
+def load(path: str, tokenizer: Any, **settings: Any) -> tuple[Prompt, ...]:
+    return loaded(path, tokenizer, **settings).prompts
 
 
 def refusal(path: str, tokenizer: Any, **settings: Any) -> str:
@@ -169,7 +174,7 @@ def test_unusable_files_are_refused(tmp_path: Path, tokenizer: Any) -> None:
 def test_the_key_of_the_test_set_is_named(tmp_path: Path, tokenizer: Any) -> None:
     config = DataConfig(train="train.jsonl", test=str(tmp_path / "none.jsonl"))
     with pytest.raises(DataError, match=r"^data\.test: "):
-        load_prompts(str(config.test), tokenizer, config)
+        load_prompts(Dataset(path=str(config.test)), tokenizer, config, "data.test")
 
 
 def test_overlong_prompts_are_refused_truncated_or_skipped_and_counted(tmp_path: Path, tokenizer: Any) -> None:
@@ -179,14 +184,15 @@ def test_overlong_prompts_are_refused_truncated_or_skipped_and_counted(tmp_path:
     assert message.startswith(f"{path}:2: the prompt has 17 tokens and 1 more, more than data.max_prompt_tokens = 11")
     assert "longest: 17" in message and "truncate or skip" in message
 
-    skipped = load(path, tokenizer, max_prompt_tokens=11, overlong_prompt="skip")
-    assert [prompt.prompt_id for prompt in skipped] == [0, 2]
+    skipped = loaded(path, tokenizer, max_prompt_tokens=11, overlong_prompt="skip")
+    assert [prompt.prompt_id for prompt in skipped.prompts] == [0, 2]
     assert (skipped.num_read, skipped.num_truncated, skipped.num_skipped) == (4, 0, 2)
 
-    truncated = load(path, tokenizer, max_prompt_tokens=11, overlong_prompt="truncate")
-    assert [len(prompt.tokens) for prompt in truncated] == [11] * 4
-    assert truncated[1].text == "12+34+56+78?<|assistant|>"[-len(truncated[1].text) :]
-    assert truncated[1].text.endswith("+34+56+78?<|assistant|>")
+    truncated = loaded(path, tokenizer, max_prompt_tokens=11, overlong_prompt="truncate")
+    assert [len(prompt.tokens) for prompt in truncated.prompts] == [11] * 4
+    second = truncated.prompts[1].text
+    assert second == "12+34+56+78?<|assistant|>"[-len(second) :]
+    assert second.endswith("+34+56+78?<|assistant|>")
     assert (truncated.num_read, truncated.num_truncated, truncated.num_skipped) == (4, 2, 0)
     assert "read 4, truncated 2, skipped 0" in truncated.summary
 
@@ -221,10 +227,10 @@ def test_held_out_sets_go_by_their_layout_where_they_lack_the_named_columns(tmp_
     path = write(tmp_path / "a.jsonl", QUESTION)
     config = DataConfig(train="t", question_column="frage", answer_column="loesung")
     for key in ("evaluate.sets.gsm8k", "data.test"):
-        (prompt,) = load_prompts(path, tokenizer, config, key)
+        (prompt,) = load_prompts(Dataset(path=path), tokenizer, config, key).prompts
         assert prompt.answer == "46"
     with pytest.raises(DataError, match="no value in frage"):
-        load_prompts(path, tokenizer, config, "data.train")
+        load_prompts(TrainingDataset(path=path), tokenizer, config, "data.train")
     strict = Dataset(path=path, answer_column="x")
     with pytest.raises(DataError, match="no value in x"):
         load_prompts(strict, tokenizer, DataConfig(train="t"), "evaluate.sets.gsm8k")
@@ -242,14 +248,14 @@ def test_a_dataset_may_have_options_of_its_own_and_prompts_are_told_apart(tmp_pa
             "system_prompt": "all",
         }
     )
-    one, two = load_training(config, tokenizer)
+    one, two = (found.prompts for found in load_training(config, tokenizer))
     assert [(p.prompt_id, p.source) for p in (*one, *two)] == [
         *((0, "one"), (1, "one")),
         *((2, "zwei"), (3, "zwei"), (4, "zwei")),
     ]
     assert one[0].text == "<|system|>all<|user|>0+1?<|assistant|>"
     assert two[0].text == "<|system|>S<|user|>0+1?\nThink.<|assistant|>"
-    assert len(load_prompts(Dataset(path=first, max_rows=1), tokenizer, config, "data.test")) == 1
+    assert len(load_prompts(Dataset(path=first, max_rows=1), tokenizer, config, "data.test").prompts) == 1
 
 
 # Like Qwen3's: thinking is left out by an empty block that the model finds already written.
@@ -268,6 +274,10 @@ def test_thinking_is_switched_by_the_templates_own_variable(tmp_path: Path) -> N
     assert load(path, thinking, template_options={"enable_thinking": False})[0].text == f"{text}(no thoughts)"
     message = refusal(path, thinking, template_options={"enable_thought": False})
     assert "does not read enable_thought (it reads enable_thinking)" in message
+    for how in ("tokenize", "messages"):
+        assert f"does not read {how} " in refusal(path, thinking, template_options={how: True})
+    thinking.chat_template = THINKING + "{% generation %}{% endgeneration %}"  # whose variables cannot be told
+    assert "does not read messages " in refusal(path, thinking, template_options={"messages": []})
     thinking.chat_template = None
     assert "no chat template to read them" in refusal(path, thinking, template_options={"enable_thinking": False})
 
@@ -282,7 +292,7 @@ def test_a_template_of_ones_own_is_a_file(tmp_path: Path, tokenizer: Any) -> Non
         options = {"chat_template": str(own), "template_options": {"brief": True}}
         assert load(path, model, **options)[0].text == "Q: What is 12+34? (brief)"
     for content, words in (
-        (None, "is no file"),
+        (None, "No such file"),
         (b"", "is empty"),
         (b"\xff", "cannot be read"),
         (b"x" * (1 << 21), "larger"),
@@ -315,8 +325,9 @@ def test_the_first_prompt_is_shown_as_engines_get_it(tmp_path: Path, tokenizer: 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
 def test_gsm8k_loads_whole(tokenizer: Any) -> None:
-    prompts = load(str(GSM8K / "test.jsonl"), tokenizer, max_prompt_tokens=1024)
-    assert len(prompts) == 1319 and prompts.num_read == 1319
+    found = loaded(str(GSM8K / "test.jsonl"), tokenizer, max_prompt_tokens=1024)
+    prompts = found.prompts
+    assert len(prompts) == 1319 and found.num_read == 1319
     assert [prompt.answer for prompt in prompts[:3]] == ["18", "3", "70000"]
     texts = [tokenizer.decode(prompt.tokens) for prompt in prompts]
     assert texts == [prompt.text for prompt in prompts], "tokens must stand for the rendered text"

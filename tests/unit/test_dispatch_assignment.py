@@ -7,8 +7,7 @@ import random
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.dispatch.assignment import Assignment
-from pa_npu.dispatch.work import GroupWork
+from pa_npu.dispatch.assignment import Assignment, GroupWork
 from pa_npu.errors import InvariantViolation
 from pa_npu.families.spec import ModelSpec
 

@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 
+from pa_npu.coordinator.admission import ResponseLengths
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.lengths import ResponseLengths
-from pa_npu.dispatch.order import dispatch_order
+from pa_npu.dispatch.schedule import dispatch_order
 
 
 def prompt(number: int, length: int = 10) -> Prompt:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pa_npu.dispatch.parts import common_end_s, parts_of
+from pa_npu.dispatch.assignment import common_end_s, parts_of
 from pa_npu.dispatch.roles import trained_s
 
 TIMES = st.lists(st.floats(0.0, 100.0), min_size=1, max_size=6)

@@ -8,8 +8,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from pa_npu.dispatch.order import ORDERS, dispatch_order
-from pa_npu.dispatch.schedule import Dispatching, Schedule, Turn, Windows, engine_with_room, same_windows
+from pa_npu.dispatch.schedule import (
+    ORDERS,
+    Dispatching,
+    Schedule,
+    Turn,
+    Windows,
+    dispatch_order,
+    engine_with_room,
+    same_windows,
+)
 
 
 @pytest.mark.parametrize("name", ORDERS)

@@ -70,9 +70,10 @@ async def test_worker_calls_reach_the_engine_and_never_carry_a_timeout():
         await client.join_weight_groups(groups, deadline_s=5)
         assert (await client.load_weights(3, deadline_s=5)).versions == (3, 3)
         assert (await client.loaded_weights(deadline_s=5)).versions == (3, 3)
-    stages = [{"name": "stage", "manifest": "{}"}]
+    place = {"store": ["10.0.0.1", 29400], "first_rank": 3, "world_size": 5}
+    joined = {**place, "stages": [{"name": "stage", "manifest": "{}"}], "backend": "hccl", "timeout_s": 60.0}
     assert bodies == [
-        {"method": "pa_connect", "args": ["10.0.0.1", 29400, 3, 5, stages, "hccl", 60.0]},
+        {"method": "pa_connect", "args": [joined]},
         {"method": "pa_receive", "args": [3]},
         {"method": "pa_version", "args": []},
     ], "vLLM shifts every later reply when its own timeout fires"

@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from pa_npu.engines.answers import Answered, LogProbs, checked_generations
-from pa_npu.engines.codec import decode_response, encode_request
+from pa_npu.engines.codec import Answered, LogProbs, checked_generations, decode_response, encode_request
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.samples.seeds import group_seed
 

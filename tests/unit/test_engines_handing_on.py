@@ -48,7 +48,7 @@ class Engine:
 
 async def session_of(pool: EnginePool) -> GroupSession:
     lease = await pool.admit(SIZE, 400, lambda _: 64, 1.0)
-    return pool.session(lease, lambda _: 64, deadline_s=1.0, again_deadline_s=1.0)
+    return GroupSession(pool, lease, lambda _: 64, deadline_s=1.0, again_deadline_s=1.0)
 
 
 def pool_of(*engines: Engine) -> EnginePool:

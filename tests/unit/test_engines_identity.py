@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from pa_npu.engines.client import EngineClient
+from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.http_server import CHANGED_VERSION, INSTANCE_HEADER, NO_VERSION, VERSION_HEADER
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, EngineGone, RolloutEngine, Sampling
@@ -69,11 +70,11 @@ async def test_the_pool_reports_a_restarted_engine_as_lost_and_another_one_answe
             lost.append((engine.name, reason))
             pool.suspend(engine)
 
-        pool.on_lost(on_lost)
+        pool.on_lost = on_lost
         lease = await pool.admit(1, 1, lambda _: 8, 5.0)
         assert lease.engine is bad
         restarted.identity = type(restarted.identity)()
-        with pool.session(lease, lambda _: 8, deadline_s=5, again_deadline_s=5) as session:
+        with GroupSession(pool, lease, lambda _: 8, deadline_s=5, again_deadline_s=5) as session:
             responses = await session.generate(PROMPT, 1, 0, SAMPLING)
         assert [name for name, _ in lost] == [bad.name] and "started again" in lost[0][1]
         assert session.lease.engine is good and responses[0].version == 7

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pa_npu.config.sections import RolloutConfig
+from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.roster import Roster
 from pa_npu.engines.membership import Fleet

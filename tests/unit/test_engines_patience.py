@@ -10,7 +10,7 @@ import pytest
 
 from pa_npu.engines import group_session
 from pa_npu.engines.client import EngineClient
-from pa_npu.engines.group_session import GroupTooLong, generate_patiently
+from pa_npu.engines.group_session import GroupSession, GroupTooLong, generate_patiently
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.errors import BAD_INPUT, DeadlineExceeded, exit_code
@@ -120,14 +120,14 @@ def pool_of(*engines: Engine) -> tuple[EnginePool, list[str]]:
         lost.append(engine.name)
         pool.suspend(engine)
 
-    pool.on_lost(on_lost)
+    pool.on_lost = on_lost
     return pool, lost
 
 
 async def group(pool: EnginePool) -> str:
     lease = await pool.admit(2, 10, lambda _: 8, 5.0)
-    with pool.session(
-        lease, lambda _: 8, deadline_s=0.05, again_deadline_s=5.0, what="group 3 of iteration 1"
+    with GroupSession(
+        pool, lease, lambda _: 8, deadline_s=0.05, again_deadline_s=5.0, what="group 3 of iteration 1"
     ) as session:
         await session.generate(PROMPT, 2, 40, SAMPLING)
     return session.lease.engine.name

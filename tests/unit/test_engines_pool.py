@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pa_npu.control.tasks import TaskScope, gather
+from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError
 from pa_npu.errors import DeadlineExceeded
@@ -93,9 +94,11 @@ async def test_counters_and_mean_in_flight_are_integrals_over_time(monkeypatch):
     assert pool.use()["a"].tokens == 100, "closing twice counts once"
 
 
-async def test_lease_gives_room_back_when_its_block_raises():
+async def test_a_session_gives_room_back_when_its_block_raises():
     pool = pool_of("a")
-    with pytest.raises(EngineError), await pool.admit(8, 10, lambda _: 8, 1):
+    lease = await pool.admit(8, 10, lambda _: 8, 1)
+    with pytest.raises(EngineError), GroupSession(pool, lease, lambda _: 8, deadline_s=1, again_deadline_s=1):
+        assert pool.num_in_flight == 8
         raise EngineError("dead")
     assert pool.num_in_flight == 0
 

@@ -19,7 +19,7 @@ from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.errors import ConfigError, DeadlineExceeded
 from pa_npu.publish.coordinator_side import CoordinatorPublish
-from pa_npu.publish.engine_groups import Connection
+from pa_npu.publish.engines import Connection
 from pa_npu.publish.messages import READY, VERDICT, StageManifest, TrainersReady
 from tests.helpers.stand_in_engine import API_KEY, Served
 from tools.stand_in import Speed

@@ -11,9 +11,9 @@ import pytest
 
 import pa_npu
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import PlacementConfig
-from pa_npu.engines.vllm import command as engine
-from pa_npu.engines.vllm.command import EngineCommand
+from pa_npu.config.sections.operation import PlacementConfig
+from pa_npu.engines.vllm import kind as engine
+from pa_npu.engines.vllm.kind import EngineCommand
 from pa_npu.engines.vllm.versions import VERSIONS, EngineVersion
 from pa_npu.errors import ConfigError
 from pa_npu.families.shape import Experts, Rope

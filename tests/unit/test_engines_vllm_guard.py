@@ -22,7 +22,7 @@ from pa_npu.errors import UserError
 from pa_npu.launcher.engine_key import engine_key, key_file, read_key
 from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.process import commands
-from pa_npu.launcher.process.readiness import engine_answers
+from pa_npu.launcher.process.processes import engine_answers
 from pa_npu.platform import get
 from tests.unit.test_engines_vllm_command import SPEC
 from tools.stand_in import Speed, StandInEngine, serving

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.engines import interpreter
+from pa_npu.engines import registry
 from pa_npu.engines.membership import Member
-from pa_npu.engines.vllm import ascend, kind, versions
-from pa_npu.engines.vllm import command as engine
+from pa_npu.engines.vllm import kind, versions
 from pa_npu.engines.vllm.versions import (
     VERSIONS,
     engine_version,
@@ -26,7 +25,7 @@ from pa_npu.engines.vllm.versions import (
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.placement import place
 from pa_npu.launcher.process import commands
-from pa_npu.publish.engine_groups import Connection, EngineGroups
+from pa_npu.publish.engines import Connection, EngineGroups
 from pa_npu.publish.messages import StageManifest
 from tests.unit.test_engines_vllm_command import CPU, ROWS, SPEC, Device, config, option
 
@@ -95,7 +94,7 @@ def test_the_interpreter_is_asked_once_and_without_importing_vllm(tmp_path: Path
         f'#!/bin/sh\necho x >> {starts}\nPYTHONPATH={tmp_path / "packages"} exec {sys.executable} -S "$@"\n'
     )
     python.chmod(0o755)
-    interpreter.distributions.cache_clear()
+    registry.distributions.cache_clear()
     chosen = config({"python": str(python)}, run={"device": "npu"})
     assert [engine_version(chosen).name for _ in range(3)] == ["vllm-ascend 0.23"] * 3
     assert starts.read_text() == "x\n"
@@ -103,7 +102,7 @@ def test_the_interpreter_is_asked_once_and_without_importing_vllm(tmp_path: Path
     hanging = tmp_path / "hanging"
     hanging.write_text("#!/bin/sh\nexec sleep 100\n")
     hanging.chmod(0o755)
-    monkeypatch.setattr(interpreter, "_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(registry, "_TIMEOUT_S", 0.2)
     for wrong, reason in (
         (str(hanging), "does not run"),
         ("/bin/echo", "does not run"),
@@ -135,10 +134,10 @@ def test_batch_invariance_is_a_variable_and_a_property_of_the_cpu_in_fp32():
 @pytest.mark.parametrize("row", VERSIONS, ids=lambda row: row.name)
 def test_command_of_every_row(monkeypatch, row):
     if row.device != "cpu":
-        monkeypatch.setattr(engine.platform, "get", lambda kind: Device())
+        monkeypatch.setattr(kind.platform, "get", lambda kind: Device())
     flags = {"graph_mode": True, "batch_invariant": True}
-    plain = engine.server_command(config(), SPEC, 0, 1, row)
-    other = engine.server_command(config(flags), SPEC, 0, 1, row)
+    plain = kind.server_command(config(), SPEC, 0, 1, row)
+    other = kind.server_command(config(flags), SPEC, 0, 1, row)
     assert "--enforce-eager" not in other.argv
     assert "--enable-prefix-caching" in plain.argv and "--no-enable-prefix-caching" not in plain.argv
     assert option(plain.argv, "--middleware") and option(plain.argv, "--logprobs-mode") == "processed_logprobs"
@@ -184,7 +183,7 @@ def test_what_an_ascend_installation_lacks_is_refused_before_engines_start(
     (tmp_path / "libatb.so").write_text("")
     for name, value in {"ASCEND_HOME_PATH": str(tmp_path), "LD_LIBRARY_PATH": f":{tmp_path}", **env}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(ascend, "distributions", lambda python, names: {} if python is None else theirs)
+    monkeypatch.setattr(versions, "distributions", lambda python, names: {} if python is None else theirs)
     monkeypatch.setattr(kind, "engine_version", lambda config: ASCEND)
     chosen = config(rollout={"python": "theirs"})
     if said is None:
@@ -196,11 +195,11 @@ def test_what_an_ascend_installation_lacks_is_refused_before_engines_start(
 
 def test_engines_off_ascend_are_not_asked_for_its_libraries(monkeypatch):
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
-    assert ascend.installation_problem(CUDA, None) is None
+    assert versions.installation_problem(CUDA, None) is None
 
 
 async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow_one_another(monkeypatch):
-    monkeypatch.setattr(engine.platform, "get", lambda kind: Device())
+    monkeypatch.setattr(kind.platform, "get", lambda kind: Device())
     monkeypatch.setattr(versions, "installed", lambda python: {"vllm": "0.23.0", "vllm-ascend": "0.23.0"})
     monkeypatch.delenv("X_VISIBLE_DEVICES", raising=False)
     chosen = Config.model_validate(

@@ -207,8 +207,8 @@ def test_engine_needs_nothing_but_torch_and_vllm() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert lines[0] == "[]"
-    rooms = (".engines", ".engines.vllm", ".weight_transfer")
-    rooms += tuple(f".engines.vllm.{part}" for part in ("worker", "experts", "routes", "streams"))
+    rooms = (".engines", ".engines.weight_calls", ".engines.vllm", ".weight_transfer")
+    rooms += tuple(f".engines.vllm.{part}" for part in ("worker", "routes", "streams"))
     rooms += (".platform", ".platform.memory_peaks", ".platform.typical")
     parts = ("adapters", "collectives", "digest", "manifest", "receiver", "transport")
     rooms = (*rooms, *(f".weight_transfer.{part}" for part in parts))

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.episode import GroupGenerate, run_episode
 from pa_npu.data.prompts import Prompt
+from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.environments import time_limit
-from pa_npu.environments.calculator import calculate
 from pa_npu.environments.protocol import Environment, EnvironmentContext, EnvironmentFailed, Generate
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.time_limit import interrupting
-from pa_npu.environments.tools import ToolEnvironment
+from pa_npu.environments.tools import ToolEnvironment, calculate
 from pa_npu.errors import ConfigError, InvariantViolation, PaNpuError
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import build_microbatches
@@ -98,9 +98,9 @@ async def episode(environment: Environment, engine: Any, num_samples: int, most:
             pool.add(successor)  # type: ignore[arg-type]
             pool.serve(successor)  # type: ignore[arg-type]
 
-        pool.on_lost(replace)
+        pool.on_lost = replace
         lease: Lease = await pool.admit(num_samples, 100, lambda _: 64, 1.0)
-        with pool.session(lease, lambda _: 64, deadline_s=1.0, again_deadline_s=1.0) as session:
+        with GroupSession(pool, lease, lambda _: 64, deadline_s=1.0, again_deadline_s=1.0) as session:
             return await run_episode(
                 CONFIG, environment, PROMPT, num_samples, GroupGenerate(session, SEED, Sampling(most, 1.0)), 1000
             )
@@ -177,7 +177,7 @@ async def test_samples_of_several_turns_become_a_microbatch_whose_targets_see_th
     assert group.version_range == (0, 2)
     (microbatch,) = build_microbatches(group, 3, True, 1)
     shared = len(PROMPT.tokens)
-    assert microbatch.num_computed_tokens == group.num_tokens - 2 * shared, "the prompt is computed once"
+    assert microbatch.num_computed_tokens == len(group.tokens) - 2 * shared, "the prompt is computed once"
     positions, mask = microbatch.layout.position_ids(), microbatch.layout.dense_mask()
     number = 0
     for sample in samples:

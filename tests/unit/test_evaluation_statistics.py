@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from pa_npu.evaluation.statistics import estimate, majority_at_k, paired_difference, pass_at_k, wilson
+from pa_npu.evaluation.results import estimate, majority_at_k, paired_difference, pass_at_k, wilson
 
 
 @pytest.mark.parametrize("num_samples", range(1, 8))

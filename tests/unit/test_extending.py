@@ -34,8 +34,7 @@ from pa_npu.rewards.check import check_reward_functions, sample_group
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import build_microbatches
-from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.shards import run_columns
+from pa_npu.samples.rollout_buffer import RolloutBuffer, run_columns
 from pa_npu.samples.types import SampleBuilder
 from tests.unit.test_environments import PROMPT, TOKENIZER, Scripted, episode
 

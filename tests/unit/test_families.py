@@ -17,14 +17,14 @@ from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
 from pa_npu.families import spec as registry
-from pa_npu.families.llama import Llama
+from pa_npu.families.decoders import Llama
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.memory import trainer_memory
 from tests.helpers.megatron import loaded_stage, model_config, single_process
 from tests.helpers.models import FAMILIES, make_model
 from tests.helpers.renamed_llama import RenamedLlama
 
-from pa_npu.backends.megatron.weights.hf_directory import export_hf  # isort: skip
+from pa_npu.backends.megatron.weights.buckets import export_hf  # isort: skip
 
 MINIMAL = {
     "num_hidden_layers": 2,

@@ -12,8 +12,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pa_npu.config import Config, dump_config, load_config
 from pa_npu.config.keys import all_keys
+from pa_npu.config.load import dump_config, load_config
+from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, DataError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.plan_text import derived_lines

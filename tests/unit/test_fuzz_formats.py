@@ -21,16 +21,15 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from pa_npu.config.sections import DataConfig
+from pa_npu.config.sections.inputs import DataConfig, TrainingDataset
 from pa_npu.data.prompts import load_prompts
-from pa_npu.engines.answers import decode_object
-from pa_npu.engines.codec import decode_response
+from pa_npu.engines.codec import decode_object, decode_response
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.errors import DataError
 from pa_npu.families.model_directory import load_tokenizer
 from pa_npu.samples.columns import GroupFormatError
 from pa_npu.samples.wire import from_bytes, to_bytes
-from pa_npu.telemetry.metrics import MetricsWriter, read_evaluations, read_records
+from pa_npu.telemetry.records import MetricsWriter, read_evaluations, read_records
 from pa_npu.telemetry.report import summarise
 from pa_npu.weight_transfer.manifest import Manifest
 from pa_npu.weight_transfer.transport import WeightSyncError
@@ -75,8 +74,10 @@ def test_a_models_tokenizer_files_are_a_tokenizer_or_a_data_error(
     file.write_bytes(data.draw(near))
     try:
         tokenizer = load_tokenizer(str(tokenizer_files))
-        prompts = load_prompts(str(tokenizer_files / "row.jsonl"), tokenizer, DataConfig(train="t"))
-        assert all(len(prompt.tokens) for prompt in prompts)
+        prompts = load_prompts(
+            TrainingDataset(path=str(tokenizer_files / "row.jsonl")), tokenizer, DataConfig(train="t"), "data.train"
+        )
+        assert all(len(prompt.tokens) for prompt in prompts.prompts)
     except DataError as error:
         assert "\n" not in str(error)
     finally:
@@ -117,12 +118,12 @@ def test_a_dataset_is_prompts_or_a_data_error(
         train=str(file), chat_template=template, overlong_prompt=overlong, max_prompt_tokens=20, **extra
     )
     try:
-        prompts = load_prompts(str(file), TOKENIZER, config)
+        prompts = load_prompts(TrainingDataset(path=str(file)), TOKENIZER, config, "data.train")
     except DataError as error:
         assert "\n" not in str(error)
         return
     assert prompts.summary
-    for prompt in prompts:
+    for prompt in prompts.prompts:
         assert 1 <= len(prompt.tokens) <= 20 and prompt.answer.strip()
         # what samples.jsonl and reward workers are sent
         json.dumps([prompt.text, prompt.answer, prompt.row], ensure_ascii=False, default=str).encode()

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pa_npu.config.load import load_config
-from pa_npu.config.sections import DataConfig
+from pa_npu.config.sections.inputs import DataConfig, TrainingDataset
 from pa_npu.data import prompts as prompts_module
 from pa_npu.data import template as template_module
 from pa_npu.data.limits import TimeLimitReached, _address_space, time_limit
@@ -28,11 +28,10 @@ from pa_npu.data.prompts import load_prompts
 from pa_npu.data.records import read_records
 from pa_npu.data.rows import LONGEST_ROW_BYTES
 from pa_npu.data.template import RENDER_MEMORY_BYTES
-from pa_npu.engines.vllm import arguments
-from pa_npu.engines.vllm.arguments import check_extra_arguments
-from pa_npu.engines.vllm.kind import served_model
+from pa_npu.engines.vllm import kind
+from pa_npu.engines.vllm.kind import check_extra_arguments, served_model
 from pa_npu.errors import ConfigError, DataError
-from pa_npu.launcher.process.readiness import engine_answers
+from pa_npu.launcher.process.processes import engine_answers
 
 SMALL = ["model.path=m", "data.train=t"]
 
@@ -208,13 +207,15 @@ def test_a_hostile_chat_template_is_one_line(
     used, limits = _address_space(), resource.getrlimit(resource.RLIMIT_AS)
     before_s, before_bytes = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     with pytest.raises(DataError, match=r"t\.jsonl:1: ") as refused:
-        load_prompts(str(file), Tokenizer(template), DataConfig(train="t"))
+        load_prompts(TrainingDataset(path=str(file)), Tokenizer(template), DataConfig(train="t"), "data.train")
     assert re.search(expected, str(refused.value))
     assert time.monotonic() - before_s < 60, "seconds, whatever the template"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 < before_bytes + 1.1 * RENDER_MEMORY_BYTES
     assert resource.getrlimit(resource.RLIMIT_AS) == limits and _address_space() < used + RENDER_MEMORY_BYTES
-    good = load_prompts(str(file), Tokenizer("{{ messages[0].content }} ?"), DataConfig(train="t"))
-    assert len(good) == 1
+    good = load_prompts(
+        TrainingDataset(path=str(file)), Tokenizer("{{ messages[0].content }} ?"), DataConfig(train="t"), "data.train"
+    )
+    assert len(good.prompts) == 1
 
 
 def test_what_a_template_makes_of_all_rows_together_is_bounded_too(tmp_path, monkeypatch) -> None:
@@ -225,13 +226,18 @@ def test_what_a_template_makes_of_all_rows_together_is_bounded_too(tmp_path, mon
     tokenizer = Tokenizer("{{ 'x ' * 1000 }}")
     skipped = "data.max_prompt_tokens = 10"
     with pytest.raises(DataError, match=f"24 prompts of .* are longer than {skipped} and were skipped"):
-        load_prompts(str(file), tokenizer, DataConfig(train="t", max_prompt_tokens=10, overlong_prompt="skip"))
+        load_prompts(
+            TrainingDataset(path=str(file)),
+            tokenizer,
+            DataConfig(train="t", max_prompt_tokens=10, overlong_prompt="skip"),
+            "data.train",
+        )
     assert tokenizer.characters == [6000] * 8, "of 2,000 each; no more are kept at a time"
     monkeypatch.setattr(prompts_module, "RENDER_ALL_LIMIT_S", 0.1)
     monkeypatch.setattr(prompts_module, "RENDER_ROW_S", 0.001)
     slow = "{% for a in range(99999) %}{{ a }}{% endfor %}"
     with pytest.raises(DataError, match=r"the chat template is too slow, \d+ of 24 rows took all of the 0.124 s"):
-        load_prompts(str(file), Tokenizer(slow), DataConfig(train="t"))
+        load_prompts(TrainingDataset(path=str(file)), Tokenizer(slow), DataConfig(train="t"), "data.train")
 
 
 def test_a_time_limit_leaves_no_alarm_behind() -> None:
@@ -311,7 +317,7 @@ def test_an_engine_that_answers_is_understood() -> None:
 def test_a_hostile_peer_at_rollout_attach_costs_little_time(
     monkeypatch: pytest.MonkeyPatch, answer: bytes, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("pa_npu.engines.http_client._GET_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("pa_npu.engines.client._GET_TIMEOUT_S", 1.0)
     start_s = time.monotonic()
     with server(answer, **options) as url:
         with contextlib.suppress(OSError, ValueError):
@@ -348,7 +354,7 @@ def test_arguments_that_the_engine_does_not_know_are_refused_by_its_own_parser(
     ):
         check_extra_arguments(config)
     check_extra_arguments(load_config([], SMALL))
-    monkeypatch.setattr(arguments, "_TIME_LIMIT_S", 0.01)
+    monkeypatch.setattr(kind, "_TIME_LIMIT_S", 0.01)
     config = load_config([], [*SMALL, "rollout.extra_args=[--block-size, '7']"])
     with pytest.raises(ConfigError, match="not parsed within"):
         check_extra_arguments(config)
@@ -359,10 +365,10 @@ def test_arguments_that_the_engine_does_not_know_are_refused_by_its_own_parser(
 )
 def test_any_memory_size_is_a_number_or_one_line(memory: str) -> None:
     from pa_npu.errors import UserError
-    from pa_npu.launcher.subcommands.configuration import memory_gib
+    from pa_npu.launcher.subcommands import checked_memory_gib
 
     try:
-        size = memory_gib(memory)
+        size = checked_memory_gib(memory)
     except UserError as error:
         assert str(error).isprintable() and "--device-memory-gib" in str(error)
         return

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pa_npu.config import Config, dump_config, load_config
-from pa_npu.config.help import ENTRIES, keys_help
-from pa_npu.config.keys import all_keys, find_annotation
+from pa_npu.config.keys import ENTRIES, all_keys, find_annotation, keys_help
+from pa_npu.config.load import dump_config, load_config
 from pa_npu.config.removed import REMOVED
 from pa_npu.config.rules.unread import CONDITIONS, value_and_default
+from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +91,7 @@ def test_override_values_are_yaml(base: str) -> None:
         ("  temperature: 0", 9, "rollout.temperature: 0 is out of range; use number > 0, <= 10"),
         ("  max_num_seqs: 1.5", 9, "rollout.max_num_seqs: 1.5 is not allowed; use int >= 1"),
         ("  max_num_seqs: true", 9, "rollout.max_num_seqs: true is not"),
+        ("  ignore_eos: 1", 9, "rollout.ignore_eos: 1 is not allowed; use true | false"),
         ("  top_p: 0.9", 9, "rollout.top_p: removed in an earlier release; engines sample from the whole distribution"),
         ("  engines: 3", 9, "rollout.engines: written twice"),
         ("  a: [", 10, "not valid YAML"),

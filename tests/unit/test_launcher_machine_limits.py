@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pa_npu.config import Config
+from pa_npu.config.schema import Config
 from pa_npu.launcher import machine_limits
 from pa_npu.launcher.machine_limits import limit_problems
 

@@ -242,7 +242,7 @@ def test_what_the_system_refuses_is_one_line_and_what_we_did_not_expect_is_not_h
         def fail(*_: object) -> int:
             raise error
 
-        monkeypatch.setattr("pa_npu.launcher.subcommands.export.main", fail)
+        monkeypatch.setattr("pa_npu.launcher.subcommands.export", fail)
         return main(["export", "--checkpoint", "x", "--output", "y"])
 
     assert met(PermissionError(13, "Permission denied", "/some\n/file")) == 2
@@ -256,8 +256,8 @@ def test_join_at_a_silent_or_foreign_server_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, answers: bytes | None
 ) -> None:
     """answers: of the server; None accepts and says nothing."""
-    monkeypatch.setattr("pa_npu.launcher.subcommands.join._CONNECT_TIMEOUT_S", 2.0)
-    monkeypatch.setattr("pa_npu.launcher.subcommands.join._STORE_TIMEOUT_S", 4.0)
+    monkeypatch.setattr("pa_npu.launcher.join._CONNECT_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("pa_npu.launcher.join._STORE_TIMEOUT_S", 4.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         kept: list[socket.socket] = []
 

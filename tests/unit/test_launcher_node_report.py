@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,15 +11,15 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from pa_npu.config import Config
+from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
 from pa_npu.launcher import run_checks
-from pa_npu.launcher.cluster import node_report
-from pa_npu.launcher.cluster.node_report import NodeReport, inspect_node, leave_token, node_problem
+from pa_npu.launcher.cluster import host
+from pa_npu.launcher.cluster.host import NodeReport, inspect_node, leave_token, node_problem
 from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.run_checks import device_notes
 from pa_npu.launcher.trainer_versions import installed_versions, nearest_stack, trainer_problems
-from pa_npu.platform.busy import parse_npu_smi, parse_nvidia_smi
+from pa_npu.platform.vendor_tools import parse_npu_smi, parse_nvidia_smi
 
 NPU = {
     "python": "3.10.14",
@@ -152,7 +153,7 @@ def test_nodes_that_share_directory_and_model_have_no_problem(tmp_path: Path) ->
     token = leave_token(config)
     own, other = (inspect_node(config, cast(Any, Cpu()), NOWHERE, number, token) for number in (-1, 0))
     assert node_problem(other, own) is None
-    assert NodeReport(**other.to_json()) == other, "a report travels as JSON"
+    assert NodeReport(**asdict(other)) == other, "a report travels as JSON"
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".nodes"], "nothing else is left behind"
 
 
@@ -180,7 +181,7 @@ def test_a_node_with_another_directory_model_or_version_is_named(
     assert problem() == "None", "the same model"
     (tmp_path / "b" / "model" / "config.json").write_text('{"changed": 1}')
     assert problem().startswith(f"{name}model.path: ") and "give all nodes the same model" in problem()
-    monkeypatch.setattr(node_report, "installed_versions", lambda: {"torch": "0"})
+    monkeypatch.setattr(host, "installed_versions", lambda: {"torch": "0"})
     assert problem().startswith(f"{name}") and "on the launcher's machine; install the same on all nodes" in problem()
 
 

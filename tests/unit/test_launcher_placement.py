@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pa_npu.config import Config
+from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.shape import Rope
 from pa_npu.families.spec import ModelSpec

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pa_npu import platform as platforms
-from pa_npu.config import Config
+from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.cluster.ray_cluster import wanted_nodes
 from pa_npu.launcher.engine_key import run_key

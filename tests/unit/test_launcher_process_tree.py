@@ -9,14 +9,15 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pa_npu.control import keeper
-from pa_npu.launcher.process.log_tail import MarkedLines
-from pa_npu.launcher.process.process_tree import Process, ProcessTree
+from pa_npu.launcher.process.commands import Command
+from pa_npu.launcher.process.process_tree import MarkedLines, Process, ProcessTree
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,9 +52,15 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0
         time.sleep(0.01)
 
 
+def start(
+    tree: ProcessTree, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+) -> Process:
+    return tree.launch(Command(name, tuple(argv), {**os.environ, **(env or {})}, **options))
+
+
 def start_family(tree: ProcessTree, directory: Path, *arguments: str) -> tuple[Process, list[int]]:
     directory.mkdir()
-    process = tree.start("family", [sys.executable, "-S", "-c", FAMILY, str(directory), *arguments], os.environ)
+    process = start(tree, "family", [sys.executable, "-S", "-c", FAMILY, str(directory), *arguments])
     wait_until(lambda: len(list(directory.iterdir())) == 3, "three members")
     return process, [int(file.name) for file in directory.iterdir()]
 
@@ -81,7 +88,7 @@ def test_exit_codes_and_signals_pass_through(tree: ProcessTree) -> None:
         "crash": python("import os; os.kill(os.getpid(), 11)"),
         "absent": ["/nowhere/command"],
     }
-    processes = {name: tree.start(name, argv, os.environ) for name, argv in commands.items()}
+    processes = {name: start(tree, name, argv) for name, argv in commands.items()}
     for process in processes.values():
         process.popen.wait(10)
     ends = {name: process.describe_end() for name, process in processes.items()}
@@ -98,7 +105,7 @@ def test_exit_codes_and_signals_pass_through(tree: ProcessTree) -> None:
 
 def test_output_goes_to_the_log_and_marked_lines_are_found(tree: ProcessTree) -> None:
     code = "import sys; print('| one'); print('two'); sys.stderr.write('three\\n'); print('| four', end='')"
-    process = tree.start("talker", python(code), os.environ)
+    process = start(tree, "talker", python(code))
     marked = MarkedLines(process.log, "| ")
     process.popen.wait(10)
     assert process.last_lines(2) == ["two", "| four"] or "three" in process.last_lines(2)
@@ -112,7 +119,7 @@ def logged_and_ended(tree: ProcessTree, code: str, stdout: str = "&1") -> Proces
     """A process that sets up its log, runs `code` and has ended."""
     code = f"import logging, os; from pa_npu.telemetry.logs import setup_logging; setup_logging('it'); {code}"
     argv = ["sh", "-c", f'exec "$0" -c "$1" >{stdout} 2>&1', sys.executable, code]
-    process = tree.start("it", argv, {**os.environ, "PYTHONPATH": str(ROOT)})
+    process = start(tree, "it", argv, {"PYTHONPATH": str(ROOT)})
     process.popen.wait(60)
     return process
 
@@ -136,7 +143,7 @@ def test_an_error_that_a_process_survived_is_not_its_last_line(tree: ProcessTree
 
 def test_cores_are_pinned(tree: ProcessTree) -> None:
     core = max(os.sched_getaffinity(0))
-    process = tree.start("pinned", python("import os; print(os.sched_getaffinity(0))"), os.environ, cores=[core])
+    process = start(tree, "pinned", python("import os; print(os.sched_getaffinity(0))"), os.environ, cores=(core,))
     process.popen.wait(10)
     assert process.last_lines(1) == [f"{{{core}}}"]
 
@@ -161,7 +168,7 @@ def test_stop_lets_a_command_clean_up(tree: ProcessTree, tmp_path: Path) -> None
         print("up", flush=True)
         time.sleep(60)
     """
-    process = tree.start("polite", python(textwrap.dedent(code)), os.environ)
+    process = start(tree, "polite", python(textwrap.dedent(code)))
     wait_until(lambda: process.last_lines(1) == ["up"], "the handler is there")
     tree.stop()
     assert marker.exists()
@@ -184,7 +191,7 @@ def test_a_command_that_wants_a_directory_of_its_own_has_one_for_as_long_as_it_r
     named = tmp_path / "named"
     code = f"import os, time; open({str(named)!r}, 'w').write(os.environ['HERE']); time.sleep(60)"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    process = tree.start("busy", python(code), os.environ, scratch_env="HERE")
+    process = start(tree, "busy", python(code), os.environ, scratch_env="HERE")
     wait_until(lambda: named.exists() and named.read_text() != "", "it has started")
     directory = Path(named.read_text())
     assert directory.parent == tmp_path and directory.is_dir()
@@ -211,7 +218,7 @@ def test_a_killed_keeper_leaves_nothing(tree: ProcessTree, tmp_path: Path) -> No
 def test_other_children_of_this_process_are_left_alone(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as other:
         with ProcessTree(tmp_path, grace_s=0.1) as tree:
-            tree.start("sleeper", python("import time; time.sleep(60)"), os.environ)
+            start(tree, "sleeper", python("import time; time.sleep(60)"))
         assert other.poll() is None
         other.kill()
 
@@ -223,9 +230,11 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path, number: signal.Signals
     code = f"""
         import os, sys, time
         from pathlib import Path
+        from pa_npu.launcher.process.commands import Command
         from pa_npu.launcher.process.process_tree import ProcessTree
         tree = ProcessTree(Path({str(tmp_path)!r}), 1.0)
-        tree.start("family", [sys.executable, "-S", "-c", {FAMILY!r}, {str(tmp_path / "pids")!r}, "deaf"], os.environ)
+        argv = (sys.executable, "-S", "-c", {FAMILY!r}, {str(tmp_path / "pids")!r}, "deaf")
+        tree.launch(Command("family", argv, dict(os.environ)))
         time.sleep(60)
     """
     launcher = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
@@ -252,7 +261,7 @@ def test_a_stopped_keeper_does_not_hide_its_commands_end(tmp_path: Path, code: s
     go = tmp_path / "go"
     program = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n{code}"
     with ProcessTree(tmp_path / "logs", 1.0) as tree:
-        process = tree.start("trainer-0", [sys.executable, "-S", "-c", program], dict(os.environ))
+        process = start(tree, "trainer-0", [sys.executable, "-S", "-c", program])
         wait_until(lambda: keeper.descendants(process.popen.pid) != [], "the keeper has started its command")
         os.kill(process.popen.pid, signal.SIGSTOP)
         go.touch()

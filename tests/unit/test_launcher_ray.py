@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pa_npu.errors import ConfigError, UserError
-from pa_npu.launcher.cluster.host_actor import forwarded_environment
+from pa_npu.launcher.cluster.host import forwarded_environment
 from pa_npu.launcher.cluster.ray_connection import connected
 from tests.helpers.ray_launcher import UP_AND_SLEEP, RayLauncher, alive, parent
 from tests.helpers.raylets import HEAD, OTHER, Raylets, raylets

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from pa_npu.config import Config
+from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.roster import PREFIX, Roster
 from pa_npu.launcher.process import recovery

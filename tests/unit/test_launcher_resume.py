@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from pa_npu.checkpoints import directories as store
-from pa_npu.checkpoints.digests import digest_of
+from pa_npu.checkpoints.directories import digest_of
 from pa_npu.checkpoints.provenance import (
     CHANGES,
     REFUSED,
@@ -27,9 +27,8 @@ from pa_npu.config.schema import Config
 from pa_npu.coordinator.main import first_version
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.errors import ConfigError, UserError
-from pa_npu.launcher.resume import check_checkpoint, resolve_resume
 from pa_npu.launcher.run import Plan
-from pa_npu.launcher.run_directory import check_run_directory, own_run_directory
+from pa_npu.launcher.run_directory import check_checkpoint, check_run_directory, own_run_directory, resolve_resume
 
 
 @pytest.fixture

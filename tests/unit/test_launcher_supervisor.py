@@ -15,7 +15,7 @@ import pytest
 from pa_npu.launcher.process.commands import Command
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import ProcessTree
-from pa_npu.launcher.process.readiness import Awaited
+from pa_npu.launcher.process.processes import Awaited
 from pa_npu.launcher.process.supervisor import Supervisor, stop_signals
 from pa_npu.telemetry.timeline import Timeline
 

@@ -114,13 +114,15 @@ MEGATRON = re.compile(r"^get_\w+_parallel_(rank|world_size)$")
 # (path, what stands there): why it is no arithmetic on the run's trainer ranks.
 KNOWN = {
     ("backends/megatron/parallel.py", "the sizes that Megatron was given make this process's mesh"): 5,
-    ("dispatch/token_budget.py", "rows of groups, one per replica, of an update that is not known to be whole"): 3,
+    ("coordinator/token_budget.py", "rows of groups, one per replica, of an update that is not known to be whole"): 3,
     ("planning/iteration_model/flow.py", "replicas of a cluster whose iteration is predicted"): 2,
 }
 
 
 def _names(node: ast.AST) -> set[str]:
-    """Names and attributes of an expression, not those that only say where in it to look."""
+    """Names and attributes of an expression, not those that only say where in it to look; a mesh's `data` are replicas."""
+    if isinstance(node, ast.Attribute) and node.attr == "data" and _names(node.value) == {"mesh"}:
+        return {"replicas"}
     found: set[str] = (
         {node.id} if isinstance(node, ast.Name) else {node.attr} if isinstance(node, ast.Attribute) else set()
     )
@@ -165,7 +167,7 @@ def _found(source: str) -> Iterator[int]:
     [
         "stage = rank // per_stage",
         "place = self.rank % self.tensor_size",
-        "slot = divmod(position, config.data_parallel)",
+        "slot = divmod(position, config.mesh.data)",
         "shard = trainer.tensor_parallel * trainer.pipeline_parallel",
         "own = groups[number // num_replicas]",
         "rank = parallel_state.get_tensor_model_parallel_rank()",

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from pa_npu.algorithm.objective import loss_sums, metric_names
 from pa_npu.algorithm.policy_losses import TokenBatch, dpo, find_policy_loss, token_weights
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import AlgorithmConfig
+from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.control.freshness import Freshness
 from pa_npu.samples.group import Group
 from tests.helpers.megatron import model_config, single_process

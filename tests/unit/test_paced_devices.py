@@ -13,7 +13,7 @@ import pytest
 
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.registry import backend_module
-from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed
+from pa_npu.planning.iteration_model.subjects import Cluster, EngineSpeed
 from tools.bench_schedule import RESPONSES, shortest_generation_s
 from tools.paced.device import Device
 from tools.paced.trainer import PacedBackend, PacedMicrobatches

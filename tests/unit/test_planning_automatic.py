@@ -10,7 +10,7 @@ from pa_npu.errors import ConfigError
 from pa_npu.launcher.placement import place_nodes
 from pa_npu.planning import automatic
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.prediction.divisions import assumed_basis
+from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.typical import typical_speed
 from tests.helpers.recipes import ROOT

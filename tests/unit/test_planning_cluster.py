@@ -11,7 +11,7 @@ from helpers.recorded_run import write_run
 from pa_npu.config.load import load_config
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.prediction.costs import GroupSeconds
-from pa_npu.planning.prediction.virtual_run import predict
+from pa_npu.planning.prediction.virtual_run import Basis
 from pa_npu.planning.prediction.workload import assumed_workload
 from tools.cluster.calibration import published
 from tools.cluster.hardware import PUBLISHED, published_speed
@@ -67,7 +67,11 @@ def test_the_colocated_bound_is_generation_and_training_on_all_devices_after_eac
             "rollout": config.rollout.model_copy(update={"engines": plan.devices // config.rollout.tensor_parallel})
         }
     )
-    generate_s = predict(engines, found.spec, found.costs, found.workload, found.typical, streams=False).generate_s
+    generate_s = (
+        Basis(engines, found.spec, found.costs, found.workload, found.typical, None)
+        .predicted(engines, streams=False)
+        .generate_s
+    )
     assert plan.colocated_s.value == pytest.approx(generate_s + train_s + cost.step_s + cost.border_s, rel=0.06)
 
 

@@ -13,10 +13,10 @@ import pytest
 from helpers.virtual_cluster import CPU, HEAVY, NPU, Case, Lengths
 
 from pa_npu.dispatch.schedule import Schedule, Turn, Windows, same_windows
-from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, GroupTiming, VirtualGroup
 from pa_npu.planning.iteration_model.fit import EngineFit
 from pa_npu.planning.iteration_model.flow import backwards_turns, predicted
 from pa_npu.planning.iteration_model.schedules import flow_of
+from pa_npu.planning.iteration_model.subjects import Cluster, EngineSpeed, GroupTiming, VirtualGroup
 from tools.optimum import optimum_s
 from tools.simulate import Outcome, simulate
 

@@ -10,9 +10,15 @@ import pytest
 from helpers.virtual_cluster import NPU
 
 from pa_npu.planning.iteration_model import flow
-from pa_npu.planning.iteration_model.cluster import EngineSpeed, GroupTiming
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
+from pa_npu.planning.iteration_model.subjects import (
+    EngineSpeed,
+    GroupOutlook,
+    GroupTiming,
+    IterationOutlook,
+    IterationTimes,
+    Rules,
+)
 
 # Seconds of a flow for each of its events, of which a group has two: measured, 8 to 10 microseconds a group.
 EVENT_S = 5e-6

@@ -9,10 +9,16 @@ import numpy as np
 import pytest
 
 from pa_npu.dispatch.schedule import Reach, Schedule
-from pa_npu.planning.iteration_model.cluster import Cluster, EngineSpeed, VirtualGroup
 from pa_npu.planning.iteration_model.flow import unequal
-from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, Rules
 from pa_npu.planning.iteration_model.schedules import bound_s, choose
+from pa_npu.planning.iteration_model.subjects import (
+    Cluster,
+    EngineSpeed,
+    GroupOutlook,
+    IterationOutlook,
+    Rules,
+    VirtualGroup,
+)
 from tools.bench_balance import case_of, generate_ratio, main, virtual
 from tools.simulate import simulate
 

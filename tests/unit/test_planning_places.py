@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pa_npu.config.load import load_config
+from pa_npu.planning.automatic import with_places
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.memory import engine_memory, kv_bytes_per_token, wanted_tokens
-from pa_npu.planning.places import with_places
 
 GIB = 2**30
 BASE = {

@@ -10,8 +10,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import predicted_line
 from pa_npu.planning.prediction.costs import typical_engine
-from pa_npu.planning.prediction.divisions import assumed_basis
-from pa_npu.planning.prediction.virtual_run import Predicted
+from pa_npu.planning.prediction.virtual_run import Predicted, assumed_basis
 from pa_npu.platform.typical import typical_speed
 
 SPEED = typical_speed("npu")

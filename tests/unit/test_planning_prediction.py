@@ -16,10 +16,9 @@ from pa_npu.errors import DataError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.prediction import virtual_run
-from pa_npu.planning.prediction.costs import GroupSeconds, passes, typical_trainer
-from pa_npu.planning.prediction.virtual_run import predict
+from pa_npu.planning.prediction.costs import GroupSeconds, gather_seconds, passes, typical_trainer
+from pa_npu.planning.prediction.virtual_run import Basis
 from pa_npu.planning.prediction.workload import Workload
-from pa_npu.planning.sharded import gather_seconds
 from pa_npu.platform.typical import typical_speed
 from tests.helpers.megatron import model_config
 from tests.helpers.models import make_model
@@ -64,7 +63,7 @@ def test_other_configurations_are_predicted_within_five_percent(recorded, name):
     """Against engines and trainers with their true costs, which have the same groups in the same order."""
     run, spec, calibration, workload = recorded
     config = Config.model_validate(tree(Path(run.config.run.dir), **OTHERS[name]))
-    predicted = predict(config, spec, calibration, workload, CORE)
+    predicted = Basis(config, spec, calibration, workload, CORE, None).predicted(config)
     groups = config.schedule.prompts_per_iteration
     drawn = [[(s.prompt, list(s.lengths)) for s in virtual_run._drawn(workload, config, n, groups)] for n in range(3)]
     true_s = statistics.median(iteration_s(config, spec, shapes).end_s for shapes in drawn) + TRAINER.border_s
@@ -86,7 +85,9 @@ def test_sessions_are_planned_by_the_tokens_that_trainers_compute(recorded, tmp_
     run, spec, calibration, workload = recorded
     sessions = seen_workload(read_run(directory))
     assert sessions.origin == "measured" and len(sessions.shapes) == len(workload.shapes)
-    whole, shared = (predict(run.config, spec, calibration, of, CORE) for of in (workload, sessions))
+    whole, shared = (
+        Basis(run.config, spec, calibration, of, CORE, None).predicted(run.config) for of in (workload, sessions)
+    )
     assert shared.train_s < 0.7 * whole.train_s and shared.generate_s > 0.8 * whole.generate_s
 
 
@@ -97,7 +98,9 @@ def test_without_a_timeline_what_the_controller_learned_is_used(tmp_path):
     assert found.engine.step_s == pytest.approx(0.004) and found.engine_error > 0.1
     assert seen_workload(run).origin == "calibrated"
     measured = statistics.median(seen.iteration_s for seen in run.iterations)
-    assert predict(run.config, spec, found, seen_workload(run), CORE).iteration_s == pytest.approx(measured, rel=0.15)
+    assert Basis(run.config, spec, found, seen_workload(run), CORE, None).predicted(
+        run.config
+    ).iteration_s == pytest.approx(measured, rel=0.15)
 
 
 def test_what_the_model_leaves_out_of_the_run_itself_is_measured_and_carried_over(tmp_path, recorded):
@@ -113,13 +116,15 @@ def test_what_the_model_leaves_out_of_the_run_itself_is_measured_and_carried_ove
 def test_costs_grow_with_the_model_and_shrink_with_the_device(recorded):
     run, spec, calibration, workload = recorded
     larger = replace(spec, hidden_size=256, ffn_size=768, num_heads=8, num_layers=8)
-    now = predict(run.config, spec, calibration, workload, CORE)
-    more = predict(run.config, larger, calibration, workload, CORE)
+    now = Basis(run.config, spec, calibration, workload, CORE, None).predicted(run.config)
+    more = Basis(run.config, larger, calibration, workload, CORE, None).predicted(run.config)
     assert more.generate_s > 1.1 * now.generate_s and more.train_s > 2.0 * now.train_s
     faster = replace(
         CORE, flops=10 * CORE.flops, memory_bytes=10 * CORE.memory_bytes, decode_step_s=0.0005, sequence_s=1e-5
     )
-    assert predict(run.config, spec, calibration, workload, faster).iteration_s < now.iteration_s
+    assert (
+        Basis(run.config, spec, calibration, workload, faster, None).predicted(run.config).iteration_s < now.iteration_s
+    )
 
 
 def test_the_part_of_a_cluster_that_is_simulated_takes_as_long_as_all_of_it(recorded, monkeypatch):
@@ -127,12 +132,12 @@ def test_the_part_of_a_cluster_that_is_simulated_takes_as_long_as_all_of_it(reco
     changes = {"rollout": {"engines": 24}, "trainer": {"devices": 12}, "schedule": {"prompts_per_iteration": 384}}
     config = Config.model_validate(tree(Path(run.config.run.dir), **changes))
     costs = published(config, spec, CORE)
-    part = predict(config, spec, costs, workload, CORE)
+    part = Basis(config, spec, costs, workload, CORE, None).predicted(config)
     monkeypatch.setattr(virtual_run, "_MOST_ENGINES", 10**6)
     monkeypatch.setattr(virtual_run, "_MOST_GROUPS", 10**6)
-    whole = predict(config, spec, costs, workload, CORE)
+    whole = Basis(config, spec, costs, workload, CORE, None).predicted(config)
     assert part.iteration_s == pytest.approx(whole.iteration_s, rel=0.06)
-    assert part.tpspd == pytest.approx(whole.tpspd, rel=0.06)
+    assert part.tokens / part.iteration_s == pytest.approx(whole.tokens / whole.iteration_s, rel=0.06)
 
 
 def test_a_directory_without_records_is_refused_in_one_line(tmp_path):

@@ -12,12 +12,17 @@ import numpy as np
 import pytest
 from helpers.virtual_cluster import CPU, EQUAL, HEAVY, LONG, NPU, Case, Lengths, Ran, rules_of, run_controller
 
+from pa_npu.coordinator.admission import ResponseLengths
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.lengths import ResponseLengths
 from pa_npu.dispatch.schedule import Schedule, Windows
-from pa_npu.planning.iteration_model.cluster import EngineSpeed, VirtualGroup
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes
+from pa_npu.planning.iteration_model.subjects import (
+    EngineSpeed,
+    GroupOutlook,
+    IterationOutlook,
+    IterationTimes,
+    VirtualGroup,
+)
 from tools.simulate import simulate
 
 LATER = range(3, 6)

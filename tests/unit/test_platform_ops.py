@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pa_npu.backends.megatron.patches.adam import FusedAdamW
+from pa_npu.backends.megatron.patches.repairs import FusedAdamW
 from pa_npu.platform.cuda import CudaOps
 from pa_npu.platform.ops import TorchOps
 

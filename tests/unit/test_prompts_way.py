@@ -35,17 +35,16 @@ from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt, load_prompts
 from pa_npu.data.records import Record
-from pa_npu.dispatch.work import GroupWork
+from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.engines.client import EngineClient
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.registry import make_environment
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import Rules
-from pa_npu.rewards.functions import build_function, call_function, function_specs
+from pa_npu.planning.iteration_model.subjects import Rules
+from pa_npu.rewards.functions import RewardInput, RewardResult, build_function, call_function, function_specs
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.rewards.types import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import Microbatch
@@ -70,12 +69,10 @@ DATA = (
 MOST_LINES = 50  # of Producer.produce
 PRODUCER = "coordinator/producer.py"
 QUESTION = "t3 t4 t5 t6 t7"
-MOST_FILES, MOST_WITH_HANDS, MOST_THAT_CARRY, MOST_RETURNS = 33, 40, 50, 9
+MOST_FILES, MOST_WITH_HANDS, MOST_THAT_CARRY, MOST_RETURNS = 32, 37, 45, 9
 # Given the data to hand it on as it is, or to compute what the file before them asks for: no step of its own.
 HANDS_ON = {
-    "engines/answers.py": "the checks that codecs of all engines share",
     "environments/protocol.py": "adds a generation to a sample",
-    "environments/time_limit.py": "bounds an environment's own work",
     "control/worker_process.py": "the pipe to a worker",
     "control/channel.py": "bytes into the store",
     "platform/ops.py": "norm and rotation on this platform",
@@ -85,11 +82,7 @@ HANDS_ON = {
 ASIDE = {
     "algorithm/agreement.py": "statistics of log-prob differences",
     "algorithm/update_sums.py": "metrics",
-    "backends/reductions.py": "metrics over ranks",
-    "coordinator/production.py": "numbers of the iteration's record",
-    "dispatch/lengths.py": "expected lengths",
     "engines/protocol.py": "definitions",
-    "rewards/types.py": "definitions",
 }
 NOT_STEPS = ("backends/megatron/patches/", "planning/", "telemetry/", "data/time_limit.py", "config/", "publish/")
 
@@ -204,7 +197,8 @@ async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: Rollo
                 *(config, pool, make_environment(config, tokenizer), rewards, buffer),
                 *(ScheduleController(Rules.of(config), work), Sampling(8, 1.0), Timeline(None, ""), work, store_thread),
             )
-            await producer.produce(0, list(load_prompts(config.data.train, tokenizer, config.data)))
+            read = load_prompts(config.data.datasets[0], tokenizer, config.data, "data.train")
+            await producer.produce(0, list(read.prompts))
 
 
 def reward_worker(config: Config) -> None:
@@ -214,6 +208,14 @@ def reward_worker(config: Config) -> None:
     functions = [(spec, build_function(spec)) for spec in function_specs(config.reward)]
     compute(functions, RewardInput(QUESTION, "5", [f"{QUESTION} #### 5"], [9], {}))
     assert call_function(functions[0][1], RewardInput(QUESTION, "5", ["#### 5"], [3], {})) == ([1.0], None)
+
+
+def test_the_document_says_how_many_files_there_are() -> None:
+    text = " ".join((PACKAGE.parent / "docs" / "architecture.md").read_text().split())
+    counts = (
+        f"{MOST_FILES} files are steps, {MOST_WITH_HANDS} with those that hand it on, and {MOST_THAT_CARRY} hold it."
+    )
+    assert counts in text, counts
 
 
 def test_producing_reads_on_one_page() -> None:

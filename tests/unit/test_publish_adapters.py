@@ -132,10 +132,11 @@ def test_an_engine_with_other_weights_is_refused_before_it_joins(
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:-4])
-    place: dict[str, Any] = {"rank": 1, "world_size": 2, "backend": "gloo", "device": CPU, "timeout_s": 1.0}
+    place: dict[str, Any] = {"store": ["127.0.0.1", 1], "first_rank": 1, "world_size": 2}
     stages = [{"name": "unused", "manifest": source.manifest.to_json()}]
+    groups = {**place, "stages": stages, "backend": "gloo", "timeout_s": 1.0}
     with pytest.raises(WeightSyncError, match=r"publish.lora=adapter: .*other has other weights than the trainers'"):
-        Receiver.join(("127.0.0.1", 1), stages, **place, model=object(), directory=str(other))
+        Receiver.join(groups, 0, CPU, object(), str(other))
 
 
 def test_a_directory_that_stores_a_weight_otherwise_than_it_is_sent_is_refused(model: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pa_npu.control.channel import StoreChannel
 from pa_npu.engines.protocol import LoadedWeights
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.publish import trainer_side
-from pa_npu.publish.arrival import ArrivalCheck
+from pa_npu.publish.engines import ArrivalCheck, Connection
 from pa_npu.publish.messages import (
     BROKEN,
     MEMBERS,
@@ -37,6 +37,10 @@ from tests.helpers.weights import make_checkpoint, run_threads
 from tests.unit.test_publish_weights import World
 
 
+def connection_of(stages: list[StageManifest]) -> Connection:
+    return Connection(("127.0.0.1", 1), "gloo", stages, stages)
+
+
 class Pair:
     """A trainer and an engine worker, in real gloo groups; the trainer's weights change by an update of 1e-6 per version."""
 
@@ -44,9 +48,10 @@ class Pair:
         world = World(monkeypatch, make_checkpoint(directory, "qwen2", tied=False), stages=stages)
         self.publishers: list[Publisher] = world.publishers()
         (self.receiver,) = world.connect(self.publishers)
+        self.world = world
         self.modules = world.modules
         self.manifests = [publisher.manifest() for publisher in self.publishers]
-        self.check = ArrivalCheck(self.manifests, self.manifests)
+        self.check = ArrivalCheck(connection_of(self.manifests))
 
     def update(self) -> None:
         with torch.no_grad():
@@ -57,7 +62,7 @@ class Pair:
     def publish(self, version: int, load: Callable[[Receiver, int], None] | None = None) -> LoadedWeights:
         """One publish with the coordinator's check after it. load: what the engine does instead of receiving everything."""
         load = load or (lambda receiver, version: [None for _ in receiver.receive(version)] and None)  # type: ignore[func-returns-value]
-        senders = [lambda p=publisher: p.publish(version) for publisher in self.publishers]
+        senders = [lambda p=publisher: p.publish(version, self.world.members) for publisher in self.publishers]
         results: list[Any] = run_threads(*senders, lambda: load(self.receiver, version))
         errors = [result for result in results if isinstance(result, Exception)]
         assert not errors, errors
@@ -121,7 +126,9 @@ def test_an_engine_that_does_not_say_what_it_received_is_refused(pair: Pair) -> 
     pair.publish(0)
     with pytest.raises(InvariantViolation, match=r"I5: engine a does not say what it received as weight version 1"):
         pair.check.check(1, pair.sent, {"a": LoadedWeights((1,))})
-    assert not ArrivalCheck([StageManifest("stage-0", {})], []).applies, "trainers played by a test announce nothing"
+    assert not ArrivalCheck(connection_of([StageManifest("stage-0", {})])).applies, (
+        "trainers played by a test announce nothing"
+    )
 
 
 def test_a_late_engine_that_is_sent_another_versions_copy_is_found(pair: Pair) -> None:

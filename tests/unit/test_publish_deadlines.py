@@ -14,7 +14,7 @@ import pytest
 
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
-from pa_npu.engines.transformers.command import server_command
+from pa_npu.engines.transformers.kind import server_command
 from pa_npu.errors import ConfigError, DeadlineExceeded
 from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.process import commands
@@ -171,10 +171,9 @@ async def test_an_engine_that_hangs_has_a_publishs_time_from_when_the_trainers_s
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It was asked to load long before; its health page stays green."""
-    monkeypatch.setattr(coordinator_side, "_GRACE_S", 0.0)
     monkeypatch.setattr(coordinator_side, "_HEALTH_EVERY_S", 0.02)
     publish: Any = CoordinatorPublish.__new__(CoordinatorPublish)
-    publish._deadline_s = 0.2
+    publish._limit_s = 0.2
     publish._config = SimpleNamespace(rollout=SimpleNamespace(probe_timeout_s=1.0))
     looks: list[float] = []
 

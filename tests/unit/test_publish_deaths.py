@@ -22,7 +22,7 @@ from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
 from pa_npu.publish.coordinator_side import CoordinatorPublish
-from pa_npu.publish.engine_groups import Connection
+from pa_npu.publish.engines import Connection
 from pa_npu.publish.publisher import Publisher
 from pa_npu.publish.trainer_side import TrainerPublish
 from pa_npu.telemetry.timeline import Timeline

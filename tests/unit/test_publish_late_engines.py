@@ -13,20 +13,19 @@ from pa_npu import platform as platforms
 from pa_npu.config.mesh import Mesh
 from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.publish.late_engines import LateEngines
+from pa_npu.publish.late_engines import LateEngines, VersionGate
 from pa_npu.publish.messages import (
     LATE_ANSWER,
     LATE_BROKEN,
     LATE_DECISION,
     LATE_REQUEST,
     LATE_SENT,
-    LateDecision,
+    LateAnswer,
     LateRequest,
     PublishMembers,
     SentWeights,
 )
 from pa_npu.publish.publisher import PublishStats
-from pa_npu.publish.version_gate import VersionGate
 from pa_npu.weight_transfer.transport import WeightSyncError
 
 WAIT_S = 90.0  # nothing waits so long unless it is wrong, or the machine has no time for ten threads that spin
@@ -44,11 +43,8 @@ class Publisher:
         self.calls: list[tuple[Any, ...]] = []
         self._work = work
 
-    def connect(self, members: PublishMembers) -> None:
-        self.calls.append(("connect", members.epoch, members.workers, members.host_workers))
-
-    def publish(self, version: int) -> PublishStats:
-        self.calls.append(("publish", version))
+    def publish(self, version: int, members: PublishMembers) -> PublishStats:
+        self.calls.append(("publish", version, members.epoch, members.workers, members.host_workers))
         self._work()
         return PublishStats(digests="ab")
 
@@ -60,7 +56,7 @@ def ask(channel: StoreChannel, number: int, version: int, go: bool, rank: int = 
     """The coordinator's part for one rank; returns its answer."""
     LATE_REQUEST.put(channel, LateRequest(version, 2), number=number)
     held = LATE_ANSWER.wait(channel, WAIT_S, number=number, rank=rank).held
-    LATE_DECISION.put(channel, LateDecision(go), number=number)
+    LATE_DECISION.put(channel, LateAnswer(go), number=number)
     return held
 
 
@@ -88,9 +84,7 @@ def test_a_late_engine_is_sent_the_version_when_all_ranks_hold_it(fails: bool) -
         assert ask(channel, 1, version=4, go=True)
         assert not ask(channel, 2, version=3, go=False)
     wait_until(lambda: gate.hold(4), "the weights stay held")
-    assert publisher.calls == [("connect", 1, 2, 0), ("publish", 4), ("close",)], (
-        "the first was called off, the third is outdated"
-    )
+    assert publisher.calls == [("publish", 4, 1, 2, 0), ("close",)], "the first was called off, the third is outdated"
     assert LATE_BROKEN.exists(channel, number=1) == fails
     assert LATE_SENT.exists(channel, number=1, stage=0) != fails
     if not fails:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pa_npu import platform as platforms
-from pa_npu.planning.publish_time import Link, publish_seconds, weight_bytes
+from pa_npu.planning.prediction.costs import Link, publish_seconds
 from pa_npu.trainer.assemble import SMALLEST_BUCKET_BYTES, auto_bucket_bytes
 from tools.bench_publish import MODELS
 
@@ -38,5 +38,5 @@ def test_expected_seconds_by_hand() -> None:
 
 def test_benchmarks_models_have_as_many_parameters_as_the_published_ones() -> None:
     """The element counts in the safetensors headers of Qwen2.5-7B and 32B."""
-    assert weight_bytes(MODELS["7b"]) == 2 * 7_615_616_512
-    assert weight_bytes(MODELS["32b"]) == 2 * 32_763_876_352
+    assert MODELS["7b"].num_parameters == 7_615_616_512
+    assert MODELS["32b"].num_parameters == 32_763_876_352

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.publish.version_gate import VersionGate
+from pa_npu.publish.late_engines import VersionGate
 
 
 def test_only_the_version_that_is_in_place_can_be_held() -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pa_npu.config import Config
+from pa_npu.config.schema import Config
 from pa_npu.engines.membership import Member
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
-from pa_npu.publish.engine_groups import Connection, EngineGroups
+from pa_npu.publish.engines import Connection, EngineGroups
 from pa_npu.publish.messages import StageManifest
 
 GIB = 2**30
@@ -36,10 +36,10 @@ def test_no_publish_group_has_two_ranks_on_a_device_where_the_backend_forbids_it
     found = {member.name: one for member, one in zip(members, joined, strict=True)}
     shape = {name: (g.backend, g.stages[0]["name"], g.first_rank, g.world_size) for name, g in found.items()}
     if has_host_groups:
-        assert shape == {"shared": ("gloo", "stage.host", 1, 3), "own": (backend, "stage", 1, 3)}
+        assert shape == {"shared": ("gloo", "stage/0/host", 1, 3), "own": (backend, "stage/0/group", 1, 3)}
         assert (receivers.workers, receivers.host_workers) == (2, 2)
     else:
-        assert shape == {"shared": ("gloo", "stage", 1, 5), "own": ("gloo", "stage", 3, 5)}
+        assert shape == {"shared": ("gloo", "stage/0/group", 1, 5), "own": ("gloo", "stage/0/group", 3, 5)}
         assert (receivers.workers, receivers.host_workers) == (4, 0)
 
 

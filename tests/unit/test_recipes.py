@@ -13,15 +13,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pa_npu import platform as platforms
-from pa_npu.config import Config
 from pa_npu.config.keys import all_keys
 from pa_npu.config.load import load_config
 from pa_npu.config.removed import REMOVED
+from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
+from pa_npu.planning.automatic import with_share
 from pa_npu.planning.known_models import KNOWN, known_spec
 from pa_npu.planning.memory import engine_memory, kv_bytes_per_token, trainer_memory, wanted_tokens
 from pa_npu.planning.model_rules import check_model
-from pa_npu.planning.places import with_share
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.planning.shortages import USABLE, shortages
 from tests.helpers.recipes import RECIPES, ROOT, SIZED, claims, dry_run, planned, predicted_s, quoted, shipped

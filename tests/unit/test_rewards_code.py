@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import CodeConfig, RewardConfig, RewardFunction
+from pa_npu.config.sections.rollout import CodeConfig, RewardConfig, RewardFunction
 from pa_npu.errors import DataError
 from pa_npu.rewards import sandbox
 from pa_npu.rewards.check import check_reward_functions
 from pa_npu.rewards.code_reward import CodeReward, program_of, row_tests, same_output, same_result
+from pa_npu.rewards.functions import RewardInput
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.sandbox import Limits, Outcome
-from pa_npu.rewards.types import RewardInput
 
 LIMITS = Limits(wall_s=20.0, cpu_s=10, memory_bytes=512 << 20)
 

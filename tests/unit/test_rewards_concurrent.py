@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import RewardConfig, RewardFunction
+from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
 from pa_npu.errors import DataError, PaNpuError
 from pa_npu.rewards import pool as pool_module
 from pa_npu.rewards.check import check_reward_functions
+from pa_npu.rewards.functions import RewardInput
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.rewards.types import RewardInput
 
 USERS_MODULE = """
 import asyncio, os, time

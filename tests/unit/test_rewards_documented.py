@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from pa_npu.config.load import load_config
-from pa_npu.config.sections import RewardConfig, RewardFunction
+from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
 from pa_npu.data.prompts import load_training
 from pa_npu.errors import DataError
 from pa_npu.rewards.check import check_reward_functions
+from pa_npu.rewards.functions import RewardInput
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.rewards.types import RewardInput
 from tests.helpers.fake_judge import Answer, fake_judge
 from tools.make_tiny_model import make_tokenizer
 
@@ -40,7 +40,7 @@ def test_the_data_of_the_page_are_read_as_a_run_reads_them(tmp_path: Path, monke
     (tmp_path / "documented.yaml").write_text(text)
     given = load_config([str(tmp_path / "documented.yaml")], ["model.path=m"])
     (prompts,) = load_training(given.data, make_tokenizer(), given.needs_answers)
-    assert [len(prompt.row["tests"]) for prompt in prompts] == [2, 2]
+    assert [len(prompt.row["tests"]) for prompt in prompts.prompts] == [2, 2]
     compared = load_config(
         [str(tmp_path / "documented.yaml")], ["model.path=m", "reward.functions=[{name: code}, {name: math}]"]
     )

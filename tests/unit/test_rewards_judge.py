@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import JudgeConfig, RewardConfig, RewardFunction
+from pa_npu.config.sections.rollout import JudgeConfig, RewardConfig, RewardFunction
 from pa_npu.errors import DataError, PaNpuError
 from pa_npu.rewards import judge as judge_module
 from pa_npu.rewards.check import check_reward_functions
+from pa_npu.rewards.functions import RewardInput
 from pa_npu.rewards.judge import JudgeReward
 from pa_npu.rewards.pool import RewardPool, neutral
-from pa_npu.rewards.types import RewardInput
 from tests.helpers.fake_judge import Answer, FakeJudge, fake_judge
 
 

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import DataConfig, ModelConfig, RewardConfig, RewardFunction
+from pa_npu.config.sections.inputs import DataConfig, ModelConfig
+from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, PaNpuError
 from pa_npu.rewards import pool as pool_module
 from pa_npu.rewards.check import check_reward_functions
-from pa_npu.rewards.pool import LEAST, WINDOW, FailingShare, RewardInput, RewardPool
+from pa_npu.rewards.functions import RewardInput
+from pa_npu.rewards.pool import LEAST, WINDOW, FailingShare, RewardPool
 
 USERS_MODULE = '''
 import json, os, subprocess, sys, time
@@ -347,8 +349,9 @@ async def test_a_worker_dies_with_its_parent(tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
     program = f"""
 import asyncio
-from pa_npu.config.sections import RewardConfig, RewardFunction
-from pa_npu.rewards.pool import RewardInput, RewardPool
+from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
+from pa_npu.rewards.pool import RewardPool
+from pa_npu.rewards.functions import RewardInput
 async def main():
     async with RewardPool(RewardConfig(functions=(RewardFunction(name="users_rewards:by_row"),))) as pool:
         await pool.score(RewardInput("", "4", ["a"], [1], {{"pid_file": {str(pid_file)!r}, "endless": True}}))

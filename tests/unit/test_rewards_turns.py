@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from pa_npu.rewards.turns import Turns
+from pa_npu.control.tasks import Turns
 
 
 async def test_the_oldest_group_has_the_next_turn_also_for_what_it_asks_for_last() -> None:

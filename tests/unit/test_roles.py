@@ -14,20 +14,19 @@ import pytest
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator import roles as module
+from pa_npu.coordinator.delivery import Produced
 from pa_npu.coordinator.producer import Producer
-from pa_npu.coordinator.production import Produced
 from pa_npu.coordinator.roles import Roles
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import Assignment
-from pa_npu.dispatch.roles import Rest, Speeds, Unit, decoding_units, units_of
+from pa_npu.dispatch.roles import Rest, Unit, decoding_units, units_of
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
-from pa_npu.planning.iteration_model.cluster import GroupTiming
 from pa_npu.planning.iteration_model.controller import ScheduleController
-from pa_npu.planning.iteration_model.messages import Rules
-from pa_npu.rewards.types import RewardInput, RewardResult
+from pa_npu.planning.iteration_model.subjects import EngineSpeed, GroupTiming, Rules
+from pa_npu.rewards.functions import RewardInput, RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.telemetry.timeline import Timeline
 from tools.simulate_roles import Shape, draw, iterate
@@ -154,7 +153,7 @@ async def produce(
     """keep: units that go on decoding, however little is left. fails: the engine that dies as it is asked to hand on. learned:
     whether there were iterations before."""
 
-    def wanted(rest: Rest, speeds: Speeds) -> tuple[int, float, float]:
+    def wanted(rest: Rest, speed: EngineSpeed) -> tuple[int, float, float]:
         return max(keep, rest.decoding - 1), 0.0, 0.0
 
     monkeypatch.setattr(module, "decoding_units", wanted)
@@ -171,16 +170,16 @@ async def produce(
             assert not engines[seat].decoding, f"engine {seat} is put to sleep while it decodes"
             engines[seat].asleep = True
 
-    pool.on_lost(on_lost)
-    pool.on_sleep(sleep)
+    pool.on_lost = on_lost
+    pool.on_sleep = sleep
     for seat, engine in enumerate(engines):
         pool.add(engine, seat=seat, shared=True)  # type: ignore[arg-type]
         pool.serve(engine, 5)  # type: ignore[arg-type]
     controller = ScheduleController(Rules.of(config), lambda prompt, responses: prompt + sum(responses))
     shelf, timeline = Shelf(engines), Timeline(None, "")
     monkeypatch.setattr(timeline, "_write", shelf.events.append)
-    roles = Roles(config, pool, timeline, lambda: (Speeds(0.0005, 0.0), 1e-6) if learned else None)
-    roles._known.lengths.append(np.arange(1.0, LONGEST))
+    roles = Roles(config, pool, timeline, lambda: (EngineSpeed(0.0005, 0.0), 1e-6) if learned else None)
+    roles._seen.append(np.arange(1.0, LONGEST))
     environment = SingleTurn(EnvironmentContext(None, LONGEST))
     producer = Producer(
         *(config, pool, environment, Rewards(), shelf, controller, Sampling(LONGEST, 1.0), timeline),  # type: ignore[arg-type]
@@ -309,10 +308,10 @@ def test_equal_lengths_and_dear_prompts_stay_in_turns() -> None:
             remaining, groups, np.full(len(groups), 10.0), 4, 1.0, 1.0, np.ones(len(groups)), [1.0] * ready, [], 64
         )
 
-    assert decoding_units(rest(np.full(32, 100.0), 0), Speeds(0.01, 0.001))[0] == 4
+    assert decoding_units(rest(np.full(32, 100.0), 0), EngineSpeed(0.01, 0.001))[0] == 4
     tail = rest(np.r_[np.full(28, 5.0), np.full(4, 1000.0)], 8)
-    assert decoding_units(tail, Speeds(0.01, 0.0001))[0] < 4, "the rest fits on fewer"
-    assert decoding_units(tail, Speeds(0.01, 0.0001, prompt_token_s=10.0))[0] == 4
+    assert decoding_units(tail, EngineSpeed(0.01, 0.0001))[0] < 4, "the rest fits on fewer"
+    assert decoding_units(tail, EngineSpeed(0.01, 0.0001, prompt_token_s=10.0))[0] == 4
 
 
 # when groups are given
@@ -327,10 +326,10 @@ class Given(module.RolesDelivery):
         self._expected = groups
         roles: Any = SimpleNamespace(begin=lambda delivery: None, all_written=False, all_scored=False)
         assignment = Assignment("completion", replicas, groups // replicas)
-        parts: Any = (config(), None, assignment, lambda prompt, responses: 1.0, None, None, ())
-        super().__init__(roles, *parts)
+        parts: Any = (config(), None, assignment, lambda prompt, responses: 1.0, None, None, (), roles)
+        super().__init__(*parts)
 
-    def _work(self, scored: Any) -> float:
+    def _cost(self, scored: Any) -> float:
         return 1.0
 
     async def _deliver_to(self, number: int, scored: Any, slot: tuple[int, int]) -> None:
@@ -373,7 +372,7 @@ def test_the_last_group_is_not_given_to_a_replica_that_is_busy_when_other_device
     delivery._held = [(number, SimpleNamespace(tokens=1)) for number in range(2)]  # type: ignore[misc]
     _, replica, in_s = delivery._due(at_end=False) or (0, 0, 0.0)
     assert replica == 0 and in_s <= 0.0, "control: while others are in flight it is given ahead of time"
-    delivery._roles.all_written = True  # type: ignore[misc]
+    delivery.roles.all_written = True  # type: ignore[misc]
     _, replica, in_s = delivery._due(at_end=False) or (0, 0, 0.0)
     assert replica == 0 and in_s > 0.1
     delivery.free([1])

@@ -16,9 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pa_npu.engines.answers import with_routes
-from pa_npu.engines.codec import encode_request, recorded_routes
-from pa_npu.engines.handing_on import joined
+from pa_npu.engines.codec import encode_request, recorded_routes, with_routes
+from pa_npu.engines.group_session import joined
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
 from pa_npu.engines.registry import check_engine_keys, engine_kind
 from pa_npu.environments.single_turn import samples_of
@@ -30,8 +29,8 @@ from pa_npu.planning.plan_text import derived_lines
 from pa_npu.samples.columns import NONE, RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.rollout_buffer import run_columns, trained_columns
 from pa_npu.samples.routes import NO_ROUTE, routes, routes_of
-from pa_npu.samples.shards import run_columns, trained_columns
 from pa_npu.samples.types import SampleBuilder
 from pa_npu.samples.wire import from_bytes, to_bytes
 from pa_npu.trainer.loop import consume
@@ -44,7 +43,7 @@ from tests.helpers.models import make_model
 from tests.helpers.shelf import shelf_iterator
 from tests.helpers.trainer_rank import make_groups
 
-from pa_npu.backends.megatron.replay import replay_of  # isort: skip
+from pa_npu.backends.megatron.routing import replay_of  # isort: skip
 
 EXPERTS, TAKEN, SPARSE = 8, 2, 2  # of the three layers the middle one is dense
 ROUTES = routes(Experts(EXPERTS, TAKEN, 32, True, (0, 2)))

@@ -15,8 +15,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, host_store
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.rollout_buffer import BufferFailed, RolloutBuffer
-from pa_npu.samples.shards import OwnShard, ShardPayloads, host_shard, payloads
+from pa_npu.samples.rollout_buffer import BufferFailed, OwnShard, RolloutBuffer, ShardPayloads, host_shard, payloads
 from pa_npu.samples.wire import to_bytes
 from tests.helpers.buffer_conformance import CHECKS, Open, make_group
 
@@ -107,40 +106,42 @@ def test_groups_pass_the_store_on_the_head_only_where_there_are_no_shards(
         assert passed >= 2 * sum(payload) and contains == [True] * 4, "negative control: in and out"
         assert traffic.head_bytes == traffic.buffer_bytes
     else:
-        assert contains == [False] * 4 and passed < 0.02 * 2 * sum(payload), "names and sizes of columns"
+        assert contains == [False] * 4 and passed < 0.02 * 2 * sum(payload), "sizes alone"
         assert 0 < traffic.head_bytes < 0.02 * traffic.buffer_bytes
     assert [shard.server.num_keys() for shard in HOSTED] == empty, "nothing stays in a shard"
 
 
 def test_a_shard_that_stops_ends_or_never_came_is_one_line_in_time(channel: StoreChannel, head: Counted) -> None:
     program = (
-        "import sys, time; from pa_npu.control.channel import StoreChannel, connect; from pa_npu.samples.shards import host_shard\n"
+        "import sys, time; from pa_npu.control.channel import StoreChannel, connect\n"
+        "from pa_npu.samples.rollout_buffer import host_shard\n"
         "own = host_shard(StoreChannel(connect('127.0.0.1', int(sys.argv[1]), 30.0)), 1, '127.0.0.1'); time.sleep(60)"
     )
+    data = to_bytes(make_group(0))
     with subprocess.Popen([sys.executable, "-c", program, str(head.store.port)]) as process:
         try:
             early = ShardPayloads(channel, 60.0)
-            early.put("first", 1, make_group(0))  # it waits for the shard to come
+            early.put("first", 1, data, "group 0")  # it waits for the shard to come
             hangs = ShardPayloads(channel, 0.2)
-            hangs.put("second", 1, make_group(1))
+            hangs.put("second", 1, data, "group 1")
             process.send_signal(signal.SIGSTOP)
             with pytest.raises(
-                BufferFailed, match=r"1 was asked to take group 2 .* does not answer within 0\.2 s; .* hangs"
+                BufferFailed, match=r"1 was asked to take group 2: .* does not answer within 0\.2 s; .* hangs"
             ):
-                hangs.put("third", 1, make_group(2, longest=400_000))
+                hangs.put("third", 1, to_bytes(make_group(2, longest=400_000)), "group 2")
             with pytest.raises(BufferFailed, match=r"replica 1 was asked for third: it did not answer before"):
-                hangs.get("third", 1, b"")
+                hangs.get("third", 1)
         finally:
             process.kill()
     started = time.monotonic()
     # a small put is not answered: only the look at what became of it tells that nobody is there
-    with pytest.raises(BufferFailed, match=r"replica 1 was asked to take group 3 .*probably ended"):
-        early.put("fourth", 1, make_group(3))
+    with pytest.raises(BufferFailed, match=r"replica 1 was asked to take group 3: .*probably ended"):
+        early.put("fourth", 1, data, "group 3")
     assert time.monotonic() - started < 45
     with pytest.raises(DeadlineExceeded, match="trainers: the reader of replica 5 to say where its groups may lie"):
-        ShardPayloads(channel, 0.05).put("fifth", 5, make_group(4))
+        ShardPayloads(channel, 0.05).put("fifth", 5, data, "group 4")
     with pytest.raises(BufferFailed, match=r"shard of replica 1 at 127\.0\.0\.1:\d+ cannot be reached within 0\.1 s"):
-        ShardPayloads(channel, 0.1).get("first", 1, b"")
+        ShardPayloads(channel, 0.1).get("first", 1)
 
 
 def test_shards_are_for_several_nodes_unless_told(channel: StoreChannel) -> None:

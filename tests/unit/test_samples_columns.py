@@ -22,8 +22,7 @@ from pa_npu.samples.columns import ADVANTAGES, STORED, Column, GroupFormatError,
 from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import build_microbatches, pack
-from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.shards import open_buffer
+from pa_npu.samples.rollout_buffer import RolloutBuffer, open_buffer
 from pa_npu.samples.types import Sample, SampleBuilder
 from pa_npu.samples.wire import from_bytes, to_bytes
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches, cut, num_packed_tokens, pack
 from tools.groups import group_of_responses
+from tools.groups import separate as separate_layout
 
 
 def make_group(prompt: int, lengths: tuple[int, ...], index: int = 7) -> Group:
@@ -132,7 +133,7 @@ def test_counts_tell_samples_from_computed_tokens() -> None:
     (shared,) = build_microbatches(group, 4, True, 8)
     (separate,) = build_microbatches(group, 4, False, 8)
     for microbatch in (shared, separate):
-        assert (microbatch.num_samples, microbatch.layout.separate().total) == (4, 30)
+        assert (microbatch.num_samples, separate_layout(microbatch.layout).total) == (4, 30)
         assert microbatch.response_lengths == (2, 3, 4, 1)
     assert (shared.num_computed_tokens, shared.layout.total) == (15, 16)
     assert (separate.num_computed_tokens, separate.layout.total) == (30, 32)

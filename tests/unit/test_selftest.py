@@ -15,9 +15,8 @@ import yaml
 
 from pa_npu.errors import FAILED
 from pa_npu.launcher.cli import main
-from pa_npu.launcher.selftest import parts
+from pa_npu.launcher.selftest import command, parts
 from pa_npu.launcher.selftest.parts import Bench, Finding, Part
-from pa_npu.launcher.subcommands import selftest
 
 KEY = "sk-abcdefghijklmnop1234"
 
@@ -51,7 +50,7 @@ def test_each_way_to_fail_is_named_and_the_other_parts_run(
         Part(function.__name__, f"{__name__}:{function.__name__}", "a promise", 60 if function is not hangs else 3)
         for function in (misses, crashes, raises, hangs, passes)
     )
-    monkeypatch.setattr(selftest, "PARTS", table)
+    monkeypatch.setattr(command, "PARTS", table)
     assert main(["selftest", "--device", "cpu", "--out", str(tmp_path / "out")]) == FAILED
     said = capsys.readouterr().out
     assert "difference: 0.001, limit 1e-06" in said and "reward: 0.1, limit 0.3" in said

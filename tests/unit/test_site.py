@@ -91,10 +91,10 @@ def test_commands_of_the_documents_are_understood(monkeypatch: pytest.MonkeyPatc
             pytest.fail(f"{page}: pa-npu {' '.join(arguments)} is not understood")
         configs = [file for file in getattr(options, "config", []) if (ROOT / file).is_file()]
         if configs:
-            from pa_npu.launcher.subcommands import configuration
+            from pa_npu.launcher import subcommands
 
             try:
                 options.config, options.overrides = configs, getattr(options, "overrides", [])
-                configuration.read(options, rest)
+                subcommands.read(options, rest)
             except UserError as error:
                 pytest.fail(f"{page}: pa-npu {' '.join(arguments)}: {error}")

@@ -16,19 +16,27 @@ from hypothesis import strategies as st
 
 from pa_npu.errors import PaNpuError, printable
 from pa_npu.launcher.process.console import Console
-from pa_npu.launcher.process.log_tail import MarkedLines, last_lines
-from pa_npu.telemetry import record_file
+from pa_npu.launcher.process.process_tree import MarkedLines, last_lines
+from pa_npu.telemetry import records
 from pa_npu.telemetry.logs import setup_logging
-from pa_npu.telemetry.metrics import EVALUATIONS, METRICS, MetricsWriter, drop_records, read_records
-from pa_npu.telemetry.record_file import RecordFile, json_line, lost_records
+from pa_npu.telemetry.records import (
+    EVALUATIONS,
+    METRICS,
+    MetricsWriter,
+    RecordFile,
+    drop_records,
+    json_line,
+    lost_records,
+    read_records,
+)
 from pa_npu.telemetry.timeline import Timeline
 from tools.chrome_trace import read_events
 
 
 @pytest.fixture(autouse=True)
 def fresh_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_file, "_lost", 0)
-    monkeypatch.setattr(record_file, "_said", set())
+    monkeypatch.setattr(records, "_lost", 0)
+    monkeypatch.setattr(records, "_said", set())
 
 
 @contextlib.contextmanager
@@ -67,7 +75,7 @@ def test_a_run_whose_records_cannot_be_written_goes_on_and_counts_them(
             writer.write({"iteration": iteration, "loss": 1.0})
         writer.write_evaluation({"version": 3, "accuracy": 0.5, "questions": 1, "seconds": 1.0, "time": 0.0})
     assert lost_records() == 3 + 1
-    said = [record.getMessage() for record in caplog.records if record.name == record_file.log.name]
+    said = [record.getMessage() for record in caplog.records if record.name == records.log.name]
     assert len(said) == 2, "one line per file, not per record"
     assert all("No space left on device" in line for line in said)
 
@@ -150,7 +158,7 @@ def test_a_console_whose_stream_is_full_does_not_stop_the_run(tmp_path: Path, mo
     with open("/dev/full", "w") as full, Console(tmp_path / "launcher.log") as console:
         monkeypatch.setattr("sys.stdout", full)
         console.say("still here")
-        record_file.say("| and here")
+        records.say("| and here")
         monkeypatch.setattr("sys.stdout", io.StringIO())
         with contextlib.suppress(OSError):
             full.close()

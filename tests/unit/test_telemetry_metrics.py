@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pa_npu.errors import DataError
-from pa_npu.telemetry.metrics import METRICS, MetricsWriter, read_evaluations, read_records
+from pa_npu.telemetry.records import METRICS, MetricsWriter, read_evaluations, read_records
 
 
 def test_records_come_back_in_order_with_numpy_scalars_as_numbers(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.telemetry.metrics import MetricsWriter
+from pa_npu.telemetry.records import MetricsWriter
 from pa_npu.telemetry.report import each_run, load_report, overlap_line, render_text, summarise, table_rows
 from tools import plot_runs
 from tools.plot_runs import iteration_parts

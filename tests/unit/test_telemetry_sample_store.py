@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pa_npu.errors import DataError
-from pa_npu.telemetry.record_file import lost_records
+from pa_npu.telemetry.records import lost_records
 from pa_npu.telemetry.sample_store import SampleStore, TrainerLogprobs, kept_groups, read_samples, sample_iterations
 from tests.helpers.finished_run import GROUPS, HOSTILE, RESPONSES, kept_responses, piece, write_samples
 

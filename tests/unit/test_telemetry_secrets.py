@@ -15,9 +15,8 @@ from pa_npu.config.schema import Config
 from pa_npu.coordinator.record import tracked_config
 from pa_npu.telemetry.report import read_config
 from pa_npu.telemetry.secrets import HIDDEN, Secrets, hide, is_secret
-from pa_npu.viewer.command import export
 from pa_npu.viewer.run import RunDirectory
-from pa_npu.viewer.server import answer
+from pa_npu.viewer.server import answer, export
 from tests.helpers.finished_run import make_run
 
 SECRET_NAMES = (

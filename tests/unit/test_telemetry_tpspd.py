@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pa_npu.errors import DataError
-from pa_npu.telemetry.tpspd import Work, run_throughput, throughput
+from pa_npu.telemetry.report import run_throughput, throughput
 
 
 def record(iteration: int, **values: object) -> dict[str, object]:
@@ -33,23 +33,21 @@ def test_one_iteration_equals_the_mindspeed_formula() -> None:
     mean_prompt = sum(prompts) / len(prompts)
     mean_response = sum(map(sum, response_lengths)) / samples
     expected = (mean_response + mean_prompt) * samples / 5 / 2.5
-    work = Work(
-        tokens_prompt=sum(prompts) * responses_per_prompt,
-        tokens_response=sum(map(sum, response_lengths)),
-        tokens_computed=sum(prompts) + sum(map(sum, response_lengths)),
-        seconds=2.5,
-        devices=5,
-    )
-    rates = throughput(work)
-    assert rates.tpspd == pytest.approx(expected, rel=1e-12)
-    assert rates.tpspd_response == pytest.approx(129 / 12.5)
-    assert rates.tpspd_computed == pytest.approx(169 / 12.5)
+    tokens = {
+        "tokens_prompt": sum(prompts) * responses_per_prompt,
+        "tokens_response": sum(map(sum, response_lengths)),
+        "tokens_computed": sum(prompts) + sum(map(sum, response_lengths)),
+    }
+    rates = throughput(tokens, seconds=2.5, devices=5)
+    assert rates["tpspd"] == pytest.approx(expected, rel=1e-12)
+    assert rates["tpspd_response"] == pytest.approx(129 / 12.5)
+    assert rates["tpspd_computed"] == pytest.approx(169 / 12.5)
 
 
 @pytest.mark.parametrize(("seconds", "devices"), [(0.0, 1), (-1.0, 1), (float("nan"), 1), (1.0, 0)])
 def test_meaningless_seconds_or_devices_are_refused(seconds: float, devices: int) -> None:
     with pytest.raises(ValueError, match="seconds > 0 and devices >= 1"):
-        throughput(Work(1, 1, 1, seconds, devices))
+        throughput(dict.fromkeys(("tokens_prompt", "tokens_response", "tokens_computed"), 1), seconds, devices)
 
 
 def test_a_run_is_the_ratio_of_sums_and_not_the_mean_of_ratios() -> None:

@@ -11,17 +11,15 @@ from typing import Any
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import TelemetryConfig
+from pa_npu.config.sections.operation import TelemetryConfig
 from pa_npu.coordinator.record import tracked_config
 from pa_npu.errors import ConfigError
 from pa_npu.launcher.run_checks import check_trackers
-from pa_npu.telemetry import record_file
-from pa_npu.telemetry.metrics import MetricsWriter
-from pa_npu.telemetry.record_file import lost_records
-from pa_npu.telemetry.trackers import feed
-from pa_npu.telemetry.trackers.feed import Trackers
-from pa_npu.telemetry.trackers.names import NAMES, tracked, tracked_evaluation
-from pa_npu.telemetry.trackers.protocol import REQUIREMENTS
+from pa_npu.telemetry import records
+from pa_npu.telemetry import trackers as feed
+from pa_npu.telemetry.records import MetricsWriter, lost_records
+from pa_npu.telemetry.tracker_libraries import TRACKERS
+from pa_npu.telemetry.trackers import NAMES, Trackers, tracked, tracked_evaluation
 from tests.helpers.tracked_run import evaluation, record, response
 
 ROOT = Path(__file__).parents[2]
@@ -30,8 +28,8 @@ PATIENCE_S = 60.0  # for what ought to take a moment, on a machine that is busy
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_file, "_lost", 0)
-    monkeypatch.setattr(record_file, "_said", set())
+    monkeypatch.setattr(records, "_lost", 0)
+    monkeypatch.setattr(records, "_said", set())
 
 
 class Fake:
@@ -56,8 +54,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     library.mkdir()
     (library / "wandb.py").write_text((ROOT / "tests/helpers/fake_wandb.py").read_text())
     monkeypatch.syspath_prepend(str(library))
-    for module in ("wandb", "pa_npu.telemetry.trackers.wandb"):
-        monkeypatch.delitem(sys.modules, module, raising=False)  # imported anew, with the wishes of this test
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)  # imported anew, with the wishes of this test
     monkeypatch.setenv("FAKE_WANDB_FILE", str(tmp_path / "told.jsonl"))
     monkeypatch.delenv("FAKE_WANDB", raising=False)
     return Fake(tmp_path)
@@ -77,7 +74,7 @@ def test_the_documented_table_is_that_of_the_code() -> None:
     for field, name in NAMES.items():
         assert page.count(f"\n| `{field}` | `{name}` | ") == 1
     extras = (ROOT / "setup.py").read_text()
-    assert all(f'"{requirement}"' in extras for requirement in REQUIREMENTS.values())
+    assert all(f'"{requirement}"' in extras for _, requirement in TRACKERS.values())
 
 
 def test_a_records_numbers_have_the_names_of_trl_and_none_is_left_out() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pa_npu.config.sections import DataConfig
+from pa_npu.config.sections.inputs import DataConfig, Dataset
 from pa_npu.data.prompts import load_prompts
 from pa_npu.rewards.answers import is_correct
 from tools import make_tiny_model as tiny
@@ -143,7 +143,7 @@ def test_questions_are_disjoint_readable_and_right(tmp_path: Path) -> None:
     sets = []
     for name, number in (("train", 500), ("test", 100)):
         path = str(tmp_path / "m" / f"{name}.jsonl")
-        prompts = load_prompts(path, tokenizer, DataConfig(train=path))
+        prompts = load_prompts(Dataset(path=path), tokenizer, DataConfig(train=path), "data.test").prompts
         assert len(prompts) == number
         for prompt in prompts:
             x, y = map(int, prompt.row["question"][len("What is ") : -1].split("+"))

@@ -19,11 +19,10 @@ from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import CARRIED_KEY
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.iterations_ahead import carried_of
-from pa_npu.coordinator.updates import told
+from pa_npu.coordinator.token_budget import BudgetedGroups, TokenBudget, told
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.token_budget import BudgetedGroups, TokenBudget
 from pa_npu.errors import DataError, DeadlineExceeded
-from pa_npu.rewards.types import RewardResult
+from pa_npu.rewards.functions import RewardResult
 from pa_npu.samples.columns import NONE
 from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
@@ -70,7 +69,7 @@ def budgeted(
     num_new: int,
     num_due: int,
     told: Callable[[int], None] = lambda size: None,
-) -> BudgetedGroups[Tokens]:
+) -> BudgetedGroups:
     prompts: list[Any] = [None] * num_new
     return BudgetedGroups(budget, [Tokens(tokens) for tokens in carried], prompts, num_due, told)
 

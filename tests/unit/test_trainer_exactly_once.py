@@ -17,8 +17,8 @@ from pa_npu.control.messages import DISPATCHED, Dispatched, DispatchedGroup
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.trainer.agreement import Agreement
-from pa_npu.trainer.exactly_once import check_dispatched, check_trained
-from pa_npu.trainer.loop import IterationChecks
+from pa_npu.trainer.invariants import check_dispatched, check_trained
+from pa_npu.trainer.loop import Consumed, IterationChecks
 from tests.helpers.backend import Source, make_learner
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
@@ -172,11 +172,13 @@ def test_a_microbatch_trained_twice_or_left_out_inside_a_replica_ends_the_iterat
     sent = [DispatchedGroup(g.index, 0, tuple(g.trained_lengths.tolist())) for g in groups]
     DISPATCHED.put(channel, Dispatched(0, tuple(sent)), iteration=0)
     checks = IterationChecks(config, channel, Agreement(config, NO_BACKEND), replica=0)
+    none = DifferenceSums()
+    consumed = Consumed(update.report, trained, [update.normaliser], update.differences, none, none)
     if fault is None:
-        checks(0, trained, [update.normaliser], update.differences, DifferenceSums())
+        checks(0, consumed)
         return
     with pytest.raises(InvariantViolation, match="I2 exactly once: iteration 0, replica 0"):
-        checks(0, trained, [update.normaliser], update.differences, DifferenceSums())
+        checks(0, consumed)
 
 
 def test_a_coordinator_that_never_says_what_it_dispatched_ends_the_wait(model: Path, tmp_path: Path) -> None:
@@ -184,4 +186,4 @@ def test_a_coordinator_that_never_says_what_it_dispatched_ends_the_wait(model: P
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"wait_timeout_s": 0.01})})
     checks = IterationChecks(config, StoreChannel(dist.HashStore()), Agreement(config, NO_BACKEND), replica=0)
     with pytest.raises(DeadlineExceeded, match="the coordinator: what iteration 3 consists of"):
-        checks(3, [], [], DifferenceSums(), DifferenceSums())
+        checks(3, None)

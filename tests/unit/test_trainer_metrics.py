@@ -182,6 +182,6 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
 
 
 def _export_reference(stage, spec, directory: Path, backend: TrainBackend) -> None:  # type: ignore[no-untyped-def]
-    from pa_npu.backends.megatron.weights.hf_directory import export_hf
+    from pa_npu.backends.megatron.weights.buckets import export_hf
 
     export_hf(stage.frozen["reference"], spec, directory, backend.place)

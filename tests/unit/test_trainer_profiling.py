@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from tests.helpers.reports import update_report
 from pa_npu.trainer import loop  # isort: skip
 from pa_npu.trainer.loop import IterationChecks
 
-from pa_npu.trainer.loop import IterationProfiler  # isort: skip
+from pa_npu.trainer.loop import profiled  # isort: skip
 
 
 class OneLayerLearner:
@@ -91,7 +92,7 @@ def no_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(tmp_path: Path, rank: int, **telemetry: Any) -> list[Path]:
     config = make_config(tmp_path, telemetry)
     parts: Any = (OneLayerLearner(), QuietBorder(), lambda iteration: NoMicrobatches(), Timeline(None, ""))
-    loop.train(config, *parts, profiler=IterationProfiler(config, PLATFORM, rank), checks=NoChecks())
+    loop.train(config, *parts, profiler=partial(profiled, config, PLATFORM, rank), checks=NoChecks())
     return sorted((tmp_path / "profile").glob("*"))
 
 

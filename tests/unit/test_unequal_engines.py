@@ -8,22 +8,28 @@ import numpy as np
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import EngineSettings, RolloutConfig
+from pa_npu.config.sections.rollout import EngineSettings, RolloutConfig
 from pa_npu.control.messages import EngineRunsOn, RunsOn
 from pa_npu.dispatch.schedule import Reach, Schedule, same_windows, with_own_windows
 from pa_npu.engines.membership import Member
 from pa_npu.engines.pool import EnginePool
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.iteration_model.cluster import EngineSpeed, GroupTiming
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.fit import EngineFit
-from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, IterationTimes, Rules
 from pa_npu.planning.iteration_model.schedules import first_schedule
+from pa_npu.planning.iteration_model.subjects import (
+    EngineSpeed,
+    GroupOutlook,
+    GroupTiming,
+    IterationOutlook,
+    IterationTimes,
+    Rules,
+)
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
-from pa_npu.planning.prediction.divisions import assumed_basis
+from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.platform.typical import typical_speed
-from pa_npu.publish.engine_groups import Connection, EngineGroups
+from pa_npu.publish.engines import Connection, EngineGroups
 from pa_npu.publish.messages import StageManifest
 from pa_npu.telemetry.report import named_devices
 from tests.helpers.reports import trainers_run_on
@@ -91,11 +97,11 @@ def test_engines_on_other_devices_get_weights_through_host_memory_and_workers_ar
     connection = Connection(("127.0.0.1", 1), "hccl", [StageManifest("s", {})], [StageManifest("late", {})], "npu")
     groups = EngineGroups(chosen, connection)
     shape = [(g.backend, g.stages[0]["name"], g.first_rank, g.world_size) for g in groups.of_members(members, 7)]
-    assert shape == [("hccl", "s.7", 1, 5), ("hccl", "s.7", 3, 5), ("gloo", "s.host.7", 1, 3)]
+    assert shape == [("hccl", "s/7/group", 1, 5), ("hccl", "s/7/group", 3, 5), ("gloo", "s/7/host", 1, 3)]
     receivers = groups.receivers(members, 7)
     assert (receivers.workers, receivers.host_workers) == (4, 2)
     late = groups.of_late(9)
-    assert (late.backend, late.stages[0]["name"], late.world_size) == ("gloo", "late.9", 3)
+    assert (late.backend, late.stages[0]["name"], late.world_size) == ("gloo", "late/9/group", 3)
 
 
 def test_the_dry_run_says_what_is_particular_to_which_engines() -> None:
@@ -140,7 +146,8 @@ async def test_the_fleet_tells_the_pool_and_the_record_of_each_engine_by_its_pla
     async with job.fleet:
         for url in ("a", "b"):
             await job.serving(url)
-        found = {name: (use.window, use.speed, use.device) for name, use in job.pool.use().items()}
+        used = [(name, use.settings) for name, use in job.pool.use().items()]
+        found = {name: (own.window, own.speed, own.device) for name, own in used}
         assert found == {"a": (None, 1.0, None), "b": (64, 0.5, "npu 910B")}
         assert [(engine.name, engine.device) for engine in job.fleet.run_on()] == [("a", None), ("b", "npu 910B")]
 

@@ -12,7 +12,7 @@ from pa_npu.algorithm.policy_losses import POLICY_LOSSES
 from pa_npu.algorithm.trial import check_algorithm, try_loss
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
-from pa_npu.config.sections import ADVANTAGES, LOSSES, AlgorithmConfig
+from pa_npu.config.sections.learning import ADVANTAGES, LOSSES, AlgorithmConfig
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.rewards.check import check_reward_functions, sample_group
 

@@ -18,9 +18,8 @@ from pa_npu.errors import UserError
 from pa_npu.launcher.cli import main
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.viewer import run as viewer_run
-from pa_npu.viewer.command import export
 from pa_npu.viewer.run import RunDirectory, columns
-from pa_npu.viewer.server import ViewServer, answer
+from pa_npu.viewer.server import ViewServer, answer, export
 from pa_npu.viewer.timeline import RunTimeline
 from tests.helpers.finished_run import ENGINES, GROUPS, HOSTILE, ITERATIONS, RESPONSES, SECRET, make_run, metrics
 
@@ -60,6 +59,7 @@ def test_numbers_of_the_overview_are_those_of_the_files(run_dir: Path) -> None:
         **{"word": "finished", "last_write": 0, "iterations": ITERATIONS, "total": ITERATIONS, "attempts": 1}
     }
     assert overview["sample_iterations"] == [0, 1, 2]
+    assert [advice["title"] for advice in overview["advice"]] == ["Trainers wait for engines"]
     assert overview["config"]["optimizer.clip_grad"] == overview["defaults"]["optimizer.clip_grad"] == 1.0
     processes = {process["name"]: process for process in overview["processes"]}
     assert set(processes) == {"coordinator", "launcher", "trainer-0", "trainer-1"}
@@ -238,7 +238,7 @@ def test_a_copied_directory_is_exported_the_same_and_nothing_is_written_to_it(ru
 def test_a_run_too_large_for_a_page_leaves_the_oldest_out_and_says_so(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pa_npu.viewer.command.LARGEST_BYTES", 90_000)
+    monkeypatch.setattr("pa_npu.viewer.server.LARGEST_BYTES", 90_000)
     assert "oldest iterations left out" in export([RunDirectory(run_dir)], tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size < 300_000
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.prediction.costs import EngineCost, TrainerCost, typical_engine, typical_trainer
+from pa_npu.planning.prediction.costs import Costs, EngineCost, TrainerCost, typical_engine, typical_trainer
 from pa_npu.planning.prediction.workload import Origin
 from pa_npu.platform.typical import TypicalSpeed
 
@@ -15,7 +15,7 @@ ESTIMATED_ERROR = 2.0
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Costs):
     """Costs of one configuration. delivery_s: from a group's end until trainers can take it. *_error: relative, of the costs.
 
     typical: the device that config ran on, or is thought to run on.
@@ -26,7 +26,7 @@ class Calibration:
     typical: TypicalSpeed
     engine: EngineCost
     trainer: TrainerCost
-    delivery_s: float
+    delivery_s: float = field()  # without the default that it has in Costs
     engine_error: float
     trainer_error: float
     origin: Origin

@@ -20,10 +20,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.dispatch.work import GroupWork
+from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning import amounts
-from pa_npu.planning.iteration_model.cluster import GroupTiming
+from pa_npu.planning.iteration_model.subjects import GroupTiming
 from pa_npu.planning.prediction.costs import (
     EngineCost,
     TrainerCost,
@@ -32,7 +31,7 @@ from pa_npu.planning.prediction.costs import (
     typical_engine,
     typical_trainer,
 )
-from pa_npu.planning.prediction.virtual_run import predict
+from pa_npu.planning.prediction.virtual_run import Basis
 from pa_npu.planning.prediction.workload import Workload
 from pa_npu.platform.typical import TypicalSpeed
 from tools.cluster.calibration import Calibration
@@ -261,13 +260,13 @@ def _fit_trainer(run: SeenRun, spec: ModelSpec, typical: TypicalSpeed) -> tuple[
         total = _iteration_operations(run, seen, operations.get(id(seen)), work)
         groups = float(seen.record.get("groups") or config.schedule.prompts_per_iteration)
         predicted = found[0] * groups * config.microbatches_per_group + found[1] * total
-        measured = (float(seen.record["train_s"]) - float(seen.record.get("step_s", 0.0))) * config.data_parallel
+        measured = (float(seen.record["train_s"]) - float(seen.record.get("step_s", 0.0))) * config.mesh.data
         factors.append(measured / predicted)
     factor = float(statistics.median(factors))
     cost = TrainerCost(
         max(factor * float(found[0]) / passes(config), 1e-12),
         max(factor * float(found[1]) / per_replica, 1e-30),
-        max(run.median("step_s") / amounts.work(config).updates, 1e-9),
+        max(run.median("step_s") / config.schedule.updates_per_iteration, 1e-9),
         max(run.median("publish_s"), 1e-9),
     )
     return cost, max(_LEAST_ERROR, float(np.std(np.array(factors) / factor)) / len(factors) ** 0.5)
@@ -298,7 +297,7 @@ def against_itself(
         for seen in run.iterations
         if bool(seen.record.get("periodic", run.config.schedule.stream)) == streams
     ]
-    predicted = predict(run.config, spec, calibration, workload, typical, streams=streams)
+    predicted = Basis(run.config, spec, calibration, workload, typical, None).predicted(run.config, streams=streams)
     outside_s = predicted.border_s
     ratio = (statistics.median(measured) - outside_s) / (predicted.iteration_s - outside_s)
     ratio = min(max(ratio, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)

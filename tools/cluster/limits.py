@@ -42,7 +42,7 @@ class Limit:
 def limits(config: Config, predicted: Predicted, response_tokens: float, typical: TypicalSpeed) -> list[Limit]:
     """List the limits of an iteration of this size; response_tokens: mean of a response."""
     groups, responses = config.schedule.prompts_per_iteration, config.rollout.responses_per_prompt
-    engines, replicas = config.rollout.engines, config.data_parallel
+    engines, replicas = config.rollout.engines, config.mesh.data
     tokens = groups * responses * response_tokens
     group_s = _GROUP_S + responses * _RESPONSE_S + engines * _ENGINE_CHOICE_S
     ranks = config.trainer.devices

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
-from pa_npu.planning import amounts
 from pa_npu.planning.memory import Memory, engine_memory, trainer_memory
 from pa_npu.planning.prediction.divisions import (
-    Basis,
     Choices,
     best_divisions,
     changed,
@@ -22,7 +20,7 @@ from pa_npu.planning.prediction.divisions import (
     mean_response,
     sides_s,
 )
-from pa_npu.planning.prediction.virtual_run import Predicted
+from pa_npu.planning.prediction.virtual_run import Basis, Predicted
 from pa_npu.planning.prediction.workload import Origin
 from tools.cluster.calibration import Calibration
 from tools.cluster.figures import Figure, figure, weakest
@@ -87,7 +85,7 @@ class ClusterPlan:
     @property
     def device_hours(self) -> Figure:
         """Per thousand optimizer steps."""
-        updates = amounts.work(self.config).updates
+        updates = self.config.schedule.updates_per_iteration
         return self.iteration_s.map(lambda seconds: 1000.0 / updates * seconds * self.devices / 3600.0)
 
     @property
@@ -149,7 +147,7 @@ def _colocated_s(basis: KnownBasis, config: Config, devices: int) -> float:
         "rollout": {"engines": max(1, devices // config.rollout.tensor_parallel)},
         "trainer": {"devices": mesh.size},
     }
-    unit = mesh.data * amounts.work(config).updates
+    unit = mesh.data * config.schedule.updates_per_iteration
     groups = config.schedule.prompts_per_iteration
     whole = max(1, round(groups / unit)) * unit
     together = changed(config, {**changes, "schedule": {"prompts_per_iteration": whole}})

@@ -11,9 +11,9 @@ from typing import Any
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
-from pa_npu.planning.iteration_model.cluster import GroupTiming
+from pa_npu.planning.iteration_model.subjects import GroupTiming
 from pa_npu.planning.prediction.workload import Shape, Workload, drawn_shapes
-from pa_npu.telemetry.metrics import read_records
+from pa_npu.telemetry.records import read_records
 from pa_npu.telemetry.timeline import DIRECTORY
 from tools.chrome_trace import read_events
 

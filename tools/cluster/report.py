@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pa_npu.config.words import counted
 from pa_npu.planning.memory import format_bytes
+from pa_npu.planning.prediction.workload import Workload
 from tools.cluster.figures import Figure
 from tools.cluster.plan import ClusterPlan, KnownBasis
 from tools.plots import line_style, new_figure, save
@@ -16,6 +18,10 @@ from tools.plots import line_style, new_figure, save
 _LABEL = 24
 # Work grows with the devices, and an iteration should not: two sizes are alike whose iterations differ by no more.
 FLAT = 0.10
+
+
+def _response_mean(workload: Workload) -> float:
+    return fmean(length for shape in workload.shapes for length in shape.lengths)
 
 
 def plan_lines(basis: KnownBasis, plans: Sequence[ClusterPlan]) -> list[str]:
@@ -35,7 +41,7 @@ def basis_lines(basis: KnownBasis) -> list[str]:
         _line("decode step", f"{1000 * engine.step_s:.3g} ms + {1000 * engine.sequence_s:.3g} ms a sequence"),
         _line(
             "lengths",
-            f"{workload.origin}: prompts {workload.prompt_mean:.0f}, responses {workload.response_mean:.0f} tokens",
+            f"{workload.origin}: prompts {workload.prompt_mean:.0f}, responses {_response_mean(workload):.0f} tokens",
         ),
         _line("model", f"{basis.spec.num_parameters / 1e9:.3g} billion parameters"),
     ]
@@ -56,7 +62,7 @@ def one_plan_lines(plan: ClusterPlan) -> list[str]:
         ),
         _line(
             "trainer ranks",
-            f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.data_parallel}",
+            f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.mesh.data}",
         ),
         _line(
             "groups", f"{config.schedule.prompts_per_iteration} of {counted(rollout.responses_per_prompt, 'response')}"
@@ -136,7 +142,7 @@ def as_json(basis: KnownBasis, plans: Sequence[ClusterPlan]) -> dict[str, Any]:
         "lengths": {
             "origin": basis.workload.origin,
             "prompt_mean": basis.workload.prompt_mean,
-            "response_mean": basis.workload.response_mean,
+            "response_mean": _response_mean(basis.workload),
         },
         "plans": [_plan_json(plan) for plan in plans],
     }
@@ -187,7 +193,7 @@ def _range(value: Figure, unit: str) -> str:
 
 def _layout(plan: ClusterPlan) -> str:
     trainer = plan.config.trainer
-    return f"{trainer.tensor_parallel}x{trainer.pipeline_parallel}x{plan.config.data_parallel}"
+    return f"{trainer.tensor_parallel}x{trainer.pipeline_parallel}x{plan.config.mesh.data}"
 
 
 def _of(used: int, device: int | None) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pa_npu.config.sections import TRACKERS
+from pa_npu.config.sections.operation import TRACKERS
 from pa_npu.telemetry.secrets import flat
 from tools.foreign.names import RELATED, SAME, Origin
 

@@ -16,6 +16,7 @@ from pa_npu.backends.megatron import factory
 from pa_npu.backends.protocol import MicrobatchSource, TrainBackend
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import Traffic
+from tools.groups import separate
 from tools.paced.device import Device
 
 # A trainer that waited for longer had nothing to do.
@@ -59,7 +60,7 @@ class PacedMicrobatches:
         waited_s = self._source.waited_s
         microbatch = next(self._source)
         self._begin_s = self._device.begins(before and self._source.waited_s - waited_s < _WAITED_S)
-        self._seconds = self._token_s * microbatch.layout.separate().total
+        self._seconds = self._token_s * separate(microbatch.layout).total
         return microbatch
 
 

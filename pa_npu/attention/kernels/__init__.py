@@ -1,1 +1,1 @@
-"""Varlen attention kernels, one file per platform; `base.kernel_for` chooses."""
+"""Varlen attention kernels, one file per platform; `forms.kernel_for` chooses."""

@@ -31,24 +31,19 @@ class VarlenKernel(Protocol):
     Shapes: q, grad [query rows, heads, head_dim]; k, v [key rows, kv_heads, head_dim].
     """
 
-    name: str
     per_depth: bool  # whether the merge plan should have one cross call per depth (see layout.merge_plan)
 
     def prefers_gather(self, layout: PrefixLayout) -> bool:
         """Whether the gather form is faster than the merge form, by measurement on this platform."""
-        ...
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float) -> Partial:
         """Output and stats of one call."""
-        ...
 
     def merge(self, running: Partial, part: Partial, cross: CrossCall) -> None:
         """Merge the result of a cross call into the running result over all rows, in place."""
-        ...
 
     def select(self, running: Partial, cross: CrossCall) -> Partial:
         """The rows of the running result that a cross call computed, as the cross call's backward wants them."""
-        ...
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: Partial, scale: float
@@ -58,7 +53,6 @@ class VarlenKernel(Protocol):
         `result` holds the MERGED output and stats: the part's softmax is then normalised over all parts, so that the
         gradients of the parts simply add up (exact, as in ring attention).
         """
-        ...
 
 
 def merge_lse(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, rows: Rows) -> None:

@@ -22,7 +22,6 @@ class CpuFlash(MergesByLse):
     query kills the process with SIGFPE, which is why a VarlenCall has no empty sequences.
     """
 
-    name = "cpu-flash"
     per_depth = False  # a cross call per segment works on views, without gathering rows
 
     def prefers_gather(self, layout: PrefixLayout) -> bool:
@@ -37,9 +36,7 @@ class CpuFlash(MergesByLse):
         outs, lses = [], []
         for run in call.runs:
             mask, causal = _mask(call, run, q)
-            out, lse = _forward(
-                _batch_q(q, run), _batch_k(k, run), _batch_k(v, run), 0.0, causal, attn_mask=mask, scale=scale
-            )
+            out, lse = _forward(_batch_q(q, run), run.keys(k), run.keys(v), 0.0, causal, attn_mask=mask, scale=scale)
             outs.append(_unbatch(out))
             lses.append(lse.transpose(1, 2).flatten(0, 1))
         return Partial(_join(outs), (_join(lses),), call)
@@ -55,8 +52,8 @@ class CpuFlash(MergesByLse):
             parts = _backward(
                 _batch_q(grad, run),
                 _batch_q(q, run),
-                _batch_k(k, run),
-                _batch_k(v, run),
+                run.keys(k),
+                run.keys(v),
                 _batch_q(result.out, run),
                 _batch_q(result.stats[0], run),
                 0.0,
@@ -73,11 +70,6 @@ def _batch_q(x: torch.Tensor, run: Run) -> torch.Tensor:
     """[rows, heads(, head_dim)] -> [count, heads, length(, head_dim)], a view."""
     x = x.narrow(0, run.q_start, run.count * run.q_length)
     return x.view(run.count, run.q_length, *x.shape[1:]).transpose(1, 2)
-
-
-def _batch_k(x: torch.Tensor, run: Run) -> torch.Tensor:
-    x = x.narrow(0, run.k_start, run.count * run.k_length)
-    return x.view(run.count, run.k_length, *x.shape[1:]).transpose(1, 2)
 
 
 def _unbatch(x: torch.Tensor) -> torch.Tensor:

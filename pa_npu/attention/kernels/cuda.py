@@ -24,11 +24,9 @@ class CudaFlash:
     """Stats are (log-sum-exp [heads, rows], generator state, generator offset); both only dropout reads.
 
     `torch.nn.attention.varlen` would not do: its backward cannot be given a merged log-sum-exp. The operators
-    align their causal mask bottom-right and take fewer key/value heads than query heads. On ROCm the log-sum-exp is
-    padded to [sequences, heads, longest query]; it is kept packed here and padded again for the backward.
+    align their causal mask bottom-right and take fewer key/value heads than query heads. ROCm's have another log-sum-exp.
     """
 
-    name = "cuda-flash"
     per_depth = True
 
     def __init__(self) -> None:
@@ -36,8 +34,9 @@ class CudaFlash:
 
     @staticmethod
     def supports(q: torch.Tensor) -> bool:
-        """Whether the operators take q's dtype and head size."""
-        return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+        """Whether the operators are CUDA's and take q's dtype and head size."""
+        takes = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+        return takes and torch.version.hip is None
 
     def prefers_gather(self, layout: PrefixLayout) -> bool:
         # Gather copies the keys and values of every prefix once per response, merge starts further kernels. Measured on an H100
@@ -48,7 +47,7 @@ class CudaFlash:
         out, lse, state, offset, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, *_sequences(call, q.device), 0.0, call.causal, False, scale=scale
         )
-        return Partial(out, (_pack(lse, call), state, offset), call)
+        return Partial(out, (lse, state, offset), call)
 
     def merge(self, running: Partial, part: Partial, cross: CrossCall) -> None:
         merge = _triton_merge() or _torch_merge
@@ -63,8 +62,6 @@ class CudaFlash:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         call = result.call
         lse, state, offset = result.stats
-        if torch.version.hip is not None:
-            lse = _pad(lse, call)
         return torch.ops.aten._flash_attention_backward(
             grad.contiguous(),
             q,
@@ -91,38 +88,13 @@ def _sequences(call: VarlenCall, device: torch.device) -> tuple[torch.Tensor, to
     return call.cumulative("q", device), call.cumulative("k", device), max(call.q_lengths), max(call.k_lengths)
 
 
-def _pack(lse: torch.Tensor, call: VarlenCall) -> torch.Tensor:
-    """[heads, rows], whichever of the two layouts the operator returned."""
-    if lse.dim() == 2:
-        return lse
-    return lse.transpose(0, 1).flatten(1).index_select(1, _padded_columns(call, lse.device))
-
-
-def _pad(lse: torch.Tensor, call: VarlenCall) -> torch.Tensor:
-    """[heads, rows] -> [sequences, heads, longest query]."""
-    longest = max(call.q_lengths)
-    padded = lse.new_zeros(lse.shape[0], len(call.q_lengths) * longest)
-    padded.index_copy_(1, _padded_columns(call, lse.device), lse)
-    return padded.unflatten(1, (-1, longest)).transpose(0, 1).contiguous()
-
-
-def _padded_columns(call: VarlenCall, device: torch.device) -> torch.Tensor:
-    longest = max(call.q_lengths)
-
-    def build() -> torch.Tensor:
-        starts = range(0, len(call.q_lengths) * longest, longest)
-        return torch.cat([torch.arange(s, s + n) for s, n in zip(starts, call.q_lengths, strict=True)])
-
-    return call.tensor("padded_columns", device, build)
-
-
 def _torch_merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, rows: Any) -> None:
     merge_lse(out, lse.t(), part, part_lse.t(), rows)
 
 
 @cache
 def _triton_merge() -> Any:
-    """The Triton merge, or None where Triton is not installed (Windows, some ROCm builds)."""
+    """The Triton merge, or None where Triton is not installed (Windows)."""
     try:
         import triton  # noqa: F401
     except ImportError:

@@ -37,7 +37,6 @@ class StatsLayout:
 class NpuFusion:
     """Stats are (maximum, sum of exponentials), fp32 [rows, heads, 8] of eight equal copies, see StatsLayout."""
 
-    name = "npu-fusion"
     per_depth = True
 
     def prefers_gather(self, layout: PrefixLayout) -> bool:

@@ -16,7 +16,6 @@ class Portable(MergesByLse):
     The backward is that of FlashAttention (Dao et al. 2022, algorithm 4) without the tiling over keys.
     """
 
-    name = "portable"
     per_depth = False
 
     def prefers_gather(self, layout: PrefixLayout) -> bool:
@@ -29,7 +28,7 @@ class Portable(MergesByLse):
         lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
         kv_heads = k.shape[1]
         for run in call.runs:
-            keys, values = _batch_k(k, run).to(wide), _batch_k(v, run).to(wide)
+            keys, values = run.keys(k).to(wide), run.keys(v).to(wide)
             for first, stop in _blocks(run, q.shape[1]):
                 scores = _scores(_batch_q(q, run, kv_heads, first, stop), keys, run, call.causal, first, scale)
                 block_lse = scores.logsumexp(-1)
@@ -46,7 +45,7 @@ class Portable(MergesByLse):
         dq = torch.empty_like(q)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         for run in result.call.runs:
-            keys, values = _batch_k(k, run).to(wide), _batch_k(v, run).to(wide)
+            keys, values = run.keys(k).to(wide), run.keys(v).to(wide)
             dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
             for first, stop in _blocks(run, q.shape[1]):
                 queries, grads, outs, lse = (
@@ -76,12 +75,6 @@ def _batch_q(x: torch.Tensor, run: Run, kv_heads: int, first: int, stop: int) ->
     """[rows, heads(, head_dim)] -> fp32 [count, kv_heads, heads per kv head, stop - first(, head_dim)]."""
     x = x.narrow(0, run.q_start, run.count * run.q_length).unflatten(0, (run.count, run.q_length))[:, first:stop]
     return x.transpose(1, 2).unflatten(1, (kv_heads, -1)).to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _batch_k(x: torch.Tensor, run: Run) -> torch.Tensor:
-    """[rows, kv_heads, head_dim] -> [count, kv_heads, length, head_dim]."""
-    x = x.narrow(0, run.k_start, run.count * run.k_length)
-    return x.unflatten(0, (run.count, run.k_length)).transpose(1, 2)
 
 
 def _scores(

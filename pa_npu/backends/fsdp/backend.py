@@ -17,21 +17,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
-from pa_npu.algorithm.update_sums import ReducedGradient
+from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.fsdp.checkpoint import PlannedShards, load_state, state_of
 from pa_npu.backends.fsdp.lora import Adapted
-from pa_npu.backends.fsdp.lora_export import write_adapters
-from pa_npu.backends.fsdp.lora_merge import Merged, base_of
-from pa_npu.backends.fsdp.model import DTYPES, ScoredModel, count_reductions
-from pa_npu.backends.fsdp.optimizer import ShardedAdamW, local
-from pa_npu.backends.fsdp.reduction import counted
+from pa_npu.backends.fsdp.lora_weights import Merged, base_of, write_adapters
+from pa_npu.backends.fsdp.model import ScoredModel, count_reductions
+from pa_npu.backends.fsdp.optimizer import ShardedAdamW, counted, local
 from pa_npu.backends.fsdp.weights import ShardedWeights
 from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
 from pa_npu.backends.in_step import InStep, filler
-from pa_npu.backends.offloaded import OffloadedState
-from pa_npu.backends.protocol import MicrobatchSource, Step
-from pa_npu.backends.reductions import GroupReductions
+from pa_npu.backends.optimizer import OffloadedState
+from pa_npu.backends.protocol import DTYPES, MicrobatchSource, Step
 from pa_npu.backends.widened import widened
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.mesh import Place
@@ -39,7 +36,6 @@ from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch
-from pa_npu.samples.replica_feed import ReplicaLinks
 from pa_npu.telemetry.timeline import Timeline, now
 from pa_npu.weight_transfer.digest import digest_of
 from pa_npu.weight_transfer.transport import HOST_BACKEND as HOST
@@ -47,6 +43,9 @@ from pa_npu.weight_transfer.transport import HOST_BACKEND as HOST
 
 class FsdpBackend:
     """One rank. models: "policy", the frozen ones that the configuration names, and "published" where that is kept."""
+
+    software = f"FSDP2 of torch {torch.__version__}"
+    tensor_group = replica_links = None
 
     def __init__(
         self,
@@ -64,7 +63,9 @@ class FsdpBackend:
         self._config = config
         self._spec = spec
         self._platform = platform
-        self._device = device
+        self.device = device
+        self.place: Place = config.mesh.place(dist.get_rank())
+        self.reductions = Reductions(None if dist.get_world_size() == 1 else dist.group.WORLD)
         self._timeline = timeline
         self._weights: dict[str, PolicyState] = {}
         self._shard_group = None if dist.get_world_size() == 1 else mesh.get_group(mesh.ndim - 1)
@@ -73,30 +74,6 @@ class FsdpBackend:
         )
         self._optimizer = ShardedAdamW(self._policy.parameters(), config, platform.widest_dtype)
         self._offloaded = OffloadedState(self._optimizer.moments, config, platform, device)
-
-    @property
-    def place(self) -> Place:
-        return self._config.mesh.place(dist.get_rank())
-
-    @property
-    def software(self) -> str:
-        return f"FSDP2 of torch {torch.__version__}"
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def tensor_group(self) -> dist.ProcessGroup | None:
-        return None
-
-    @property
-    def replica_links(self) -> ReplicaLinks | None:
-        return None
-
-    @property
-    def reductions(self) -> GroupReductions:
-        return GroupReductions(None if dist.get_world_size() == 1 else dist.group.WORLD)
 
     def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> ShardedWeights | None:
         group = self._shard_group
@@ -142,7 +119,7 @@ class FsdpBackend:
                 groups = ", ".join(map(str, microbatch.group_indices))
                 self._timeline.complete(f"group {groups}", start_s, now(), lane="microbatches")
         self._platform.synchronize()
-        return counted(self._reductions, self._device) if self._reductions else None
+        return counted(self._reductions, self.device) if self._reductions else None
 
     def gradient_size(self) -> torch.Tensor:
         return self._optimizer.gradient_size()
@@ -159,7 +136,7 @@ class FsdpBackend:
     def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
         with torch.no_grad():
             for microbatch in self._in_step(iter(microbatches)):
-                on_device = microbatch.to(self._device)
+                on_device = microbatch.to(self.device)
                 logprobs, entropy, frozen = self._pass(_inputs(on_device), False)
                 if not microbatch.is_filler:
                     take(on_device, Outputs(Logprobs(logprobs, self._weights.get("policy")), entropy, frozen))
@@ -172,7 +149,7 @@ class FsdpBackend:
         wide = self._platform.widest_dtype if own == torch.float32 else torch.float32
         if wide == own:
             return False
-        on_device = [one.to(self._device) for one in microbatches]
+        on_device = [one.to(self.device) for one in microbatches]
         narrow = self._logprobs("old" if "old" in self._config.frozen_models else "policy", on_device)
         with widened(self._module, wide):
             widest = self._logprobs("policy", on_device)
@@ -183,13 +160,11 @@ class FsdpBackend:
     def digest(self, name: str = "policy") -> str:
         return digest_of(local(parameter) for parameter in self._models[name].parameters())
 
-    def plan_save(self, directory: Path, reference_version: int) -> PlannedShards:
-        saves_reference = "reference" in self._models and reference_version > 0
-        reference = {"version": reference_version, "saved": saves_reference} if "reference" in self._models else None
+    def plan_save(self, directory: Path, with_reference: bool) -> PlannedShards:
         base = self._policy.base_digest(self._shard_group) if isinstance(self._policy, Adapted) else None
-        description = {"base": base, "updates": self._optimizer.updates, "layout": self._layout, "reference": reference}
+        description = {"base": base, "updates": self._optimizer.updates}
         with self._offloaded.copied():
-            return PlannedShards(self._state(saves_reference), directory, description)
+            return PlannedShards(self._state(with_reference), directory, description)
 
     def load(self, directory: Path) -> CheckpointMeta:
         meta = read_meta(directory)
@@ -206,7 +181,7 @@ class FsdpBackend:
             write_adapters(self._policy, self._config, self._spec, directory, self.place, self._shard_group)
             return
         source = self._whole(self._policy, BUCKET_BYTES, self._shard_group) if self.place.sends else None
-        write_hf(source, self._spec, directory, self.place, self._device)
+        write_hf(source, self._spec, directory, self.place, self.device)
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -229,10 +204,6 @@ class FsdpBackend:
                 found.append(logprobs)
         return found
 
-    @property
-    def _layout(self) -> dict[str, int]:
-        return {"devices": dist.get_world_size(), "tensor_parallel": 1, "pipeline_parallel": 1}
-
     def _state(self, with_reference: bool) -> dict[str, torch.Tensor]:
         return state_of(self._policy, self._optimizer, self._models["reference"] if with_reference else None)
 
@@ -241,7 +212,7 @@ class FsdpBackend:
         if self._shard_group is None:
             yield from microbatches
         else:
-            yield from InStep(microbatches, dist.group.WORLD, partial(filler, 1, self._device), None)
+            yield from InStep(microbatches, dist.group.WORLD, partial(filler, 1, self.device), None)
 
     def _pass(
         self, inputs: tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor], entropy_gradient: bool

@@ -8,7 +8,7 @@ Any number of ranks reads what any other has written.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,22 +17,20 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, F
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from pa_npu.backends.fsdp.lora import Adapted
+from pa_npu.backends.fsdp.model import ScoredModel
 from pa_npu.backends.fsdp.optimizer import ShardedAdamW
 from pa_npu.backends.shard_index import IndexReader, note_written, refusing, take_written
-from pa_npu.checkpoints.digests import damaged
-from pa_npu.checkpoints.directories import read_meta
+from pa_npu.checkpoints.directories import damaged, read_meta
 
 MODEL = "model."
 _STAMP = "updates."  # and the rank that wrote it
 
 
-class Trained(Protocol):
-    """A model as far as a checkpoint knows it."""
-
-    def named_weights(self) -> dict[str, torch.Tensor]: ...
+Model = ScoredModel | Adapted
 
 
-def state_of(policy: Trained, optimizer: ShardedAdamW, reference: Trained | None) -> dict[str, torch.Tensor]:
+def state_of(policy: Model, optimizer: ShardedAdamW, reference: Model | None) -> dict[str, torch.Tensor]:
     """Returns the tensors that are saved and loaded, by name; they are this rank's own memory, sharded."""
     state: dict[str, torch.Tensor] = {}
     for name, weight in policy.named_weights().items():

@@ -1,4 +1,4 @@
-"""How a trainer rank gets its FsdpBackend: the group joined, models loaded, sharded."""
+"""How a trainer rank gets its FsdpBackend: the group joined, models loaded, sharded; and a lone process a checkpoint's policy."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from pa_npu.checkpoints.directories import read_meta
+from pa_npu.config.mesh import LONE_RANK
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
@@ -61,7 +63,8 @@ def create(
     from torch.distributed.device_mesh import init_device_mesh
 
     from pa_npu.backends.fsdp.backend import FsdpBackend
-    from pa_npu.backends.fsdp.model import DTYPES, ScoredModel, load_model, shard
+    from pa_npu.backends.fsdp.model import ScoredModel, load_model, shard
+    from pa_npu.backends.protocol import DTYPES
 
     platform.set_device(local_rank)
     if not dist.is_initialized():
@@ -78,26 +81,50 @@ def create(
     copies = config.trainer.devices // shards
     sizes, names = ((copies, shards), ("copies", "shards")) if copies > 1 else ((shards,), ("shards",))
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+    dtype, recompute = DTYPES[config.model.dtype], config.trainer.recompute == "full"
     if config.has_adapters:
-        from pa_npu.backends.fsdp.lora import load_adapted
+        from pa_npu.backends.fsdp.lora import ModelWithAdapters, adapted
 
-        shared = load_adapted(config, spec, mesh)
-        return FsdpBackend(shared, mesh, config, spec, platform, device, timeline)
+        shared = ModelWithAdapters(config, spec)
+        shard(shared, mesh, compute=dtype, trained=True, recompute=recompute)
+        return FsdpBackend(adapted(shared, config), mesh, config, spec, platform, device, timeline)
     models: dict[str, ScoredModel] = {}
-    dtype = DTYPES[config.model.dtype]
     for name in ("policy", *config.model_copies):
         held = torch.float32 if name == "policy" else dtype
         causal = load_model(spec.path, held, trust_remote_code=spec.trust_remote_code)
         model = ScoredModel(causal, config.attention.implementation)
         for own, policys in zip(model.modules(), models.get("policy", model).modules(), strict=True):
             own._buffers.update(policys._buffers)  # transformers rounds some when it loads a model in bf16
-        recompute, trained = config.trainer.recompute == "full", name == "policy"
-        models[name] = shard(model, mesh, compute=dtype, trained=trained, recompute=recompute)
+        models[name] = shard(model, mesh, compute=dtype, trained=name == "policy", recompute=recompute)
     return FsdpBackend(models, mesh, config, spec, platform, device, timeline)
 
 
 def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, merged: bool = False) -> None:
-    """See BackendModule."""
-    from pa_npu.backends.fsdp.to_hf import export_checkpoint
+    """See BackendModule: in the type that the policy was computed in. Needs the model's size in fp32 in host memory."""
+    from pa_npu.backends.fsdp.checkpoint import MODEL, load_state
+    from pa_npu.backends.fsdp.lora import ModelWithAdapters, adapted
+    from pa_npu.backends.fsdp.lora_weights import Merged, write_adapters
+    from pa_npu.backends.fsdp.model import ScoredModel, load_model
+    from pa_npu.backends.fsdp.weights import ShardedWeights, Weights
+    from pa_npu.backends.hf_directory import BUCKET_BYTES, checked_run, write_hf
+    from pa_npu.backends.protocol import DTYPES
 
-    export_checkpoint(checkpoint, output, model, merged)
+    config, spec = checked_run(checkpoint, output, model)
+    place = LONE_RANK.place(0)
+    if config.has_adapters:
+        adapters = adapted(ModelWithAdapters(config, spec), config)["policy"]
+        adapters.check_base(read_meta(checkpoint).base, checkpoint, None)
+        weights = adapters.named_weights()
+        load_state({MODEL + name: weight.detach() for name, weight in weights.items()}, checkpoint, alone=True)
+        if not merged and config.checkpoint.export_hf != "merged":
+            write_adapters(adapters, config, spec, output, place, None)
+            return
+        policy: Weights = Merged(adapters)
+    else:
+        policy = ScoredModel(
+            load_model(config.model.path, torch.float32, trust_remote_code=spec.trust_remote_code),
+            config.attention.implementation,
+        ).requires_grad_(False)
+        load_state({MODEL + name: weight for name, weight in policy.named_weights().items()}, checkpoint, alone=True)
+    source = ShardedWeights(policy, spec, place, BUCKET_BYTES, DTYPES[config.model.dtype], None)
+    write_hf(source, spec, output, place, torch.device("cpu"))

@@ -1,6 +1,6 @@
 """Adapters (LoRA) by peft in a sharded model: trained in fp32 beside frozen weights, several sets of them in one model.
 
-    models = load_adapted(config, mesh)      "policy", "old", "reference", ...: one sharded model, each with its own set on
+    models = adapted(model, config)          "policy", "old", "reference", ...: one sharded model, each with its own set on
     models["policy"](tokens, layout, ...)    as a ScoredModel; its weights are the set's
 
 A frozen model costs a set of adapters and no more. The reference, as long as it stays what the run began with, has none: it is the
@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch.distributed.device_mesh import DeviceMesh
 
-from pa_npu.backends.fsdp.model import DTYPES, ScoredModel, load_model, shard
-from pa_npu.backends.fsdp.weights import Rows, rows_of
+from pa_npu.backends.fsdp.model import ScoredModel, load_model
+from pa_npu.backends.fsdp.weights import Weights, rows_of
+from pa_npu.backends.protocol import DTYPES
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
 from pa_npu.families.peft_directory import WEIGHTS_FILE, AdapterShape
@@ -32,14 +32,6 @@ from pa_npu.families.wire_names import WireWeight, stored_tensors, wire_weights
 POLICY = "policy"
 PREFIX = "base_model.model."  # of names in peft's files
 _PARTS = ("lora_A", "lora_B")
-
-
-def load_adapted(config: Config, spec: ModelSpec, mesh: DeviceMesh) -> dict[str, Adapted]:
-    """The run's models, over one whose weights are in the type that is computed with. Raises DataError."""
-    dtype, recompute = DTYPES[config.model.dtype], config.trainer.recompute == "full"
-    model = ModelWithAdapters(config, spec)
-    shard(model, mesh, compute=dtype, trained=True, recompute=recompute)
-    return adapted(model, config)
 
 
 class ModelWithAdapters(ScoredModel):
@@ -105,7 +97,7 @@ def adapted(model: ModelWithAdapters, config: Config) -> dict[str, Adapted]:
     return {name: Adapted(model, name if name in sets else None) for name in (POLICY, *config.model_copies)}
 
 
-class Adapted:
+class Adapted(Weights):
     """A model with one set of its adapters on, or none: what the backend takes for a model of its own. Weights are the set's."""
 
     def __init__(self, model: ModelWithAdapters, adapters: str | None) -> None:
@@ -129,10 +121,6 @@ class Adapted:
         """See Weights: the adapters alone."""
         named = self.named_weights().items()
         return [(name, WireWeight(name, 0, tuple(weight.shape)), weight) for name, weight in named]
-
-    def rows(self, weight: WireWeight, whole: torch.Tensor, alone: bool) -> Rows:
-        """See Weights."""
-        return rows_of(whole, weight.start, alone)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         yield from self.named_weights().values()

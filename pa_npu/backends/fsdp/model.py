@@ -18,18 +18,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.huggingface import use_shared_prompt_attention
-from pa_npu.backends.fsdp.reduction import CountedReduceScatter
-from pa_npu.backends.fsdp.weights import Rows, rows_of
+from pa_npu.backends.fsdp.optimizer import CountedReduceScatter
+from pa_npu.backends.fsdp.weights import Weights
 from pa_npu.backends.logprob import vocab_parallel_logprobs
 from pa_npu.errors import DataError
 from pa_npu.families.any_model import config_of, decoder_layers
 from pa_npu.families.wire_names import WireWeight, stored_tensors, use_dtype, wire_weights
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OWN_ATTENTION = ("sdpa", "eager")  # transformers'
 
 
-class ScoredModel(torch.nn.Module):
+class ScoredModel(torch.nn.Module, Weights):
     """The model with the log-probs of targets as its output. attention: as attention.implementation.
 
     causal: transformers' model; what stands in its place has its base_model and get_output_embeddings.
@@ -91,10 +90,6 @@ class ScoredModel(torch.nn.Module):
         """Every tensor of an HF checkpoint: its name, which elements it is, and of which parameter or buffer."""
         tensors = stored_tensors(self.causal)
         return [(name, weight, tensors[weight.source]) for name, weight in wire_weights(self.causal).items()]
-
-    def rows(self, weight: WireWeight, whole: torch.Tensor, alone: bool) -> Rows:
-        """See Weights."""
-        return rows_of(whole, weight.start, alone)
 
 
 def load_model(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:

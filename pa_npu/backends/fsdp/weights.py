@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from pa_npu.backends.buckets import GatheredWeights, Outgoing
+from pa_npu.backends.buckets import GatheredWeights, Outgoing, Part
 from pa_npu.backends.fsdp.optimizer import local
 from pa_npu.config.mesh import Place
 from pa_npu.families.spec import ModelSpec
@@ -20,14 +20,11 @@ from pa_npu.weight_transfer.adapters import Base
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Part):
     """This rank's part of a weight: elements [start, start + shard.numel()) of it flattened, as far as it has these."""
 
     shard: torch.Tensor
     start: int
-
-    def gather(self, group: dist.ProcessGroup | None, memory: torch.device) -> None:
-        """See Part."""
 
     def lay(self, out: torch.Tensor, first: int) -> None:
         """See Part."""
@@ -40,14 +37,16 @@ class Rows:
         return self.shard[first:last]
 
 
-class Weights(Protocol):
+class Weights(ABC):
     """A model as its weights are sent."""
 
+    @abstractmethod
     def wire_weights(self) -> list[tuple[str, WireWeight, torch.Tensor]]:
         """Every tensor to send: its name, which elements it is, and of which parameter or buffer."""
 
     def rows(self, weight: WireWeight, whole: torch.Tensor, alone: bool) -> Rows:
         """This rank's part of one of them. alone: whether this rank lays out what is not cut."""
+        return rows_of(whole, weight.start, alone)
 
 
 class ShardedWeights(GatheredWeights):

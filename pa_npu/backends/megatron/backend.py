@@ -13,35 +13,34 @@ from typing import Any
 
 import megatron.core
 import torch
-import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
-from pa_npu.algorithm.update_sums import ReducedGradient
+from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.in_step import InStep, filler, most, or_nothing
 from pa_npu.backends.megatron import parallel
-from pa_npu.backends.megatron.checkpoint.shards import PlannedShards
-from pa_npu.backends.megatron.checkpoint.state import CheckpointContents
+from pa_npu.backends.megatron.checkpoint import CheckpointContents, PlannedShards
 from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
-from pa_npu.backends.megatron.optimizer import build_optimizer, build_scheduler, state_tensors
-from pa_npu.backends.megatron.reduction import WatchedReduction, gradient_size
-from pa_npu.backends.megatron.replay import Replay, replay_of
-from pa_npu.backends.megatron.routing import RoutingWatch
+from pa_npu.backends.megatron.optimizer import (
+    WatchedReduction,
+    build_optimizer,
+    gradient_size,
+    set_rates,
+    state_tensors,
+)
+from pa_npu.backends.megatron.routing import Replay, RoutingWatch, replay_of
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
-from pa_npu.backends.megatron.weights.buckets import StageTensors
-from pa_npu.backends.megatron.weights.hf_directory import export_hf
-from pa_npu.backends.offloaded import OffloadedState
+from pa_npu.backends.megatron.weights.buckets import StageTensors, export_hf
+from pa_npu.backends.optimizer import OffloadedState
 from pa_npu.backends.protocol import MicrobatchSource, Step
-from pa_npu.backends.reductions import GroupReductions
 from pa_npu.checkpoints.directories import CheckpointMeta
-from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch
-from pa_npu.samples.replica_feed import ReplicaLinks
 from pa_npu.samples.routes import ROUTES
 from pa_npu.telemetry.timeline import Timeline, now
 from pa_npu.weight_transfer.digest import digest_of
@@ -57,6 +56,8 @@ Loss = Callable[[Microbatch, Any], torch.Tensor]  # of what the forward gives on
 class MegatronBackend:
     """One rank. `stage` is this rank's TriModel stage with weights loaded."""
 
+    software = f"megatron-core {megatron.core.__version__}"
+
     def __init__(
         self,
         stage: TriModel,
@@ -70,7 +71,8 @@ class MegatronBackend:
         self._config = config
         self._spec = spec
         self._platform = platform
-        self._device = device
+        self.device = device
+        self.place = parallel.place()
         self._timeline = timeline
         self._ddp = data_parallel(
             stage,
@@ -81,41 +83,22 @@ class MegatronBackend:
         has_experts = spec.experts is not None
         reduces = mesh.data > 1 or (has_experts and mesh.expert_data > 1)
         self._watched = WatchedReduction(self._ddp, self.place) if reduces else None
-        self._gradient_group = parallel.stage_group() if has_experts and mesh.tensor > 1 else None
+        self.reductions = Reductions(
+            parallel_state.get_data_parallel_group(),
+            parallel_state.get_pipeline_model_parallel_group(),
+            parallel.stage_group() if has_experts and mesh.tensor > 1 else None,
+        )
         self._routing = None if spec.experts is None else RoutingWatch(stage.policy, self.place, spec.experts)
         self._optimizer = build_optimizer(self._ddp, config)
-        self._scheduler = build_scheduler(self._optimizer, config)
+        self._updates = 0
         self._offloaded = OffloadedState(partial(state_tensors, self._optimizer), config, platform, device)
         stage.config.no_sync_func = self._ddp.no_sync
         stage.config.finalize_model_grads_func = self._finalize_gradients
-        self._contents = CheckpointContents(stage, self._optimizer, self._scheduler, config, platform)
+        self._contents = CheckpointContents(stage, self._optimizer, config, platform)
+        self.tensor_group = parallel_state.get_tensor_model_parallel_group() if mesh.tensor > 1 else None
         self._shard_group = self.tensor_group if mesh.expert <= mesh.tensor else parallel.shard_group()
-        self._step_group = parallel.expert_group() if mesh.expert > mesh.tensor else None
-        self._links = parallel.replica_links(platform, device, config.collective_timeout_s)
-
-    @property
-    def place(self) -> Place:
-        return parallel.place()
-
-    @property
-    def software(self) -> str:
-        return f"megatron-core {megatron.core.__version__}"
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    @property
-    def tensor_group(self) -> dist.ProcessGroup | None:
-        return parallel.tensor_group() if self.place.mesh.tensor > 1 else None
-
-    @property
-    def replica_links(self) -> ReplicaLinks | None:
-        return self._links
-
-    @property
-    def reductions(self) -> GroupReductions:
-        return GroupReductions(parallel.data_group(), parallel.pipeline_group(), self._gradient_group)
+        self._step_group = parallel_state.get_expert_model_parallel_group() if mesh.expert > mesh.tensor else None
+        self.replica_links = parallel.replica_links(platform, device, config.collective_timeout_s)
 
     def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> StageTensors | None:
         place = self.place
@@ -139,13 +122,10 @@ class MegatronBackend:
         num_microbatches = 0
         if self._config.trainer.pipeline_parallel > 1:  # which packs nothing: every piece of a group is a microbatch
             num_microbatches = microbatches.settle() * self._config.microbatches_per_group
-        source: MicrobatchSource | HeldMicrobatches = microbatches
-        frozen_logprobs: Callable[[Microbatch], dict[str, Logprobs]] | None = None
+        held: HeldMicrobatches | None = None
         if self._stage.frozen and self._config.trainer.frozen_pass == "separate":
-            source = held = HeldMicrobatches(
-                microbatches, self._stage.frozen, partial(self._named_pass, num_microbatches)
-            )
-            frozen_logprobs = held.logprobs
+            held = HeldMicrobatches(microbatches, self._stage.frozen, partial(self._pass_alone, num_microbatches))
+        source = held or microbatches
 
         def forward(microbatch: Microbatch) -> Any:
             balance = None if microbatch.is_filler else objective.balance(microbatch)
@@ -154,10 +134,9 @@ class MegatronBackend:
             return objective.sent(microbatch, output) if is_own else output
 
         def loss(microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
-            outputs = self._outputs(output)
-            if frozen_logprobs is not None:
-                outputs = replace(outputs, frozen=frozen_logprobs(microbatch))
-            return objective.loss(microbatch, outputs)
+            if held is not None:
+                output = replace(output, frozen=held.logprobs(microbatch))
+            return objective.loss(microbatch, self._outputs(output))
 
         self._run(source, num_microbatches, forward, loss, lambda: source.is_last)
         self._platform.synchronize()
@@ -170,21 +149,21 @@ class MegatronBackend:
         self._ddp.scale_gradients(factor)
 
     def step(self) -> Step:
-        self._scheduler.step(increment=1)
-        learning_rate = self._optimizer.param_groups[0]["lr"]
+        self._updates += 1
+        learning_rate = set_rates(self._optimizer, self._config, self._updates)
         with self._offloaded.on_device():
             succeeded, grad_norm, _ = self._optimizer.step()
         self._platform.synchronize()
-        routing = None if self._routing is None else self._routing.take(self.reductions, self._device)
+        routing = None if self._routing is None else self._routing.take(self.reductions, self.device)
         norm = math.nan if not succeeded or grad_norm is None else float(grad_norm)
-        return Step(norm, float(learning_rate), routing)
+        return Step(norm, learning_rate, routing)
 
     def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
         def loss(microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
             take(microbatch, self._outputs(output))
-            return torch.zeros((), device=self._device)
+            return torch.zeros((), device=self.device)
 
-        on_device = [one.to(self._device) for one in microbatches]
+        on_device = [one.to(self.device) for one in microbatches]
         self._run(on_device, len(microbatches), partial(self._forward, entropy_gradient=False), loss)
 
     def rounding(
@@ -194,7 +173,7 @@ class MegatronBackend:
         wide = self._platform.widest_dtype if own == torch.float32 else torch.float32
         if wide == own:
             return False
-        on_device = [one.to(self._device) for one in microbatches]
+        on_device = [one.to(self.device) for one in microbatches]
         narrow: list[torch.Tensor] = []
 
         def keep(microbatch: Microbatch, logprobs: torch.Tensor) -> torch.Tensor:
@@ -212,13 +191,15 @@ class MegatronBackend:
     def digest(self, name: str = "policy") -> str:
         return digest_of(self._stage.model(name).parameters())
 
-    def plan_save(self, directory: Path, reference_version: int) -> PlannedShards:
+    def plan_save(self, directory: Path, with_reference: bool) -> PlannedShards:
         with self._offloaded.copied():
-            return self._contents.plan(directory, reference_version)
+            return self._contents.plan(directory, self._updates, with_reference)
 
     def load(self, directory: Path) -> CheckpointMeta:
         with self._offloaded.on_device():
-            return self._contents.load(directory)
+            meta = self._contents.load(directory)
+        self._updates = meta.updates
+        return meta
 
     def export(self, directory: Path) -> None:
         export_hf(self._stage.policy, self._spec, directory, self.place, self._shard_group)
@@ -242,7 +223,7 @@ class MegatronBackend:
         group = self._step_group
         loss = loss if group is None else or_nothing(loss)
         if group is not None and self._config.trainer.pipeline_parallel > 1:
-            total = most(num_microbatches, group, self._device)
+            total = most(num_microbatches, group, self.device)
             fillers = (self._filler() for _ in range(total - num_microbatches))
             microbatches, num_microbatches = chain(microbatches, fillers), total
         elif group is not None:
@@ -255,7 +236,7 @@ class MegatronBackend:
                 run_pipelined(self._ddp, timed, num_microbatches, forward, loss, forward_only=forward_only)
 
     def _filler(self) -> Microbatch:
-        return filler(self._config.pad_multiple, self._device)
+        return filler(self._config.pad_multiple, self.device)
 
     def _forward(self, microbatch: Microbatch, entropy_gradient: bool, balance: float | None = None) -> Any:
         return self._ddp(
@@ -271,14 +252,6 @@ class MegatronBackend:
         weights = self._stage.weights
         frozen = {name: Logprobs(values, weights.get(name)) for name, values in output.frozen.items()}
         return Outputs(Logprobs(output.logprobs, weights.get("policy")), output.entropy, frozen)
-
-    def _named_pass(
-        self, num_microbatches: int, name: str, microbatches: Iterable[Microbatch], keep: Callable[..., torch.Tensor]
-    ) -> None:
-        def loss(microbatch: Microbatch, logprobs: Any) -> torch.Tensor:
-            return keep(microbatch, Logprobs(logprobs, self._stage.weights.get(name)))
-
-        self._pass_alone(num_microbatches, name, microbatches, loss)
 
     def _pass_alone(
         self,

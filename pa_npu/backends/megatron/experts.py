@@ -12,21 +12,23 @@ parallelism the sequence must be divided over its ranks (sequence_parallel), so 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from pa_npu.attention import PrefixLayout
 from pa_npu.backends.megatron import parallel
-from pa_npu.backends.megatron.replay import Replay
+from pa_npu.backends.megatron.routing import Router
 from pa_npu.families.shape import Experts
 from pa_npu.platform.base import FusedOps
+
+if TYPE_CHECKING:
+    from pa_npu.backends.megatron.layers import AttentionContext
 
 
 class ExpertWeights(MegatronModule):
@@ -66,101 +68,9 @@ class ExpertWeights(MegatronModule):
         device = torch.cuda.current_device()
         weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
         weight.allreduce = False  # Megatron's word for: of expert parallelism
-        weight.tensor_model_parallel = (
-            True  # no tensor-parallel rank holds a copy, so that the gradient norm counts all
-        )
-        if self.config.perform_initialization:
-            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
-                self.config.init_method(weight)
+        # no tensor-parallel rank holds a copy, so that the gradient norm counts all
+        weight.tensor_model_parallel = True
         return weight
-
-
-class Microbatch(Protocol):
-    """The part of layers.AttentionContext that a router reads."""
-
-    @property
-    def layout(self) -> PrefixLayout: ...
-
-    @property
-    def balance(self) -> float | None: ...
-
-    @property
-    def replay(self) -> Replay | None: ...
-
-
-class Router(MegatronModule):
-    """Gives each token its experts, in fp32: its own choice, or where it replays the engine's, weighted by its own probabilities.
-
-    The weight is [experts, hidden_size]. number: of its layer among those with experts.
-    """
-
-    def __init__(self, config: TransformerConfig, experts: Experts, number: int) -> None:
-        super().__init__(config)
-        self.experts, self.number = experts, number
-        shape = (experts.count, config.hidden_size)
-        device = torch.cuda.current_device()  # redirected to the platform's device by prepare_megatron
-        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        if config.perform_initialization:
-            config.init_method(self.weight)
-        self._noted: torch.Tensor | None = None
-
-    def forward(self, rows: torch.Tensor, microbatch: Microbatch | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """rows [n, hidden] -> (gate weights fp32 [n, k], experts int64 [n, k])."""
-        wide = torch.promote_types(rows.dtype, torch.float32)
-        logits = torch.mm(rows.to(wide), self.weight.to(wide).t())
-        probabilities = logits.softmax(-1)
-        own = chosen = probabilities.detach().topk(self.experts.per_token, dim=-1).indices
-        first = len(own) * parallel.tensor_group().rank() if self.config.sequence_parallel else 0
-        replay = None if microbatch is None else microbatch.replay
-        if replay is not None:
-            taken, known = replay.of_rows(slice(first, first + len(own)), self.number, self.experts.count)
-            chosen = torch.where(known, taken, own)
-        weights = probabilities.gather(-1, chosen)
-        if self.experts.normalises:
-            weights = weights / weights.sum(-1, keepdim=True)
-        # a recomputed forward comes twice, of which one is without gradients
-        if microbatch is None or microbatch.balance is None or not torch.is_grad_enabled():
-            return weights, chosen
-        tokens = microbatch.layout.total - microbatch.layout.padding
-        filled = min(max(tokens - first, 0), len(chosen))
-        counts = torch.bincount(chosen[:filled].flatten(), minlength=self.experts.count).to(probabilities.dtype)
-        self._note(counts, probabilities[:filled].detach())
-        if replay is not None:
-            changed = known & (taken[:, :, None] != own[:, None, :]).all(-1)
-            leads = replay.leads[first : first + len(own)]
-            self._note_replay(changed, known.expand_as(taken), leads & ~known[:, 0], leads)
-        if microbatch.balance:
-            loss = self._imbalance(probabilities[:filled], counts, tokens)
-            weights = _WithLoss.apply(weights, microbatch.balance * loss)
-        return weights, chosen
-
-    def take_noted(self) -> torch.Tensor:
-        """Returns the sums of the trained passes since the last call, and forgets them, [experts + 6]: this rank's tokens of each
-        expert, their entropy, how many they are; replayed choices that are not the router's own, replayed choices, tokens that
-        need a route and have none, tokens that need one."""
-        noted, self._noted = self._noted, None
-        return self.weight.new_zeros(self.experts.count + 6, dtype=torch.float32) if noted is None else noted
-
-    def _note_replay(self, *sums: torch.Tensor) -> None:
-        assert self._noted is not None, "the pass has been noted"
-        self._noted[-4:] += torch.stack([one.sum() for one in sums]).float()
-
-    def _note(self, counts: torch.Tensor, probabilities: torch.Tensor) -> None:
-        entropy = -(probabilities * probabilities.clamp_min(1e-30).log()).sum()
-        nothing = counts.new_zeros(4)
-        found = torch.cat([counts, entropy[None], counts.new_full((1,), len(probabilities)), nothing]).float()
-        self._noted = found if self._noted is None else self._noted + found
-
-    def _imbalance(self, probabilities: torch.Tensor, counts: torch.Tensor, tokens: int) -> torch.Tensor:
-        """experts x sum_i f_i P_i, where f_i is how many of its tokens' choices are expert i, and P_i their mean probability of it.
-
-        Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6, with k choices as transformers' load_balancing_loss_func.
-        With a divided sequence a rank's is its tokens' part of the sum; the counts are everyone's.
-        """
-        if self.config.sequence_parallel:
-            dist.all_reduce(counts, group=parallel.tensor_group())
-        return self.experts.count / tokens**2 * (counts * probabilities.sum(0)).sum()
 
 
 class MixtureMLP(MegatronModule):
@@ -172,11 +82,11 @@ class MixtureMLP(MegatronModule):
         self.router = Router(config, experts, number)
         self.experts = ExpertWeights(config, experts, ops)
         self._dispatch = _all_to_all if parallel.place().mesh.expert > 1 else _local
-        self.microbatch: Microbatch | None = None
+        self.context: AttentionContext | None = None
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
         rows = hidden_states.squeeze(1)
-        weights, chosen = self.router(rows, self.microbatch)
+        weights, chosen = self.router(rows, self.context)
         return self._dispatch(rows, weights, chosen, self.experts).unsqueeze(1), None
 
 
@@ -190,7 +100,7 @@ def _local(rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, expe
 def _all_to_all(
     rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
-    group, ranks = parallel.expert_group(), parallel.place().mesh.expert
+    group, ranks = parallel_state.get_expert_model_parallel_group(), parallel.place().mesh.expert
     order, counts = _by_expert(chosen.flatten(), ranks * experts.num_local)
     sent = counts.view(ranks, experts.num_local)
     received = torch.empty_like(sent)
@@ -220,19 +130,6 @@ def _combine(results: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) 
     """results [n * k, hidden] in the order of dispatch, weights [n, k] -> [n, hidden], summed in the weights' type."""
     by_token = _Spread.apply(results, _inverse(order), 1).view(*weights.shape, -1)
     return torch.mul(by_token, weights.unsqueeze(-1)).sum(1).to(results.dtype)
-
-
-class _WithLoss(torch.autograd.Function):
-    """`values` as they are, and a loss beside them: in the backward it gets a gradient of 1, whatever comes to the values."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(torch.ones_like(loss))
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return grads[0], *ctx.saved_tensors
 
 
 class _Spread(torch.autograd.Function):

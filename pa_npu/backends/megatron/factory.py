@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
-from pa_npu.backends.exported import checked_run
-from pa_npu.backends.megatron.patches import PATCHES, prepare
+from pa_npu.backends.megatron.patches.table import PATCHES, prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
@@ -44,7 +43,7 @@ def create(
     from pa_npu.backends.megatron.backend import MegatronBackend
     from pa_npu.backends.megatron.parallel import initialise_parallel
 
-    initialise_parallel(config, platform, store, rank, config.trainer.devices, local_rank)
+    initialise_parallel(config, platform, store, rank, local_rank)
     stage = load_stage(config, spec, platform)
     return MegatronBackend(stage, config, spec, platform, platform.device(local_rank), timeline)
 
@@ -66,15 +65,17 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, 
 
     Needs the model's size in host memory. Raises as checked_run does; ExportError when it cannot be written.
     """
+    from pa_npu.backends.hf_directory import checked_run
+
     config, spec = checked_run(checkpoint, output, model)
     platform = platforms.get("cpu")
     prepare(platform.name)
-    from pa_npu.backends.megatron.checkpoint.state import load_policy_only
+    from pa_npu.backends.megatron.checkpoint import load_policy_only
     from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
     from pa_npu.backends.megatron.stage import build_stage
-    from pa_npu.backends.megatron.weights.hf_directory import export_hf
+    from pa_npu.backends.megatron.weights.buckets import export_hf
 
-    place = initialise_parallel(config, platform, dist.HashStore(), rank=0, world_size=1)
+    place = initialise_parallel(config, platform, dist.HashStore(), rank=0)
     try:
         stage = build_stage(spec, config, platform)
         load_policy_only(stage, checkpoint)

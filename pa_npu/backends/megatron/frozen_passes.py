@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 
-from pa_npu.algorithm.objective import Logprobs
 from pa_npu.samples.microbatch import Microbatch
 
-Pass = Callable[[str, Iterable[Microbatch], Callable[[Microbatch, Logprobs], torch.Tensor]], None]
+Pass = Callable[[str, Iterable[Microbatch], Callable[[Microbatch, torch.Tensor], torch.Tensor]], None]
 
 
 class HeldMicrobatches:
@@ -22,10 +22,10 @@ class HeldMicrobatches:
         """
         self._held: list[Microbatch] = []
         self._handed_out = 0
-        self._logprobs: dict[int, dict[str, Logprobs]] = {}
+        self._logprobs: dict[int, dict[str, torch.Tensor]] = {}
         source: Iterable[Microbatch] = self._holding(microbatches)
         for name in frozen:
-            run(name, source, self._keeper(name))
+            run(name, source, partial(self._keep, name))
             source = self._held
 
     @property
@@ -38,7 +38,7 @@ class HeldMicrobatches:
             self._handed_out += 1
             yield microbatch
 
-    def logprobs(self, microbatch: Microbatch) -> dict[str, Logprobs]:
+    def logprobs(self, microbatch: Microbatch) -> dict[str, torch.Tensor]:
         """By model. On the last stage only."""
         return self._logprobs[id(microbatch)]
 
@@ -47,9 +47,6 @@ class HeldMicrobatches:
             self._held.append(microbatch)
             yield microbatch
 
-    def _keeper(self, name: str) -> Callable[[Microbatch, Logprobs], torch.Tensor]:
-        def keep(microbatch: Microbatch, logprobs: Logprobs) -> torch.Tensor:
-            self._logprobs.setdefault(id(microbatch), {})[name] = logprobs
-            return logprobs.values.new_zeros(())
-
-        return keep
+    def _keep(self, name: str, microbatch: Microbatch, logprobs: torch.Tensor) -> torch.Tensor:
+        self._logprobs.setdefault(id(microbatch), {})[name] = logprobs
+        return logprobs.new_zeros(())

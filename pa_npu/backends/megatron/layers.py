@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
 from pa_npu.backends.megatron.experts import MixtureMLP
-from pa_npu.backends.megatron.replay import Replay
+from pa_npu.backends.megatron.routing import Replay
 from pa_npu.families.shape import Rope
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import FusedOps
@@ -138,7 +138,7 @@ class SparseLayer(TransformerLayer):
     """A layer with experts. Its router knows the microbatch as core attention does: in every forward, also a recomputed one."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.mlp.microbatch = kwargs["attention_bias"]
+        self.mlp.context = kwargs["attention_bias"]
         return super().forward(*args, **kwargs)
 
 

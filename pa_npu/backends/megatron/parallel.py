@@ -1,7 +1,7 @@
 """This rank's place among the trainer ranks: process group, Megatron's parallel state and RNG tracker, and who is who.
 
-initialise_parallel(config, platform, store, rank, world_size, local_index=0) -> Place
-                    (patches.prepare() must have run before this module is imported)
+initialise_parallel(config, platform, store, rank, local_index=0) -> Place
+                    (patches.table.prepare() must have run before this module is imported)
 place() -> Place    (afterwards, anywhere)
 shutdown_parallel()
 """
@@ -17,32 +17,26 @@ from megatron.core import parallel_state, tensor_parallel
 
 from pa_npu.config.mesh import Mesh, Place
 from pa_npu.config.schema import Config
-from pa_npu.errors import ConfigError
 from pa_npu.platform.base import Platform
 from pa_npu.samples.replica_feed import ReplicaLinks
 
 
 def initialise_parallel(
-    config: Config, platform: Platform, store: dist.Store, rank: int, world_size: int, local_index: int = 0
+    config: Config, platform: Platform, store: dist.Store, rank: int, local_index: int = 0
 ) -> Place:
     """Join all trainer ranks on `store` (give it a PrefixStore of its own) and build Megatron's groups. A collective.
 
     local_index: this process's device among its visible ones.
     Collectives fail `collective_timeout_s` after they began, or where the device has a deadline of its own, soon after that.
-    Raises ConfigError when `world_size` is not `trainer.devices`.
     """
     trainer = config.trainer
-    if world_size != trainer.devices:
-        raise ConfigError(
-            f"trainer.devices: {trainer.devices}, but {world_size} ranks were started; start one rank per device"
-        )
     timeout_s = platform.group_timeout_s(config.collective_timeout_s)
     platform.set_device(local_index)
     dist.init_process_group(
         platform.process_group_backend,
         store=store,
         rank=rank,
-        world_size=world_size,
+        world_size=trainer.devices,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
     parallel_state.initialize_model_parallel(
@@ -76,16 +70,6 @@ def place() -> Place:
     return mesh.place(dist.get_rank())
 
 
-def tensor_group() -> dist.ProcessGroup:
-    """Ranks that share one stage of one replica."""
-    return parallel_state.get_tensor_model_parallel_group()
-
-
-def expert_group() -> dist.ProcessGroup:
-    """Ranks that share the experts of a stage."""
-    return parallel_state.get_expert_model_parallel_group()
-
-
 def stage_group() -> dist.ProcessGroup:
     """A new group of all ranks of this stage, of every replica. A collective of all."""
     here = place()
@@ -113,14 +97,5 @@ def replica_links(platform: Platform, device: torch.device, timeout_s: float) ->
     group = [dist.new_group(list(mesh.replica(n)), timeout=timeout) for n in range(mesh.data)][here.replica]
     # a communicator comes into being with its first collective: here, on all ranks, not beside training's first ones
     dist.all_reduce(torch.zeros(1, device=device), group=group)
-    return ReplicaLinks(group, tensor_group() if mesh.tensor > 1 else None, mesh, platform.detached_stream)
-
-
-def pipeline_group() -> dist.ProcessGroup:
-    """Ranks of one replica with the same tensor rank, one per stage."""
-    return parallel_state.get_pipeline_model_parallel_group()
-
-
-def data_group() -> dist.ProcessGroup:
-    """Ranks that hold the same weights in different replicas."""
-    return parallel_state.get_data_parallel_group()
+    tensor_group = parallel_state.get_tensor_model_parallel_group() if mesh.tensor > 1 else None
+    return ReplicaLinks(group, tensor_group, mesh, platform.detached_stream)

@@ -1,6 +1,6 @@
 """The tri-model pipeline stage: policy, old policy and reference pass through the pipeline together, in one forward.
 
-    stage = build_stage(spec, config, platform, frozen=("old", "reference"), initialise=False)
+    stage = build_stage(spec, config, platform, frozen=("old", "reference"))
     stage.policy                   the trained GPT (registered; what DDP, optimizer and checkpoints see)
     stage.frozen                   {"old" | "reference": GPT}, outside the module tree, never trained
     stage.gpts()                   {"policy": ..., **stage.frozen}, for loading weights
@@ -36,17 +36,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from pa_npu.algorithm.objective import PolicyState
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.megatron import parallel
-from pa_npu.backends.megatron.devices import device_of
-from pa_npu.backends.megatron.gpt import GPT
+from pa_npu.backends.megatron.gpt import GPT, fused_ops, transformer_config
 from pa_npu.backends.megatron.layers import AttentionContext, RotaryTable
-from pa_npu.backends.megatron.replay import Replay
-from pa_npu.backends.megatron.transformer import transformer_config
+from pa_npu.backends.megatron.routing import Replay
 from pa_npu.backends.widened import widened
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 
-FROZEN = ("old", "reference")
 _GRADIENT_BYTES = 4  # fp32
 
 
@@ -146,7 +143,6 @@ class TriModel(MegatronModule):
         replay: Replay | None = None,
     ) -> ModelOutput | torch.Tensor:
         """One microbatch through this stage; see the module's docstring for shapes, AttentionContext for `balance` and `replay`."""
-        self._check(tokens, layout)
         rotation = self._rotation(layout, tokens.device, self.config.params_dtype)
         inputs = self._unpack()
 
@@ -162,9 +158,7 @@ class TriModel(MegatronModule):
 
         with torch.no_grad():
             frozen_logprobs = {
-                name: self.frozen[name].logprobs(
-                    states, rows, targets, temperature=temperature, chunk=chunk, entropy=False, entropy_grad=False
-                )[0]
+                name: self.frozen[name].logprobs(states, rows, targets, temperature=temperature, chunk=chunk)[0]
                 for name, states in frozen_hidden.items()
             }
         logprobs, entropy = self.policy.logprobs(
@@ -189,7 +183,6 @@ class TriModel(MegatronModule):
 
         dtype: a wider type to compute in; None: the model's own.
         """
-        self._check(tokens, layout)
         model = self.gpts()[name]
         own = model.config.params_dtype
         dtype = dtype or own
@@ -199,10 +192,7 @@ class TriModel(MegatronModule):
             hidden = model(tokens, AttentionContext(layout, *rotation, replay=replay))
         if not self.post_process:
             return hidden.view(self.config.params_dtype)
-        logprobs, _ = model.logprobs(
-            hidden, rows, targets, temperature=temperature, chunk=chunk, entropy=False, entropy_grad=False
-        )
-        return logprobs
+        return model.logprobs(hidden, rows, targets, temperature=temperature, chunk=chunk)[0]
 
     def _unpack(self) -> dict[str, torch.Tensor]:
         """Each model's hidden states out of what the previous stage packed; nothing on the first stage."""
@@ -216,21 +206,7 @@ class TriModel(MegatronModule):
     def _rotation(
         self, layout: PrefixLayout, device: torch.device, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        num_positions = max(offset + length for offset, length in zip(layout.offsets, layout.lengths, strict=True))
-        return self.rotary.rows(layout.position_ids(device), num_positions, dtype)
-
-    def _check(self, tokens: torch.Tensor, layout: PrefixLayout) -> None:
-        if tokens.shape != (1, layout.total):
-            raise ValueError(
-                f"tokens: shape {tuple(tokens.shape)} does not match a layout of {layout.total} tokens; "
-                f"it must be (1, {layout.total})"
-            )
-        tensor_parallel = self.config.tensor_model_parallel_size
-        if self.config.sequence_parallel and layout.total % tensor_parallel:
-            raise ValueError(
-                f"layout: {layout.total} tokens are not a multiple of tensor_parallel = {tensor_parallel}, which "
-                f"sequence parallelism needs; use layout.pad({tensor_parallel})"
-            )
+        return self.rotary.rows(layout.position_ids(device), layout.longest, dtype)
 
 
 def build_stage(
@@ -240,28 +216,22 @@ def build_stage(
     *,
     frozen: tuple[str, ...] = (),
     keeps_published: bool = False,
-    initialise: bool = False,
 ) -> TriModel:
-    """This rank's pipeline stage. `initialise_parallel` must have run.
+    """This rank's pipeline stage. `initialise_parallel` must have run. Weights are NaN until loaded: none is forgotten unnoticed.
 
     frozen: which of "old" and "reference" to build beside the policy.
     keeps_published: a place for a copy of what was published last.
-    initialise: random weights; otherwise every weight is NaN until loaded, so that none is forgotten unnoticed.
     Raises ConfigError when the model does not divide by the parallel sizes, DataError for an unsupported rope scaling.
     """
-    unknown = [name for name in frozen if name not in FROZEN]
-    if unknown or len(set(frozen)) != len(frozen):
-        raise ValueError(f"frozen: {frozen} must be distinct names out of {FROZEN}")
-    megatron_config = transformer_config(spec, config, platform, initialise=initialise)
-    ops = device_of(platform).ops(platform.ops)
+    ops = fused_ops(platform)
+    megatron_config = transformer_config(spec, config, platform)
 
     def build() -> GPT:
         model = GPT(megatron_config, spec, ops, config.attention.implementation)
-        if not initialise:
-            _mark_tensor_parallel(model)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.fill_(float("nan"))
+        _mark_tensor_parallel(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
         return model
 
     policy = build()

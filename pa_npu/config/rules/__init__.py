@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pa_npu.config.rules.algorithm import broken_algorithm
-from pa_npu.config.rules.data import broken_data
-from pa_npu.config.rules.deadlines import broken_deadlines
-from pa_npu.config.rules.engines import broken_engines, broken_single_engines
-from pa_npu.config.rules.evaluation import broken_evaluation
-from pa_npu.config.rules.placement import broken_placement
-from pa_npu.config.rules.rewards import broken_functions, broken_rewards
-from pa_npu.config.rules.staleness import broken_staleness
-from pa_npu.config.rules.training import broken_lora, broken_shards, broken_training
+from pa_npu.config.rules.inputs import broken_data, broken_evaluation, broken_rewards
+from pa_npu.config.rules.learning import broken_algorithm, broken_shards, broken_staleness, broken_training
+from pa_npu.config.rules.processes import broken_deadlines, broken_engines, broken_placement
 from pa_npu.config.rules.unread import broken_unread
 from pa_npu.config.texts import broken_texts
 from pa_npu.config.tree import ConfigTree
@@ -30,11 +24,8 @@ def broken_rules(c: ConfigTree) -> Iterator[str]:
     yield from broken_data(c)
     yield from broken_staleness(c)
     yield from broken_training(c)
-    yield from broken_lora(c)
     yield from broken_algorithm(c)
     yield from broken_evaluation(c)
     yield from broken_engines(c)
-    yield from broken_single_engines(c)
     yield from broken_placement(c)
-    yield from broken_functions(c)
     yield from broken_rewards(c)

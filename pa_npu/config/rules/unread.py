@@ -6,13 +6,13 @@ writes has every key. What depends on the device or on attached engines is not h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pa_npu.config.presets import PRESETS
 from pa_npu.config.tree import ConfigTree
+from pa_npu.config.words import as_json
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition("evaluate.temperature evaluate.top_p", lambda c: c.evaluate.samples > 0, "set evaluate.samples above 0"),
     Condition(
         "rollout.sleep",
-        lambda c: c.num_shared_engines > 0,
+        lambda c: c.placement.colocate,
         "it is for engines on the trainers' devices, of which there are none: set placement.colocate",
     ),
     Condition(
@@ -121,7 +121,8 @@ def broken_unread(c: ConfigTree) -> Iterator[str]:
         for key in condition.keys.split():
             value, default = value_and_default(c, key)
             if value not in (default, preset.get(key, default)) and not condition.read(c):
-                yield f"{key}: {_shown(value)}would be read by nothing; {condition.remedy}, or remove the key"
+                shown = f"{as_json(value, 60)} " if isinstance(value, (str, bool, int, float)) else ""
+                yield f"{key}: {shown}would be read by nothing; {condition.remedy}, or remove the key"
     for number, function in enumerate(c.reward.functions):
         for key, name in _OF_FUNCTIONS.items():
             if getattr(function, key) is not None and function.name != name:
@@ -133,10 +134,3 @@ def value_and_default(c: ConfigTree, key: str) -> tuple[Any, Any]:
     section, _, name = key.partition(".")
     model = getattr(c, section)
     return getattr(model, name), type(model).model_fields[name].get_default(call_default_factory=True)
-
-
-def _shown(value: Any) -> str:
-    """A short value with a space behind it; nothing of a section or a long one."""
-    if isinstance(value, str):
-        return f"{value} " if len(value) <= 60 and value.isprintable() else ""
-    return f"{json.dumps(value)} " if isinstance(value, (bool, int, float)) else ""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pa_npu.config.presets import PresetName
-from pa_npu.config.sections.base import Section
+from pa_npu.config.sections import Section, Several
 
 LOSSES = ("clip", "gspo", "cispo", "reinforce", "dpo")
 ADVANTAGES = ("group-std", "centred", "leave-one-out", "batch-std")
@@ -24,7 +24,7 @@ class LoraConfig(Section):
         description="Rank of the adapters that are trained in place of the weights; 0 trains the weights.",
     )
     alpha: float = Field(32.0, gt=0, description="The adapters' product is added with the factor alpha / rank.")
-    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+    targets: Literal["all-linear"] | Annotated[Several[str], Field(min_length=1)] = Field(
         "all-linear",
         description="Layers that get an adapter, by the last parts of their names, such as [q_proj, v_proj]; all-linear: all "
         "projections of attention and MLP, whatever a model calls them.",
@@ -130,7 +130,9 @@ class OptimizerConfig(Section):
     warmup_iterations: int = Field(0, ge=0, description="Iterations of linear warm-up.")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="Shape of the decay after warm-up.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay; norms and biases are exempt.")
-    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="AdamW's decay of the mean gradient, and of its square.")
+    betas: tuple[Beta, Beta] = Field(
+        (0.9, 0.95), strict=False, description="AdamW's decay of the mean gradient, and of its square."
+    )
     epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     offload: bool = Field(
         False,

@@ -1,4 +1,4 @@
-"""Keys of how samples come about: engines, environments, rewards."""
+"""Keys of how samples come about: engines, environments, agents, rewards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pa_npu.config.sections.base import Section
+from pa_npu.config.sections import Section, Several
 
 SLOWEST_TOKEN_S = 0.25
 """An engine that takes longer per token of a response than this, on top of its deadline, is not worth waiting for."""
@@ -15,7 +15,7 @@ SLOWEST_TOKEN_S = 0.25
 class EngineSettings(Section):
     """Settings of single engines of a run."""
 
-    engines: tuple[Annotated[int, Field(ge=0, le=2**14)], ...] = Field(
+    engines: Several[Annotated[int, Field(ge=0, le=2**14)]] = Field(
         ...,
         min_length=1,
         description="Numbers of the engines, from 0 in the order of rollout.attach, or in which the run starts them.",
@@ -62,12 +62,12 @@ class RolloutConfig(Section):
         description="Engines that the run grows to as nodes of a cluster with free devices appear (placement.cluster=ray); none "
         "stays at engines.",
     )
-    attach: tuple[str, ...] = Field(
+    attach: Several[str] = Field(
         (),
         description="URLs of running engines (see `pa-npu engines`) to use instead of starting any; they must serve "
         "this model.path, one for each of rollout.engines, and take the key in the variable VLLM_API_KEY.",
     )
-    engine_settings: tuple[EngineSettings, ...] = Field(
+    engine_settings: Several[EngineSettings] = Field(
         (),
         description="What is particular to some of the engines, such as [{engines: [1, 2], speed: 0.5}]; engines that no "
         "entry names are alike.",
@@ -125,7 +125,7 @@ class RolloutConfig(Section):
         description="Deadline of a probe, a token that a serving engine must generate; one that does not is taken for hung and "
         "replaced. Engines are probed twice in that time.",
     )
-    extra_args: tuple[str, ...] = Field((), description="Further arguments for the vLLM server.")
+    extra_args: Several[str] = Field((), description="Further arguments for the vLLM server.")
     env: dict[str, str] = Field(default_factory=dict, description="Further environment variables for the engines.")
 
     def settings_of(self, index: int) -> EngineSettings:
@@ -199,7 +199,7 @@ class JudgeConfig(Section):
         description="Regular expression whose group is the score; its last match in the judge's answer counts.",
     )
     scores: tuple[float, float] = Field(
-        (0.0, 10.0), description="The score that is reward 0, and the score that is reward 1."
+        (0.0, 10.0), strict=False, description="The score that is reward 0, and the score that is reward 1."
     )
     request: dict[str, Any] = Field(
         {"temperature": 0.0, "max_tokens": 512},
@@ -235,7 +235,7 @@ class CodeConfig(Section):
 
 
 class RewardConfig(Section):
-    functions: tuple[RewardFunction, ...] = Field(
+    functions: Several[RewardFunction] = Field(
         (RewardFunction(name="math"),),
         min_length=1,
         description="Reward functions; a response's reward is their weighted sum.",
@@ -256,3 +256,52 @@ class RewardConfig(Section):
     def programs(self) -> int:
         """Programs of `code` at once: more than workers, since they also wait for their start and for a time limit."""
         return 2 * self.workers
+
+
+Outcome = Literal["done", "turns", "tokens", "time", "output", "failed"]
+
+
+class AgentConfig(Section):
+    command: str | None = Field(
+        None,
+        min_length=1,
+        description="Program of one session, as in a shell but without one: it has OPENAI_BASE_URL, OPENAI_API_KEY and TASK (JSON) "
+        "in its environment and ends by itself; none leaves sessions to agents that come and take tasks.",
+    )
+    programs: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="Programs that stay, and take one task after another from the gateway (GET /tasks), or several at once; none "
+        " starts one for every session.",
+    )
+    container: str | None = Field(
+        None,
+        pattern=r"^(--?[^\s]+\s+)*\w[\w.:/@-]*$",
+        description="Image in which agent.command runs, by docker or podman, behind options of `docker run` such as --memory=8g, "
+        "which has 4g, 2 CPUs and 512 processes otherwise; none runs it as a process of this machine.",
+    )
+    concurrent: int = Field(64, ge=1, le=4096, description="Sessions at once, open or offered to be taken.")
+    output_kib: int = Field(
+        1024,
+        ge=1,
+        description="Most that a program may write to its standard output and error, in KiB; then outcome output.",
+    )
+    discards: Several[Outcome] = Field(
+        ("time", "output", "failed"),
+        description="Sessions with these outcomes are not trained: time and output (limits above), failed (the program ended with "
+        "an error), turns (environment.max_turns), tokens (rollout.max_response_tokens, data.max_prompt_tokens), done.",
+    )
+    tool_parser: str = Field(
+        "auto",
+        min_length=1,
+        description="What finds tool calls in the policy's text: hermes, template (transformers' parse_response), or a parser of "
+        "vLLM by its name there; auto is template where the tokenizer has one, else hermes.",
+    )
+    port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port of the gateway at placement.host, also for other programs with the run's key (docs/agents.md); 0 takes a "
+        "free one, which RUN/gateway.json names; none is loopback for environment.name=agents, and no gateway otherwise.",
+    )

@@ -4,7 +4,7 @@
 
     GET  /health            open to all                  GET  /version, /v1/models    what it is
     POST /v1/completions    responses to a prompt        POST /pause, /resume         responses in flight end as they stand
-    POST /collective_rpc    the calls of pa_npu.engines.vllm.worker, of which a load wants nothing in flight
+    POST /collective_rpc    the calls of pa_npu.engines.weight_calls, of which a load wants nothing in flight
 
 These are vLLM's paths, so that one client asks every engine (pa_npu.engines.client).
 
@@ -20,11 +20,10 @@ import contextlib
 import importlib.metadata
 import io
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -34,18 +33,61 @@ from aiohttp.typedefs import Handler
 
 from pa_npu import platform
 from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, Identity, authorised
-from pa_npu.engines.transformers.decoding import Decoder, Response, Wish
-from pa_npu.engines.transformers.messages import CompletionRequest, WorkerCall
-from pa_npu.engines.transformers.routes import NO_ROUTES
-from pa_npu.engines.transformers.scheduler import Busy, Scheduler
-from pa_npu.engines.transformers.weights import WeightReceiver
+from pa_npu.engines.transformers.decoding import NO_ROUTES, Busy, Decoder, Response, Scheduler, Wish
+from pa_npu.engines.transformers.weights import ModelWorker
 from pa_npu.families.model_directory import load_tokenizer
 from pa_npu.families.wire_names import use_dtype
-from pa_npu.platform.memory_peaks import ResidentPeak, device_peak_bytes, own_processes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LARGEST_REQUEST_BYTES = 2**26
 _WORKERS_PATH = "/collective_rpc"
+_CALLS = ("pa_connect", "pa_receive", "pa_prepare", "pa_prepared", "pa_swap", "pa_version")
+
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
+Seed = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+Zero = Annotated[float, msgspec.Meta(ge=0, le=0)]
+One = Annotated[float, msgspec.Meta(ge=1, le=1)]
+
+
+class Extra(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """drawn: so many of the prompt's last tokens are the beginning of a lone response, of which the rest is asked for. routes: say
+    which experts each token took."""
+
+    drawn: Annotated[int, msgspec.Meta(ge=0)] = 0
+    routes: int = 0
+
+
+class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """As pa_npu.engines.codec writes it, with nothing that would be ignored.
+
+    Response i follows from seed + i. logprobs: 0 asks for them.
+    """
+
+    model: str
+    prompt: Annotated[list[int], msgspec.Meta(min_length=1)]
+    n: Count
+    seed: Seed
+    max_tokens: Count
+    temperature: Annotated[float, msgspec.Meta(ge=0)]
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Literal[-1] = -1
+    min_p: Zero = 0.0
+    repetition_penalty: One = 1.0
+    presence_penalty: Zero = 0.0
+    frequency_penalty: Zero = 0.0
+    return_token_ids: bool = True
+    stop: list[str] = []
+    include_stop_str_in_output: bool = True
+    logprobs: Literal[0] | None = None
+    vllm_xargs: Extra = Extra()
+
+
+class WorkerCall(msgspec.Struct, forbid_unknown_fields=True):
+    method: str
+    args: list[Any]
 
 
 class Refused(Exception):
@@ -69,15 +111,11 @@ class Server:
         self._tokenizer = tokenizer
         self._api_key = api_key
         self._max_model_len = max_model_len
-        self._max_num_seqs = max_num_seqs
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         self._end_token_ids = _end_token_ids(model.config)
         self._identity = Identity()
-        self._device = device
-        self._peak = ResidentPeak(own_processes)
-        self._weights = WeightReceiver(model, device, path)
         decoder = Decoder(model, device)
-        self._records_routes = decoder.records_routes
+        self._worker = ModelWorker(model, device, path, decoder.records_routes)
         self._scheduler = Scheduler(decoder, max_num_seqs)
 
     def app(self) -> web.Application:
@@ -178,54 +216,21 @@ class Server:
 
     async def _call_worker(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=WorkerCall)
-        calls: dict[str, Callable[..., Future[dict[str, Any]]]] = {
-            "pa_connect": self._join,
-            "pa_receive": partial(self._change, self._weights.load),
-            "pa_prepare": self._prepare,
-            "pa_prepared": self._prepared,
-            "pa_swap": partial(self._change, self._weights.swap),
-            "pa_version": self._loaded,
-        }
-        if asked.method not in calls:
-            raise Refused(f"{asked.method:.60} is not one of {', '.join(calls)}")
-        return _json({"results": [await asyncio.wrap_future(calls[asked.method](*asked.args))]})
+        if asked.method not in _CALLS:
+            raise Refused(f"{asked.method:.60} is not one of {', '.join(_CALLS)}")
+        loads = asked.method in ("pa_receive", "pa_swap")
 
-    def _loaded(self) -> Future[dict[str, Any]]:
-        said = {"continues": True, "sleeps": False, "routes": self._records_routes}
-        return self._scheduler.call(lambda: {"version": self._identity.version, **said})
+        def call() -> dict[str, Any]:
+            if loads:
+                self._identity.version = None
+            result: dict[str, Any] = getattr(self._worker, asked.method)(*asked.args)
+            if loads:
+                self._identity.version = result["version"]
+            return result
 
-    def _join(self, *groups: Any) -> Future[dict[str, Any]]:
-        def join() -> dict[str, Any]:
-            self._weights.join(*groups)
-            return {}
-
-        return self._scheduler.call(join, alone=True)
-
-    def _prepare(self, version: int) -> Future[dict[str, Any]]:
-        def prepare() -> dict[str, Any]:
-            self._weights.prepare(version)
-            return {}
-
-        return self._scheduler.call(prepare)
-
-    def _prepared(self, version: int) -> Future[dict[str, Any]]:
-        def look() -> dict[str, Any]:
-            digests = self._weights.prepared(version)
-            return {"version": None if digests is None else version, "digests": digests or ()}
-
-        return self._scheduler.call(look)
-
-    def _change(self, change: Callable[..., tuple[str, ...]], version: int, *limits: float) -> Future[dict[str, Any]]:
-        """The model takes a version between two tokens, while nothing is in flight. change: returns its digests."""
-
-        def load() -> dict[str, Any]:
-            self._identity.version = None
-            digests = change(version, *limits)
-            self._identity.version = version
-            memory = {"host": self._peak.take(), "device": device_peak_bytes(self._device.type)}
-            return {"version": version, "digests": digests, "memory": memory}
-
-        return self._scheduler.call(load, alone=True)
+        # between two tokens, and what changes weights or groups while nothing is in flight
+        alone = loads or asked.method == "pa_connect"
+        return _json({"results": [await asyncio.wrap_future(self._scheduler.call(call, alone=alone))]})
 
 
 def _json(answer: object) -> web.Response:

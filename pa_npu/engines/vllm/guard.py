@@ -52,16 +52,8 @@ class EngineGuard:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
         else:
-            body = REFUSAL.encode()
-            headers = [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                (b"www-authenticate", b"Bearer"),
-                # the request's body is not read, so the connection cannot serve another one
-                (b"connection", b"close"),
-            ]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            # the request's body is not read, so the connection cannot serve another one
+            await _answer(send, 401, REFUSAL, (b"www-authenticate", b"Bearer"), (b"connection", b"close"))
 
     def _may_pass(self, scope: Scope) -> bool:
         if scope["type"] == "http" and scope["path"] == OPEN_PATH:
@@ -92,9 +84,10 @@ class EngineGuard:
         async def receive_and_look() -> Message:
             nonlocal asked, loads
             message = await receive()
-            asked += message.get("body", b"") if message["type"] == "http.request" else b""
-            if message["type"] == "http.request" and not message.get("more_body") and _method(asked) in _LOADS:
-                loads, self._identity.version = True, None
+            if message["type"] == "http.request":
+                asked += message.get("body", b"")
+                if not message.get("more_body") and (_object(asked) or {}).get("method") in _LOADS:
+                    loads, self._identity.version = True, None
             return message
 
         async def hold_back(message: Message) -> None:
@@ -111,7 +104,8 @@ class EngineGuard:
             assert start is not None, "ASGI: an answer starts before its body"
             if loads and start["status"] == 200:
                 if not await self._reset_prefix_cache(scope):
-                    await _send_error(send, f"the prefix cache is still in use {_RESET_WITHIN_S:g} s after the load")
+                    reason = f"the prefix cache is still in use {_RESET_WITHIN_S:g} s after the load"
+                    await _answer(send, 500, json.dumps({"error": {"message": reason}}))
                     return
                 self._identity.version = _loaded_version(answered)
             signature = self._identity.headers(self._identity.version).items()
@@ -153,33 +147,33 @@ async def _ask(app: Application, scope: Scope) -> tuple[int, bytes]:
     return status, body
 
 
-async def _send_error(send: Send, reason: str) -> None:
-    body = json.dumps({"error": {"message": reason}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 500, "headers": headers})
+async def _answer(send: Send, status: int, text: str, *more: tuple[bytes, bytes]) -> None:
+    body = text.encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def _object(data: bytes) -> dict[str, Any] | None:
+    """The JSON object in it, if it is one."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _success(answer: bytes) -> bool:
     """vLLM before 0.31 answers with an empty body."""
-    try:
-        return bool(json.loads(answer).get("success", True)) if answer else True
-    except (ValueError, AttributeError, RecursionError):
-        return False
-
-
-def _method(request: bytes) -> Any:
-    try:
-        return json.loads(request).get("method")
-    except (ValueError, AttributeError, RecursionError):
-        return None
+    found = _object(answer or b"{}")
+    return found is not None and bool(found.get("success", True))
 
 
 def _loaded_version(answer: bytes) -> int | None:
     """The version that all workers say they hold."""
     try:
-        versions = {result["version"] for result in json.loads(answer)["results"]}
-    except (ValueError, KeyError, TypeError, RecursionError):
+        versions = {result["version"] for result in (_object(answer) or {})["results"]}
+    except (KeyError, TypeError):
         return None
     (version,) = versions if len(versions) == 1 else (None,)
     return version if type(version) is int else None

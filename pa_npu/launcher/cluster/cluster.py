@@ -26,7 +26,7 @@ class Cluster:
         processes: all processes of the run, wherever they are; every role can be launched there.
         shares: what of the run each node has; from `num_nodes` on those of nodes that come when there are free devices.
         num_nodes: how many the run starts with.
-        listens: host and port of an engine; they change when a lost node is replaced by another.
+        engine_url: of an engine; it changes when a lost node is replaced by another.
         await_nodes: called before coordinator and trainers are started again; returns when there is a node for each of
             them, and raises Failure when that takes longer than placement.join_timeout_s.
     """
@@ -35,7 +35,7 @@ class Cluster:
     processes: Processes
     shares: Sequence[Placement]
     num_nodes: int
-    listens: Callable[[Role], tuple[str, int]]
+    engine_url: Callable[[Startable], str]
     await_nodes: Callable[[], None]
 
     def engines(self) -> list[Role]:
@@ -49,10 +49,6 @@ class Cluster:
     def trainers(self, attempt: int) -> list[Role]:
         """The ranks of an attempt of the run, in order."""
         return self._roles("trainer", range(self.num_nodes), attempt)
-
-    def engine_url(self, engine: Startable) -> str:
-        assert isinstance(engine, Role)
-        return engine_url(*self.listens(engine))
 
     def _roles(self, kind: Literal["engine", "trainer"], nodes: range, attempt: int = 0) -> list[Role]:
         roles = [
@@ -70,6 +66,9 @@ def local_cluster(
     host = config.placement.address
     commands = NodeCommands(config, platform, placement, store or Store(host, 0), 0, lambda: key)
     tree.build = commands
-    return Cluster(
-        config, tree, [placement], 1, lambda engine: (host, commands.ports[engine.index]), await_nodes=lambda: None
-    )
+
+    def url(engine: Startable) -> str:
+        assert isinstance(engine, Role)
+        return engine_url(host, commands.ports[engine.index])
+
+    return Cluster(config, tree, [placement], 1, url, await_nodes=lambda: None)

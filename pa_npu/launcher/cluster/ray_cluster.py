@@ -17,15 +17,13 @@ from pa_npu.checkpoints.provenance import config_tree
 from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
 from pa_npu.launcher.cluster.cluster import Cluster
-from pa_npu.launcher.cluster.host_actor import forwarded_environment
-from pa_npu.launcher.cluster.node_report import TOKEN_FILE, all_versions, inspect_node, leave_token
+from pa_npu.launcher.cluster.host import TOKEN_FILE, all_versions, forwarded_environment, inspect_node, leave_token
 from pa_npu.launcher.cluster.ray_connection import HostFailed, HostGone, RayConnection
 from pa_npu.launcher.cluster.ray_nodes import SILENT_S, Node, NodesMissing, RayNodes
 from pa_npu.launcher.placement import Placement, place_extra_engine, place_nodes
-from pa_npu.launcher.process.commands import Role, Startable, Store
+from pa_npu.launcher.process.commands import Role, Startable, Store, engine_url
 from pa_npu.launcher.process.console import Console
-from pa_npu.launcher.process.log_tail import last_lines
-from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree, describe_end
+from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree, describe_end, last_lines
 from pa_npu.launcher.process.processes import Process
 from pa_npu.launcher.process.recovery import Failure
 from pa_npu.launcher.process.supervisor import StopSignals
@@ -145,11 +143,12 @@ class RayProcesses:
         keys = [key for key in self._running if key[0] == node.number]
         _lose([self._running.pop(key) for key in keys], f"lost with {node.name}")
 
-    def listens(self, engine: Role) -> tuple[str, int]:
-        """Host and port of an engine, as its node has reported them."""
+    def engine_url(self, engine: Startable) -> str:
+        """The URL of an engine, as its node has reported it."""
+        assert isinstance(engine, Role)
         node = self._node_of(engine)
         assert node.report is not None
-        return node.report.address, node.report.ports[node.share.engines.index(engine.index)]
+        return engine_url(node.report.address, node.report.ports[node.share.engines.index(engine.index)])
 
     def await_nodes(self) -> None:
         """Until there is a node for each trainer, and one for an engine. Raises Failure after placement.join_timeout_s."""
@@ -195,7 +194,7 @@ def wanted_nodes(config: Config, platform: Platform) -> list[Node]:
     """The nodes of a run, and after them those of the engines that come when there are free devices."""
     shares: list[tuple[Placement, int | None]] = [(share, None) for share in place_nodes(config)]
     more = (config.rollout.max_engines or config.rollout.engines) - config.rollout.engines
-    first = config.num_engines
+    first = config.rollout.engines
     shares += [(place_extra_engine(config, index), index) for index in range(first, first + more)]
     return [
         Node(number, share, {platform.cluster_resource: float(_num_devices(share))}, extra)
@@ -243,7 +242,8 @@ def ray_cluster(
             order,
             nodes,
             console,
-            processes,
+            processes.on_ended,
+            processes.on_lost,
             lambda: bool(signals.received),
         )
         try:
@@ -253,7 +253,7 @@ def ray_cluster(
             except NodesMissing as error:
                 raise UserError(str(error)) from None
             shares = [node.share for node in nodes]
-            cluster = Cluster(config, processes, shares, len(fixed), processes.listens, processes.await_nodes)
+            cluster = Cluster(config, processes, shares, len(fixed), processes.engine_url, processes.await_nodes)
             yield cluster if ready else None
             processes.stop()
         finally:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pa_npu.errors import ConfigError, PaNpuError, UserError
-from pa_npu.launcher.cluster.host_actor import HostActor
+from pa_npu.launcher.cluster.host import HostActor
 
 # A cluster that is there answers within a second or two; Ray's own retries take minutes.
 _REACH_S = 10.0

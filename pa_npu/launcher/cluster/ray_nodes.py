@@ -11,10 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pa_npu.errors import PaNpuError
-from pa_npu.launcher.cluster.node_report import NodeReport, node_problem
+from pa_npu.launcher.cluster.host import NodeReport, node_problem
 from pa_npu.launcher.cluster.ray_connection import HostFailed, HostGone, RayConnection
 from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.process.console import Console
@@ -54,19 +54,12 @@ class Node:
         return f"node {self.number} ({self.report.address})" if self.report else f"node {self.number}"
 
 
-class Listener(Protocol):
-    """Is told of events on the nodes."""
-
-    def on_ended(self, node: Node, number: int, code: int, lines: list[str]) -> None: ...
-
-    def on_lost(self, node: Node, reason: str) -> None: ...
-
-
 @dataclass
 class RayNodes:
     """The nodes of a run. own: the launcher's machine's report. order: what a host is told beside its number.
 
-    timeout_s: run.startup_timeout_s, within which the cluster gives nodes, also for lost ones.
+    timeout_s: run.startup_timeout_s, within which the cluster gives nodes, also for lost ones. on_ended: hears of a process's
+    number, exit code and last lines. on_lost: hears why.
     """
 
     connection: RayConnection
@@ -75,7 +68,8 @@ class RayNodes:
     order: dict[str, Any]
     nodes: Sequence[Node]
     console: Console
-    listener: Listener
+    on_ended: Callable[[Node, int, int, list[str]], None]
+    on_lost: Callable[[Node, str], None]
     interrupted: Callable[[], bool]
     _group: Any = None
     _polled_s: float = 0.0
@@ -111,7 +105,7 @@ class RayNodes:
         return self._wait(all_present, missing)
 
     def poll(self) -> None:
-        """Take what hosts have told since; the listener hears of ends and losses."""
+        """Take what hosts have told since, and tell of ends and losses."""
         if time.monotonic() - self._polled_s < _POLL_S:
             return
         self._polled_s = time.monotonic()
@@ -127,7 +121,7 @@ class RayNodes:
         self._take_away(node, 0.0)
         if was_present:
             self.console.complain(f"{node.name} is lost: {reason}")
-            self.listener.on_lost(node, reason)
+            self.on_lost(node, reason)
 
     def close(self) -> None:
         """All hosts end, and what they were given is free again."""
@@ -169,7 +163,7 @@ class RayNodes:
         else:
             node.look = self.connection.call(node.host, "look")
             for number, code, lines in value:
-                self.listener.on_ended(node, number, code, lines)
+                self.on_ended(node, number, code, lines)
 
     def _welcome(self, node: Node, report: NodeReport) -> None:
         back, node.report = node.report is not None, report

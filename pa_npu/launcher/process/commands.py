@@ -26,7 +26,7 @@ from pa_npu.weight_transfer import collectives
 
 @dataclass(frozen=True)
 class Command:
-    """scratch_env: the variable in which it finds a directory of its own, which goes with it."""
+    """scratch_env: the variable in which it finds a directory of its own, which is removed when it has ended."""
 
     name: str
     argv: tuple[str, ...]
@@ -134,18 +134,16 @@ class NodeCommands:
 
     def __call__(self, role: Role) -> Command:
         """Raises UserError for a role that this node does not have, or without the engines' key."""
-        command = self._command(role)
-        # a process that finds Ray's variables would take itself for one of its workers
-        return replace(command, env={name: value for name, value in command.env.items() if not name.startswith("RAY_")})
-
-    def _command(self, role: Role) -> Command:
         here = (self._config, self._platform, self._share)
         if role.kind == "trainer" and role.index in self._share.ranks:
-            return trainer_command(*here, replace(self._store, attempt=role.attempt), role.index, self._node)
-        if role.kind == "engine" and role.index in self.ports:
+            command = trainer_command(*here, replace(self._store, attempt=role.attempt), role.index, self._node)
+        elif role.kind == "engine" and role.index in self.ports:
             spec = ModelSpec.of(self._config)
-            return engine_command(self._config, spec, *here[1:], role.index, self.ports[role.index], self._key())
-        raise UserError(f"{role.name} is not of node {self._node}")
+            command = engine_command(self._config, spec, *here[1:], role.index, self.ports[role.index], self._key())
+        else:
+            raise UserError(f"{role.name} is not of node {self._node}")
+        # a process that finds Ray's variables would take itself for one of its workers
+        return replace(command, env={name: value for name, value in command.env.items() if not name.startswith("RAY_")})
 
 
 def _config_file(config: Config) -> str:

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from pa_npu.errors import printable
 from pa_npu.telemetry.progress import fitted
-from pa_npu.telemetry.record_file import RecordFile
+from pa_npu.telemetry.records import RecordFile
 
 
 class Console:

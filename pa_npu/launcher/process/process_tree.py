@@ -1,4 +1,4 @@
-"""The processes of a run: started with a log file each, polled, and stopped together, with nothing left behind.
+"""The processes of a run: started with a log file each, which is read here, polled, and stopped together, with nothing left behind.
 
 Every command runs under a keeper (`pa_npu.control.keeper`), which ends all its descendants whatever happens to the
 command, to the keeper or to this process.
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,6 @@ from typing import IO
 from pa_npu.control import keeper
 from pa_npu.errors import PaNpuError, printable
 from pa_npu.launcher.process.commands import Command, Role, Startable
-from pa_npu.launcher.process.log_tail import last_lines
 from pa_npu.launcher.process.processes import Process as AnyProcess
 from pa_npu.telemetry.logs import LAST_ERROR
 
@@ -31,7 +30,7 @@ GRACE_S = 5.0
 _KILL_MARGIN_S = 2.0
 """How much longer than the grace a keeper gets to kill and reap before it is killed itself."""
 _POLL_S = 0.02
-_ERROR_BYTES = 64 * 1024
+_ERROR_BYTES = _TAIL_BYTES = 64 * 1024
 
 
 def describe_end(code: int) -> str:
@@ -99,40 +98,33 @@ class ProcessTree:
         self._not_ours = frozenset(keeper.descendants(os.getpid()))
         keeper.become_reaper()
 
-    def start(
-        self,
-        name: str,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        cores: Sequence[int] = (),
-        scratch_env: str | None = None,
-    ) -> Process:
-        """Start a command with stdout and stderr in LOG_DIR/<name>.log, on the given cores only, if any.
+    def launch(self, command: Startable) -> Process:
+        """Start it with stdout and stderr in LOG_DIR/<name>.log, on its cores only, if it has any.
 
-        scratch_env: the variable in which it finds a directory of its own, which is removed when it has ended.
         Raises StartError where the machine does not allow it: no room for its log, too many processes.
         """
+        if isinstance(command, Role):
+            assert self.build is not None, f"{command.name} is for node {command.node}, not for this one"
+            command = self.build(command)
         try:
-            return self._start(name, argv, env, cores, scratch_env)
+            return self._start(command)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
-            raise StartError(f"{name} cannot be started: {error.strerror or error}{where}") from None
+            raise StartError(f"{command.name} cannot be started: {error.strerror or error}{where}") from None
 
-    def _start(
-        self, name: str, argv: Sequence[str], env: Mapping[str, str], cores: Sequence[int], scratch_env: str | None
-    ) -> Process:
-        scratch = Path(tempfile.mkdtemp(prefix="pa-")) if scratch_env else None
-        if scratch_env:
-            env = {**env, scratch_env: str(scratch), keeper.SCRATCH: str(scratch)}
+    def _start(self, command: Command) -> Process:
         last_error = _file_in_memory()
-        env = {**env, LAST_ERROR: str(last_error.fileno())}
-        log = self._log_dir / f"{name}.log"
-        numbers = [str(self._lifeline), str(self._grace_s), ",".join(map(str, cores))]
+        env = {**command.env, LAST_ERROR: str(last_error.fileno())}
+        scratch = Path(tempfile.mkdtemp(prefix="pa-")) if command.scratch_env else None
+        if command.scratch_env:
+            env |= {command.scratch_env: str(scratch), keeper.SCRATCH: str(scratch)}
+        log = self._log_dir / f"{command.name}.log"
+        numbers = [str(self._lifeline), str(self._grace_s), ",".join(map(str, command.cores))]
         # -I -S: the keeper needs the standard library only, and starts in 15 ms this way
-        command = [sys.executable, "-I", "-S", keeper.__file__, *numbers, "--", *argv]
+        argv = [sys.executable, "-I", "-S", keeper.__file__, *numbers, "--", *command.argv]
         with log.open("ab") as file:
             popen = subprocess.Popen(
-                command,
+                argv,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -140,19 +132,13 @@ class ProcessTree:
                 pass_fds=[self._lifeline, last_error.fileno()],
                 start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone
             )
-        process = Process(name, log, popen, last_error, scratch)
+        process = Process(command.name, log, popen, last_error, scratch)
         self.processes.append(process)
         return process
 
     def can_launch(self, command: Startable) -> bool:
         """This machine is always there."""
         return True
-
-    def launch(self, command: Startable) -> Process:
-        if isinstance(command, Role):
-            assert self.build is not None, f"{command.name} is for node {command.node}, not for this one"
-            command = self.build(command)
-        return self.start(command.name, command.argv, command.env, command.cores, command.scratch_env)
 
     def ended(self) -> list[Process]:
         """Processes that ended, those killed by a signal first: the others often only lost contact with these."""
@@ -161,16 +147,6 @@ class ProcessTree:
 
     def stop(self, processes: Sequence[AnyProcess] | None = None) -> None:
         """SIGTERM to all at once, SIGKILL after the grace; returns when they and all their descendants are gone."""
-        running = self.terminate(processes)
-        deadline = time.monotonic() + self._grace_s + _KILL_MARGIN_S
-        while any(process.exit_code is None for process in running):
-            if time.monotonic() > deadline or self._hurry():
-                self._kill(running)
-            time.sleep(_POLL_S)
-        self.kill_strays()
-
-    def terminate(self, processes: Sequence[AnyProcess] | None = None) -> list[Process]:
-        """SIGTERM to those that run, without waiting; returns them."""
         running = [
             process
             for process in self.processes
@@ -178,7 +154,12 @@ class ProcessTree:
         ]
         for process in running:
             process.popen.terminate()
-        return running
+        deadline = time.monotonic() + self._grace_s + _KILL_MARGIN_S
+        while any(process.exit_code is None for process in running):
+            if time.monotonic() > deadline or self._hurry():
+                self._kill(running)
+            time.sleep(_POLL_S)
+        self.kill_strays()
 
     def kill_one(self, process: AnyProcess) -> None:
         """SIGKILL a process, which may hang, and its descendants."""
@@ -192,11 +173,6 @@ class ProcessTree:
     def settle(self, seconds: float) -> None:
         """Waits until processes that end at the same time have been reaped."""
         time.sleep(seconds)
-
-    def kill(self) -> None:
-        """SIGKILL everything at once."""
-        self._kill(self.processes)
-        self.kill_strays()
 
     def _kill(self, processes: Sequence[Process]) -> None:
         for process in processes:
@@ -222,6 +198,45 @@ class ProcessTree:
         try:
             self.stop()
         finally:
-            self.kill()
+            self._kill(self.processes)
+            self.kill_strays()
             os.close(self._lifeline)
             os.close(self._lifeline_writer)
+
+
+def last_lines(log: Path, count: int, written: Sequence[str] = ()) -> list[str]:
+    """The last `count` lines that are not blank; empty when there is no log.
+
+    written: lines that the process has written too, and that are the last ones where the log does not have them.
+    """
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+    except FileNotFoundError:
+        text = ""
+    lines = [printable(line.rstrip()) for line in text.split("\n") if line.strip()]
+    missing = [line for line in written if line not in lines]
+    return [*lines, *missing][-count:]
+
+
+class MarkedLines:
+    """Follows a growing log and yields its complete new lines that begin with `mark`, without the mark."""
+
+    def __init__(self, log: Path, mark: str) -> None:
+        self._log = log
+        self._mark = mark.encode()
+        self._position = log.stat().st_size if log.exists() else 0
+        self._partial = b""
+
+    def new(self) -> list[str]:
+        try:
+            with self._log.open("rb") as file:
+                file.seek(self._position)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        self._position += len(data)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        marked = [line[len(self._mark) :] for line in lines if line.startswith(self._mark)]
+        return [printable(line.decode("utf-8", "replace").rstrip()) for line in marked]

@@ -1,12 +1,18 @@
-"""The protocol by which supervisor and recovery start, watch and stop a run's processes, on whichever machine."""
+"""What supervisor and recovery start, watch, stop and wait for: a run's processes, on whichever machine, and their readiness."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from pa_npu.control.bounded_http import bounded_get
+from pa_npu.control.channel import StoreChannel
 from pa_npu.launcher.process.commands import Startable
+from pa_npu.publish.messages import MANIFEST
+
+_PROBE_TIMEOUT_S = 1.0
 
 
 class Process(Protocol):
@@ -56,3 +62,26 @@ class Processes(Protocol):
 
     def settle(self, seconds: float) -> None:
         """After an end: wait until those that ended at the same time are known too."""
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """Something a run waits for at its start. timeout_s: run.startup_timeout_s; process: whose log to show."""
+
+    name: str
+    is_ready: Callable[[], bool]
+    timeout_s: float
+    process: str
+
+
+def engine_answers(url: str) -> bool:
+    """Whether the engine serves requests."""
+    try:
+        return bounded_get(f"{url}/health", {}, _PROBE_TIMEOUT_S)[0] == 200
+    except (OSError, ValueError):
+        return False
+
+
+def trainers_announced(channel: StoreChannel, num_stages: int) -> bool:
+    """Whether every pipeline stage has loaded its weights and said what it will publish."""
+    return all(MANIFEST.exists(channel, stage=stage) for stage in range(num_stages))

@@ -21,8 +21,7 @@ from pa_npu.control.roster import Roster
 from pa_npu.errors import BAD_INPUT, MUST_NOT_CONTINUE
 from pa_npu.launcher.process.commands import Startable
 from pa_npu.launcher.process.console import Console
-from pa_npu.launcher.process.processes import Process, Processes
-from pa_npu.launcher.process.readiness import Awaited
+from pa_npu.launcher.process.processes import Awaited, Process, Processes
 
 RESTART_WINDOW_S = 3600.0  # starts longer ago no longer count
 _LOOK_EVERY_S = 0.5

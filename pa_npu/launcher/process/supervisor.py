@@ -15,10 +15,8 @@ from types import FrameType
 from pa_npu.errors import BAD_INPUT, FAILED
 from pa_npu.launcher.process.commands import Startable
 from pa_npu.launcher.process.console import Console
-from pa_npu.launcher.process.log_tail import MarkedLines
-from pa_npu.launcher.process.process_tree import StartError
-from pa_npu.launcher.process.processes import Process, Processes
-from pa_npu.launcher.process.readiness import Awaited
+from pa_npu.launcher.process.process_tree import MarkedLines, StartError
+from pa_npu.launcher.process.processes import Awaited, Process, Processes
 from pa_npu.launcher.process.recovery import Attempt, Failure, Recovery
 from pa_npu.telemetry.progress import PREFIX
 from pa_npu.telemetry.timeline import Timeline, now

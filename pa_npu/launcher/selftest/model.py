@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pa_npu.rewards.types import RewardInput
+from pa_npu.rewards.functions import RewardInput
 
 VOCAB = 320
 _SPECIAL = ("<|endoftext|>", "<|end|>")

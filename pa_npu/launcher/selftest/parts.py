@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from pa_npu.launcher.process.commands import Command
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 
 
@@ -100,8 +101,9 @@ def run_part(part: Part, bench: Bench) -> Result:
     answer.unlink(missing_ok=True)
     asked = json.dumps({**asdict(bench), "folder": str(bench.folder)})
     start_s = time.monotonic()
+    argv = (sys.executable, "-m", _HERE, part.function, asked, str(answer))
     with ProcessTree(bench.folder / "logs", GRACE_S) as tree:
-        process = tree.start(part.name, [sys.executable, "-m", _HERE, part.function, asked, str(answer)], os.environ)
+        process = tree.launch(Command(part.name, argv, dict(os.environ)))
         while process.exit_code is None and time.monotonic() - start_s < part.limit_s:
             time.sleep(_POLL_S)
         code = process.exit_code

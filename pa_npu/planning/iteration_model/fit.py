@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.planning.iteration_model.cluster import EngineSpeed, GroupTiming
+from pa_npu.planning.iteration_model.subjects import EngineSpeed, GroupTiming
 
 Array = npt.NDArray[np.float64]
 
@@ -52,12 +52,8 @@ class EngineFit:
         self._sums: dict[str, tuple[Array, Array, float]] = {}
 
     @property
-    def known(self) -> bool:
-        return self._pooled is not None
-
-    @property
     def pooled(self) -> EngineSpeed | None:
-        """The speed of a usual engine."""
+        """The speed of a usual engine; None before anything was seen."""
         return None if self._pooled is None else EngineSpeed(*map(float, self._pooled))
 
     def expect(self, speeds: Mapping[str, float]) -> None:

@@ -20,8 +20,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pa_npu.dispatch.schedule import Turn
-from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
+from pa_npu.dispatch.schedule import Turn, turn_s
+from pa_npu.planning.iteration_model.subjects import Cluster, VirtualGroup
 
 # Engines whose speeds differ by less are equal; of others as many kinds are told apart.
 EQUAL_SPEED = 1.1
@@ -53,16 +53,9 @@ def predicted(
 ) -> Flow:
     """The iteration in which groups go in this order, with `places` of them in flight on all engines together."""
     engines = len(cluster.engines)
-
-    def ready_s(number: int, ended_s: Sequence[float]) -> float:
-        if number >= len(turns) or number - len(ended_s) < engines:
-            return 0.0
-        turn = turns[number]
-        if len(ended_s) < turn.after:
-            return math.inf
-        return turn.delay_s + (ended_s[turn.after - 1] if turn.after else 0.0)
-
-    starts_s, ends_s, busy_s = _flow(cluster, groups, places, ready_s)
+    starts_s, ends_s, busy_s = _flow(
+        cluster, groups, places, lambda number, ended_s: turn_s(turns, number, ended_s, engines)
+    )
     dispatched_s = max(starts_s)
     if not turns:  # what has a place and no room waits in the engine's queue
         dispatched_s = sorted(ends_s)[-places - 1] if len(groups) > places else 0.0

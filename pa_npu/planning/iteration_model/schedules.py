@@ -16,11 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pa_npu.config.words import counted
-from pa_npu.dispatch.order import OrderName, dispatch_order
-from pa_npu.dispatch.schedule import Reach, Schedule, Windows, same_windows, with_own_windows
-from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup
+from pa_npu.dispatch.schedule import OrderName, Reach, Schedule, Windows, dispatch_order, same_windows, with_own_windows
 from pa_npu.planning.iteration_model.flow import EQUAL_SPEED, Flow, backwards_turns, predicted, unequal
-from pa_npu.planning.iteration_model.messages import IterationOutlook, Rules
+from pa_npu.planning.iteration_model.subjects import Cluster, IterationOutlook, Rules, VirtualGroup
 
 # Of the widest window, where lengths vary.
 _SHARES = (1.0, 0.5, 0.25)

@@ -1,4 +1,4 @@
-"""Costs of a decode step and a prompt on an engine, and of a group on a replica, by published figures of a device.
+"""Costs of a decode step and a prompt on an engine, of a group on a replica, and of a publish, by published figures of a device.
 
 These give the shape: what of a cost is reading weights, arithmetic, dispatch, communication, and so how it changes with the model,
 the layout and the device. A run gives the factor by which its own costs differ from that (tools/cluster/calibration.py).
@@ -9,19 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from pa_npu.config.schema import Config
-from pa_npu.dispatch.work import GroupWork
+from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.iteration_model.cluster import EngineSpeed
-from pa_npu.planning.memory import kv_bytes_per_token, trainer_memory
-from pa_npu.planning.publish_time import Link, publish_seconds, weight_bytes
-from pa_npu.planning.sharded import gather_seconds
+from pa_npu.planning.iteration_model.subjects import EngineSpeed
+from pa_npu.planning.memory import BYTES, FP32, kv_bytes_per_token, trainer_memory
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, TypicalSpeed
 
-_BYTES = {"fp32": 4, "bf16": 2}
-_FP32 = 4
 # Of the arithmetic of decoding, what is not hidden behind reading the weights; of that of a prompt, what a device reaches.
 _NOT_HIDDEN, _PROMPT_EFFICIENCY = 0.5, 0.5
 # Of a device's dispatch, what goes by the number of layers, in a model with TypicalSpeed.layers of them.
@@ -60,7 +55,7 @@ def computed_prompt_tokens(prompt: int, responses: int, prefix_block: int) -> in
 
 def typical_engine(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> EngineCost:
     """Cost of an engine on such devices, by their published figures."""
-    shards, element = config.rollout.tensor_parallel, _BYTES[config.model.dtype]
+    shards, element = config.rollout.tensor_parallel, BYTES[config.model.dtype]
     weights_s = spec.num_parameters * element / shards / typical.memory_bytes
     arithmetic_s = 2.0 * spec.num_active_parameters / shards / typical.flops
     collectives_s = 2 * spec.num_layers * _COLLECTIVE_S if shards > 1 else 0.0
@@ -89,7 +84,7 @@ class TrainerCost:
 
 def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost:
     """Cost of trainers on such devices, by their published figures."""
-    trainer, mesh, element = config.trainer, config.mesh, _BYTES[config.model.dtype]
+    trainer, mesh, element = config.trainer, config.mesh, BYTES[config.model.dtype]
     sharded = trainer.backend == "fsdp"
     step_s = _COLLECTIVE_S * math.log2(2 * mesh.data)
     for parameters, copies in (
@@ -99,11 +94,11 @@ def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> T
         shards = mesh.shards if sharded else copies if trainer.distributed_optimizer else 1
         step_s += _STEP_BYTES * parameters / shards / typical.memory_bytes
         if not sharded:  # which reduces with each microbatch, not with the step
-            step_s += 2.0 * (copies - 1) / copies * _FP32 * parameters / typical.wire_bytes
+            step_s += 2.0 * (copies - 1) / copies * FP32 * parameters / typical.wire_bytes
     step_s += 2.0 * trainer_memory(config, spec).on_host / typical.host_bytes  # to the device and back
     link = Link(typical.wire_bytes, typical.node_bytes)
     between = typical.node_bytes if mesh.shards <= config.devices_per_node else typical.wire_bytes
-    publish_s = publish_seconds(weight_bytes(spec, element), LARGEST_BUCKET_BYTES, trainer.tensor_parallel, link)
+    publish_s = publish_seconds(spec.num_parameters * element, LARGEST_BUCKET_BYTES, trainer.tensor_parallel, link)
     return TrainerCost(
         typical.group_s * _of_layers(spec, typical) + gather_seconds(config, spec, element, between),
         1.0 / (typical.flops * typical.training),
@@ -112,23 +107,56 @@ def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> T
     )
 
 
-class Costs(Protocol):
-    """Costs of any configuration, model and device. delivery_s: from a group's end until trainers can take it."""
+@dataclass(frozen=True)
+class Link:
+    """The links that carry a publish. Rates in bytes per second, latency in seconds per bucket.
 
-    @property
-    def delivery_s(self) -> float: ...
+    wire: from a stage's leader to an engine worker, the slowest link on the way; workers pass on what they get.
+    gather: between the ranks of a tensor-parallel group.
+    """
 
-    def engine_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> EngineCost: ...
+    wire: float
+    gather: float
+    latency_s: float = 100e-6
 
-    def trainer_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost: ...
+
+def publish_seconds(weight_bytes: int, bucket_bytes: int, tensor_parallel: int, link: Link) -> float:
+    """Seconds in which all stages' weights reach every engine worker.
+
+    Engines read the stages one after another, so that all bytes pass the same wire. The gather of bucket i + 1 runs while
+    bucket i is on the wire; only the first one's has nothing to hide behind:
+
+        gather + n * max(gather, wire)      per bucket, with gather = (TP - 1) / TP * bucket / rate, wire = bucket / rate + latency
+    """
+    buckets = math.ceil(weight_bytes / bucket_bytes)
+    bucket = weight_bytes / buckets
+    gather = (tensor_parallel - 1) / tensor_parallel * bucket / link.gather
+    return gather + buckets * max(gather, bucket / link.wire + link.latency_s)
 
 
-class Published:
-    """Costs without a run: all by published and assumed figures."""
+def gather_seconds(config: Config, spec: ModelSpec, element: int, wire_bytes: float) -> float:
+    """Seconds per microbatch, as if computing hid none: weights gathered forward and backward, gradients scattered in fp32."""
+    shards = config.mesh.shards
+    if config.trainer.backend != "fsdp" or shards == 1:
+        return 0.0
+    scattered = 0 if config.has_adapters else FP32
+    passes = 2 + len(config.frozen_models)
+    return spec.num_parameters * (passes * element + scattered) * (shards - 1) / shards / wire_bytes
 
-    delivery_s = 0.0
-    engine_for = staticmethod(typical_engine)
-    trainer_for = staticmethod(typical_trainer)
+
+class Costs:
+    """Costs of any configuration, model and device: here by published and assumed figures, without a run.
+
+    delivery_s: from a group's end until trainers can take it.
+    """
+
+    delivery_s: float = 0.0
+
+    def engine_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> EngineCost:
+        return typical_engine(config, spec, typical)
+
+    def trainer_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost:
+        return typical_trainer(config, spec, typical)
 
 
 class GroupSeconds:
@@ -140,7 +168,7 @@ class GroupSeconds:
         self._pieces = config.microbatches_per_group
         self._microbatch_s = cost.microbatch_s * passes(config)
         self._operation_s = cost.operation_s * passes(config) / config.mesh.replica_size
-        shards, element = trainer.tensor_parallel, _BYTES[config.model.dtype]
+        shards, element = trainer.tensor_parallel, BYTES[config.model.dtype]
         # two reductions of the hidden states forward and two backward in each layer
         reduced = 4 * spec.num_layers * 2.0 * (shards - 1) / shards * spec.hidden_size * element
         between = typical.node_bytes if config.mesh.expert <= config.devices_per_node else typical.wire_bytes

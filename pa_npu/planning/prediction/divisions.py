@@ -20,12 +20,12 @@ from pa_npu.config.mesh import Mesh, nodes_of
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning import amounts
+from pa_npu.planning.amounts import work
 from pa_npu.planning.memory import GIB, USABLE, engine_memory, kv_bytes_per_token, left_share, trainer_memory
 from pa_npu.planning.model_rules import check_model
-from pa_npu.planning.prediction.costs import Costs, GroupSeconds, Published, computed_prompt_tokens
-from pa_npu.planning.prediction.virtual_run import Predicted, predict
-from pa_npu.planning.prediction.workload import Workload, assumed_workload
+from pa_npu.planning.prediction.costs import GroupSeconds, computed_prompt_tokens
+from pa_npu.planning.prediction.virtual_run import Basis, Predicted
+from pa_npu.planning.prediction.workload import mean_context
 from pa_npu.platform.typical import TypicalSpeed
 
 _SIZES = (1, 2, 4, 8)
@@ -33,31 +33,8 @@ _STAGES = (1, 2, 4, 8)
 # An engine that holds fewer sequences of mean length than this decodes far below what the device can.
 _LEAST_SEQUENCES = 32
 _SAMPLE = 48
-_MOST_SEQS = 1024
-
-
-@dataclass(frozen=True)
-class Basis:
-    """The basis of a prediction. base: the configuration whose keys are kept.
-
-    groups_per_device: prompts of an iteration, which grow with the devices; None: as many as base has.
-    """
-
-    base: Config
-    spec: ModelSpec
-    costs: Costs
-    workload: Workload
-    typical: TypicalSpeed
-    groups_per_device: float | None
-
-    def predicted(self, config: Config, *, streams: bool = True) -> Predicted:
-        """Predict iterations of a configuration."""
-        return predict(config, self.spec, self.costs, self.workload, self.typical, streams=streams)
-
-
-def assumed_basis(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Basis:
-    """Before anything ran: published figures and assumed lengths, with as many prompts as config has."""
-    return Basis(config, spec, Published(), assumed_workload(config), typical, None)
+# Beyond it a decode step is arithmetic alone, and more sequences in it decode no faster.
+MOST_SEQS = 1024
 
 
 @dataclass(frozen=True)
@@ -142,7 +119,7 @@ def _fitting(
         memory = engine_memory(config, basis.spec, bytes_of_device, shared=colocated)
         held = dict(memory.parts)["KV cache"] / kv_bytes_per_token(config, basis.spec) / _mean_held(basis, config)
         if held >= _LEAST_SEQUENCES:
-            most = min(_MOST_SEQS, 2 ** int(math.log2(held)))
+            most = min(MOST_SEQS, 2 ** int(math.log2(held)))
             if "max_num_seqs" in basis.base.rollout.model_fields_set and choices.same_prompts:
                 most = min(most, basis.base.rollout.max_num_seqs)
             return changed(config, {"rollout": {"max_num_seqs": most}})
@@ -151,14 +128,14 @@ def _fitting(
 
 def _within_nodes(config: Config) -> bool:
     """Whether each engine on the trainers' devices has those of one node, which are given in the order of ranks."""
-    beside = (config.ranks_beside(index) for index in range(config.num_engines))
+    beside = (config.ranks_beside(index) for index in range(config.rollout.engines))
     return config.placement.nnodes == 1 or all(len(nodes_of(ranks, config.devices_per_node)) == 1 for ranks in beside)
 
 
 def _config(
     basis: Basis, engines: int, shards: int, for_trainers: int, tensor: int, stages: int, devices: int, choices: Choices
 ) -> Config | None:
-    unit = Mesh.of(for_trainers, tensor, stages).data * amounts.work(basis.base).updates
+    unit = Mesh.of(for_trainers, tensor, stages).data * work(basis.base).updates
     wanted = basis.base.schedule.prompts_per_iteration
     if basis.groups_per_device is not None:
         wanted = max(1, round(basis.groups_per_device * devices))
@@ -208,15 +185,14 @@ def sides_s(basis: Basis, config: Config) -> tuple[float, float]:
         config, basis.spec, basis.costs.trainer_for(config, basis.spec, basis.typical), basis.typical
     )
     tokens = statistics.mean(sum(shape.lengths) for shape in shapes)
-    context = sum(n * (shape.prompt + 0.5 * n) for shape in shapes for n in shape.lengths) / (tokens * len(shapes))
     computed = statistics.mean(
         computed_prompt_tokens(shape.prompt, len(shape.lengths), engine.prefix_block) for shape in shapes
     )
-    speed = engine.speed(context)
+    speed = engine.speed(mean_context(shapes))
     together = max(1.0, min(rollout.max_num_seqs, groups * rollout.responses_per_prompt / rollout.engines))
     group_s = tokens * (speed.step_s / together + speed.sequence_s) + computed * speed.prompt_token_s
     train_s = statistics.mean(seconds(*shape.trained) for shape in shapes)
-    return groups * group_s / rollout.engines, groups * train_s / config.data_parallel
+    return groups * group_s / rollout.engines, groups * train_s / config.mesh.data
 
 
 def changed(config: Config, changes: Mapping[str, Mapping[str, Any]], spec: ModelSpec | None = None) -> Config | None:

@@ -15,16 +15,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pa_npu.config.schema import Config
-from pa_npu.dispatch.roles import Rest, Speeds, decoding_units, units_of
-from pa_npu.dispatch.schedule import Schedule
+from pa_npu.dispatch.roles import Rest, decoding_units, units_of
+from pa_npu.dispatch.schedule import EngineSpeed, Schedule
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning import amounts
-from pa_npu.planning.iteration_model.cluster import Cluster, VirtualGroup, expected_lengths
 from pa_npu.planning.iteration_model.flow import Flow
-from pa_npu.planning.iteration_model.messages import GroupOutlook, IterationOutlook, Rules
 from pa_npu.planning.iteration_model.schedules import choose, flow_of
+from pa_npu.planning.iteration_model.subjects import (
+    Cluster,
+    GroupOutlook,
+    IterationOutlook,
+    Rules,
+    VirtualGroup,
+    expected_lengths,
+)
 from pa_npu.planning.prediction.costs import Costs, EngineCost, GroupSeconds, TrainerCost, computed_prompt_tokens
-from pa_npu.planning.prediction.workload import Shape, Workload
+from pa_npu.planning.prediction.workload import Shape, Workload, assumed_workload, mean_context
 from pa_npu.platform.typical import TypicalSpeed
 
 _ITERATIONS = 3
@@ -57,70 +63,78 @@ class Predicted:
     waves: float
     schedule: str
 
-    @property
-    def tpspd(self) -> float:
-        """Tokens per second and device."""
-        return self.tokens / self.iteration_s / self.devices
 
+@dataclass(frozen=True)
+class Basis:
+    """The basis of a prediction. base: the configuration whose keys are kept.
 
-def predict(
-    config: Config,
-    spec: ModelSpec,
-    costs: Costs,
-    workload: Workload,
-    typical: TypicalSpeed,
-    *,
-    streams: bool = True,
-) -> Predicted:
-    """Predict iterations of config on such devices.
-
-    streams: periodic, not synchronous; colocated engines and trainers have roles that follow the work, or take turns.
+    groups_per_device: prompts of an iteration, which grow with the devices; None: as many as base has.
     """
-    engine_cost = costs.engine_for(config, spec, typical)
-    trainer_cost = costs.trainer_for(config, spec, typical)
-    part, responses = _part(config), config.rollout.responses_per_prompt
-    engine_cost, trainer_cost = _shared_devices(config, engine_cost, trainer_cost)
-    seconds, rules = (
-        GroupSeconds(config, spec, trainer_cost, typical),
-        replace(Rules.of(config), replicas=part.replicas),
-    )
-    units = sum(bool(unit.engines) for unit in units_of(config)) if streams and config.follows_work else 0
-    names = tuple(f"engine-{number}" for number in range(part.engines))
-    speeds = {name: config.rollout.settings_of(number).speed for number, name in enumerate(names)}
-    mean, longest = workload.response_means(config)
-    ran: list[_Ran] = []
-    for number in range(_ITERATIONS):
-        shapes = _drawn(workload, config, number, part.groups)
-        groups = [_virtual_group(index, shape, mean, engine_cost, seconds, part) for index, shape in enumerate(shapes)]
-        stages = config.trainer.pipeline_parallel
-        # until a pipeline's last stage has work
-        fill_s = (stages - 1) * statistics.mean(group.train_s for group in groups) if stages > 1 else 0.0
-        speed = engine_cost.speed(_context(shapes)).scaled(part.engine_scale)
-        cluster = Cluster(
-            {name: speed.scaled(1.0 / speeds[name]) for name in names},
-            config.rollout.max_num_seqs,
-            part.replicas,
-            config.schedule.order,
-            amounts.work(config).updates,
-            trainer_cost.step_s + fill_s,
-            costs.delivery_s,
-        )
-        # all prompts are different, as in a first epoch: of none more is known than of the others
-        lengths = expected_lengths(longest, mean, responses)
-        usual = _virtual_group(0, Shape(shapes[0].prompt, tuple(map(round, lengths))), mean, engine_cost, seconds, part)
-        expected = [replace(usual, index=index) for index in range(part.groups)]
-        outlook = IterationOutlook(
-            [GroupOutlook(shape.prompt, longest, mean) for shape in shapes],
-            names,
-            streams and not config.placement.colocate,
-        )
-        varies = len({length for shape in shapes for length in shape.lengths}) > 1
-        chosen = choose(rules, cluster, outlook, expected, [groups], varies=varies).schedule
-        flow = flow_of(cluster, groups, chosen, streams=outlook.streams)
-        end_s = flow.end_s - _gained_s(cluster, groups, flow, chosen, units, config.data_parallel)
-        train_s = sum(group.train_s for group in groups) / part.replicas + cluster.updates * cluster.step_s
-        ran.append(_Ran(flow, end_s, train_s, chosen, sum(_tokens(shape) for shape in shapes)))
-    return _predicted(config, ran, trainer_cost.border_s, part)
+
+    base: Config
+    spec: ModelSpec
+    costs: Costs
+    workload: Workload
+    typical: TypicalSpeed
+    groups_per_device: float | None
+
+    def predicted(self, config: Config, *, streams: bool = True) -> Predicted:
+        """Predict iterations of config on such devices.
+
+        streams: periodic, not synchronous; colocated engines and trainers have roles that follow the work, or take turns.
+        """
+        engine_cost = self.costs.engine_for(config, self.spec, self.typical)
+        trainer_cost = self.costs.trainer_for(config, self.spec, self.typical)
+        part, responses = _part(config), config.rollout.responses_per_prompt
+        engine_cost, trainer_cost = _shared_devices(config, engine_cost, trainer_cost)
+        seconds = GroupSeconds(config, self.spec, trainer_cost, self.typical)
+        rules = replace(Rules.of(config), replicas=part.replicas)
+        units = sum(bool(unit.engines) for unit in units_of(config)) if streams and config.follows_work else 0
+        names = tuple(f"engine-{number}" for number in range(part.engines))
+        speeds = {name: config.rollout.settings_of(number).speed for number, name in enumerate(names)}
+        mean, longest = self.workload.response_means(config)
+        ran: list[_Ran] = []
+        for number in range(_ITERATIONS):
+            shapes = _drawn(self.workload, config, number, part.groups)
+            groups = [
+                _virtual_group(index, shape, mean, engine_cost, seconds, part) for index, shape in enumerate(shapes)
+            ]
+            stages = config.trainer.pipeline_parallel
+            # until a pipeline's last stage has work
+            fill_s = (stages - 1) * statistics.mean(group.train_s for group in groups) if stages > 1 else 0.0
+            speed = engine_cost.speed(mean_context(shapes)).scaled(part.engine_scale)
+            cluster = Cluster(
+                {name: speed.scaled(1.0 / speeds[name]) for name in names},
+                config.rollout.max_num_seqs,
+                part.replicas,
+                config.schedule.order,
+                rules.updates,
+                trainer_cost.step_s + fill_s,
+                self.costs.delivery_s,
+            )
+            # all prompts are different, as in a first epoch: of none more is known than of the others
+            lengths = expected_lengths(longest, mean, responses)
+            usual = _virtual_group(
+                0, Shape(shapes[0].prompt, tuple(map(round, lengths))), mean, engine_cost, seconds, part
+            )
+            expected = [replace(usual, index=index) for index in range(part.groups)]
+            outlook = IterationOutlook(
+                [GroupOutlook(shape.prompt, longest, mean) for shape in shapes],
+                names,
+                streams and not config.placement.colocate,
+            )
+            varies = len({length for shape in shapes for length in shape.lengths}) > 1
+            chosen = choose(rules, cluster, outlook, expected, [groups], varies=varies).schedule
+            flow = flow_of(cluster, groups, chosen, streams=outlook.streams)
+            end_s = flow.end_s - _gained_s(cluster, groups, flow, chosen, units, config.mesh.data)
+            train_s = sum(group.train_s for group in groups) / part.replicas + cluster.updates * cluster.step_s
+            ran.append(_Ran(flow, end_s, train_s, chosen, sum(shape.tokens for shape in shapes)))
+        return _predicted(config, ran, trainer_cost.border_s, part)
+
+
+def assumed_basis(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Basis:
+    """Before anything ran: published figures and assumed lengths, with as many prompts as config has."""
+    return Basis(config, spec, Costs(), assumed_workload(config), typical, None)
 
 
 @dataclass(frozen=True)
@@ -146,7 +160,7 @@ class _Part:
 
 
 def _part(config: Config) -> _Part:
-    engines, replicas = config.rollout.engines, config.data_parallel
+    engines, replicas = config.rollout.engines, config.mesh.data
     groups, updates = config.schedule.prompts_per_iteration, amounts.work(config).updates
     parts = max(math.ceil(engines / _MOST_ENGINES), groups / _MOST_GROUPS)
     if parts <= 1:
@@ -199,16 +213,6 @@ def _virtual_group(
     return VirtualGroup(index, computed, tuple(map(float, shape.lengths)), train_s, expected)
 
 
-def _context(shapes: Sequence[Shape]) -> float:
-    """Tokens before the one that a sequence decodes, a mean over all that are decoded."""
-    tokens = sum(sum(shape.lengths) for shape in shapes)
-    return sum(length * (shape.prompt + 0.5 * length) for shape in shapes for length in shape.lengths) / tokens
-
-
-def _tokens(shape: Shape) -> int:
-    return len(shape.lengths) * shape.prompt + sum(shape.lengths)
-
-
 def _gained_s(
     cluster: Cluster, groups: Sequence[VirtualGroup], flow: Flow, schedule: Schedule, units: int, replicas: int
 ) -> float:
@@ -248,7 +252,7 @@ def _gained_s(
         most=cluster.max_num_seqs,
     )
     engines = [(speed.step_s, speed.sequence_s, speed.prompt_token_s) for speed in cluster.engines.values()]
-    _, roles_s, turns_s = decoding_units(rest, Speeds(*np.mean(engines, axis=0).tolist()))
+    _, roles_s, turns_s = decoding_units(rest, EngineSpeed(*np.mean(engines, axis=0).tolist()))
     return turns_s - roles_s
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +34,17 @@ class Shape:
         """Prompt and lengths as trainers compute them."""
         return self.computed or (self.prompt, self.lengths)
 
+    @property
+    def tokens(self) -> int:
+        """As TPSPD counts them: the prompt once per response."""
+        return len(self.lengths) * self.prompt + sum(self.lengths)
+
+
+def mean_context(shapes: Sequence[Shape]) -> float:
+    """Tokens before the one that a sequence decodes, a mean over all that are decoded."""
+    tokens = sum(sum(shape.lengths) for shape in shapes)
+    return sum(length * (shape.prompt + 0.5 * length) for shape in shapes for length in shape.lengths) / tokens
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -45,11 +57,6 @@ class Workload:
     @property
     def prompt_mean(self) -> float:
         return float(np.mean([shape.prompt for shape in self.shapes]))
-
-    @property
-    def response_mean(self) -> float:
-        """As they were seen."""
-        return float(np.mean([length for shape in self.shapes for length in shape.lengths]))
 
     def response_means(self, config: Config) -> tuple[float, float]:
         """Means of an iteration's responses and of its groups' longest, as far as the limit lets them."""

@@ -1,4 +1,4 @@
-/* Overview: the newest numbers, curves. */
+/* Overview: advice, the newest numbers, curves. */
 
 const CHARTS = [
   { topic: "reward_mean", title: "Reward", unit: "mean per response", keys: [["reward_mean", "total"]], prefix: "rewards." },
@@ -87,9 +87,15 @@ function tiles() {
   return h("div", { class: "tiles" }, values.filter(Boolean).map(([value, name]) => h("div", { class: "tile" }, h("b", {}, value), h("span", {}, name))));
 }
 
+function adviceList() {
+  const words = { act: ["▲", "act"], look: ["●", "look"] };
+  return h("ul", { class: "advice", "aria-label": "Advice" }, state.run.advice.map((advice) => h("li", { class: advice.level },
+    h("h3", {}, h("span", { class: "mark" }, words[advice.level][0], " ", words[advice.level][1]), h("span", {}, shown(advice.title))), h("p", {}, shown(advice.text)))));
+}
+
 function overviewView(main) {
   if (!column("iteration").length) {
-    fill(main, h("div", { class: "panel empty" }, "No iteration has ended yet. ", h("a", { href: "#processes" }, "What the processes do")));
+    fill(main, adviceList(), h("div", { class: "panel empty" }, "No iteration has ended yet. ", h("a", { href: "#processes" }, "What the processes do")));
     return;
   }
   const drawn = new Set(CHARTS.flatMap((spec) => spec.keys.map(([key]) => key)));
@@ -97,5 +103,5 @@ function overviewView(main) {
   const more = h("details", {}, h("summary", {}, `${rest.length} further numbers`));
   more.addEventListener("toggle", () => more.open && more.childElementCount === 1 && more.append(
     h("div", { class: "charts" }, rest.map((name) => chartOf({ title: name, topic: name, keys: [[name, name.split(".").pop()]] })))));
-  fill(main, tiles(), chartOptions(), h("div", { class: "charts" }, CHARTS.map(chartOf)), more);
+  fill(main, state.run.advice.length ? adviceList() : h("p", { class: "quiet" }, "No advice: the numbers are as they should be."), tiles(), chartOptions(), h("div", { class: "charts" }, CHARTS.map(chartOf)), more);
 }

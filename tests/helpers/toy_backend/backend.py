@@ -11,9 +11,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
-from pa_npu.algorithm.update_sums import ReducedGradient
+from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
 from pa_npu.backends.protocol import MicrobatchSource, Step
-from pa_npu.backends.reductions import GroupReductions
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.mesh import Mesh, Place
 from pa_npu.config.schema import Config
@@ -45,7 +44,7 @@ class ToyBackend:
         self._config, self._spec, self._platform = config, spec, platform
         self.place: Place = Mesh(data=world).place(rank)
         self.device = platform.device(local_rank)
-        self.reductions = GroupReductions(dist.group.WORLD)
+        self.reductions = Reductions(dist.group.WORLD)
         names = ("policy", *config.frozen_models, *(("published",) if config.keeps_published else ()))
         self._models = {name: self._load(name) for name in names}
         self._weights: dict[str, PolicyState] = {}
@@ -148,20 +147,11 @@ class ToyBackend:
     def digest(self, name: str = "policy") -> str:
         return digest_of(self._models[name].parameters())
 
-    def plan_save(self, directory: Path, reference_version: int) -> PlannedFile:
+    def plan_save(self, directory: Path, with_reference: bool) -> PlannedFile:
         state = {"masters": self._masters, "optimizer": self._optimizer.state_dict()}
-        if reference_version:
+        if with_reference:
             state["reference"] = list(self._models["reference"].parameters())
-        has_reference = "reference" in self._models
-        return PlannedFile(
-            state if self.place.rank == 0 else None,
-            directory / _FILE,
-            {
-                "updates": 0,
-                "layout": {"devices": self.place.mesh.size},
-                "reference": {"version": reference_version, "saved": reference_version > 0} if has_reference else None,
-            },
-        )
+        return PlannedFile(state if self.place.rank == 0 else None, directory / _FILE, {"updates": 0})
 
     @torch.no_grad()
     def load(self, directory: Path) -> CheckpointMeta:

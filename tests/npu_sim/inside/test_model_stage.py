@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pa_npu import platform as platforms
 from pa_npu.attention import PrefixLayout
-from pa_npu.backends.megatron.patches import prepare
+from pa_npu.backends.megatron.patches.table import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from tests.helpers.models import make_model
@@ -49,7 +49,7 @@ def test_stage_equals_transformers(recompute: str, sim: NpuSim, tmp_path: Path, 
     targets = tokens[0, PROMPT:]
     device = platform.device(0)
     with sim:
-        initialise_parallel(config, platform, dist.HashStore(), rank=0, world_size=1)
+        initialise_parallel(config, platform, dist.HashStore(), rank=0)
         request.addfinalizer(shutdown_parallel)
         stage = build_stage(spec, config, platform, frozen=("reference",))
         for gpt in stage.gpts().values():

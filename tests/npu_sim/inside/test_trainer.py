@@ -26,6 +26,7 @@ from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.typed import Topic
+from pa_npu.engines.protocol import WeightGroups
 from pa_npu.publish.messages import (
     LATE_ANSWER,
     LATE_DECISION,
@@ -33,7 +34,7 @@ from pa_npu.publish.messages import (
     LATE_REQUEST,
     LATE_SENT,
     MANIFEST,
-    LateDecision,
+    LateAnswer,
     LateRequest,
     StageManifest,
 )
@@ -185,7 +186,7 @@ class EngineWorker:
         with NpuSim(all_references()):
             broken = self._join(manifests, BROKEN_EPOCH)
             for manifest in manifests:
-                name = manifest.of_epoch(BROKEN_EPOCH).name
+                name = transport.epoch_name(manifest.name, BROKEN_EPOCH)
                 transport.Abandonment("127.0.0.1", self.store.port, name).declare("the engine is gone")
             after_failure, _ = self._read(self._join(manifests, EPOCH))
             broken.close()  # only now: gloo would have told the trainers that it is gone, which HCCL does not
@@ -195,7 +196,7 @@ class EngineWorker:
             senders = self.mesh.senders()
             answers = [LATE_ANSWER.wait(self.channel, TIMEOUT_S, number=0, rank=rank) for rank in senders]
             assert all(answer.held for answer in answers)
-            LATE_DECISION.put(self.channel, LateDecision(True), number=0)
+            LATE_DECISION.put(self.channel, LateAnswer(True), number=0)
             late, digests = self._read(self._join(late_manifests, 0, "gloo"), "cpu")
         sent = [LATE_SENT.wait(self.channel, TIMEOUT_S, number=0, stage=stage).digests for stage in self.stages]
         assert sent == digests, "what arrived late is not what was sent"
@@ -212,17 +213,10 @@ class EngineWorker:
         return [topic.get(self.channel, stage=stage) for stage in self.stages]
 
     def _join(self, manifests: list[StageManifest], epoch: int, backend: str = "hccl") -> Receiver:
-        return Receiver.join(
-            ("127.0.0.1", self.store.port),
-            [manifest.of_epoch(epoch).to_json() for manifest in manifests],
-            rank=1,
-            world_size=2,
-            backend=backend,
-            device=torch.device("npu", 0),
-            timeout_s=TIMEOUT_S / 2,
-            model=AutoConfig.from_pretrained(self.run.model(self.layout)),
-            directory=str(self.run.model(self.layout)),
-        )
+        stages = [manifest.group(epoch) for manifest in manifests]
+        groups = WeightGroups(("127.0.0.1", self.store.port), 1, 2, stages, backend, TIMEOUT_S / 2)
+        model = self.run.model(self.layout)
+        return Receiver.join(vars(groups), 0, torch.device("npu", 0), AutoConfig.from_pretrained(model), str(model))
 
     def _read(self, receiver: Receiver, memory: str = "npu") -> tuple[dict[str, torch.Tensor], list[str]]:
         tensors = dict(receiver.receive(ITERATIONS))

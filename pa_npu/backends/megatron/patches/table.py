@@ -155,14 +155,6 @@ PATCHES: tuple[Patch, ...] = (
         "megatron-core reshards torch's AdamW",
         repairs.install_adam,
     ),
-    Patch(
-        "megatron.core.parallel_state.destroy_model_parallel",
-        "it forgets the ranks of the embedding groups, which a second layout in the same process would inherit",
-        _ALL,
-        _CORE,
-        "megatron-core resets them itself",
-        lambda kind: repairs.forget_embedding_ranks_on_destroy(),
-    ),
 )
 
 
@@ -195,7 +187,9 @@ def prepare(kind: str) -> None:
 def require_no_megatron(what: str) -> None:
     """Raise when megatron.core is already imported: what was bound at its import can no longer be redirected."""
     if "megatron.core" in sys.modules:
-        raise PaNpuError(f"{what}: megatron.core is already imported; call patches.prepare() before any import of it")
+        raise PaNpuError(
+            f"{what}: megatron.core is already imported; call patches.table.prepare() before any import of it"
+        )
 
 
 def import_megatron() -> None:

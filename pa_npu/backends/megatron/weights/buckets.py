@@ -1,15 +1,18 @@
-"""One stage's HF tensors from the shards of tensor and expert parallelism, for a publish and an export."""
+"""One stage's HF tensors from the shards of tensor and expert parallelism, for a publish and an export as an HF directory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pa_npu.backends.buckets import GatheredWeights, Outgoing
+from pa_npu.backends.buckets import GatheredWeights, Outgoing, Part
+from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
 from pa_npu.backends.megatron.weights.hf_map import (
     HfTensor,
     first_layer,
@@ -20,7 +23,6 @@ from pa_npu.backends.megatron.weights.hf_map import (
 )
 from pa_npu.config.mesh import Place
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.model_rules import check_tensor_division
 
 
 class StageTensors(GatheredWeights):
@@ -35,7 +37,6 @@ class StageTensors(GatheredWeights):
         shard_group: dist.ProcessGroup | None = None,
         on_host: bool = False,
     ) -> None:
-        check_tensor_division(spec, place.mesh.tensor)
         self._spec = spec
         self._rank = place.shard_group.index(place.rank)
         self._parameters = standard_parameters(module)
@@ -64,7 +65,7 @@ class StageTensors(GatheredWeights):
 
 
 @dataclass(frozen=True)
-class _Shard:
+class _Shard(Part):
     """[first, last) of an HF tensor along the dimension that TP cuts, or of its rows; view: its rows in order, with those that pad
     the vocabulary behind; None of a rank that has no part."""
 
@@ -72,9 +73,6 @@ class _Shard:
     tensor: HfTensor
     first: int
     last: int
-
-    def gather(self, group: dist.ProcessGroup | None, memory: torch.device) -> None:
-        """See Part."""
 
     def lay(self, out: torch.Tensor, first: int) -> None:
         """See Part."""
@@ -94,3 +92,16 @@ class _Shard:
             target.view(self.view.shape).copy_(self.view)
         else:
             target.copy_(self.view.reshape(-1)[begin - start : end - start])
+
+
+def export_hf(
+    module: torch.nn.Module,
+    spec: ModelSpec,
+    directory: str | Path,
+    place: Place,
+    shard_group: dist.ProcessGroup | None = None,
+    **limits: Any,
+) -> None:
+    """Write the stage in `module` (one GPT stage, wrappers are fine) as its share of `directory`; collective, see write_hf."""
+    source = StageTensors(module, spec, place, BUCKET_BYTES, shard_group) if place.sends else None
+    write_hf(source, spec, directory, place, next(module.parameters()).device, **limits)

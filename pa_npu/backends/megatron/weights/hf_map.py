@@ -13,7 +13,7 @@ part of it, and tensor parallelism (TP) keeps it complete on each rank or cuts i
     experts' down_proj              experts.down     [local experts, ...]         the same
     norms                           *layernorm                                    not cut
 
-Names and shapes are the family's (`families.dense`), which states them by role; this file knows where Megatron keeps each role.
+Names and shapes are the family's (`families.decoders`), which states them by role; this file knows where Megatron keeps each role.
 
 So a rank can produce its shard of every HF tensor alone, and the shards of all ranks, put side by side, are the tensor.
 
@@ -28,18 +28,19 @@ embedding, which is loaded from embed_tokens and is neither published nor export
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from pa_npu.config.mesh import Place
 from pa_npu.errors import DataError
-from pa_npu.families.dense import LayerRole, OuterRole
-from pa_npu.families.hf_checkpoint import HfCheckpoint
+from pa_npu.families.model_directory import located_weights
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.model_rules import check_tensor_division
 
 Part = Literal["whole", "q", "k", "v", "gate", "up"]
 
@@ -85,7 +86,7 @@ class HfTensor:
 
 
 # Role of an HF tensor of a layer -> (Megatron parameter within the layer, TP dimension, part)
-_LAYER_ROLES: dict[LayerRole, tuple[str, int | None, Part]] = {
+_LAYER_ROLES: dict[str, tuple[str, int | None, Part]] = {
     "attention_norm": ("input_layernorm.weight", None, "whole"),
     "q": ("self_attention.linear_qkv.weight", 0, "q"),
     "k": ("self_attention.linear_qkv.weight", 0, "k"),
@@ -105,7 +106,7 @@ _LAYER_ROLES: dict[LayerRole, tuple[str, int | None, Part]] = {
     "expert_up": ("mlp.experts.gate_up", None, "up"),
     "expert_down": ("mlp.experts.down", None, "whole"),
 }
-_OUTER_ROLES: dict[str, tuple[OuterRole, int | None]] = {
+_OUTER_ROLES: dict[str, tuple[str, int | None]] = {
     EMBEDDING: ("embedding", 0),
     OUTPUT: ("head", 0),
     FINAL_NORM: ("final_norm", None),
@@ -141,7 +142,7 @@ def sources(parameter: str, spec: ModelSpec, layer_offset: int) -> tuple[HfTenso
     )
 
 
-def _place(role: LayerRole, spec: ModelSpec) -> tuple[str, int | None, Part]:
+def _place(role: str, spec: ModelSpec) -> tuple[str, int | None, Part]:
     if role not in _LAYER_ROLES:
         raise DataError(
             f"model.path: {spec.path}: the {role!r} weights of family {spec.family} have no place in the layers of "
@@ -212,15 +213,14 @@ def load_hf(module: torch.nn.Module, spec: ModelSpec, place: Place | None = None
 
         place = parallel.place()
     tp_rank, tp_size, here = place.tensor, place.mesh.tensor, place.coordinate("expert")
-    check_tensor_division(spec, tp_size)
     offset = first_layer(module)
-    with HfCheckpoint(spec.path) as checkpoint:
-        checkpoint.check_names(set(spec.hf_tensors()), optional={"lm_head.weight"} if spec.tied else set())
-        for name, parameter in standard_parameters(module).items():
-            tensors = [tensor for tensor in sources(name, spec, offset) if holder(tensor, spec, place) in (None, here)]
-            _check_parameter(name, parameter, tensors, tp_size)
-            for tensor in tensors:
-                _load_shard(checkpoint, tensor, part_view(parameter, tensor, spec), tp_rank, tp_size)
+    places = located_weights(spec)
+    opened = cache(partial(safe_open, framework="pt"))
+    for name, parameter in standard_parameters(module).items():
+        tensors = [tensor for tensor in sources(name, spec, offset) if holder(tensor, spec, place) in (None, here)]
+        for tensor in tensors:
+            file = places[tensor.name][0]
+            _load_shard(file, opened(file), tensor, part_view(parameter, tensor, spec), tp_rank, tp_size)
 
 
 def holder(tensor: HfTensor, spec: ModelSpec, place: Place) -> int | None:
@@ -230,27 +230,23 @@ def holder(tensor: HfTensor, spec: ModelSpec, place: Place) -> int | None:
     return tensor.expert // (spec.experts.count // place.mesh.expert)
 
 
-def _check_parameter(name: str, parameter: torch.Tensor, tensors: Sequence[HfTensor], tp_size: int) -> None:
-    own = [tensor for tensor in tensors if tensor.expert == tensors[0].expert]
-    shapes = [tensor.local_shape(tp_size) for tensor in own]
-    expected = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    if tensors[0].expert is not None:
-        expected = (len(tensors) // len(own), *expected)
-    if tuple(parameter.shape) != expected:
+def _load_shard(file: Path, opened: Any, tensor: HfTensor, target: torch.Tensor, tp_rank: int, tp_size: int) -> None:
+    rows, columns = slice(None), slice(None)
+    if tensor.shard_dim is not None:
+        start, stop = tensor.local_range(tp_rank, tp_size)
+        rows, columns = (slice(start, stop), columns) if tensor.shard_dim == 0 else (rows, slice(start, stop))
+    try:
+        piece = opened.get_slice(tensor.name)
+        shard: torch.Tensor = piece[rows] if columns == slice(None) else piece[rows, columns]
+    except (SafetensorError, OSError) as error:
         raise DataError(
-            f"parameter {name}: shape {tuple(parameter.shape)} in the built stage, but {expected} by the model's "
-            "config.json with "
-            f"trainer.tensor_parallel={tp_size}; build the stage from the same ModelSpec"
+            f"model.path: {file}: cannot read tensor {tensor.name} ({error}); restore the file from its source"
+        ) from error
+    if not torch.isfinite(shard).all():
+        raise DataError(
+            f"model.path: {file}: tensor {tensor.name} holds values that are no finite numbers; restore the file from its source"
         )
-
-
-def _load_shard(checkpoint: HfCheckpoint, tensor: HfTensor, target: torch.Tensor, tp_rank: int, tp_size: int) -> None:
-    if tensor.shard_dim is None:
-        target.copy_(checkpoint.read(tensor.name, tensor.shape))
-        return
-    start, stop = tensor.local_range(tp_rank, tp_size)
-    shard = checkpoint.read(tensor.name, tensor.shape, tensor.shard_dim, start, stop)
-    if stop - start == tensor.local_size(tp_size):
+    if tensor.shard_dim is None or stop - start == tensor.local_size(tp_size):
         target.copy_(shard.view(target.shape))
         return
     target.zero_()

@@ -1,0 +1,326 @@
+"""Rules for learning: algorithm, tokens of older weights, how an iteration is divided among trainers, adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pa_npu.config.presets import PRESETS
+from pa_npu.config.tree import ConfigTree
+from pa_npu.config.words import counted
+
+
+def broken_algorithm(c: ConfigTree) -> Iterator[str]:
+    """One line per rule that is broken: keys, values, rule, remedy."""
+    r, s = c.rollout, c.schedule
+    uncorrected = c.algorithm.importance_sampling == "none"
+    if s.updates_per_iteration > 1 and c.algorithm.loss == "reinforce":
+        yield (
+            f"schedule.updates_per_iteration: {s.updates_per_iteration}: algorithm.loss=reinforce has no ratio to the policy "
+            f"that sampled, so that it is exact for one update only; set it to 1, or algorithm.loss=clip"
+        )
+    if c.algorithm.ratio == "sampling" and not uncorrected:
+        yield (
+            f"algorithm.ratio: sampling with algorithm.importance_sampling={c.algorithm.importance_sampling}, which counts the "
+            f"sampling policy twice; set ratio to proximal, or importance_sampling to none"
+        )
+    if (
+        c.algorithm.kl_in == "reward"
+        and c.algorithm.kl_coef
+        and c.algorithm.advantage not in ("centred", "leave-one-out")
+    ):
+        yield (
+            f"algorithm.kl_in: reward with algorithm.advantage={c.algorithm.advantage}: the trainer knows the KL only after the "
+            f"coordinator has divided rewards by their deviation; set advantage to centred or leave-one-out, or kl_in to loss"
+        )
+    if c.algorithm.kl_in == "reward" and c.algorithm.kl_coef and c.microbatch_responses != r.responses_per_prompt:
+        yield (
+            f"algorithm.kl_in: reward needs all responses of a group in one microbatch, but microbatch.responses = "
+            f"{c.microbatch_responses} of {r.responses_per_prompt}; remove microbatch.responses, or set kl_in to loss"
+        )
+    yield from _broken_preference(c)
+    if c.algorithm.dual_clip is not None and c.algorithm.delta is not None:
+        yield (
+            f"algorithm.delta: {c.algorithm.delta} with algorithm.dual_clip = {c.algorithm.dual_clip}: both bound the loss of "
+            f"tokens with a negative advantage; remove one"
+        )
+    if c.algorithm.delta is not None and c.algorithm.delta <= 1 + c.algorithm.clip_high:
+        yield (
+            f"algorithm.delta: {c.algorithm.delta} is not above 1 + algorithm.clip_high = {1 + c.algorithm.clip_high:g}, where "
+            f"ratios are clipped already; raise it, or remove the key"
+        )
+    refresh = c.algorithm.reference_refresh_every
+    if refresh and not c.algorithm.has_reference:
+        yield (
+            f"algorithm.reference_refresh_every: {refresh}: there is no reference with algorithm.kl_coef = 0; set kl_coef, or "
+            f"remove the key"
+        )
+    if s.stream and c.algorithm.advantage == "batch-std":
+        yield (
+            f"algorithm.advantage: batch-std{of_preset(c, 'advantage')} needs the whole batch before the first update, but "
+            f"schedule.stream={str(s.stream).lower()} trains while groups arrive; set schedule.stream=false or "
+            f"algorithm.advantage=group-std"
+        )
+
+
+def _broken_preference(c: ConfigTree) -> Iterator[str]:
+    """Yields each conflict of algorithm.loss=dpo with another key."""
+    a = c.algorithm
+    if a.loss != "dpo":
+        return
+    what = f"algorithm.loss: dpo{of_preset(c, 'loss')}"
+    if c.microbatch_responses != c.rollout.responses_per_prompt:
+        yield (
+            f"{what} compares the responses of a group, but microbatch.responses = {c.microbatch_responses} of "
+            f"{c.rollout.responses_per_prompt} are in a microbatch; remove microbatch.responses"
+        )
+    if not a.kl_coef:
+        yield f"{what} needs its beta, the larger the nearer the policy stays to the reference; set algorithm.kl_coef, e.g. to 0.1"
+    if a.router_aux_coef:
+        yield f"{what} is a mean over pairs, which no token has a part of; set algorithm.router_aux_coef to 0"
+    if a.importance_sampling != "none":
+        yield (
+            f"{what} prefers one response to another whoever sampled them, so that algorithm.importance_sampling="
+            f"{a.importance_sampling} has nothing to correct; set it to none"
+        )
+
+
+def of_preset(c: ConfigTree, key: str, section: str = "algorithm") -> str:
+    """Says so where a key's value may be a preset's, which the user has not written."""
+    preset = PRESETS.get(c.algorithm.name) if c.algorithm.name else None
+    known = preset.sections()[section] if preset else ()
+    return f" (of algorithm.name={c.algorithm.name})" if key in known else ""
+
+
+# Engines of a run in which some can swap before the others: two keep the version before.
+_LEAST_ROLLING = 3
+
+
+def broken_staleness(c: ConfigTree) -> Iterator[str]:
+    """Yields combinations that cannot be exact, or make no sense, with or without tokens of older weights."""
+    s, a = c.schedule, c.algorithm
+    yield from _broken_divergence(c)
+    yield from _broken_budget(c)
+    yield from _broken_delay(c)
+    if not s.max_staleness:
+        if a.age_exponent:
+            yield (
+                f"algorithm.age_exponent: {a.age_exponent}: with schedule.max_staleness = 0 every token has the age 0; set "
+                f"max_staleness, or remove the key"
+            )
+        return
+    ahead = f"schedule.max_staleness = {s.max_staleness}"
+    if s.max_staleness >= s.iterations:
+        yield (
+            f"schedule.max_staleness: {s.max_staleness} versions ahead in a run of schedule.iterations = {s.iterations}: the last "
+            f"iteration would be sampled by the first model; lower max_staleness"
+        )
+    if a.advantage == "batch-std":
+        yield (
+            f"algorithm.advantage: batch-std{of_preset(c, 'advantage')} with {ahead}: it divides by the deviation of rewards that "
+            f"other weights than the trained ones have earned; set advantage to group-std, or max_staleness to 0"
+        )
+    if s.compare_iterations:
+        yield (
+            f"schedule.compare_iterations: {s.compare_iterations} with {ahead}: it measures streamed against synchronous "
+            f"iterations, and neither is what runs ahead; set it to 0, or max_staleness to 0"
+        )
+    if a.loss == "reinforce" and a.importance_sampling == "none":
+        yield (
+            f"algorithm.loss: reinforce{of_preset(c, 'loss')} with {ahead}: it has no ratio to the older policy that sampled; set "
+            f"algorithm.importance_sampling to token or sequence, or algorithm.loss to clip"
+        )
+
+
+def _broken_divergence(c: ConfigTree) -> Iterator[str]:
+    """Yields each missing requirement of publish.divergence."""
+    p, what = c.publish, f"publish.divergence: {c.publish.divergence}"
+    if p.divergence is None:
+        return
+    if not c.schedule.max_staleness:
+        yield (
+            f"{what} with schedule.max_staleness = 0, where every token is trained by the version that generated it; set "
+            f"max_staleness to 1 or more, or remove the key"
+        )
+    if not p.probe_tokens:
+        yield f"{what} is measured on the probe, which publish.probe_tokens = 0 turns off; raise it"
+
+
+def _broken_budget(c: ConfigTree) -> Iterator[str]:
+    """Yields each missing requirement and each conflict of schedule.tokens_per_update."""
+    s, budget = c.schedule, c.schedule.tokens_per_update
+    if budget is None:
+        return
+    what = f"schedule.tokens_per_update: {budget}"
+    if not s.max_staleness:
+        yield (
+            f"{what} with schedule.max_staleness = 0: groups that an update leaves over would be trained by weights that did not "
+            f"generate them; set max_staleness to 1 or more, or remove the key"
+        )
+    if s.dynamic_sampling:
+        yield (
+            f"{what} with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}, which trains a fixed number of "
+            f"groups; set dynamic_sampling to false, or remove the key"
+        )
+    if c.publish.divergence is not None:
+        yield (
+            f"{what} with publish.divergence: one would keep groups and the other weights for the same versions of "
+            f"max_staleness; remove one"
+        )
+    if s.updates_per_iteration > 1:
+        yield (
+            f"{what} with schedule.updates_per_iteration = {s.updates_per_iteration}, which shares a fixed number of groups; set "
+            f"it to 1, or remove the key"
+        )
+    most = s.prompts_per_iteration * c.rollout.responses_per_prompt * c.rollout.max_response_tokens
+    if budget > most:
+        yield (
+            f"{what} is more than the {most} tokens that schedule.prompts_per_iteration = {s.prompts_per_iteration} groups "
+            f"can have; lower it, or raise prompts_per_iteration"
+        )
+
+
+def _broken_delay(c: ConfigTree) -> Iterator[str]:
+    """Yields each missing requirement and each conflict of publish.mode=delayed and rolling."""
+    what = f"publish.mode: {c.publish.mode}"
+    if c.publish.mode == "blocking":
+        return
+    yield from _broken_rolling(c)
+    if not c.schedule.max_staleness:
+        yield (
+            f"{what} with schedule.max_staleness = 0, where engines have nothing to generate while newer weights arrive; set "
+            f"max_staleness to 1 or more, or mode to blocking"
+        )
+    if c.publish.divergence is not None:
+        yield f"{what} with publish.divergence, which is decided when engines are through; remove it, or set mode to blocking"
+    if c.rollout.tensor_parallel > 1:
+        yield (
+            f"{what} with rollout.tensor_parallel = {c.rollout.tensor_parallel}: an engine's own collectives and a "
+            f"publish would run side by side; set tensor_parallel to 1, or mode to blocking"
+        )
+
+
+def _broken_rolling(c: ConfigTree) -> Iterator[str]:
+    """Yields each missing requirement and each conflict of publish.mode=rolling."""
+    s, what = c.schedule, "publish.mode: rolling"
+    if c.publish.mode != "rolling":
+        return
+    if (most := c.rollout.engines) < _LEAST_ROLLING:
+        yield (
+            f"{what} with rollout.engines = {most}: two engines keep the version before until all its groups are complete, in case "
+            f"one of them dies; set engines to {_LEAST_ROLLING} or more, or mode to delayed"
+        )
+    if s.dynamic_sampling:
+        yield (
+            f"{what} with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}: which groups are replaced is "
+            f"known only when all are complete; set mode to delayed, or dynamic_sampling to false"
+        )
+    if s.tokens_per_update is not None:
+        yield (
+            f"{what} with schedule.tokens_per_update: which groups are carried is known only when all are complete; set swap to "
+            f"delayed, or remove the budget"
+        )
+    if c.agent.port is not None:
+        yield (
+            f"{what} with agent.port: samples for other programs would be of no version; set mode to delayed, or remove the port"
+        )
+    if c.evaluate.overlap:
+        yield f"{what} with evaluate.overlap: engines would go on to the next version while they are evaluated; remove one"
+
+
+def broken_shards(c: ConfigTree) -> Iterator[str]:
+    """Devices that no number of replicas uses up."""
+    t = c.trainer
+    replica = c.mesh.replica_size
+    if c.mesh.size != t.devices:
+        yield (
+            f"trainer.devices: {t.devices} is not a multiple of tensor_parallel x pipeline_parallel = {replica}; "
+            f"set trainer.devices to a multiple of {replica}"
+        )
+
+
+def broken_training(c: ConfigTree) -> Iterator[str]:
+    """One line per rule that is broken: keys, values, rule, remedy."""
+    t, s = c.trainer, c.schedule
+    if t.backend == "fsdp":
+        for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
+            if getattr(t, name) > 1:
+                yield (
+                    f"trainer.{name}: {getattr(t, name)} with trainer.backend=fsdp, which shards every weight over all trainer "
+                    f"devices instead; remove the key, or set trainer.backend=megatron"
+                )
+        if c.algorithm.router_aux_coef:
+            yield (
+                f"algorithm.router_aux_coef: {c.algorithm.router_aux_coef} with trainer.backend=fsdp, whose layers are those of "
+                f"transformers and have no such loss; set it to 0, or trainer.backend=megatron"
+            )
+        for name, value, other in (("recompute", "selective", "full"), ("frozen_pass", "separate", "together")):
+            if getattr(t, name) == value:
+                yield f"trainer.{name}: {value} with trainer.backend=fsdp, which has none; set it to {other}"
+        if t.devices % (t.shards or 1):
+            yield f"trainer.shards: {t.shards} does not divide trainer.devices = {t.devices}; set it to a divisor"
+    if c.algorithm.router_replay != "none" and t.backend != "megatron":
+        yield (
+            f"algorithm.router_replay: {c.algorithm.router_replay} with trainer.backend={t.backend}, whose routers choose by "
+            f"themselves; set it to none, or trainer.backend=megatron"
+        )
+    if c.attention.implementation in ("sdpa", "eager"):
+        own = f"attention.implementation: {c.attention.implementation} is transformers' own attention"
+        if t.backend != "fsdp":
+            yield f"{own}, which trainer.backend={t.backend} has not; set it to auto"
+        elif c.attention.shared_prompt:
+            yield f"{own}, which shares no prompts; set attention.shared_prompt=false, or the implementation to auto"
+    if c.environment.name == "agents" and (needs := c.needs_whole_groups) is not None:
+        yield (
+            f"environment.name: agents, whose sessions are one sample, several or none, while {needs} needs exactly "
+            f"rollout.responses_per_prompt = {c.rollout.responses_per_prompt} samples of every prompt; change that key"
+        )
+    if c.mesh.expert != t.expert_parallel:
+        yield (
+            f"trainer.expert_parallel: {t.expert_parallel} does not divide the {c.mesh.stage_size} ranks of a pipeline stage "
+            f"(trainer.devices / pipeline_parallel); set it to a divisor"
+        )
+    if not c.mesh.shares(s.prompts_per_iteration):
+        yield (
+            f"schedule.prompts_per_iteration: {counted(s.prompts_per_iteration, 'group')} cannot be divided evenly among "
+            f"{counted(c.mesh.data, 'replica')}; set it to a multiple of {c.mesh.data}"
+        )
+    if c.groups_per_replica % s.updates_per_iteration:
+        yield (
+            f"schedule.updates_per_iteration: {s.updates_per_iteration} does not divide the "
+            f"{counted(c.groups_per_replica, 'group')} per "
+            f"replica (schedule.prompts_per_iteration / data parallel size); set it to a divisor"
+        )
+    if c.rollout.responses_per_prompt % c.microbatch_responses:
+        yield (
+            f"microbatch.responses: {c.microbatch.responses} does not divide rollout.responses_per_prompt = "
+            f"{c.rollout.responses_per_prompt}; set it to a divisor"
+        )
+    if c.microbatch.max_tokens is not None and t.pipeline_parallel > 1:
+        yield (
+            f"microbatch.max_tokens: {c.microbatch.max_tokens}: packing does not know the number of microbatches in advance, "
+            f"which trainer.pipeline_parallel = {t.pipeline_parallel} needs; remove the key or set pipeline_parallel to 1"
+        )
+    profiled = c.telemetry.profile_iterations
+    if any(not 0 <= value < s.iterations for value in profiled):
+        yield f"telemetry.profile_iterations: {list(profiled)}: the run has 0 to {s.iterations - 1}; leave out the others"
+    if c.optimizer.min_learning_rate > c.optimizer.learning_rate:
+        yield (
+            f"optimizer.min_learning_rate: {c.optimizer.min_learning_rate} exceeds optimizer.learning_rate = "
+            f"{c.optimizer.learning_rate}; lower it"
+        )
+    yield from _broken_adapters(c)
+
+
+def _broken_adapters(c: ConfigTree) -> Iterator[str]:
+    if not c.has_adapters:
+        if c.checkpoint.export_hf == "merged":
+            yield "checkpoint.export_hf: merged, but there are no adapters; set lora.rank or model.adapter, or export_hf to true"
+        return
+    key, value = ("model.adapter", c.model.adapter) if c.model.adapter else ("lora.rank", c.lora.rank)
+    if c.trainer.backend != "fsdp":
+        yield f"{key}: {value} with trainer.backend={c.trainer.backend}, which trains no adapters; set trainer.backend=fsdp"
+    if c.model.adapter and c.lora.rank:
+        yield (
+            f"lora.rank: {c.lora.rank} beside model.adapter, which has rank, alpha and targets of its own; remove the keys of "
+            f"lora, or model.adapter to begin anew"
+        )

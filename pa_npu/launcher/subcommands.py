@@ -1,0 +1,273 @@
+"""The sub-commands of `pa-npu` that are a few lines each, and the options that name a configuration.
+
+A sub-command is two functions: NAME_options adds its arguments to a parser that has name and description already, NAME does it and
+returns the exit code. `rest` is what the parser did not know, which must be refused or used. What a sub-command needs is imported
+when it is called: help and mistakes need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pa_npu.config.keys import keys_help
+from pa_npu.config.load import dump_config, load_config
+from pa_npu.config.schema import Config
+from pa_npu.errors import UserError
+from pa_npu.planning import automatic
+from pa_npu.telemetry.report import WARMUP_ITERATIONS
+
+_MOST_MEMORY_GIB = 1_000_000
+# What stands for a key in `evaluate`.
+_OWN_NAMES = {
+    "checkpoint.load": "--checkpoint",
+    "data.train": "--data",
+    "evaluate.sets.": "--data ",
+    "evaluate.sets": "--data",
+    "model.path": "--model",
+    "run.dir": "--output",
+}
+
+
+def run_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "pa-npu run --config YAML [--config YAML ...] [--device KIND] "
+        "[--dry-run [--full] [--device-memory-gib GIB]] [key=value ...]"
+    )
+    parser.epilog = f"configuration keys (in YAML files, or as key=value on the command line):\n\n{keys_help()}"
+    parser.add_argument("--dry-run", action="store_true", help="what `pa-npu plan` does")
+    plan_options(parser)
+
+
+def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """A run from its configuration, or with --dry-run only its plan."""
+    from pa_npu.launcher.run_directory import resolve_resume
+
+    if options.dry_run:
+        return plan(options, rest)
+    given = read(options, rest)
+    for option, given_there in (
+        ("--device-memory-gib", options.device_memory_gib is not None),
+        ("--full", options.full),
+    ):
+        if given_there:
+            raise UserError(f"command line: {option} is for planning; add --dry-run, or remove it")
+    config = resolve_resume(given, lambda line: print(line, file=sys.stderr))
+    print("checking model, data, rewards and devices", flush=True)
+    from pa_npu.launcher import run as launcher
+
+    return launcher.run(config)
+
+
+def plan_options(parser: argparse.ArgumentParser) -> None:
+    configuration_options(parser)
+    parser.add_argument("--full", action="store_true", help="print the resolved configuration as well")
+    parser.add_argument("--device-memory-gib", metavar="GIB", help="memory of a device to plan with")
+
+
+def plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Print what follows from a configuration, and with --full the resolved tree, of which the rest are then comments.
+
+    What this machine merely lacks becomes a note, so that a cluster's run can be planned.
+    """
+    from pa_npu.launcher.placement import placement_lines
+    from pa_npu.launcher.run_checks import prepare
+    from pa_npu.planning.plan_text import derived_lines
+
+    given = read(options, rest)
+    memory_gib = checked_memory_gib(options.device_memory_gib)
+    config, findings = prepare(
+        given, lambda line: print(line, file=sys.stderr), forgive=True, device_memory_gib=memory_gib
+    )
+    placement = placement_lines(findings.placements) if findings.placements else []
+    lines = [
+        *derived_lines(config, findings.spec, findings.device_bytes, findings.own_memory),
+        *findings.counts,
+        *placement,
+    ]
+    lines += [f"note: {note}" for note in findings.notes]
+    print("\n".join(f"# {line}" if options.full else line for line in lines))
+    print(dump_config(config) if options.full else "The resolved configuration: the same command with --full.")
+    return 0
+
+
+def doctor(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """This machine, its installation, and with a configuration whether that one could run here."""
+    from pa_npu.launcher.doctor import doctor as examine
+
+    is_given = options.config or options.overrides or rest
+    return examine(read(options, rest) if is_given else None, options.device)
+
+
+def engines(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Engines that outlive runs, which attach to them with rollout.attach."""
+    config = read(options, rest)
+    from pa_npu.launcher.run import run_engines
+
+    return run_engines(config)
+
+
+def evaluate_options(parser: argparse.ArgumentParser) -> None:
+    configuration_options(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", metavar="HF", help="HF model directory")
+    source.add_argument("--checkpoint", metavar="DIR", help="a directory .../iteration_NNNNNN; it is exported for this")
+    source.add_argument(
+        "--results", metavar="FILE", help="results of an evaluation that was made; nothing is asked anew"
+    )
+    parser.add_argument(
+        "--data", action="append", default=[], metavar="NAME=FILE", help="a set of questions; repeatable"
+    )
+    parser.add_argument("--output", default="runs/evaluate", metavar="DIR", help="where results and logs go")
+    parser.add_argument("--compare", metavar="FILE", help="results of another evaluation to compare with, by question")
+
+
+def evaluate(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Ask the questions of all sets, or show and compare results that are there."""
+    if options.results:
+        from pa_npu.launcher.evaluation import show
+
+        if unread := [*options.data, *options.overrides, *rest]:
+            raise UserError(
+                f"command line: {unread[0]}: --results asks nothing, so that this would be read by nothing; remove it"
+            )
+        return show(options.results, options.compare)
+    with _called(_OWN_NAMES):
+        config = _evaluated(options, rest)
+        from pa_npu.launcher import evaluation
+
+        return evaluation.evaluate(config, options.checkpoint, options.compare)
+
+
+def _evaluated(options: argparse.Namespace, rest: Sequence[str]) -> Config:
+    given = _overrides(options, rest)
+    if not options.data:
+        raise UserError("command line: --data NAME=FILE is needed, as in --data gsm8k=data/gsm8k/test.jsonl")
+    sets: list[tuple[str, str]] = []
+    for text in options.data:
+        name, separator, file = text.partition("=")
+        if not separator or not name or not file:
+            raise UserError(f"command line: --data {text}: is not NAME=FILE, as in gsm8k=data/gsm8k/test.jsonl")
+        if name in (other for other, _ in sets):
+            raise UserError(f"command line: --data {text}: a set is called {name} already; give each a name of its own")
+        sets.append((name, file))
+    given += [f"run.dir={options.output}", f"data.train={sets[0][1]}"]  # a configuration needs one; it is not read
+    given += [f"evaluate.sets.{name}={file}" for name, file in sets]
+    given += [f"model.path={options.model or f'{options.output}/model'}"]
+    return load_config(options.config, given)
+
+
+def export_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a directory .../iteration_NNNNNN")
+    parser.add_argument("--output", required=True, metavar="DIR", help="the HF directory to write")
+    parser.add_argument("--model", metavar="DIR", help="the HF model that the run began with, if it has moved")
+    parser.add_argument(
+        "--merged", action="store_true", help="merge adapters (LoRA) into the model, as export_hf=merged"
+    )
+
+
+def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """The policy of a checkpoint as an HF directory, in one process without a device."""
+    refuse(rest)
+    from pa_npu.backends.registry import export_checkpoint
+
+    with _called({"checkpoint.load": "--checkpoint", "model.path": "--model"}):
+        export_checkpoint(Path(options.checkpoint), Path(options.output), options.model, options.merged)
+    print(f"wrote {options.output}")
+    return 0
+
+
+def report_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
+    parser.add_argument(
+        "--warmup",
+        type=_count,
+        default=WARMUP_ITERATIONS,
+        metavar="N",
+        help="iterations to leave out at the beginning (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def report(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    """The throughput (TPSPD) of finished or running runs side by side, compared with the first of them."""
+    refuse(rest)
+    from pa_npu.telemetry import report as reports
+
+    columns = reports.each_run([reports.load_report(run, options.warmup) for run in options.runs])
+    if options.json:
+        print(json.dumps(reports.as_json(columns), indent=2))
+    else:
+        print(reports.render_text(columns))
+    return 0
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError
+    return value
+
+
+def configuration_options(parser: argparse.ArgumentParser) -> None:
+    """What names a configuration, the same for every sub-command that reads one: files, device, overrides."""
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="YAML", help="configuration file; later ones win"
+    )
+    parser.add_argument("--device", choices=("auto", "npu", "cuda", "cpu"), help="short for run.device=KIND")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of a configuration key")
+
+
+doctor_options = engines_options = configuration_options
+
+
+def read(options: argparse.Namespace, rest: Sequence[str]) -> Config:
+    """The configuration that the command line names."""
+    return automatic.load(options.config, _overrides(options, rest), lambda line: print(line, file=sys.stderr))
+
+
+def _overrides(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    """They may stand before, between and after the options; argparse leaves the later ones in `rest`."""
+    for argument in rest:
+        if argument.startswith("-"):
+            raise UserError(f"command line: {argument}: unknown option; see --help")
+    return [*options.overrides, *rest, *([f"run.device={options.device}"] if options.device else [])]
+
+
+@contextmanager
+def _called(names: Mapping[str, str]) -> Iterator[None]:
+    """Keys at the beginning of a refusal by what the sub-command calls them. names: of options by key."""
+    try:
+        yield
+    except UserError as error:
+        for key, option in names.items():
+            if found := re.match(rf"(command line: )?{re.escape(key)}", str(error)):
+                raise type(error)(f"{found[1] or ''}{option}{str(error)[found.end() :]}") from None
+        raise
+
+
+def refuse(rest: Sequence[str]) -> None:
+    """For sub-commands without a configuration."""
+    if rest:
+        raise UserError(f"command line: {rest[0]}: unknown argument; see --help")
+
+
+def checked_memory_gib(text: str | None) -> float | None:
+    """The size that --device-memory-gib names. Raises UserError where it is none."""
+    if text is None:
+        return None
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 0 < size <= _MOST_MEMORY_GIB:  # NaN is neither
+        raise UserError(
+            f"command line: --device-memory-gib {text[:40]!r} is no size of a memory; give a number above 0 and up to "
+            f"{_MOST_MEMORY_GIB}"
+        )
+    return size

@@ -1,0 +1,148 @@
+"""The engines of a publish as the coordinator sees them: the groups that each joins, and whether each got what was sent (I5).
+
+    an engine's digests against the trainers' of the same publish   a skipped or partial load, weights changed on the way, a stale
+                                                                     copy that calls itself the new version
+    a late engine's against those of the version's publish           a copy kept for late engines that is another version's
+
+What a version's digests say of the weights that train is checked where these are, in pa_npu.publish.trainer_side. No tolerance: a
+mismatch is a fault, whatever the learning rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pa_npu.config.schema import Config
+from pa_npu.engines.membership import Member
+from pa_npu.engines.protocol import LoadedWeights, WeightGroups
+from pa_npu.errors import InvariantViolation
+from pa_npu.publish.messages import PublishMembers, SentWeights, StageManifest
+from pa_npu.weight_transfer import collectives
+from pa_npu.weight_transfer.digest import first_difference
+from pa_npu.weight_transfer.manifest import Manifest
+from pa_npu.weight_transfer.transport import HOST_BACKEND, Way
+
+
+@dataclass(frozen=True)
+class Connection:
+    """How engines reach the trainers' groups: the store's address, the backend, and each pipeline stage's manifest, in order.
+
+    stages: for publishes to all engines. late_stages: for deliveries to one engine inside an iteration. device: the trainers' kind.
+    """
+
+    store: tuple[str, int]
+    backend: str
+    stages: Sequence[StageManifest]
+    late_stages: Sequence[StageManifest]
+    device: str = ""
+
+
+class EngineGroups:
+    """The groups of engines, by the way to each."""
+
+    def __init__(self, config: Config, connection: Connection) -> None:
+        self._config = config
+        self._connection = connection
+        self._workers = config.rollout.tensor_parallel
+        self._timeout_s = config.publish.timeout_s
+
+    def way(self, member: Member) -> Way:
+        """How weights reach an engine from the trainers. One on a trainer's device may not be able to be in a group with that
+        trainer. One on devices of another kind is reached through host memory: no other backend connects them for sure."""
+        settings = self._config.rollout.settings_of(member.index)
+        if settings.device_kind not in (None, self._connection.device):
+            return "host"
+        shares = collectives.rules(self._connection.backend).shares_device
+        return "host" if member.shared and not shares else "group"
+
+    def receivers(self, members: Sequence[Member], epoch: int) -> PublishMembers:
+        """How many workers the trainers send to, by the way to them."""
+        ways = [self.way(member) for member in members]
+        return PublishMembers(epoch, self._workers * ways.count("group"), self._workers * ways.count("host"))
+
+    def of_members(self, members: Sequence[Member], epoch: int) -> list[WeightGroups]:
+        """The groups that each member joins, one per stage, in the order of the members.
+
+        Workers are numbered through the engines of a group; rank 0 is the stage's leader.
+        """
+        ways = [self.way(member) for member in members]
+        found = []
+        for number, way in enumerate(ways):
+            before, count = (self._workers * some.count(way) for some in (ways[:number], ways))
+            named = [stage.group(epoch, way) for stage in self._connection.stages]
+            backend = HOST_BACKEND if way == "host" else self._connection.backend
+            found.append(WeightGroups(self._connection.store, 1 + before, 1 + count, named, backend, self._timeout_s))
+        return found
+
+    def of_late(self, number: int) -> WeightGroups:
+        """Those of late delivery `number`, in host memory, in which one engine is alone with the stages' leaders."""
+        named = [stage.group(number) for stage in self._connection.late_stages]
+        return WeightGroups(self._connection.store, 1, 1 + self._workers, named, HOST_BACKEND, self._timeout_s)
+
+
+class ArrivalCheck:
+    """Compares digests of what was sent and what arrived, bucket by bucket."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._stages = connection.stages
+        self._late_stages = connection.late_stages
+        self._published: tuple[int, tuple[str, ...]] | None = None  # the last version and its digests, per stage
+
+    @property
+    def applies(self) -> bool:
+        """Whether trainers have said what they will send; stand-ins for them say nothing, and send nothing."""
+        return any(stage.manifest for stage in self._stages)
+
+    def check(self, version: int, sent: Sequence[SentWeights], loaded: Mapping[str, LoadedWeights]) -> None:
+        """After a publish. sent: per stage. loaded: by the engine's name. Raises InvariantViolation."""
+        self._compare(version, self._stages, sent, loaded)
+        self._published = (version, tuple(stage.digests for stage in sent))
+
+    def check_late(self, version: int, sent: Sequence[SentWeights], loaded: Mapping[str, LoadedWeights]) -> None:
+        """After a delivery to one engine inside the iteration of `version`."""
+        self._compare(version, self._late_stages, sent, loaded)
+        if self._published is None or self._published[0] != version:
+            return
+        for number, (late, regular) in enumerate(zip(self._late_stages, self._stages, strict=True)):
+            # a copy of another type is cut into other buckets, whose digests cannot be equal
+            if late.manifest != regular.manifest:
+                continue
+            difference = first_difference(sent[number].digests, self._published[1][number])
+            if difference is not None:
+                raise InvariantViolation(
+                    f"I5: stage {number} sent a late engine other weights than all others got as weight version {version}, "
+                    f"first in {_bucket(late, difference)}; the trainers changed or never refreshed what they keep for late engines"
+                )
+
+    def _compare(
+        self,
+        version: int,
+        stages: Sequence[StageManifest],
+        sent: Sequence[SentWeights],
+        loaded: Mapping[str, LoadedWeights],
+    ) -> None:
+        for engine, weights in loaded.items():
+            if not weights.digests:
+                raise InvariantViolation(
+                    f"I5: engine {engine} does not say what it received as weight version {version}, so that nothing shows that it "
+                    f"loaded it; engine and trainers must run the same pa_npu"
+                )
+            for worker, digests in enumerate(weights.digests):
+                for number, stage in enumerate(stages):
+                    arrived = digests[number] if number < len(digests) else ""
+                    difference = first_difference(sent[number].digests, arrived)
+                    if difference is None:
+                        continue
+                    raise InvariantViolation(
+                        f"I5: engine {engine}, worker {worker}, did not receive weight version {version} as stage {number} sent "
+                        f"it: {_bucket(stage, difference)} has another digest; look for what changes or skips weights between the "
+                        f"broadcast and the engine's loader"
+                    )
+
+
+def _bucket(stage: StageManifest, index: int) -> str:
+    buckets = Manifest.from_json(stage.manifest).buckets
+    if index >= len(buckets):
+        return f"bucket {index + 1}, of which the manifest knows {len(buckets)}"
+    return f"bucket {index + 1} of {len(buckets)} ({buckets[index].summary})"

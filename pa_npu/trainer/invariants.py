@@ -1,0 +1,203 @@
+"""Invariants I2 and I7 on a trainer rank: what was dispatched is trained once, and the step's gradient is the sum it claims.
+
+I2, after an iteration. The coordinator says when the last group is in the buffer which groups the iteration consists of, whose they
+are, and how many tokens each response has. The backend says which responses went through forward and backward. Every rank compares
+its replica's own share, and that the shares make a whole; together the ranks compare everything, without a collective.
+
+I7, in every update:
+
+    what went in      responses whose gradient came back = responses given to the objective; each factor is 1
+    over replicas     for every bucket, what replicas brought = what was left after its reduction
+    divided           gradient before the division = normaliser x gradient after it
+    by what           the update's normalisers = those of the tokens and responses that the coordinator dispatched
+    advantages        those of the rewards that a group carries: where it is read, and in the loss
+    ratios            against the policy that algorithm.ratio names: the log-probs carry whose they are (algorithm/objective.py)
+
+Every check is on numbers that training has anyway, or on a sample of the gradient: a few small kernels per bucket and update.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from pa_npu.algorithm.objective import TrainedResponse
+from pa_npu.algorithm.policy_losses import normaliser
+from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
+from pa_npu.config.schema import Config
+from pa_npu.control.messages import Dispatched, DispatchedGroup
+from pa_npu.errors import InvariantViolation
+
+_NAMED = 4
+# fp32 sums in another order, as shares of the gradient's norm and of a response's advantages. A part that is missing, or is there
+# twice, is as large as the norm.
+_SUM_ROUNDING = 1e-3
+
+
+class GradientSum:
+    """Checks the gradient of one update on one rank. where: which update, for messages."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def check_passed(self, entered: Sequence[TrainedResponse], trained: Sequence[TrainedResponse]) -> None:
+        """Raises InvariantViolation where a response's gradient came back another number of times than it went in."""
+        once, found = Counter(entered), Counter(trained)
+        for response in [*entered, *trained]:
+            if once[response] != found[response]:
+                raise self._broken(
+                    f"response {response.number} of group {response.group} ({response.tokens} tokens) was given to the objective "
+                    f"{once[response]} times and its gradient passed backward {found[response]} times"
+                )
+
+    def check_factor(self, error: float) -> None:
+        """error: by how much the gradient that a loss got was not 1."""
+        if not error <= 0:
+            raise self._broken(f"a loss got a gradient that differs from 1 by {error:.3g}")
+
+    def check_reduced(self, gradient: ReducedGradient | None, replicas: int, reductions: Reductions) -> None:
+        """Collective over replicas; a backend may sum gradients over other ranks too, and tells of it then."""
+        if gradient is None:
+            if replicas == 1:
+                return
+            raise self._broken(f"{replicas} replicas have summed no gradients")
+        parts = torch.stack([gradient.own, gradient.squares, gradient.reduced])
+        own, squares, reduced = reductions.gradients(parts).cpu()
+        wrong = ~((own - reduced).abs() <= _SUM_ROUNDING * squares.sqrt())
+        if wrong.any():
+            bucket = int(wrong.nonzero()[0])
+            raise self._broken(
+                f"the {replicas} replicas brought {own[bucket]:.6g} to gradient bucket {bucket} of {len(own)}, of which its "
+                f"reduction left {reduced[bucket]:.6g}; {int(wrong.sum())} buckets are wrong"
+            )
+
+    def check_divided(self, before: float, after: float, normaliser: float) -> None:
+        """before, after: the gradient's size around its division."""
+        if not abs(after * normaliser - before) <= _SUM_ROUNDING * before:
+            divisor = before / after if after else float("inf")
+            raise self._broken(
+                f"a gradient of {before:.6g} was divided by {divisor:.6g} instead of by the normaliser, {normaliser:.6g}"
+            )
+
+    def check_advantages(
+        self, responses: Sequence[TrainedResponse], found: Sequence[float], expected: Mapping[int, Sequence[float]]
+    ) -> None:
+        """found: the sum over each response's tokens. expected: of each group known by its rewards, each sample's."""
+        for response, value in zip(responses, found, strict=True):
+            if response.group not in expected:
+                continue
+            wanted = float(expected[response.group][response.number]) * response.tokens
+            if not abs(value - wanted) <= _SUM_ROUNDING * abs(wanted):
+                raise self._broken(
+                    f"response {response.number} of group {response.group} has the advantage {value / response.tokens:.6g} in the "
+                    f"loss, where its group's rewards give {wanted / response.tokens:.6g}"
+                )
+
+    def check_unmoved(self, policy: str, old: str) -> None:
+        """Called where no log-prob of the policy differs from the old policy's. policy, old: digests of their weights."""
+        if policy != old:
+            raise self._broken(
+                "all ratios to the old policy are 1 although its weights are not the policy's; give the log-probs of the old one"
+            )
+
+    def _broken(self, what: str) -> InvariantViolation:
+        return InvariantViolation(f"I7 gradient: {self._where}: {what}")
+
+
+def check_normalisers(dispatched: Dispatched, normalisers: Sequence[float], config: Config) -> None:
+    """Raises InvariantViolation where the updates were divided by something else than what was dispatched makes."""
+    algorithm = config.algorithm
+    tokens = sum(sum(group.response_tokens) for group in dispatched.groups)
+    responses = sum(len(group.response_tokens) for group in dispatched.groups)
+    what = f"I7 gradient: iteration {dispatched.iteration}: its updates were divided by {', '.join(f'{n:g}' for n in normalisers)}"
+    if algorithm.loss == "dpo":
+        if not all(n >= 1 and n.is_integer() for n in normalisers) or sum(normalisers) > len(dispatched.groups):
+            raise InvariantViolation(
+                f"{what}, which are no numbers of pairs of {len(dispatched.groups)} dispatched groups"
+            )
+        return
+    expected = normaliser(algorithm.aggregation, tokens, responses, config.rollout.max_response_tokens)
+    if sum(normalisers) != expected:
+        raise InvariantViolation(
+            f"{what}, which should add up to {expected:g}: dispatched were {responses} responses with {tokens} tokens, and "
+            f"algorithm.aggregation = {algorithm.aggregation}"
+        )
+
+
+def check_dispatched(
+    dispatched: Dispatched, iteration: int, replicas: int, groups_per_replica: int, *, unequal: bool = False
+) -> None:
+    """Raises InvariantViolation where the iteration is no whole: a group twice, one from nowhere, a replica with too few.
+
+    unequal: replicas may have any numbers, which are those of all groups together, and several a part each of one.
+    """
+    where = f"I2 exactly once: iteration {iteration}"
+    if dispatched.iteration != iteration:
+        raise InvariantViolation(f"{where}: the coordinator speaks of iteration {dispatched.iteration}")
+    places: dict[int, list[DispatchedGroup]] = {}
+    for group in dispatched.groups:
+        places.setdefault(group.index, []).append(group)
+    for index, parts in sorted(places.items()):
+        parts.sort(key=lambda part: part.first)
+        ends = [0, *(part.first + len(part.response_tokens) for part in parts)]
+        owners = [part.replica for part in parts]
+        if len(parts) > 1 and (not unequal or [part.first for part in parts] != ends[:-1]):
+            raise InvariantViolation(f"{where}: group {index} was dispatched {len(parts)} times, to replicas {owners}")
+        if parts[0].first:
+            raise InvariantViolation(
+                f"{where}: responses before number {parts[0].first} of group {index} were not dispatched"
+            )
+        if not 0 <= index < replicas * groups_per_replica:
+            raise InvariantViolation(
+                f"{where}: group {index} was dispatched, but groups go from 0 to {replicas * groups_per_replica - 1}"
+            )
+    counts = Counter(group.replica for group in dispatched.groups)
+    if unequal and len(places) == replicas * groups_per_replica:
+        return
+    if counts != {replica: groups_per_replica for replica in range(replicas)}:
+        raise InvariantViolation(
+            f"{where}: the replicas got {dict(sorted(counts.items()))} groups instead of {groups_per_replica} each"
+        )
+
+
+def check_trained(dispatched: Dispatched, replica: int, trained: Sequence[TrainedResponse]) -> None:
+    """Raises InvariantViolation unless `trained` is each response of this replica's groups once, with all its tokens."""
+    expected = Counter(
+        TrainedResponse(group.index, number, tokens)
+        for group in dispatched.groups
+        if group.replica == replica
+        for number, tokens in enumerate(group.response_tokens, start=group.first)
+    )
+    found = Counter(trained)
+    if found == expected:
+        return
+    owner = {
+        (group.index, group.first + number): group.replica
+        for group in dispatched.groups
+        for number in range(len(group.response_tokens))
+    }
+    excess = [_described(response, owner, replica) for response in (found - expected).elements()]
+    missing = [f"response {r.number} of group {r.group} ({r.tokens} tokens)" for r in (expected - found).elements()]
+    parts = [
+        f"{what} {_some(items)}" for what, items in (("trained too much:", excess), ("left out:", missing)) if items
+    ]
+    raise InvariantViolation(
+        f"I2 exactly once: iteration {dispatched.iteration}, replica {replica}: {'; '.join(parts)}; dispatched were "
+        f"{expected.total()} responses with {_tokens(expected)} tokens, trained {found.total()} with {_tokens(found)}"
+    )
+
+
+def _described(response: TrainedResponse, owner: dict[tuple[int, int], int], replica: int) -> str:
+    other = owner.get((response.group, response.number))
+    whose = "" if other == replica else ", of no replica" if other is None else f", of replica {other}"
+    return f"response {response.number} of group {response.group} ({response.tokens} tokens{whose})"
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:_NAMED]) + (f" and {len(items) - _NAMED} more" if len(items) > _NAMED else "")
+
+
+def _tokens(responses: Counter[TrainedResponse]) -> int:
+    return sum(response.tokens * count for response, count in responses.items())

@@ -1,0 +1,211 @@
+"""Advice in words, where the numbers of a run call for it: what was seen, why it matters, which key to change.
+
+Each rule looks at the last iterations after the warm-up and yields nothing where its numbers are missing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pa_npu.telemetry.report import WARMUP_ITERATIONS
+from pa_npu.viewer.timeline import number
+
+Record = Mapping[str, Any]
+
+RECENT = 8
+"""Iterations that a rule looks back on: enough to even out one with a checkpoint or an evaluation in it."""
+MUCH_IDLE = 0.35
+CLEARLY = 1.5
+"""One side waits for the other when its idle share is so many times the other's."""
+MANY_TRUNCATED = 0.1
+MANY_EQUAL = 0.5
+COLLAPSED_ENTROPY = 0.2
+DRIFT = 0.5
+"""Share of the limit at which a run stops for a disagreement of log-probs."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """level: act (something is lost), look (worth a look). topic: the metric it is about, which the page links to."""
+
+    level: Literal["act", "look"]
+    topic: str
+    title: str
+    text: str
+
+
+def advise(records: Sequence[Record], config: Mapping[str, Any]) -> list[Advice]:
+    """Advice on a run, what costs most first. config: flat keys."""
+    kept = records[WARMUP_ITERATIONS if len(records) > WARMUP_ITERATIONS else 0 :]
+    if any(record.get("periodic") for record in kept):  # synchronous ones between them are there for comparison
+        kept = [record for record in kept if record.get("periodic") is not False]
+    found = [advice for rule in RULES for advice in rule(kept, config)] if kept else []
+    return sorted(found, key=lambda advice: advice.level != "act")
+
+
+def recent(records: Sequence[Record], key: str) -> float | None:
+    """The median of the last iterations' numbers; None where there are none."""
+    values = [value for record in records[-RECENT:] if (value := number(record, key)) is not None]
+    return statistics.median(values) if values else None
+
+
+def _idle(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
+    trainer, engine = recent(records, "trainer_idle"), recent(records, "engine_idle")
+    if (device := recent(records, "device_idle")) is not None:  # no side has devices that the other could have
+        in_turns = config.get("schedule.stream") is False
+        if device > MUCH_IDLE:
+            yield Advice(
+                "act" if in_turns else "look",
+                "trainer_idle",
+                "Devices wait for the longest responses" if in_turns else "Devices wait, though roles follow the work",
+                f"In the last iterations devices neither decoded nor trained for {device:.0%} of the time. "
+                + (
+                    "schedule.stream=true lets them train as soon as the rest fits on fewer; the update stays the same."
+                    if in_turns
+                    else "More groups per iteration (schedule.prompts_per_iteration) leave more to train meanwhile."
+                ),
+            )
+        return
+    if trainer is None or engine is None:
+        return
+    seen = f"In the last iterations trainers were idle for {trainer:.0%} of the time and engines for {engine:.0%}."
+    if config.get("schedule.stream") is False and trainer > MUCH_IDLE:
+        yield Advice(
+            "act",
+            "trainer_idle",
+            "Trainers wait for the whole batch",
+            f"{seen} schedule.stream=true lets them train while engines generate; the update stays the same.",
+        )
+    elif trainer > MUCH_IDLE and trainer > CLEARLY * engine:
+        yield Advice(
+            "act",
+            "trainer_idle",
+            "Trainers wait for engines",
+            f"{seen} Generation is what takes the time: give devices from trainers to engines (rollout.engines, "
+            f"trainer.devices), or make responses shorter.",
+        )
+    elif engine > MUCH_IDLE and engine > CLEARLY * trainer:
+        yield Advice(
+            "act",
+            "engine_idle",
+            "Engines wait for trainers",
+            f"{seen} Training is what takes the time: give devices from engines to trainers (trainer.devices, "
+            f"rollout.engines), or look at trainer.recompute and microbatch.max_tokens.",
+        )
+    elif min(trainer, engine) > MUCH_IDLE:
+        yield Advice(
+            "look",
+            "trainer_idle",
+            "Engines and trainers wait for each other",
+            f"{seen} Little overlaps: more groups per iteration (schedule.prompts_per_iteration) or a smaller window make groups "
+            f"end one after another, so that training starts earlier.",
+        )
+
+
+def _truncated(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
+    share = recent(records, "truncated_ratio")
+    if share is not None and share > MANY_TRUNCATED and not config.get("rollout.ignore_eos"):
+        yield Advice(
+            "act" if share > 3 * MANY_TRUNCATED else "look",
+            "truncated_ratio",
+            "Responses are cut at the limit",
+            f"{share:.0%} of responses reached rollout.max_response_tokens={config.get('rollout.max_response_tokens')} and "
+            f"were judged unfinished. Raise it, or add the overlong reward, which teaches to be shorter.",
+        )
+
+
+def _equal_groups(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
+    share, accuracy = recent(records, "equal_reward_ratio"), recent(records, "accuracy")
+    if share is None or share <= MANY_EQUAL or config.get("schedule.dynamic_sampling"):
+        return
+    how = "right" if (accuracy or 0.0) > 0.5 else "wrong"
+    yield Advice(
+        "look",
+        "equal_reward_ratio",
+        "Most groups teach nothing",
+        f"In {share:.0%} of groups all responses had the same reward, mostly all {how}: their advantages are zero. "
+        f"{'Harder' if how == 'right' else 'Easier'} prompts help, more responses per prompt, or "
+        f"schedule.dynamic_sampling=true.",
+    )
+
+
+def _drift(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
+    for key, name in (("logprob_diff", "mean difference"), ("logprob_k3", "K3 divergence")):
+        value = recent(records, f"{key}_mean" if key == "logprob_diff" else key)
+        limit = recent(records, f"{key}_limit")
+        if value is not None and limit and value > DRIFT * limit:
+            yield Advice(
+                "act",
+                "logprob_diff_mean",
+                "Engine and trainer log-probs drift apart",
+                f"Their {name} is {value:.2g}, {value / limit:.0%} of the limit ({limit:.2g}) at which the run stops. "
+                f"Different kernels or types are the usual cause: see model.dtype, rollout.batch_invariant, the engine's version.",
+            )
+            return
+
+
+def _entropy(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
+    first, last = recent(records[:RECENT], "entropy"), recent(records, "entropy")
+    solved = (recent(records, "accuracy") or 0.0) > 0.9
+    if first and last is not None and len(records) > RECENT and last < COLLAPSED_ENTROPY * first and not solved:
+        yield Advice(
+            "act",
+            "entropy",
+            "Entropy has collapsed",
+            f"It fell from {first:.3g} to {last:.3g} nats per token while the task is not solved: the policy explores little. "
+            f"Raise algorithm.clip_high (0.28, as DAPO), lower optimizer.learning_rate, or set algorithm.entropy_coef.",
+        )
+
+
+def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
+    errors = sum(number(record, "reward_errors") or 0.0 for record in records[-RECENT:])
+    if errors:
+        yield Advice(
+            "act",
+            "reward_mean",
+            "Reward functions fail",
+            f"{errors:.0f} groups of the last {min(RECENT, len(records))} iterations had a function that failed or ran into "
+            f"reward.timeout_s; its rewards were zero, or without a verdict those of the others. coordinator.log names them.",
+        )
+    missing: dict[str, float] = {}
+    for record in records[-RECENT:]:
+        for name, count in (record.get("reward_no_verdict") or {}).items():
+            missing[name] = missing.get(name, 0.0) + count
+    if missing:
+        names = ", ".join(f"{count:.0f} by {name}" for name, count in sorted(missing.items()))
+        yield Advice(
+            "act",
+            "reward_mean",
+            "Responses have no verdict",
+            f"In the last {min(RECENT, len(records))} iterations: {names}. They had the mean of their group's others, so they "
+            f"taught nothing of it. coordinator.log has the reasons: a judge's server (reward.judge.timeout_s), the "
+            f"sandbox, or a row's tests.",
+        )
+    failed = [record["checkpoint_failed"] for record in records if record.get("checkpoint_failed") is not None]
+    if failed:
+        yield Advice(
+            "act",
+            "checkpoint_s",
+            "A checkpoint could not be written",
+            f"That of version {failed[-1]}, the last of {len(failed)}; trainer-0.log says why.",
+        )
+    if lost := number(records[-1], "records_lost"):
+        yield Advice(
+            "act",
+            "records_lost",
+            "Records were lost",
+            f"{lost:.0f} could not be written; is the disk full?",
+        )
+
+
+RULES: tuple[Callable[[Sequence[Record], Mapping[str, Any]], Iterator[Advice]], ...] = (
+    _losses,
+    _drift,
+    _idle,
+    _truncated,
+    _equal_groups,
+    _entropy,
+)
