@@ -338,7 +338,7 @@ class SharedRow:
 
     @property
     def simulation_errors(self) -> list[float]:
-        """Of the seconds in turns, with roles and of every split."""
+        """How far the simulation is from the seconds in turns, with roles and of every split."""
         virtual = self.simulated
         if virtual is None:
             return []

@@ -39,7 +39,7 @@ CHANGES: dict[str, Change] = {
             "publish": "timeout_s lora",
             "buffer": "shards",
             "checkpoint": "every load resume keep_last keep_best export_hf",
-            "telemetry": "samples trackers project profile_iterations",
+            "telemetry": "samples trackers project metric_names profile_iterations",
             "placement": "cluster nnodes devices_per_node host port devices",
             "agent": "port",
         },

@@ -106,7 +106,7 @@ def _apply_override(tree: dict[str, Any], places: Places, override: str) -> None
 
 
 def _key_in(node: dict[str, Any] | list[Any], part: str, override: str) -> Any:
-    """What a part of a dotted key is in a section, or in a list."""
+    """Find what a part of a dotted key is in a section, or in a list."""
     if isinstance(node, dict):
         return part
     if not part.isdigit() or int(part) >= len(node):

@@ -82,7 +82,6 @@ REMOVED: dict[str, str] = {
     "schedule.on_publish": "a publish waits for the responses in flight; with publish.mode=rolling engines that are through do not",
     "schedule.stream=alternate": "use schedule.compare_iterations, the number of the last iterations to compare",
     "schedule.tokens_per_version": "a response is written by one version, up to rollout.max_response_tokens",
-    "telemetry.metric_names": "metrics of telemetry.trackers have TRL's names, or pa_npu/FIELD (docs/trackers.md)",
     "telemetry.offline": "set the variable of each of telemetry.trackers, such as WANDB_MODE=offline or SWANLAB_MODE=offline",
     "telemetry.profile_ranks": "telemetry.profile_iterations profiles a rank of each pipeline stage",
     "telemetry.run_name": "the name is that of run.dir's last folder",

@@ -120,7 +120,7 @@ class Evaluator:
         return self.so_far(version)
 
     def so_far(self, version: int) -> Evaluation:
-        """What an evaluation that was begun has: the questions before the first that is not complete.
+        """Collect what an evaluation that was begun has: the questions before the first that is not complete.
 
         Of the later ones, the short answers would be too many.
         """

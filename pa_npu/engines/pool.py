@@ -59,7 +59,7 @@ class EngineUse:
     shared: bool = False
     """Whether the engine is on a trainer's device."""
     settings: EngineSettings = _USUAL
-    """What is particular to it (rollout.engine_settings)."""
+    """The settings particular to it (rollout.engine_settings)."""
     version: int | None = None
     """The weight version that it writes by; None where nobody has said, CHANGING while it changes."""
     updated_s: float = field(default_factory=time.perf_counter)

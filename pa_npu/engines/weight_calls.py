@@ -35,7 +35,7 @@ class WeightCalls:
     _pa_resident_peak: ResidentPeak | None = None
 
     def _pa_model(self) -> tuple[object, str]:
-        """What the engine knows of its model, with the names of HF's config.json as attributes, and the model's directory."""
+        """The model as the engine knows it, with the names of HF's config.json as attributes, and the model's directory."""
         raise NotImplementedError
 
     def _pa_take(self, version: int, weights: Iterator[tuple[str, torch.Tensor]], kept: bool) -> list[str]:

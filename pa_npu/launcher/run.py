@@ -46,7 +46,9 @@ from pa_npu.launcher.process.supervisor import StopSignals, Supervisor, stop_sig
 from pa_npu.launcher.run_checks import check_engines, check_surroundings, resolve_device, settle_places
 from pa_npu.launcher.run_directory import begin_attempt, checkpoints_directory, own_run_directory, resolve_resume
 from pa_npu.platform.base import Platform
+from pa_npu.telemetry.chrome_trace import MERGED, merge
 from pa_npu.telemetry.progress import format_duration
+from pa_npu.telemetry.records import attempt
 from pa_npu.telemetry.report import summarise
 from pa_npu.telemetry.secrets import HIDDEN, Secrets
 from pa_npu.telemetry.timeline import Timeline
@@ -230,7 +232,8 @@ def _host_store(config: Config) -> dist.TCPStore:
 
 
 def finish(config: Config, run_dir: Path, console: Console, code: int, seconds: float) -> None:
-    """After a run that went well, print its summary."""
+    """Merge the timeline; after a run that went well, print its summary. What cannot be written changes no exit code."""
+    attempt(run_dir / MERGED, lambda: merge(run_dir))
     if code:
         console.complain(f"logs: {run_dir / 'logs'}")
         return

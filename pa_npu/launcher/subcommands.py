@@ -215,7 +215,7 @@ def _count(text: str) -> int:
 
 
 def configuration_options(parser: argparse.ArgumentParser) -> None:
-    """What names a configuration, the same for every sub-command that reads one: files, device, overrides."""
+    """The options that name a configuration, the same for every sub-command that reads one: files, device, overrides."""
     parser.add_argument(
         "--config", action="append", default=[], metavar="YAML", help="configuration file; later ones win"
     )

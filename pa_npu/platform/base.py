@@ -179,7 +179,7 @@ class Platform(ABC):
 
 
 class AcceleratorPlatform(Platform):
-    """What cuda and npu share: torch gives `torch.cuda` and `torch.npu` the same functions. A subclass names the kind."""
+    """The part that cuda and npu share: torch gives `torch.cuda` and `torch.npu` the same functions. A subclass names the kind."""
 
     largest_bucket_bytes = LARGEST_BUCKET_BYTES
     _local_index = 0

@@ -1,4 +1,4 @@
-"""What the vendors' own tools and records say: devices that other processes use, and the release of CANN.
+"""Reads the vendors' own tools and records: devices that other processes use, and the release of CANN.
 
 Asking a device's runtime would occupy the device.
 """

@@ -1,7 +1,7 @@
 """Timeline: what every process did when, on one clock.
 
 Each process appends events to RUN/timeline/<process>.jsonl, one line each, so that a killed process loses at most its
-last line. `pa-npu view` draws them; tools/chrome_trace.py makes a file of them for https://ui.perfetto.dev.
+last line. `pa-npu view` draws them; chrome_trace.py merges them at the end of a run.
 
 The clock of all processes is wall time at import plus the monotonic time since then: comparable between processes and
 nodes as far as their wall clocks agree, and never running backwards.

@@ -42,30 +42,58 @@ _CAN_TAKE_BACK = frozenset({"tensorboard"})
 _ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 21  # within what each of the trackers takes
 
-# Names of numbers in trackers, by field of the iteration record: as TRL calls them, pa_npu/FIELD where it has no name;
-# docs/trackers.md has the table. "a.*" is every field of a, whose name takes the place of the asterisk.
-NAMES = {
-    "reward_mean": "train/reward",
-    "reward_std": "train/reward_std",
-    "rewards.*": "train/rewards/*/mean",
-    "equal_reward_ratio": "train/frac_reward_zero_std",
-    "loss": "train/loss",
-    "kl": "train/kl",
-    "entropy": "train/entropy",
-    "clip_ratio": "train/clip_ratio/region_mean",
-    "grad_norm": "train/grad_norm",
-    "learning_rate": "train/learning_rate",
-    "response_length_mean": "train/completions/mean_length",
-    "response_length_min": "train/completions/min_length",
-    "response_length_max": "train/completions/max_length",
-    "truncated_ratio": "train/completions/clipped_ratio",
-    "logprob_diff_mean": "train/sampling/sampling_logp_difference/mean",
-    "logprob_diff_max": "train/sampling/sampling_logp_difference/max",
-    "importance_weight_mean": "train/sampling/importance_sampling_ratio/mean",
-    "iteration_s": "train/step_time",
+# Names of numbers in trackers, by field of the iteration record: as TRL's GRPOTrainer or verl's PPO trainer calls them, or
+# pa_npu/FIELD; docs/trackers.md has the table. "a.*" is every field of a, whose name takes the place of the asterisk.
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "trl": {
+        "reward_mean": "train/reward",
+        "reward_std": "train/reward_std",
+        "rewards.*": "train/rewards/*/mean",
+        "equal_reward_ratio": "train/frac_reward_zero_std",
+        "loss": "train/loss",
+        "kl": "train/kl",
+        "entropy": "train/entropy",
+        "clip_ratio": "train/clip_ratio/region_mean",
+        "grad_norm": "train/grad_norm",
+        "learning_rate": "train/learning_rate",
+        "response_length_mean": "train/completions/mean_length",
+        "response_length_min": "train/completions/min_length",
+        "response_length_max": "train/completions/max_length",
+        "truncated_ratio": "train/completions/clipped_ratio",
+        "logprob_diff_mean": "train/sampling/sampling_logp_difference/mean",
+        "logprob_diff_max": "train/sampling/sampling_logp_difference/max",
+        "importance_weight_mean": "train/sampling/importance_sampling_ratio/mean",
+        "iteration_s": "train/step_time",
+    },
+    "verl": {
+        "reward_mean": "critic/score/mean",
+        "rewards.*": "reward/*/mean",
+        "loss": "actor/loss",
+        "policy_loss": "actor/pg_loss",
+        "kl": "actor/kl_loss",
+        "entropy": "actor/entropy",
+        "clip_ratio": "actor/pg_clipfrac",
+        "grad_norm": "actor/grad_norm",
+        "learning_rate": "actor/lr",
+        "response_length_mean": "response_length/mean",
+        "response_length_min": "response_length/min",
+        "response_length_max": "response_length/max",
+        "truncated_ratio": "response_length/clip_ratio",
+        "prompt_length_mean": "prompt_length/mean",
+        "logprob_k3": "rollout_corr/k3_kl",
+        "importance_weight_mean": "rollout_corr/rollout_is_mean",
+        "iteration_s": "timing_s/step",
+        "generate_s": "timing_s/gen",
+        "train_s": "timing_s/update_actor",
+        "publish_s": "timing_s/update_weights",
+        "evaluation_s": "timing_s/testing",
+        "checkpoint_s": "timing_s/save_checkpoint",
+        "tpspd": "perf/throughput",
+    },
 }
-SAMPLES_TABLE = "completions"
-_STEP = "train/global_step"
+_EVALUATION = {"trl": "eval/{set}/{metric}", "verl": "val-core/{set}/acc/{metric}"}
+_STEP = {"trl": "train/global_step", "verl": "training/global_step"}
+_SAMPLES_TABLE = {"trl": "completions", "verl": "train/generations"}
 _NOT_NUMBERS_OF_A_CURVE = frozenset({"iteration", "version", "time", "non_finite"})
 
 T = TypeVar("T")
@@ -81,6 +109,7 @@ class Trackers:
         self, run_dir: Path | str, telemetry: TelemetryConfig, config: Mapping[str, Any], first_iteration: int = 0
     ) -> None:
         self._feeds: list[_Feed] = []
+        self._names = telemetry.metric_names
         if telemetry.trackers:
             path = Path(run_dir) / DIRECTORY / RECORDS
             drop_records(path, "step", first_iteration)
@@ -91,14 +120,15 @@ class Trackers:
 
     def write_iteration(self, record: Mapping[str, Any], kept: Sequence[KeptResponse] = ()) -> None:
         """One finished iteration with its kept samples; returns at once."""
-        message = {"kind": "iteration", "step": int(record["iteration"]), "log": tracked(record)}
+        message = {"kind": "iteration", "step": int(record["iteration"]), "log": tracked(record, self._names)}
         if rows := [row for row in kept if row.index < SAMPLES_IN_SHORT]:
-            message["table"] = _table(SAMPLES_TABLE, record["iteration"], rows)
+            message["table"] = _table(_SAMPLES_TABLE[self._names], record["iteration"], rows)
         self._write(message)
 
     def write_evaluation(self, record: Mapping[str, Any]) -> None:
         """One evaluation; returns at once."""
-        self._write({"kind": "version", "step": int(record["version"]), "log": tracked_evaluation(record)})
+        log = tracked_evaluation(record, self._names)
+        self._write({"kind": "version", "step": int(record["version"]), "log": log})
 
     def close(self, limit_s: float | None = None) -> None:
         """Waits until everything is where it belongs, all trackers together at most ANSWER_TIMEOUT_S, or limit_s."""
@@ -220,31 +250,31 @@ def _deliver(tracker: Tracker, message: Mapping[str, Any]) -> None:
         tracker.table(message["step"], **message["table"])
 
 
-def tracked(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of an iteration record under their names; what is not a finite number is left out."""
+def tracked(record: Mapping[str, Any], names: str) -> dict[str, float]:
+    """The numbers of an iteration record under their names of NAMES; what is not a finite number is left out."""
     found = {
-        _named(field): float(value)
+        _named(field, NAMES[names]): float(value)
         for field, value in flat(record).items()
         if _is_number(value) and field not in _NOT_NUMBERS_OF_A_CURVE
     }
-    return {_STEP: float(record["iteration"])} | found
+    return {_STEP[names]: float(record["iteration"])} | found
 
 
-def tracked_evaluation(record: Mapping[str, Any]) -> dict[str, float]:
+def tracked_evaluation(record: Mapping[str, Any], names: str) -> dict[str, float]:
     """The numbers of an evaluation record: of each set its metrics."""
-    values = {_STEP: float(record["version"])}
+    values = {_STEP[names]: float(record["version"])}
     for name, found in record.get("sets", {}).items():
         for metric, value in found["metrics"].items():
             if _is_number(value["value"]):
-                values[f"eval/{name}/{metric}"] = float(value["value"])
+                values[_EVALUATION[names].format(set=name, metric=metric)] = float(value["value"])
     return values
 
 
-def _named(field: str) -> str:
+def _named(field: str, names: Mapping[str, str]) -> str:
     section, _, label = field.partition(".")
-    if label and (pattern := NAMES.get(f"{section}.*")):
+    if label and (pattern := names.get(f"{section}.*")):
         return pattern.replace("*", label)
-    return NAMES.get(field) or f"pa_npu/{field.replace('.', '/')}"
+    return names.get(field) or f"pa_npu/{field.replace('.', '/')}"
 
 
 def _is_number(value: Any) -> bool:

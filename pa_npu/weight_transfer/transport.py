@@ -309,7 +309,7 @@ def wait_for_members(store: dist.Store, rank: int, size: int, terms: str, deadli
 
 
 def epoch_name(name: str, epoch: int) -> str:
-    """What all groups are called that form after the `epoch`-th change of their members, and are given up by together."""
+    """The name of all groups that form after the `epoch`-th change of their members; they are given up by it together."""
     return f"{name}/{epoch}"
 
 

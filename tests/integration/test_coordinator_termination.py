@@ -14,10 +14,10 @@ import pytest
 from pa_npu.control.messages import BORDER, REPORT, BorderReport
 from pa_npu.control.tasks import LONGEST_S
 from pa_npu.publish.messages import READY, TrainersReady
+from pa_npu.telemetry.chrome_trace import read_events
 from tests.helpers.coordinator_run import GROUPS, Run
 from tests.helpers.reports import iteration_report
 from tests.helpers.stand_in_engine import stand_in_engines
-from tools.chrome_trace import read_events
 from tools.stand_in import Speed
 
 pytestmark = pytest.mark.integration

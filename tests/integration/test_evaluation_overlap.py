@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pa_npu.evaluation.results import read_results, results_file
+from pa_npu.telemetry.chrome_trace import read_events
 from tests.helpers.launched import Launched, settings
-from tools.chrome_trace import read_events
 
 pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 ITERATIONS, QUESTIONS = 4, 8

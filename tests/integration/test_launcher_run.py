@@ -81,7 +81,8 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
             assert record["memory_engine_host_bytes"] > 500 * 2**20, "the server and what it started"
         assert "iteration 0 (1/2)" in run.output and "iteration 1 (2/2)" in run.output and "TPSPD" in run.output
         names = {path.name for path in directory.iterdir()}
-        assert {"config.yaml", "samples.jsonl", "timeline", "logs", "checkpoints", "hf"} <= names
+        assert {"config.yaml", "samples.jsonl", "timeline.json", "logs", "checkpoints", "hf"} <= names
+        assert json.loads((directory / "timeline.json").read_text())["traceEvents"]
     assert len(sockets["engines"]) >= 1 and len({pid for pid, _, _ in sockets["run"]}) >= 2, sockets
     assert not exposed, f"listening beyond loopback: {exposed}"
     written = [

@@ -27,8 +27,8 @@ from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.messages import DISPATCHED
 from pa_npu.launcher.placement import free_ports
 from pa_npu.publish.messages import LATE_DECISION, MANIFEST, READY, VERDICT
+from pa_npu.telemetry.chrome_trace import read_events
 from tests.helpers.launched import ENGINE_SERVERS, Launched, settings
-from tools.chrome_trace import read_events
 
 pytestmark = [
     pytest.mark.integration,

@@ -136,7 +136,7 @@ async def test_two_versions_meet_the_same_seeds_and_the_same_order() -> None:
 
 
 class Records:
-    """What was recorded: each evaluation and its responses."""
+    """The records: each evaluation and its responses."""
 
     def __init__(self) -> None:
         self.written: list[tuple[dict[str, Any], Sequence[Judged]]] = []

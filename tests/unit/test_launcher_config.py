@@ -151,6 +151,7 @@ OTHER_VALUES = {
     "rollout.sleep": "true",
     "lora.targets": "[q_proj]",
     "telemetry.project": "a",
+    "telemetry.metric_names": "verl",
 }
 # What makes a key unread where the default does not.
 BESIDE = {
@@ -163,7 +164,7 @@ BESIDE = {
     "algorithm.aggregation": ["algorithm.loss=dpo", "algorithm.kl_coef=0"],
     "trainer.distributed_optimizer": ["trainer.backend=fsdp"],
     "publish.probe_tolerance": ["publish.probe_tokens=0"],
-    "telemetry.project": ["telemetry.trackers=[]"],
+    **{f"telemetry.{name}": ["telemetry.trackers=[]"] for name in ("project", "metric_names")},
 }
 CONDITIONAL = dict.fromkeys(key for condition in CONDITIONS for key in condition.keys.split())
 

@@ -18,6 +18,7 @@ from pa_npu.errors import PaNpuError, printable
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import MarkedLines, last_lines
 from pa_npu.telemetry import records
+from pa_npu.telemetry.chrome_trace import read_events
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.records import (
     EVALUATIONS,
@@ -30,7 +31,6 @@ from pa_npu.telemetry.records import (
     read_records,
 )
 from pa_npu.telemetry.timeline import Timeline
-from tools.chrome_trace import read_events
 
 
 @pytest.fixture(autouse=True)

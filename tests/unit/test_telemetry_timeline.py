@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from pa_npu.telemetry.chrome_trace import merge
 from pa_npu.telemetry.timeline import Timeline, now
-from tools.chrome_trace import merge
 
 ROOT = Path(__file__).resolve().parents[2]
 

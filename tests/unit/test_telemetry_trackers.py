@@ -71,13 +71,15 @@ def telemetry(**settings: Any) -> TelemetryConfig:
 
 def test_the_documented_table_is_that_of_the_code() -> None:
     page = (ROOT / "docs" / "trackers.md").read_text()
-    for field, name in NAMES.items():
-        assert page.count(f"\n| `{field}` | `{name}` | ") == 1
+    trl, verl = NAMES["trl"], NAMES["verl"]
+    for field in {**trl, **verl}:
+        shown = (f"`{names[field]}`" if field in names else "" for names in (trl, verl))
+        assert page.count(f"\n| `{field}` | {' | '.join(shown)} | ") == 1
     extras = (ROOT / "setup.py").read_text()
     assert all(f'"{requirement}"' in extras for _, requirement in TRACKERS.values())
 
 
-def test_a_records_numbers_have_the_names_of_trl_and_none_is_left_out() -> None:
+def test_a_records_numbers_have_the_names_of_trl_or_of_verl_and_none_is_left_out() -> None:
     numbers = record(
         3,
         rewards={"math": 0.5, "my:f#2": 1.0},
@@ -87,7 +89,7 @@ def test_a_records_numbers_have_the_names_of_trl_and_none_is_left_out() -> None:
         kl=None,
         learned={"a": 2.0},
     )
-    assert tracked(numbers) == {
+    assert tracked(numbers, "trl") == {
         "train/global_step": 3.0,
         "train/loss": 0.5,
         "train/reward": 0.3,
@@ -98,7 +100,15 @@ def test_a_records_numbers_have_the_names_of_trl_and_none_is_left_out() -> None:
         "pa_npu/tpspd": 9.0,
         "pa_npu/learned/a": 2.0,
     }
-    assert tracked_evaluation(evaluation(2)) == {
+    verl = tracked(numbers, "verl")
+    assert verl["critic/score/mean"] == 0.3 and verl["reward/math/mean"] == 0.5 and verl["perf/throughput"] == 9.0
+    assert (
+        verl["training/global_step"] == 3
+        and verl["pa_npu/tokens_prompt"] == 30
+        and len(verl) == len(tracked(numbers, "trl"))
+    )
+    assert tracked_evaluation(evaluation(2), "verl")["val-core/test/acc/greedy"] == 0.25
+    assert tracked_evaluation(evaluation(2), "trl") == {
         "train/global_step": 2.0,
         "eval/test/greedy": 0.25,
         "eval/test/pass@4": 0.5,

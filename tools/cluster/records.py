@@ -13,9 +13,9 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
 from pa_npu.planning.iteration_model.subjects import GroupTiming
 from pa_npu.planning.prediction.workload import Shape, Workload, drawn_shapes
+from pa_npu.telemetry.chrome_trace import read_events
 from pa_npu.telemetry.records import read_records
 from pa_npu.telemetry.timeline import DIRECTORY
-from tools.chrome_trace import read_events
 
 _CONFIG = "config.yaml"
 _COORDINATOR = "coordinator.jsonl"

@@ -106,7 +106,7 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition("publish.probe_tolerance", lambda c: c.publish.probe_tokens > 0, "set publish.probe_tokens above 0"),
     Condition("optimizer.min_learning_rate", lambda c: c.optimizer.decay != "constant", "set optimizer.decay"),
     Condition(
-        "telemetry.project",
+        "telemetry.project telemetry.metric_names",
         lambda c: bool(c.telemetry.trackers),
         "name a tracker in telemetry.trackers",
     ),

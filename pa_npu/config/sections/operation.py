@@ -158,6 +158,9 @@ class TelemetryConfig(Section):
         ("tensorboard",), description="Experiment trackers that get the run's records and samples beside its own files."
     )
     project: str = Field("pa_npu", min_length=1, description="The run's project with the trackers.")
+    metric_names: Literal["trl", "verl"] = Field(
+        "trl", description="Whose names metrics have in trackers; the run's own files keep those of docs/output.md."
+    )
     profile_iterations: Several[int] = Field(
         (), description="Iterations whose training is profiled into RUN/profile, which slows them; none by default."
     )

@@ -1,4 +1,4 @@
-"""What an engine does for training inside vLLM: a worker extension for collective_rpc. Imports torch and vllm only.
+"""A worker extension for collective_rpc: an engine's part in training, inside vLLM. Imports torch and vllm only.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve ... --worker-extension-cls pa_npu.engines.vllm.worker.WorkerExtension
 

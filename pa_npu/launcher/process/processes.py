@@ -1,4 +1,4 @@
-"""What supervisor and recovery start, watch, stop and wait for: a run's processes, on whichever machine, and their readiness."""
+"""A run's processes, on whichever machine, and their readiness: supervisor and recovery start, watch, stop and wait for them."""
 
 from __future__ import annotations
 

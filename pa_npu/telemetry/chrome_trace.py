@@ -1,11 +1,7 @@
-"""Writes a run's timeline as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
-
-python tools/chrome_trace.py RUN      writes RUN/timeline.json from RUN/timeline/*.jsonl; its time 0 is the first event
-"""
+"""Writes a run's timeline as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,13 +94,3 @@ def _nested(events: list[dict[str, Any]]) -> bool:
             return False
         open_ends.append(event["end"])
     return True
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    print(merge(parser.parse_args().run))
-
-
-if __name__ == "__main__":
-    main()
