@@ -86,7 +86,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         """Raises WeightSyncError unless the segments of each tensor cover it exactly once."""
         try:
             manifest = msgspec.convert(raw, cls)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise WeightSyncError(
                 f"weight manifest is malformed ({error}); trainer and engine must run the same pa_npu"
             ) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
+import importlib.metadata
 import json
 import os
 import socket
@@ -477,9 +477,15 @@ def test_doctor_names_each_stack_once_and_peft_where_it_is_missing(
     capsys: pytest.CaptureFixture[str], base: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A configuration with adapters cannot run without it; without a configuration it is one line among the packages."""
-    there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: there(name, *more) if name != "peft" else None)
-    monkeypatch.setattr("pa_npu.families.peft_directory.find_spec", importlib.util.find_spec)
+    there = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "peft":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return there(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr("pa_npu.families.peft_directory.find_spec", lambda name: None)
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "  peft           not installed: adapters" in out and "missing: peft" not in out

@@ -87,7 +87,9 @@ class Router(MegatronModule):
         logits = torch.mm(rows.to(wide), self.weight.to(wide).t())
         probabilities = logits.softmax(-1)
         own = chosen = probabilities.detach().topk(self.experts.per_token, dim=-1).indices
-        first = len(own) * parallel_state.get_tensor_model_parallel_rank() if self.config.sequence_parallel else 0
+        first = (
+            len(own) * parallel_state.get_tensor_model_parallel_group().rank() if self.config.sequence_parallel else 0
+        )
         replay = None if context is None else context.replay
         if replay is not None:
             taken, known = replay.of_rows(slice(first, first + len(own)), self.number, self.experts.count)

@@ -143,6 +143,10 @@ class TriModel(MegatronModule):
         replay: Replay | None = None,
     ) -> ModelOutput | torch.Tensor:
         """One microbatch through this stage; see the module's docstring for shapes, AttentionContext for `balance` and `replay`."""
+        if tokens.shape != (1, layout.total):
+            raise ValueError(
+                f"tokens: shape {tuple(tokens.shape)} does not match the layout; it must be (1, {layout.total})"
+            )
         rotation = self._rotation(layout, tokens.device, self.config.params_dtype)
         inputs = self._unpack()
 

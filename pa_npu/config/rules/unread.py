@@ -121,7 +121,7 @@ def broken_unread(c: ConfigTree) -> Iterator[str]:
         for key in condition.keys.split():
             value, default = value_and_default(c, key)
             if value not in (default, preset.get(key, default)) and not condition.read(c):
-                shown = f"{as_json(value, 60)} " if isinstance(value, (str, bool, int, float)) else ""
+                shown = f"{as_json(value, 60)} ".replace('"', "") if isinstance(value, (str, bool, int, float)) else ""
                 yield f"{key}: {shown}would be read by nothing; {condition.remedy}, or remove the key"
     for number, function in enumerate(c.reward.functions):
         for key, name in _OF_FUNCTIONS.items():
