@@ -52,8 +52,9 @@ class Supervised:
         *others: str,
         restarts: int = 2,
         damaged: bool = False,
+        extra: str | None = None,
     ):
-        """others: further engines. damaged: the first attempt is given a damaged checkpoint."""
+        """others: further engines. damaged: the first attempt is given a damaged checkpoint. extra: an engine that comes later."""
         self.directory = directory
         self.attempts: list[int] = []
         config = Config.model_validate(
@@ -79,6 +80,8 @@ class Supervised:
                 *(config, tree, console, self.roster, lambda number: self._attempt(worker, number), url_of),
                 damaged=lambda number: damaged and number == 0,
             )
+            if extra is not None:
+                recovery.expect(self._command("engine-9", extra))
             supervisor = Supervisor(tree, console, Timeline(None, "launcher"), signals, recovery)
             first = self._attempt(worker, 0)
             self.code = supervisor.run(engines, first.commands, first.awaited)
@@ -158,6 +161,14 @@ def test_an_engine_that_ends_while_its_device_trains_is_started_again_when_there
     assert run.code == 0, run.said
     assert starts[:4] == ["x"] * 4, "not while a trainer has the device"
     assert run.generation == 1 and "exit code 1; started again (1 of run.restarts = 2)" in run.said
+
+
+def test_the_first_start_of_an_engine_that_comes_later_is_no_restart(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    worker = f"import time, pathlib\nwhile not pathlib.Path({str(there)!r}).exists(): time.sleep(0.02)"
+    extra = f"import time, pathlib; pathlib.Path({str(there)!r}).touch(); time.sleep(60)"
+    run = Supervised(tmp_path, SERVES, worker, restarts=0, extra=extra)
+    assert run.code == 0 and "engine-9: starting at http://127.0.0.1:9; it serves from a publish on" in run.said
 
 
 def test_a_hung_engine_is_killed_and_replaced_when_the_coordinator_asks(tmp_path: Path) -> None:

@@ -216,9 +216,9 @@ class Recovery:
 
     def _bring_in(self, engine: _Engine) -> None:
         """At a place of its own in the roster: the coordinator gives it weights at the next publish."""
-        if not engine.budget.allows() or not self._tree.can_launch(engine.command):
+        if not self._tree.can_launch(engine.command):
             return
-        if engine.last_index is not None and not self._roster.has_left(engine.last_index):
+        if engine.last_index is not None and not (engine.budget.allows() and self._roster.has_left(engine.last_index)):
             return
         engine.process = self._tree.launch(engine.command)
         url = self._url_of(engine.command)
