@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.metadata
 import json
 import os
 import socket
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from pa_npu.config.load import load_config
 from pa_npu.coordinator import environment_trial
+from pa_npu.engines import registry
 from pa_npu.errors import ConfigError, PaNpuError
 from pa_npu.launcher import trainer_versions
 from pa_npu.launcher.cli import main
@@ -477,14 +477,12 @@ def test_doctor_names_each_stack_once_and_peft_where_it_is_missing(
     capsys: pytest.CaptureFixture[str], base: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A configuration with adapters cannot run without it; without a configuration it is one line among the packages."""
-    there = importlib.metadata.version
+    there = registry.distributions  # which asks once
 
-    def version(name: str) -> str:
-        if name == "peft":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return there(name)
+    def without_peft(python: str | None, names: tuple[str, ...]) -> dict[str, str]:
+        return {name: version for name, version in there(python, names).items() if name != "peft"}
 
-    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr("pa_npu.launcher.doctor.distributions", without_peft)
     monkeypatch.setattr("pa_npu.families.peft_directory.find_spec", lambda name: None)
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
