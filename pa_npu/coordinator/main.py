@@ -136,13 +136,9 @@ async def run(config: Config) -> None:
         await fleet.wait_all_ready()
         if config.engines_sleep:
             fleet.check_sleep()
-        device = platform.get(config.run.device)
-        numbers = range(config.trainer.pipeline_parallel)
-        stages = [await MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
-        late_stages = [await LATE_MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
+        connection = await connection_to_trainers(config, channel, store)
         trainers = await TRAINERS_RUN_ON.wait_async(channel, limit_s)
         records.write_runs_on(RunsOn(trainers, fleet.run_on()))
-        connection = Connection(store, device.comm_backend, stages, late_stages, device.name)
         publish = CoordinatorPublish(config, fleet, pool, channel, connection, sampling)
         evaluator = None
         if held_out:
@@ -163,6 +159,15 @@ async def run(config: Config) -> None:
         gc.collect()
         gc.freeze()  # what is here stays to the run's end, and every full collection would look at it again
         await coordinator.run(first)
+
+
+async def connection_to_trainers(config: Config, channel: StoreChannel, store: tuple[str, int]) -> Connection:
+    """How engines reach the groups of the trainers, whose stages say it. Raises DeadlineExceeded."""
+    device, limit_s = platform.get(config.run.device), config.run.startup_timeout_s
+    numbers = range(config.trainer.pipeline_parallel)
+    stages = [await MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
+    late_stages = [await LATE_MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
+    return Connection(store, device.comm_backend, stages, late_stages, device.name)
 
 
 # which features a run uses: the only place on the coordinator's side that reads their keys and constructs them
