@@ -162,7 +162,7 @@ async def run(config: Config) -> None:
 
 
 async def connection_to_trainers(config: Config, channel: StoreChannel, store: tuple[str, int]) -> Connection:
-    """How engines reach the groups of the trainers, whose stages say it. Raises DeadlineExceeded."""
+    """Wait until each stage has said how engines reach its groups. Raises DeadlineExceeded."""
     device, limit_s = platform.get(config.run.device), config.run.startup_timeout_s
     numbers = range(config.trainer.pipeline_parallel)
     stages = [await MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
