@@ -48,6 +48,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.num_samples = self.config.rollout.responses_per_prompt
+        self.engine_wait_s = self.config.engine_wait_s
         self.lengths = ResponseLengths(self.config.rollout.max_response_tokens)
         # work of what trainers have had, and as if it were prompts and what was written
         self._computed = self._written = 1.0
@@ -121,7 +122,7 @@ class Admission:
             await wait()
         # every group in flight ends by its own deadline, and an engine that is gone is replaced by its own
         lease = await self.pool.admit(
-            *(self.planner.num_samples, tokens, self.pace.window, self.planner.config.engine_wait_s),
+            *(self.planner.num_samples, tokens, self.pace.window, self.planner.engine_wait_s),
             version=self.version,
         )
         if (taken := self.pace.taken_by(lease.engine.name)) is not None:

@@ -144,8 +144,8 @@ def _check(what: str, samples: Sequence[Sample], most_tokens: int) -> None:
 
 def check_size(config: Config, prompt: Prompt, samples: Sequence[Sample]) -> None:
     """Raises EnvironmentFailed where what compares or cuts the samples of a prompt needs another number of them."""
-    size, needs = config.rollout.responses_per_prompt, config.needs_whole_groups
-    if needs is not None and len(samples) != size:
+    size = config.rollout.responses_per_prompt
+    if len(samples) != size and (needs := config.needs_whole_groups) is not None:
         raise EnvironmentFailed(
             f"environment.name: {config.environment.name} made {len(samples)} samples of prompt {prompt.prompt_id}, but {needs} "
             f"needs exactly rollout.responses_per_prompt = {size}; make as many, or change that key"

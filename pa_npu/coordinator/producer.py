@@ -176,7 +176,7 @@ class Producer:
             admitted.lease,
             this.pace.window,
             deadline_s=self.config.rollout.request_timeout_s,
-            again_deadline_s=self.config.engine_wait_s,
+            again_deadline_s=self._planner.engine_wait_s,
             what=f"group {index} of iteration {iteration}",
             version=this.version,
         ) as session:

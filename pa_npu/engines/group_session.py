@@ -172,6 +172,9 @@ class GroupSession:
 
     async def _leave_resting(self) -> None:
         """Go to another engine where the group's has handed its responses on, with room for what is asked for there."""
+        moves = self._moving.locked() or self._pool.rests(self.lease.engine)
+        if not moves and self.lease.sequences >= self._num_open:
+            return
         async with self._moving:
             if self._pool.rests(self.lease.engine):
                 self.lease.close(self._tokens)
@@ -237,29 +240,51 @@ async def generate_patiently(
     """
     more = {"written": written} if len(written) else {}
     limit_s = deadline_s + SLOWEST_TOKEN_S * sampling.max_tokens
-    # past the limit the task is cancelled here, so that its own deadline never comes first
-    asked = engine.generate(prompt_tokens, n, seed, sampling, deadline_s=2 * limit_s, **more)
-    task = asyncio.ensure_future(asked)
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()  # by the request, or by who watches it
+    watching: list[asyncio.Task[None]] = []
+
+    def watch() -> None:
+        of = f"{n} responses of up to {sampling.max_tokens} tokens"
+        watching.append(loop.create_task(_watch(ended, engine, deadline_s, limit_s, probe_timeout_s, what, of)))
+
+    # past the limit the request is cancelled here, so that its own deadline never comes first
+    request = asyncio.ensure_future(engine.generate(prompt_tokens, n, seed, sampling, deadline_s=2 * limit_s, **more))
+    request.add_done_callback(lambda _: ended.done() or ended.set_result(None))
+    timer = loop.call_later(deadline_s, watch)  # nearly every request ends before, and needs no other task
     try:
-        await asyncio.wait({task}, timeout=deadline_s)
-        if not task.done():
-            await _probe(engine, deadline_s, probe_timeout_s, what)
-            logger.warning(
-                "%s is slow: engine %s works, but has not finished it after %g s (rollout.request_timeout_s); waiting up to %g s",
-                *(what, engine.name, deadline_s, limit_s),
-            )
-            await asyncio.wait({task}, timeout=limit_s - deadline_s)
-        if not task.done():
-            await _probe(engine, limit_s, probe_timeout_s, what)
-        if not task.done():
-            raise GroupTooLong(
-                f"{what} is too long: engine {engine.name} works, but has not finished {n} responses of up to "
-                f"{sampling.max_tokens} tokens within {limit_s:g} s; raise rollout.request_timeout_s (now {deadline_s:g}), "
-                f"or lower rollout.window or rollout.max_response_tokens"
-            )
-        return await task
+        await ended
+        return request.result()
     finally:
-        await cancel([task])
+        timer.cancel()
+        await cancel([request, *watching])
+
+
+async def _watch(
+    ended: asyncio.Future[None],
+    engine: RolloutEngine,
+    deadline_s: float,
+    limit_s: float,
+    probe_timeout_s: float,
+    what: str,
+    of: str,
+) -> None:
+    """Ends a request that has passed its deadline by the reason, if its engine does not answer, or not within the limit."""
+    try:
+        await _probe(engine, deadline_s, probe_timeout_s, what)
+        logger.warning(
+            "%s is slow: engine %s works, but has not finished it after %g s (rollout.request_timeout_s); waiting up to %g s",
+            *(what, engine.name, deadline_s, limit_s),
+        )
+        await asyncio.sleep(limit_s - deadline_s)
+        await _probe(engine, limit_s, probe_timeout_s, what)
+        raise GroupTooLong(
+            f"{what} is too long: engine {engine.name} works, but has not finished {of} within {limit_s:g} s; raise "
+            f"rollout.request_timeout_s (now {deadline_s:g}), or lower rollout.window or rollout.max_response_tokens"
+        )
+    except Exception as error:
+        if not ended.done():
+            ended.set_exception(error)
 
 
 async def _probe(engine: RolloutEngine, waited_s: float, timeout_s: float, what: str) -> None:

@@ -328,7 +328,8 @@ class EnginePool:
     def count_open(self, version: int | None, change: int) -> None:
         """A session for which this version writes begins (1) or has ended (-1)."""
         self._open[version] += change
-        self._room.set()
+        if change < 0:  # one that begins makes no room, and admission would look for it in vain
+            self._room.set()
 
     @contextmanager
     def asking(self, engine: RolloutEngine) -> Iterator[None]:

@@ -47,7 +47,7 @@ def samples_of(prompt: npt.NDArray[np.int32], generations: Sequence[Generation])
         versions[written] = version_of(generation)
         if len(generation.logprobs):
             logprobs[written] = generation.logprobs
-    row = SampleRow(tokens, trained, logprobs, versions, bounds[1:])
+    row = SampleRow(tokens, trained, logprobs, versions, bounds[1:], prompt=len(prompt))
     return row.cut([generation.finished for generation in generations], [generation.text for generation in generations])
 
 

@@ -67,8 +67,7 @@ class RewardResult:
     @cached_property
     def is_informative(self) -> bool:
         """Whether the rewards for content (not for form, such as length) differ within the group."""
-        judged = self.judged
-        return bool((judged != judged[0]).any())
+        return len(set(self.judged.tolist())) > 1
 
 
 Function = Callable[[RewardInput], Sequence[float]]

@@ -157,7 +157,7 @@ class RunColumns:
     def wants(self, column: Column) -> bool:
         return self.reads is None or column.name in self.reads
 
-    def named(self, name: str, what: str) -> Column:
+    def named(self, name: str, what: object) -> Column:
         """The declared column of a name that arrives. Raises GroupFormatError for an unknown one."""
         for column in (LOGPROBS, *self.carried):
             if column.name == name:
@@ -168,13 +168,13 @@ class RunColumns:
             f"that reads it declare it"
         )
 
-    def check(self, found: Collection[Column], what: str) -> None:
+    def check(self, found: Collection[Column], what: object) -> None:
         """Raises GroupFormatError for an unknown column, and for one that should travel and does not.
 
         found: LOGPROBS among them.
         """
         for column in found:
-            if column != LOGPROBS and column not in self.carried and self.named(column.name, what) != column:
+            if column is not LOGPROBS and column not in self.carried and self.named(column.name, what) != column:
                 raise GroupFormatError(f"{what}: column {column.name} differs from its declaration; import that one")
         for column in (LOGPROBS, *self.carried):
             if column not in found and self.wants(column):

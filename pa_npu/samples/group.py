@@ -113,7 +113,9 @@ class Group:
         if self.part is not None and not 0 <= self.part[0] < self.part[1] <= num_samples:
             raise GroupFormatError(f"{self} part: {list(self.part)} are no samples of {num_samples}")
         total = int(self.offsets()[-1])
-        for column, values in self.per_token.items():
+        for column in FIXED:
+            checked(column, getattr(self, column.name), total, self)
+        for column, values in self.columns.items():
             checked(column, values, total, self)
 
     def _check_values(self) -> None:

@@ -64,7 +64,7 @@ class Sample:
     def num_trained(self) -> int:
         return int(np.count_nonzero(self.trained))
 
-    @property
+    @cached_property
     def prompt_length(self) -> int:
         """Tokens before the first trained one."""
         return int(self.trained.argmax())
@@ -74,7 +74,8 @@ class Sample:
 class SampleRow:
     """Arrays [T] of Sample for some samples, one after another: what a group of them is made of without another copy.
 
-    ends: where each sample ends.
+    ends: where each sample ends. prompt: the tokens of each that are not trained, where these are its first and all others are;
+    None: whatever `trained` says.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -83,15 +84,20 @@ class SampleRow:
     versions: npt.NDArray[np.int32]
     ends: Sequence[int]
     columns: Values = field(default_factory=dict)
+    prompt: int | None = None
 
     def cut(self, finished: Sequence[bool], texts: Sequence[str]) -> list[Sample]:
         """The samples, views."""
         samples = []
-        for number, span in enumerate(map(slice, [0, *self.ends], self.ends)):
+        for number, (start, end) in enumerate(pairwise([0, *self.ends])):
+            span = slice(start, end)
             arrays = self.tokens[span], self.trained[span], self.logprobs[span], self.versions[span]
             columns = {column: values[span] for column, values in self.columns.items()} if self.columns else {}
             sample = Sample(*arrays, finished[number], texts[number], columns=columns)
-            object.__setattr__(sample, "_place", (self, number))
+            known = vars(sample)
+            known["_place"] = self, number
+            if self.prompt is not None:  # else found when it is asked for
+                known["prompt_length"], known["num_trained"] = self.prompt, end - start - self.prompt
             samples.append(sample)
         return samples
 
