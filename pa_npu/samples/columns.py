@@ -157,7 +157,7 @@ class RunColumns:
     def wants(self, column: Column) -> bool:
         return self.reads is None or column.name in self.reads
 
-    def named(self, name: str, what: object) -> Column:
+    def named(self, name: str, what: str) -> Column:
         """The declared column of a name that arrives. Raises GroupFormatError for an unknown one."""
         for column in (LOGPROBS, *self.carried):
             if column.name == name:
@@ -168,7 +168,7 @@ class RunColumns:
             f"that reads it declare it"
         )
 
-    def check(self, found: Collection[Column], what: object) -> None:
+    def check(self, found: Collection[Column], what: str) -> None:
         """Raises GroupFormatError for an unknown column, and for one that should travel and does not.
 
         found: LOGPROBS among them.

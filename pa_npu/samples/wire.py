@@ -55,7 +55,7 @@ def to_bytes(group: Group, columns: RunColumns = NONE) -> bytes:
 
     Raises GroupFormatError where the group lacks a declared column, or has another.
     """
-    columns.check((LOGPROBS, *group.columns), group)
+    columns.check((LOGPROBS, *group.columns), str(group))
     starts, ends = group.runs
     spans = np.empty((group.num_samples + len(starts), _SPAN_NUMBERS), "<i4")
     samples, runs = spans[: group.num_samples], spans[group.num_samples :]
@@ -215,7 +215,7 @@ def _group(arrays: Tensors, of_tokens: Mapping[Column, np.ndarray], columns: Run
         part=part or None,
         columns=full,
     )
-    columns.check(tuple(of_tokens), group)
+    columns.check(tuple(of_tokens), str(group))
     return group
 
 

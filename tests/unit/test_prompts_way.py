@@ -69,7 +69,7 @@ DATA = (
 MOST_LINES = 50  # of Producer.produce
 PRODUCER = "coordinator/producer.py"
 QUESTION = "t3 t4 t5 t6 t7"
-MOST_FILES, MOST_WITH_HANDS, MOST_THAT_CARRY, MOST_RETURNS = 32, 37, 45, 9
+MOST_FILES, MOST_WITH_HANDS, MOST_THAT_CARRY, MOST_RETURNS = 32, 37, 41, 9
 # Given the data to hand it on as it is, or to compute what the file before them asks for: no step of its own.
 HANDS_ON = {
     "environments/protocol.py": "adds a generation to a sample",
@@ -81,8 +81,13 @@ HANDS_ON = {
 # Looks at it, and nothing goes on from there.
 ASIDE = {
     "algorithm/agreement.py": "statistics of log-prob differences",
-    "algorithm/update_sums.py": "metrics",
     "engines/protocol.py": "definitions",
+}
+# Holds tensors, none of which has a row or a token of its own any more.
+NOTHING_OF_IT = {
+    "algorithm/update_sums.py": "sums of an update",
+    "backends/megatron/optimizer.py": "parameters",
+    "trainer/learner.py": "sums over ranks",
 }
 NOT_STEPS = ("backends/megatron/patches/", "planning/", "telemetry/", "data/time_limit.py", "config/", "publish/")
 
@@ -249,10 +254,10 @@ def test_a_prompt_takes_the_way_that_is_documented_and_it_is_short(tmp_path: Pat
     assert np.isfinite(update.report.grad_norm), "the prompt came through"
 
     files = seen.given
-    carry = {file for file in seen.carry if not file.startswith(NOT_STEPS)}
+    carry = {file for file in seen.carry - NOTHING_OF_IT.keys() if not file.startswith(NOT_STEPS)}
     way = documented()
     taken = {file for file in files if not file.startswith(NOT_STEPS)}
-    unknown = taken - {*way, *HANDS_ON, *ASIDE}
+    unknown = taken - {*way, *HANDS_ON, *ASIDE, *NOTHING_OF_IT}
     assert not unknown, f"{sorted(unknown)}: put it into docs/architecture.md, or say here what it is"
     unused = set(way) - taken
     assert not unused, f"{sorted(unused)}: no prompt comes there; take it out of docs/architecture.md"
