@@ -113,6 +113,19 @@ async def test_whoever_is_cancelled_while_it_waits_is_cancelled_and_not_judged()
         assert engine.cancelled and asyncio.all_tasks() == {asyncio.current_task()}
 
 
+async def test_a_cancellation_at_the_moment_of_the_verdict_is_not_taken_for_it():
+    class Cancelling(Engine):
+        async def probe(self, *, deadline_s: float) -> None:
+            asking.cancel()
+            raise DeadlineExceeded("no token")
+
+    engine = Cancelling("hung", 60.0)
+    asking = asyncio.create_task(ask(engine))
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    assert engine.cancelled and asyncio.all_tasks() == {asyncio.current_task()}
+
+
 def pool_of(*engines: Engine) -> tuple[EnginePool, list[str]]:
     pool, lost = EnginePool(engines, probe_timeout_s=1.0), []  # type: ignore[arg-type]
 
