@@ -515,7 +515,7 @@ SOME: Kills = ((TRANSFORMERS, "generation"), ("trainer-0", "publish"))
     ],
     ids=["some", "all"],
 )
-@pytest.mark.nightly  # in CI test_staleness_resume.py resumes such runs, whose trainers are played
+@pytest.mark.nightly  # in CI test_coordinator_matrix.py resumes such runs, whose trainers are played
 @pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
 def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed(
     trainer: str, kills: Kills, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
