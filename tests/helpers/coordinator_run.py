@@ -286,7 +286,7 @@ class Run:
         return {request["seed"] for request in self.requests}
 
     def calls(self, engine: int) -> list[tuple[str, list[Any]]]:
-        """What an engine's workers were asked to do."""
+        """Calls that an engine's workers got."""
         return [call for call in self.engines[engine].engine.calls if call[0] != "pa_version"]
 
     @property

@@ -47,7 +47,7 @@ def shared_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the runs of `start` read. Read only."""
+    """Model and questions of the runs of `start`. Read only."""
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
