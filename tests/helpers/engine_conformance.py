@@ -24,7 +24,7 @@ from aiohttp import web
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool
@@ -37,14 +37,14 @@ from tests.helpers.models import make_model
 from tests.helpers.weight_sender import WeightSender, tensors_of
 
 VOCAB, EOS = 128, 1
-MAX_PROMPT, MAX_RESPONSE = 64, 64
+MAX_PROMPT, MAX_RESPONSE = 132, 64
 DEADLINE_S = 120.0
 SAMPLING = Sampling(max_tokens=24, temperature=1.0, stop_token_ids=(EOS,))
 
 
-def make_engine_model(directory: Path, seed: int = 0, family: str = "qwen2", **more: object) -> Path:
+def make_engine_model(directory: Path, seed: int = 0, family: str = "qwen2", tied: bool = True, **more: object) -> Path:
     """A random model with a tokenizer, of a size that every engine can serve."""
-    model = make_model(directory, family, hidden=128, tied=True, seed=seed, **more)  # type: ignore[arg-type]
+    model = make_model(directory, family, hidden=128, tied=tied, seed=seed, **more)  # type: ignore[arg-type]
     vocabulary = {"<pad>": 0, "</s>": EOS} | {f"w{i}": i for i in range(2, VOCAB)}
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)), eos_token="</s>").save_pretrained(model)
     return model
@@ -335,8 +335,9 @@ class ModelConformance(Conformance):
         await subject.sender.publish(client, version, subject.model)
 
     @pytest.fixture
-    def other_model(self, tmp_path: Path) -> Path:
-        return make_engine_model(tmp_path / "other", seed=1)
+    def other_model(self, subject: Subject, tmp_path: Path) -> Path:
+        family = AutoConfig.from_pretrained(subject.model).model_type
+        return make_engine_model(tmp_path / "other", seed=1, family=family)
 
     @pytest.mark.nightly
     async def test_a_thousand_responses_moved_at_random_tokens_equal_those_that_were_not(self, client, record_property):

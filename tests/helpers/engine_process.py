@@ -19,6 +19,7 @@ from tests.helpers.engine_conformance import MAX_PROMPT, MAX_RESPONSE, VOCAB, Su
 
 ROOT = Path(__file__).resolve().parents[2]
 API_KEY = "key-of-this-test"
+KEY = {KEY_VARIABLE: API_KEY}  # of the environment of who asks such an engine
 START_S = 400.0
 
 
@@ -72,7 +73,7 @@ class EngineProcess:
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 self._command.argv,
-                env={**os.environ, **self._command.env, KEY_VARIABLE: API_KEY},
+                env={**os.environ, **self._command.env, **KEY},
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,

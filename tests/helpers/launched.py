@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pa_npu.control.keeper import descendants
@@ -19,11 +20,20 @@ ENGINE_SERVERS = {"vllm": "api_server", "transformers": "engines.transformers.se
 class Launched:
     """A launcher in a session of its own, its output in a file."""
 
-    def __init__(self, directory: Path, command: str, *arguments: str) -> None:
+    def __init__(
+        self, directory: Path, command: str, *arguments: str, variables: Mapping[str, str] | None = None
+    ) -> None:
         self.output_file = directory / f"{command}.out"
         argv = [sys.executable, "-m", "pa_npu.launcher", command, *arguments]
         with self.output_file.open("wb") as file:
-            self.popen = subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            self.popen = subprocess.Popen(
+                argv,
+                cwd=ROOT,
+                env={**os.environ, **(variables or {})},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         self.seen: set[int] = set()
 
     @property

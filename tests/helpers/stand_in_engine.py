@@ -13,6 +13,18 @@ from tools.stand_in import Speed, StandInEngine, serving
 API_KEY = "key-of-the-stand-ins"
 
 
+class Requests(list[dict[str, Any]]):
+    """Requests as they arrive, each shown to `look` before anything is written for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look: Callable[[dict[str, Any]], None] = lambda request: None
+
+    def append(self, request: dict[str, Any]) -> None:
+        super().append(request)
+        self.look(request)
+
+
 class Served:
     """One running stand-in. `stop` closes its port and drops its connections, as a dying engine does."""
 
@@ -21,6 +33,7 @@ class Served:
         self._sleeps = sleeps
         self._port = port
         self.engine: StandInEngine
+        self.requests = Requests()
         self._speed = speed
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -63,6 +76,7 @@ class Served:
 
     async def _serve(self) -> None:
         self.engine = StandInEngine(self._speed, vocab_size=100, api_key=API_KEY, sleeps=self._sleeps)
+        self.engine.requests = self.requests
         async with serving(self.engine, port=self._port) as self.url:
             self._started.set()
             await self._end.wait()

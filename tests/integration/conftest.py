@@ -1,11 +1,17 @@
-"""Fixtures of integration tests: tiny models with random weights and their questions."""
+"""Fixtures of integration tests: tiny models with random weights and their questions, and runs of the coordinator."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.coordinator_run import Run, coordinator_run, write_inputs
+from tests.helpers.engine_process import EngineProcess
 from tests.helpers.launched import random_tiny
 
 
@@ -19,3 +25,34 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a mixture of experts."""
     return random_tiny(tmp_path_factory.mktemp("mixture"), "--family", "qwen3_moe")
+
+
+@pytest.fixture(scope="session")
+def shared_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], str]]:
+    """Gives rollout.attach for runs of a model that do not test an engine's start: a transformers engine that all of them share.
+
+    Such a run needs KEY in its environment.
+    """
+    with ExitStack() as started:
+
+        @cache
+        def attach(model: Path) -> str:
+            engine = EngineProcess("transformers", model, tmp_path_factory.mktemp("engine"), {"max_num_seqs": 256})
+            started.callback(engine.kill)
+            asyncio.run(engine.wait_ready())
+            return f"[{engine.url}]"
+
+        yield attach
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model and questions of the runs of `start`. Read only."""
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def start(tmp_path: Path, inputs: Path) -> Iterator[Callable[..., Run]]:
+    """Starts stand-in engines and a coordinator, with the arguments of `coordinator_run`; they end with the test."""
+    with ExitStack() as started:
+        yield lambda **arguments: started.enter_context(coordinator_run(tmp_path, inputs, **arguments))

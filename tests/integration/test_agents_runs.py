@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tests.helpers.launched import ENGINE_SERVERS, Launched, find, settings
 from tools import make_tiny_model
 
-# two runs each; in CI one process is killed beside stand-in engines (test_gateway.py)
+# two runs each; in CI one process is killed beside stand-in engines (test_coordinator_matrix.py)
 pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,23 +14,22 @@ from typing import Any
 import pytest
 
 from pa_npu.control.keeper import descendants
-from tests.helpers.coordinator_run import GROUPS, ROOT, WAIT_S, Run
+from tests.helpers.coordinator_run import ROOT, WAIT_S, Run
 from tests.helpers.launched import command_line, running
-from tests.helpers.stand_in_engine import API_KEY, stand_in_engines
+from tests.helpers.stand_in_engine import API_KEY
 from tools.stand_in import Speed, write_interpreter
 
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc"),
 ]
-ITERATIONS = 6
 
 
 class Joiner:
     """`pa-npu join`, with its output in a file."""
 
     def __init__(self, run: Run, directory: Path, number: int, *options: str) -> None:
-        interpreter = write_interpreter(directory / f"python-{number}", "--step-s", "0.02", "--vocab-size", "100")
+        interpreter = write_interpreter(directory / f"python-{number}", "--step-s", "0.01", "--vocab-size", "100")
         self.output_file = directory / f"joiner-{number}.out"
         address = f"127.0.0.1:{run.server.port}"
         argv = [
@@ -81,103 +80,69 @@ class Joiner:
 
 
 @pytest.fixture
-def started() -> Iterator[list[Any]]:
-    things: list[Any] = []
-    yield things
-    for thing in things:
-        process = thing.process if isinstance(thing, Run) else thing.popen
-        process.kill()
-        process.wait(10)
+def join() -> Iterator[Callable[[Run, int], list[Joiner]]]:
+    """Starts so many engines with the command, each once the one before has joined."""
+    joiners: list[Joiner] = []
 
-
-def begin(directory: Path, engines: list[Any], started: list[Any]) -> Run:
-    data = {"train": str(directory / "train.jsonl"), "test": None, "max_prompt_tokens": 16}
-    schedule = {"iterations": ITERATIONS, "prompts_per_iteration": GROUPS}
-    run = Run(directory, engines, data=data, schedule=schedule)
-    started.append(run)
-    key_file = run.dir / "api_key"
-    key_file.write_text(API_KEY + "\n")
-    key_file.chmod(0o600)
-    run.announce_weights()
-    return run
-
-
-def iterate(run: Run, version: int) -> dict[str, Any]:
-    """The publish of a version, and its iteration, whole."""
-    run.announce(version, {"loss": 0.0} if version else None)
-    published = run.published(version)
-    assert published["done"], published
-    assert sorted(group.index for group in run.consume(version)) == list(range(GROUPS)), "I2"
-    return published
-
-
-def test_an_engine_joins_with_one_command_serves_from_the_next_publish_and_leaves_when_it_has_finished(
-    tmp_path, started
-):
-    with stand_in_engines(1, Speed(step_s=0.02)) as engines:
-        run = begin(tmp_path, engines, started)
-        run.announce(0, None)
-        assert run.published(0)["workers"] == 1
-        assert engines[0].wait_for_request(lambda _: True, WAIT_S)
-        engines[0].engine.speed = Speed(step_s=0.5)  # so that the iteration lasts until the other has joined
-        joiner = Joiner(run, tmp_path, 0)
-        started.append(joiner)
-        joiner.wait_joined()
-        engines[0].engine.speed = Speed(step_s=0.02)
-        assert sorted(group.index for group in run.consume(0)) == list(range(GROUPS)), "I2"
-        assert [API_KEY in line for line in joiner.seen.values()].count(True) == 0, "no key on a command line"
-        assert iterate(run, 1)["workers"] == 2
-        run.announce(2, {"loss": 0.0})
-        assert run.published(2)["workers"] == 2
-        seeds = len(engines[0].engine.requests)
-        assert engines[0].wait_for_request(lambda request: len(engines[0].engine.requests) > seeds, WAIT_S)
-        joiner.popen.send_signal(signal.SIGTERM)
-        assert len(run.consume(2)) == GROUPS
-        assert joiner.end() == 0, joiner.output
-        assert "SIGTERM: leaving" in joiner.output and "has left after" in joiner.output
-        assert API_KEY not in joiner.output
-        logs = list((run.dir / "logs").glob("joined-127.0.0.1-*.log"))
-        assert len(logs) == 2 and all(API_KEY not in log.read_text() for log in logs)
-        assert iterate(run, 3)["workers"] == 1
-        run.announce(4, {"loss": 0.0})
-        run.published(4)
-        run._wait_until(
-            lambda: len(run.lines("metrics.jsonl")) == 4, "iteration 3 is recorded, which comes after the publish"
-        )
-        records = {record["iteration"]: record for record in run.lines("metrics.jsonl")}
-        run.process.kill()
-        output = run.end()
-    assert "is lost" not in output, "what was in flight on it was finished"
-    url = next(line for line in output.splitlines() if "has left" in line).split("engine ")[1].split()[0]
-    assert records[1]["engines"][url]["requests"] >= GROUPS // 4, "it took its part"
-    assert [records[i]["devices"] for i in range(4)] == [3, 4, 4, 3]
-
-
-def test_an_engine_whose_server_dies_says_so_and_one_whose_run_ends_just_ends(tmp_path, started):
-    with stand_in_engines(1, Speed(step_s=0.02)) as engines:
-        run = begin(tmp_path, engines, started)
-        run.announce(0, None)
-        assert run.published(0)["workers"] == 1
-        assert engines[0].wait_for_request(lambda _: True, WAIT_S)
-        engines[0].engine.speed = Speed(step_s=0.5)  # so that the iteration lasts until the others have joined
-        joiners = [Joiner(run, tmp_path, number) for number in range(2)]
-        started += joiners
+    def started(run: Run, number: int) -> list[Joiner]:
+        joiners.extend(Joiner(run, run.directory, index) for index in range(number))
         for joiner in joiners:
             joiner.wait_joined()
-        engines[0].engine.speed = Speed(step_s=0.02)
-        run.consume(0)
-        assert iterate(run, 1)["workers"] == 3
-        run.announce(2, {"loss": 0.0})
-        run.published(2)
-        os.kill(joiners[0].server(), signal.SIGKILL)
-        assert sorted(group.index for group in run.consume(2)) == list(range(GROUPS)), "others took its groups"
-        assert joiners[0].end() == 1
-        assert "server ended: killed by SIGKILL; last lines of" in joiners[0].output
-        assert "stand-in engine ready" in joiners[0].output, "the log's last lines are shown"
-        assert iterate(run, 3)["workers"] == 2
-        run.process.kill()
-        run.end()
-        del run.server
-        assert joiners[1].end() == 0
-        assert "has ended; stopping http" in joiners[1].output, joiners[1].output
-        assert "Traceback" not in joiners[0].output + joiners[1].output
+        return joiners
+
+    yield started
+    for joiner in joiners:
+        joiner.popen.kill()
+        joiner.popen.wait(10)
+
+
+def test_engines_join_with_one_command_and_leave_when_they_have_finished_die_or_end_with_the_run(
+    start: Callable[..., Run], join: Callable[[Run, int], list[Joiner]]
+) -> None:
+    run = start(speed=Speed(step_s=0.01), schedule={"iterations": 6})
+    (first,) = run.engines
+    assert run.begin()["workers"] == 1
+    run.wait_for_group()
+    first.engine.speed = Speed(step_s=0.5)  # so that the iteration lasts until the others have joined
+    leaves, dies, stays = joiners = join(run, 3)
+    first.engine.speed = Speed(step_s=0.01)
+    run.consume(0)
+    assert not any(API_KEY in line for joiner in joiners for line in joiner.seen.values()), "no key on a command line"
+    assert run.publish(1)["workers"] == 4, "they serve from the next publish on"
+    run.consume(1)
+
+    assert run.publish(2)["workers"] == 4
+    seeds = len(first.requests)
+    assert first.wait_for_request(lambda request: len(first.requests) > seeds, WAIT_S)
+    leaves.popen.send_signal(signal.SIGTERM)
+    run.consume(2)
+    assert leaves.end() == 0, leaves.output
+    assert "SIGTERM: leaving" in leaves.output and "has left after" in leaves.output
+    assert "is lost" not in run.output, "what was in flight on it was finished"
+
+    assert run.publish(3)["workers"] == 3
+    run.process.send_signal(signal.SIGSTOP)  # or the coordinator may find the death first, and remove the engine
+    os.kill(dies.server(), signal.SIGKILL)
+    assert dies.end() == 1
+    run.process.send_signal(signal.SIGCONT)
+    run.consume(3)  # others take its groups
+    assert "server ended: killed by SIGKILL; last lines of" in dies.output
+    assert "stand-in engine ready" in dies.output, "the log's last lines are shown"
+
+    assert run.publish(4)["workers"] == 2
+    run.consume(4)
+    run.publish(5)
+    run.wait_until(lambda: len(run.records) == 5, "iteration 4 is recorded, which comes after the publish")
+    records = run.records
+    run.process.kill()
+    output = run.end()
+    del run.server
+    assert stays.end() == 0
+    assert "has ended; stopping http" in stays.output, stays.output
+    said = "".join(joiner.output for joiner in joiners)
+    assert API_KEY not in said and "Traceback" not in said
+    logs = list((run.dir / "logs").glob("joined-127.0.0.1-*.log"))
+    assert len(logs) == 6 and all(API_KEY not in log.read_text() for log in logs)
+    url = next(line for line in output.splitlines() if "has left" in line).split("engine ")[1].split()[0]
+    assert records[1]["engines"][url]["requests"] > 0, "it took its part"
+    assert [records[i]["devices"] for i in range(5)] == [3, 6, 6, 5, 4]

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pa_npu.families.model_directory import load_tokenizer
+from tests.helpers.engine_process import KEY
 from tests.helpers.launched import Launched, settings
 from tests.helpers.remote_model import make_remote
 from tests.helpers.scripted_schedules import NAMES
@@ -56,7 +57,8 @@ def run(
             "optimizer.learning_rate": "1e-3",
             "telemetry.trackers": "[]",
         }
-        launched.append(Launched(directory, "run", *settings(tiny, directory / "run", **(chosen | others))))
+        arguments = settings(tiny, directory / "run", **(chosen | others))
+        launched.append(Launched(directory, "run", *arguments, variables=KEY))
         launched[-1].popen.wait(TIMEOUT_S)
         assert launched[-1].popen.returncode == 0, launched[-1].output
         records = [json.loads(line) for line in (directory / "run/metrics.jsonl").read_text().splitlines()]
@@ -66,9 +68,12 @@ def run(
 
 
 @pytest.fixture(scope="module")
-def synchronous(run: Callable[..., Any]) -> Callable[[str], Any]:
+def synchronous(run: Callable[..., Any], tiny: Path, shared_engine: Callable[[Path], str]) -> Callable[[str], Any]:
     """Gives the synchronous run of a trainer.backend, which is made once."""
-    return cache(lambda backend: run(**{"schedule.stream": "false", "trainer.backend": backend}))
+    attach = shared_engine(tiny / "model")
+    return cache(
+        lambda backend: run(**{"schedule.stream": "false", "trainer.backend": backend, "rollout.attach": attach})
+    )
 
 
 def test_sharded_trainers_of_a_model_with_code_of_its_own_end_with_the_synchronous_runs_weights_too(
@@ -100,13 +105,14 @@ def test_sharded_trainers_of_a_model_with_code_of_its_own_end_with_the_synchrono
 
 
 def test_replicas_that_share_a_mixtures_experts_end_with_the_synchronous_runs_weights_too(
-    run: Callable[..., Any], tiny_mixture: Path, tmp_path: Path
+    run: Callable[..., Any], tiny_mixture: Path, shared_engine: Callable[[Path], str], tmp_path: Path
 ) -> None:
     """Their groups are sessions of three to seven samples, so that one of them computes fillers beside the other's last
     microbatches."""
     log = tmp_path / "sessions"
     mixture = {
         "model.path": tiny_mixture / "model",
+        "rollout.attach": shared_engine(tiny_mixture / "model"),
         "trainer.expert_parallel": 2,
         "environment.name": "tests.helpers.sessions:Sessions",
         "environment.options": f"{{log: {log}}}",

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from pa_npu.control.tasks import gather
 from pa_npu.engines.protocol import Sampling
 from pa_npu.samples.routes import routes_of
 from tests.helpers.engine_conformance import MAX_RESPONSE, VOCAB, make_engine_model
-from tests.helpers.engine_process import EngineProcess
+from tests.helpers.engine_process import KEY, EngineProcess
 from tests.helpers.launched import random_tiny
 from tests.helpers.megatron import model_config
 from tests.helpers.models import make_model
@@ -86,7 +87,7 @@ def quick_start(tiny: Path, directory: Path, *keys: str, root: Path = ROOT) -> s
     command = [sys.executable, "-m", "pa_npu.launcher", "run", "--config", str(ROOT / "configs" / "grpo_tiny.yaml")]
     command += [f"run.dir={directory}", f"model.path={tiny}/model", f"data.train={tiny}/train.jsonl"]
     command += [f"data.test={tiny}/test.jsonl", f"rollout.python={sys.executable}", "telemetry.trackers=[]", *keys]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
+    environment = {**os.environ, **KEY, "PYTHONPATH": str(root)}
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=1500)
 
 
@@ -110,12 +111,15 @@ def test_a_tiny_mixture_learns_the_quick_starts_sums(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.nightly)])
 @pytest.mark.timeout(1800)
-def test_a_run_with_router_replay_loses_no_route_and_changes_no_choice(engine: str, tmp_path: Path) -> None:
+def test_a_run_with_router_replay_loses_no_route_and_changes_no_choice(
+    engine: str, tiny_mixture: Path, shared_engine: Callable[[Path], str], tmp_path: Path
+) -> None:
     """In fp32 on a CPU both sides choose alike; the probe, which is not replayed, says so too."""
-    tiny = random_tiny(tmp_path, "--family", "qwen3_moe")
     keys = ("algorithm.router_replay=rollout", "schedule.iterations=2", "schedule.prompts_per_iteration=4")
     keys += ("data.test=null", f"rollout.backend={engine}", "rollout.max_response_tokens=12")
-    done = quick_start(tiny, tmp_path / "run", *keys)
+    if engine == "transformers":
+        keys += (f"rollout.attach={shared_engine(tiny_mixture / 'model')}",)
+    done = quick_start(tiny_mixture, tmp_path / "run", *keys)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for record in lines(tmp_path / "run/metrics.jsonl"):
         assert record["routes_missing"] == 0 and record["replay_changed"] < 1e-3, record

@@ -28,6 +28,7 @@ from pa_npu.control.messages import DISPATCHED
 from pa_npu.launcher.placement import free_ports
 from pa_npu.publish.messages import LATE_DECISION, MANIFEST, READY, VERDICT
 from pa_npu.telemetry.chrome_trace import read_events
+from tests.helpers.engine_process import KEY
 from tests.helpers.launched import ENGINE_SERVERS, Launched, settings
 
 pytestmark = [
@@ -225,7 +226,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
     launched: list[Launched] = []
 
     def start(*arguments: str) -> Launched:
-        launched.append(Launched(tmp_path_factory.mktemp("launched"), "run", *arguments))
+        launched.append(Launched(tmp_path_factory.mktemp("launched"), "run", *arguments, variables=KEY))
         return launched[-1]
 
     yield start
@@ -235,14 +236,18 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
 
 @pytest.fixture(scope="module")
 def undisturbed(
-    launch: Callable[..., Launched], tiny: Path, tmp_path_factory: pytest.TempPathFactory
+    launch: Callable[..., Launched],
+    tiny: Path,
+    shared_engine: Callable[[Path], str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Result]:
     """Runs with engines of a kind, without a kill, and returns the results."""
 
     @functools.cache
     def result(backend: str) -> Result:
         directory = tmp_path_factory.mktemp("undisturbed") / "run"
-        run = launch(*keys(tiny, directory, backend))
+        others = {"rollout.attach": shared_engine(tiny / "model")} if backend == "transformers" else {}
+        run = launch(*keys(tiny, directory, backend, **others))
         run.popen.wait(TIMEOUT_S)
         assert run.popen.returncode == 0, run.output
         return Result.of(directory)
@@ -515,7 +520,7 @@ SOME: Kills = ((TRANSFORMERS, "generation"), ("trainer-0", "publish"))
     ],
     ids=["some", "all"],
 )
-@pytest.mark.nightly  # in CI test_staleness_resume.py resumes such runs, whose trainers are played
+@pytest.mark.nightly  # in CI test_coordinator_matrix.py resumes such runs, whose trainers are played
 @pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
 def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed(
     trainer: str, kills: Kills, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
