@@ -322,6 +322,7 @@ class JoinedEngine:
             time.sleep(_TICK_S)
             self._check_server(index)
             if self._has_left(index):
+                self._check_server(index)  # whose death the coordinator may have found first
                 self._show_log("the coordinator has removed this engine, which died, hung or did not answer")
                 return FAILED
         return self._leave(index)
