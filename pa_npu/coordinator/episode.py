@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from pa_npu.config.schema import Config
 from pa_npu.config.user_code import describe
@@ -21,7 +22,7 @@ from pa_npu.control.tasks import gather, held
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.protocol import Generation, Sampling
-from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate, Turn
+from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate
 from pa_npu.environments.time_limit import ended
 from pa_npu.errors import PaNpuError
 from pa_npu.rewards.functions import RewardInput, RewardResult
@@ -196,15 +197,26 @@ class GroupGenerate(Generate):
         """Seconds since the policy owed an answer."""
         return 0.0 if self._under_way else time.monotonic() - self._since_s
 
-    async def _write(self, turn: Turn) -> list[Generation]:
+    async def __call__(
+        self,
+        tokens: npt.NDArray[np.int32],
+        *,
+        n: int = 1,
+        sample: int = 0,
+        turn: int = 0,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> list[Generation]:
+        if n < 1 or (max_tokens is not None and max_tokens < 1):
+            raise ValueError(f"generate: n = {n} and max_tokens = {max_tokens} must be at least 1")
         most = self.sampling.max_tokens
-        sampling = replace(self.sampling, max_tokens=min(turn.max_tokens or most, most), stop=turn.stop)
+        sampling = replace(self.sampling, max_tokens=min(max_tokens or most, most), stop=tuple(stop))
         self._under_way += 1
         try:
-            if turn.turn == 0:  # seeds of the first turn follow one another, so that one request gives all samples
-                return await self.session.generate(turn.tokens, turn.n, turn_seed(self.seed, turn.sample, 0), sampling)
-            seeds = [turn_seed(self.seed, number, turn.turn) for number in range(turn.sample, turn.sample + turn.n)]
-            several = await gather([self.session.generate(turn.tokens, 1, seed, sampling) for seed in seeds])
+            if turn == 0:  # seeds of the first turn follow one another, so that one request gives all samples
+                return await self.session.generate(tokens, n, turn_seed(self.seed, sample, 0), sampling)
+            seeds = [turn_seed(self.seed, number, turn) for number in range(sample, sample + n)]
+            several = await gather([self.session.generate(tokens, 1, seed, sampling) for seed in seeds])
             return [generation for generations in several for generation in generations]
         finally:
             self._under_way -= 1

@@ -67,6 +67,13 @@ class Generation:
     def finished(self) -> bool:
         return self.finish_reason == "stop"
 
+    @property
+    def written_by(self) -> int:
+        """The weight version of all its tokens. Raises ValueError where the engine does not say."""
+        if self.version is None:
+            raise ValueError("a generation without weight version cannot be trained; take it from `generate`")
+        return self.version
+
 
 @dataclass(frozen=True)
 class WeightGroups:

@@ -24,18 +24,6 @@ class EnvironmentFailed(PaNpuError):
     """An environment raised, or returned what is no sample; the message names it, the group, and the place in its code."""
 
 
-@dataclass(frozen=True, eq=False)
-class Turn:
-    """A request of an environment to the policy: the arguments of Generate."""
-
-    tokens: npt.NDArray[np.int32]
-    n: int
-    sample: int
-    turn: int
-    max_tokens: int | None
-    stop: tuple[str, ...]
-
-
 class Generate(ABC):
     """Lets the policy write. The same arguments give the same tokens, whatever engine answers and however often it is asked."""
 
@@ -44,6 +32,7 @@ class Generate(ABC):
         """Numbers that the environment counts of the group; metrics.jsonl has their sums of an iteration under `environment`."""
         return Counter()
 
+    @abstractmethod
     async def __call__(
         self,
         tokens: npt.NDArray[np.int32],
@@ -63,13 +52,6 @@ class Generate(ABC):
             stop: texts that end a continuation, which keeps the tokens that complete one.
         Every generation's `version` is the weight version that wrote it. Raises ValueError for fewer than one, or than one token.
         """
-        if n < 1 or (max_tokens is not None and max_tokens < 1):
-            raise ValueError(f"generate: n = {n} and max_tokens = {max_tokens} must be at least 1")
-        return await self._write(Turn(tokens, n, sample, turn, max_tokens, tuple(stop)))
-
-    @abstractmethod
-    async def _write(self, turn: Turn) -> list[Generation]:
-        """turn.n generations."""
 
 
 class Environment(Protocol):
@@ -121,11 +103,4 @@ class EnvironmentContext:
 
 def write(sample: SampleBuilder, generation: Generation) -> None:
     """Adds what the policy wrote to a sample, with the columns that the engine filled."""
-    sample.write(generation.tokens, generation.logprobs, version_of(generation), generation.columns)
-
-
-def version_of(generation: Generation) -> int:
-    """The weight version of all its tokens."""
-    if generation.version is None:
-        raise ValueError("a generation without weight version cannot be trained; take it from `generate`")
-    return generation.version
+    sample.write(generation.tokens, generation.logprobs, generation.written_by, generation.columns)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation
-from pa_npu.environments.protocol import EnvironmentContext, Generate, version_of, write
+from pa_npu.environments.protocol import EnvironmentContext, Generate, write
 from pa_npu.samples.columns import NO_VERSION
 from pa_npu.samples.types import Sample, SampleBuilder, SampleRow, check_one_each
 
@@ -44,7 +44,7 @@ def samples_of(prompt: npt.NDArray[np.int32], generations: Sequence[Generation])
         check_one_each(generation.tokens, generation.logprobs)
         written = slice(start + len(prompt), end)
         trained[written] = True
-        versions[written] = version_of(generation)
+        versions[written] = generation.written_by
         if len(generation.logprobs):
             logprobs[written] = generation.logprobs
     row = SampleRow(tokens, trained, logprobs, versions, bounds[1:], prompt=len(prompt))

@@ -10,8 +10,8 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from pa_npu.coordinator.main import make_gateway
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation
 from pa_npu.engines.vllm.kind import tool_parser as vllm_parser
-from pa_npu.environments.protocol import EnvironmentFailed, Generate, Turn
+from pa_npu.environments.protocol import EnvironmentFailed, Generate
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import ConfigError
 from pa_npu.launcher.engine_key import run_key_file
@@ -60,6 +60,16 @@ def ids(text: str) -> list[int]:
     return found + ([TOKENIZER.eos_token_id] if text.endswith(END_OF_TURN) else [])
 
 
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """The arguments of Generate, of one request."""
+
+    tokens: np.ndarray
+    sample: int
+    turn: int
+    max_tokens: int | None
+
+
 class Policy(Generate):
     """Writes what `script` says to what it is shown; log-probs and a seed's part follow from the turn that it is asked for."""
 
@@ -68,7 +78,19 @@ class Policy(Generate):
         self.turns: list[Turn] = []
         self.wait: asyncio.Event | None = None
 
-    async def _write(self, turn: Turn) -> list[Generation]:
+    async def __call__(
+        self,
+        tokens: np.ndarray,
+        *,
+        n: int = 1,
+        sample: int = 0,
+        turn: int = 0,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> list[Generation]:
+        return await self.write(Turn(tokens, sample, turn, max_tokens))
+
+    async def write(self, turn: Turn) -> list[Generation]:
         self.turns.append(turn)
         if self.wait is not None:
             await self.wait.wait()
@@ -76,8 +98,8 @@ class Policy(Generate):
         written = ids(text)[: turn.max_tokens]
         ended = len(written) == len(ids(text)) and text.endswith(END_OF_TURN)
         logprobs = -np.linspace(0.1, 1.0, len(written), dtype=np.float32) - turn.turn % 97
-        tokens = np.asarray(written, np.int32)
-        return [Generation(tokens, logprobs, "", "stop" if ended else "length", version=VERSION)]
+        reason: Any = "stop" if ended else "length"
+        return [Generation(np.asarray(written, np.int32), logprobs, "", reason, version=VERSION)]
 
 
 def asks_then_answers(shown: str) -> str:
@@ -372,12 +394,12 @@ async def test_which_branch_is_judged_is_chance_neither_for_parallel_requests_no
             return agents._transcript(client.session)
         waits = dict(zip(questions, (asyncio.Event(), asyncio.Event()), strict=True))
 
-        async def answer(turn: Turn, write: Any = policy._write) -> list[Generation]:
+        async def answer(turn: Turn, write: Any = policy.write) -> list[Generation]:
             shown = str(TOKENIZER.decode(turn.tokens.tolist()))
             await next(event for question, event in waits.items() if question in shown).wait()
             return await write(turn)  # type: ignore[no-any-return]
 
-        policy._write = answer  # type: ignore[method-assign]
+        policy.write = answer  # type: ignore[method-assign]
         asking = [asyncio.create_task(client.chat([user(question)])) for question in questions]
         while len(client.session._running) < 2:
             await asyncio.sleep(0.001)
@@ -987,7 +1009,7 @@ async def within(limit_s: float, holds: Callable[[], object], what: str) -> None
 class Endless(Policy):
     """Writes so much that no socket's buffers hold its log-probs."""
 
-    async def _write(self, turn: Turn) -> list[Generation]:
+    async def write(self, turn: Turn) -> list[Generation]:
         tokens = np.full(turn.max_tokens or 1, 100, np.int32)
         return [Generation(tokens, np.full(len(tokens), -0.123456, np.float32), "", "length", version=VERSION)]
 
