@@ -64,7 +64,7 @@ if [[ $what == unit || $what == integration ]]; then
   exit
 fi
 # some tests of trainer ranks alone stand beside the unit tests, so that both halves take as long
-ranks=(tests/integration/test_{backends,trainer,trimodel}_*.py tests/integration/test_mixture_trainer.py)
+ranks=(tests/integration/test_backends_*.py tests/integration/test_mixture_trainer.py)
 others=()
 for folder in tests/*/; do
   [[ $folder == tests/@(integration|helpers|__pycache__)/ ]] || others+=("$folder")
