@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -32,24 +31,21 @@ from pa_npu.samples.seeds import turn_seed
 from pa_npu.samples.types import Sample, group_lengths
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ScoredGroup:
-    """A prompt, the samples that its environment made of it, any number from one on, their rewards, and what it counted."""
+    """A prompt, the samples that its environment made of it, any number from one on, their rewards, and what it counted.
+
+    lengths: trained tokens of each sample. trained_as: group_lengths, prompt and lengths as trainers compute them.
+    """
 
     prompt: Prompt
     samples: list[Sample]
     result: RewardResult
     counted: Mapping[str, int] = field(default_factory=dict)
 
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Trained tokens of each sample."""
-        return [sample.num_trained for sample in self.samples]
-
-    @cached_property
-    def trained_as(self) -> tuple[int, list[int]]:
-        """group_lengths: prompt and lengths as trainers compute them."""
-        return group_lengths(self.samples)
+    def __post_init__(self) -> None:
+        self.lengths = [sample.num_trained for sample in self.samples]
+        self.trained_as = group_lengths(self.samples)
 
     @property
     def computed(self) -> tuple[int, tuple[int, ...]] | None:
@@ -123,7 +119,7 @@ async def run_episode(
 
 def _check(what: str, samples: Sequence[Sample], most_tokens: int) -> None:
     several = isinstance(samples, Sequence)
-    if not several or not samples or not all(isinstance(sample, Sample) for sample in samples):
+    if not several or not samples or not all([isinstance(sample, Sample) for sample in samples]):
         kinds = ", ".join(sorted({type(sample).__name__ for sample in samples})) if several else type(samples).__name__
         raise EnvironmentFailed(
             f"{what}: must return samples, at least one, returned {kinds or 'nothing'}; correct rollout"

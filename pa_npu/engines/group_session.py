@@ -249,7 +249,7 @@ async def generate_patiently(
         watching.append(loop.create_task(_watch(ended, engine, deadline_s, limit_s, probe_timeout_s, what, of)))
 
     # past the limit the request is cancelled here, so that its own deadline never comes first
-    request = asyncio.ensure_future(engine.generate(prompt_tokens, n, seed, sampling, deadline_s=2 * limit_s, **more))
+    request = loop.create_task(engine.generate(prompt_tokens, n, seed, sampling, deadline_s=2 * limit_s, **more))
     request.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
     timer = loop.call_later(deadline_s, watch)  # nearly every request ends before, and needs no other task
     try:

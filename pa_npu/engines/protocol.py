@@ -46,9 +46,9 @@ class Sampling:
     routes: Routes | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # as Sample
 class Generation:
-    """One response. tokens: int32 [R], its end token included. logprobs: float32 [R], or [0] when not asked for.
+    """One response, read only. tokens: int32 [R], its end token included. logprobs: float32 [R], or [0] when not asked for.
 
     text leaves the end token and other special tokens out. finish_reason: stop (by itself), length (at its
     limit), or cut: handed on by `hand_on` as it stood, perhaps before its first token.

@@ -38,9 +38,9 @@ class SampleTurn:
     reward: float | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # frozen ones take twice as long to make, and there is one for every response
 class Sample:
-    """One sequence from its prompt to its end. T tokens; arrays are numpy [T].
+    """One sequence from its prompt to its end, read only. T tokens; arrays are numpy [T].
 
     tokens: int32. trained: bool, the tokens that the policy sampled, never the first one. logprobs: float32, of the
     distribution that a trained token was sampled from. versions: int32, the weight version that sampled it. Both mean
@@ -94,10 +94,9 @@ class SampleRow:
             arrays = self.tokens[span], self.trained[span], self.logprobs[span], self.versions[span]
             columns = {column: values[span] for column, values in self.columns.items()} if self.columns else {}
             sample = Sample(*arrays, finished[number], texts[number], columns=columns)
-            known = vars(sample)
-            known["_place"] = self, number
+            sample._place = self, number
             if self.prompt is not None:  # else found when it is asked for
-                known["prompt_length"], known["num_trained"] = self.prompt, end - start - self.prompt
+                sample.prompt_length, sample.num_trained = self.prompt, end - start - self.prompt
             samples.append(sample)
         return samples
 
