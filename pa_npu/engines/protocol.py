@@ -46,7 +46,7 @@ class Sampling:
     routes: Routes | None = None
 
 
-@dataclass(eq=False)  # as Sample
+@dataclass(eq=False)  # not frozen, for the same reason as Sample
 class Generation:
     """One response, read only. tokens: int32 [R], its end token included. logprobs: float32 [R], or [0] when not asked for.
 

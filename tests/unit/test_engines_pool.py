@@ -224,3 +224,22 @@ async def test_gather_leaves_nothing_running():
     with pytest.raises(EngineError):
         await gather([asyncio.Event().wait(), fail_after(event)])
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_the_end_of_a_versions_last_session_wakes_who_waits_for_it_and_a_beginning_nobody():
+    """Its lease may have ended before: the session of a group that moves from engine to engine goes on without one."""
+    pool, asked = EnginePool(), []
+
+    def is_over() -> bool:
+        asked.append(1)
+        return not pool.writes_before(1)
+
+    pool.count_open(0, 1)
+    waiting = asyncio.create_task(pool.until(is_over))
+    await asyncio.sleep(0)
+    pool.count_open(0, 1)
+    await asyncio.sleep(0)
+    assert len(asked) == 1
+    for _ in range(2):
+        pool.count_open(0, -1)
+    await asyncio.wait_for(waiting, 5.0)

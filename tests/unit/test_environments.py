@@ -115,6 +115,10 @@ async def test_a_single_turn_is_one_request_whose_samples_follow_one_another() -
     assert [(request[1], request[2]) for request in engine.requests] == [(4, SEED)]
     assert [sample.text for sample in samples] == ["#### 1", "#### 22"] * 2
     assert all(sample.prompt_length == len(PROMPT.tokens) and sample.finished for sample in samples)
+    for sample in samples:  # what is known beforehand is what the arrays say
+        assert (
+            sample.num_trained == np.count_nonzero(sample.trained) and sample.prompt_length == sample.trained.argmax()
+        )
 
 
 async def test_a_response_without_a_version_ends_the_run_in_one_line_that_names_its_engine() -> None:
