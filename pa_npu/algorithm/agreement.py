@@ -2,31 +2,47 @@
 
 Both compute the same log-probs of the same tokens by other kernels, so they differ by rounding. How much rounding can do is
 measured without an engine: the trainer's log-probs in its own type against its log-probs in a wider one (bf16 against fp32, fp32
-against fp64), same weights, same tokens. No fault of an engine moves this yardstick. Two honest sets of kernels differ by 1.0 to
-1.5 of it (docs/results/agreement.md); publish.noise_margin says by how many at most.
+against fp64), same weights, same tokens. No fault of an engine moves this yardstick. publish.noise_margin says how many times it
+an engine may round.
 
-With t the trainer's and e the engine's log-prob of a sampled token and d = t - e, four numbers of an iteration are judged:
+Log-odds, not log-probs, are compared. A logit that is rounded by r moves the log-prob t of a token by about (1 - p) r, with
+p = e^t: the log-prob of a certain token hardly moves, that of an open one by all of r. So a difference of log-probs says how open
+the tokens of a group are, which varies a thousandfold between the prompts of one iteration, and a yardstick of some prompts says
+nothing about others. With u = 1 - p,
 
-    mean |d|      moves linearly with a fault, and shows it where it is larger than the rounding
-    K3 = e^d-1-d  moves with the fault's square, so that few tokens that are far off show; it estimates KL(engine || trainer)
-    slope         of d against t within responses: rounding has no sign and averages out of it, while another temperature T is a
-                  slope of about 1 - 1/T, and so is a factor on all weights, long before mean |d| shows them
+    z = (t - e) / (u + floor)       the difference of the log-odds log(p / (1 - p)), in units of a logit's rounding
+    L = (t + H) / (u + floor)       what z is per unit of a factor on all logits, H the entropy of the token's distribution; of a
+                                    token that competes with one other it is its log-odds
+
+z is alike for all tokens of a run: over 960 groups of an honest bf16 run, mean |z| of a group was 0.3 to 3.3 of the yardstick,
+mean |d| 0.002 to 80 of it (docs/results/agreement.md). `floor` is where the rounding of an fp32 log-prob itself exceeds what
+the logits' rounding does to it (UNCERTAINTY_FLOOR).
+
+Four numbers are judged:
+
+    mean |z|      moves linearly with a fault, and shows it where it is larger than the rounding
+    mean z^2      moves with the fault's square, so that few tokens that are far off show
+    slope         of z against L: another temperature T is a slope of about 1 - 1/T, and so is a factor on all weights. Rounding has
+                  no sign and averages out of it, and each token counts, the certain ones most
     strays        tokens more than STRAY nats off, in each response: many where the log-probs are those of other tokens
 
-Limits of mean |d| and K3. The mean over R responses is one of positive, skewed, independent terms. It is taken as log-normal with
-the right mean and variance (Fenton-Wilkinson), whose tail is heavier than the normal's and the gamma's. With the yardstick from R0
-responses of L0 tokens, the ratio of the two means has the relative variance
+Responses to one prompt are no independent sample: under a sharp policy they are nearly the same tokens, and their common
+rounding repeats. A response whose tokens c responses of its group have at the same place therefore counts as 1/c (`independent`).
+What a single group of a sharp policy says is judged with little certainty, what an iteration says with much.
+
+Limits of mean |z| and mean z^2. The mean over R independent responses is one of positive, skewed terms. It is taken as log-normal
+with the right mean and variance (Fenton-Wilkinson), whose tail is heavier than the normal's and the gamma's. With the yardstick
+from R0 responses of L0 tokens, the ratio of the two means has the relative variance
 
     v = c^2 (max(1, L0 / L) / R + 1 / R0)        c^2: that of one response's part, which the yardstick shows
 
-and with s^2 = log(1 + v) it exceeds exp(z s - s^2 / 2) with the chance of a normal above z. z is chosen for false_stop_rate per
-iteration, divided by the tests that an iteration has. K3 leaves out the response that differs most: a fault is in all of them.
+and with s^2 = log(1 + v) it exceeds exp(k s - s^2 / 2) with the chance of a normal above k. k is chosen for false_stop_rate per
+iteration, divided by the tests that an iteration has. Mean z^2 leaves out the response that differs most: a fault is in all of
+them.
 
-Limit of the slope. Its standard error follows from how it varies between responses, and has Student's tails. Allowed is what the
-slope that is judged can be by chance and, beside it, the margin times the yardstick's own slope with its standard error, and at
-least what fp32 rounds. The standard error does not show that rounding where one response has nearly all of the spread of t, as
-in a probe of a sharp policy; nor does the yardstick show a slope between two sets of kernels, which no number of tokens averages
-out.
+Limit of the slope. Its standard error is the larger of two, since neither alone is enough: from the scatter of tokens around the
+line, and from the scatter of responses; both are multiplied for responses that repeat each other, and have Student's tails.
+Allowed is that, beside it the margin times the yardstick's own slope and standard error, and at least what fp32 rounds.
 
 Of tokens whose policy has moved on, the slope is judged by that of other tokens as old, which agreed when they were new.
 
@@ -40,11 +56,19 @@ from __future__ import annotations
 import math
 from dataclasses import astuple, dataclass, fields
 from statistics import NormalDist
+from typing import Literal, get_args
 
 import torch
 
-# Of the trained tokens: mean |d|, K3, slope, strays; of a probe, which is too small for K3, three.
+Check = Literal["mean", "square", "slope", "strays"]
+CHECKS: tuple[Check, ...] = get_args(Check)
+# Of the trained tokens all four are judged; of a probe, which is too small for mean z^2, three.
 TESTS_OF_TRAINED, TESTS_OF_PROBE = 4, 3
+# The uncertainty 1 - p below which a log-prob's own rounding in fp32, about 2^-20, exceeds what the rounding of logits of size 10
+# in this type does to it: 2^-5 in bf16, 2^-8 in fp16; in fp32 both are alike for open tokens.
+UNCERTAINTY_FLOOR = {"bf16": 2.0**-15, "fp16": 2.0**-12, "fp32": 2.0**-3}
+# Log-odds beyond this count as this: a single token that the policy nearly excludes would decide the slope.
+_LARGEST_ODDS = 16.0
 # Nats: a ratio of 1.65, far beyond the clip range of any loss.
 STRAY = 0.5
 STRAY_SHARE = 0.05
@@ -56,8 +80,8 @@ _OTHER_TOKENS = 2.0
 _FITS_OTHERS = 0.7
 # Few responses may look alike by chance: their variance is averaged with that of exponential noise, which counts as so many.
 _PRIOR_RESPONSES, _PRIOR_VARIANCE = 2.0, 1.0
-# A sample of a skewed quantity mostly lacks the rare large values that make its variance: K3, a square, is skewed itself.
-_K3_VARIANCE_FACTOR = 4.0
+# A sample of a skewed quantity mostly lacks the rare large values that make its variance: a square is skewed itself.
+_SQUARE_VARIANCE_FACTOR = 4.0
 # exp(d) - 1 - d by its series below this, where the difference of nearly equal numbers is only rounding.
 _SERIES_BELOW = 0.02
 # Log-probs are fp32 numbers around 1 on both sides, whatever the models' type.
@@ -67,6 +91,8 @@ _SLOPE_ROUNDING = 2.0**-10
 # or below this: fp32 rounding of a scalar product of 2^14 terms. Where all logits depend on one, as on the final norm's, it is a
 # slope of all tokens alike.
 _LEAST_SLOPE = 2.0**-17
+# Responses that are told apart; with fewer their scatter says nothing.
+_FEWEST_FOR_SLOPE = 4
 
 
 def k3_of(difference: torch.Tensor) -> torch.Tensor:
@@ -77,90 +103,127 @@ def k3_of(difference: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DifferenceSums:
-    """Sums over responses, of which each has n tokens and, summed over them:
+    """Sums over the responses of a comparison. They add up over microbatches, replicas and updates.
 
-        a  |d|      k  K3      p  (d - mean)(t - mean)      q  (t - mean)^2
-        own         strays                     others   tokens more than STRAY from a neighbour's log-prob
-        expected    strays that its tokens' ages allow
+    A response has n tokens and, summed over them: |z|, z^2, the moment z L and the weight L^2. Of these and of their products the
+    sums over responses are kept, as the names say; `scatter_*` are sums over tokens.
 
-    The last three are maxima: over responses of k, and of the evidence, in nats, that one has more strays than allowed; over tokens
-    of |d|.
-    Adds up over microbatches, replicas and updates.
+        independent       responses, each divided by the number of those that have its tokens
+        absolute, k3      sums of |d| and of K3 = exp(d) - 1 - d over tokens, which are reported and not judged
+        strays_own        tokens more than STRAY from their own log-prob; strays_others: from a neighbour's
+        strays_expected   strays that the tokens' ages allow
+
+    The last three are maxima: over responses of the sum of z^2, and of the evidence, in nats, that one has more strays than
+    allowed; over tokens of |d|.
     """
 
     responses: float = 0.0
+    independent: float = 0.0
     n: float = 0.0
-    nn: float = 0.0
-    a: float = 0.0
-    aa: float = 0.0
-    an: float = 0.0
-    k: float = 0.0
-    kk: float = 0.0
-    kn: float = 0.0
-    p: float = 0.0
-    pp: float = 0.0
-    q: float = 0.0
-    qq: float = 0.0
-    pq: float = 0.0
-    own: float = 0.0
-    others: float = 0.0
-    expected: float = 0.0
-    k_largest: float = 0.0
+    n_squared: float = 0.0
+    absolute: float = 0.0
+    k3: float = 0.0
+    odds: float = 0.0
+    odds_squared: float = 0.0
+    odds_times_n: float = 0.0
+    square: float = 0.0
+    square_squared: float = 0.0
+    square_times_n: float = 0.0
+    moment: float = 0.0
+    moment_squared: float = 0.0
+    weight: float = 0.0
+    weight_squared: float = 0.0
+    moment_times_weight: float = 0.0
+    scatter_moment: float = 0.0
+    scatter_cross: float = 0.0
+    scatter_weight: float = 0.0
+    strays_own: float = 0.0
+    strays_others: float = 0.0
+    strays_expected: float = 0.0
+    square_largest: float = 0.0
     strays: float = 0.0
     largest: float = 0.0
 
     def __add__(self, other: DifferenceSums) -> DifferenceSums:
         pairs = list(zip(astuple(self), astuple(other), strict=True))
-        return DifferenceSums(*[x + y for x, y in pairs[:NUM_SUMS]], *[max(pair) for pair in pairs[NUM_SUMS:]])
+        sums = [x + y for x, y in pairs[:NUM_SUMS]]
+        maxima = [max(pair) for pair in pairs[NUM_SUMS:]]
+        return DifferenceSums(*sums, *maxima)
 
     @property
     def absolute_mean(self) -> float:
-        """Mean |d| over tokens."""
-        return self.a / max(1.0, self.n)
+        """Mean |d| over tokens, in nats."""
+        return self.absolute / max(1.0, self.n)
 
     @property
     def k3_mean(self) -> float:
-        """Mean K3 over tokens."""
-        return self.k / max(1.0, self.n)
+        """Mean K3 over tokens, which estimates KL(engine || trainer) in nats."""
+        return self.k3 / max(1.0, self.n)
 
     @property
-    def k3_trimmed(self) -> float:
-        """Mean K3 without the response whose K3 is largest, as if that had no difference at all."""
-        return (self.k - self.k_largest) / max(1.0, self.n)
+    def odds_mean(self) -> float:
+        """Mean |z| over tokens."""
+        return self.odds / max(1.0, self.n)
+
+    @property
+    def square_mean(self) -> float:
+        """Mean z^2 over tokens."""
+        return self.square / max(1.0, self.n)
+
+    @property
+    def square_trimmed(self) -> float:
+        """Mean z^2 without the response whose sum is largest, as if that had no difference at all."""
+        return (self.square - self.square_largest) / max(1.0, self.n)
 
     @property
     def slope(self) -> float:
-        """The slope of d against t, within responses."""
-        return self.p / self.q if self.q else 0.0
+        """The slope of z against L, through zero."""
+        return self.moment / self.weight if self.weight else 0.0
 
     @property
     def slope_deviation(self) -> float:
-        """Standard error of the slope, from how it varies between responses."""
-        if self.responses < _FEWEST_FOR_SLOPE or not self.q:
+        """Standard error of the slope; infinite where it cannot be known."""
+        if self.responses < _FEWEST_FOR_SLOPE or not self.weight or not self.independent:
             return math.inf
-        residual = max(0.0, self.pp - 2 * self.slope * self.pq + self.slope**2 * self.qq)
-        return math.sqrt(residual * self.responses / (self.responses - 1)) / self.q
+        slope = self.slope
+        of_responses = self.moment_squared - 2 * slope * self.moment_times_weight + slope**2 * self.weight_squared
+        of_tokens = self.scatter_moment - 2 * slope * self.scatter_cross + slope**2 * self.scatter_weight
+        repeated = self.responses / self.independent
+        return math.sqrt(repeated * max(0.0, of_responses, of_tokens)) / self.weight
 
-    def slope_error(self, z: float) -> float:
-        """How far the slope may be from its mean over many samples, with the chance of a normal beyond z."""
-        return self.slope_deviation and self.slope_deviation * _student(z, max(2.0, self.responses - 1))
+    def slope_error(self, deviations: float) -> float:
+        """How far the slope may be from its mean over many samples, with the chance of a normal beyond `deviations`."""
+        if self.slope_deviation in (0.0, math.inf):
+            return self.slope_deviation
+        independent_tokens = self.n * self.independent / self.responses
+        return self.slope_deviation * _student(deviations, max(2.0, independent_tokens - 1))
 
 
 NUM_MAXIMA = 3
 NUM_SUMS = len(fields(DifferenceSums)) - NUM_MAXIMA
-_FEWEST_FOR_SLOPE = 4
 
 
 def difference_sums(
     logprobs: torch.Tensor,
     engine_logprobs: torch.Tensor,
+    entropy: torch.Tensor,
     response_index: torch.Tensor,
     num_responses: int,
     ages: torch.Tensor | None = None,
+    *,
+    floor: float = UNCERTAINTY_FLOOR["bf16"],
+    copies: float = 1.0,
 ) -> torch.Tensor:
-    """The fields of DifferenceSums for one microbatch in their order, fp32; the last NUM_MAXIMA are maxima, no sums.
+    """Returns the fields of DifferenceSums for one microbatch in their order, fp32; the last NUM_MAXIMA are maxima, no sums.
 
-    logprobs, engine_logprobs: [tokens] fp32, ordered by response. response_index: int64 [tokens]. ages: [tokens], 0 where None.
+    Args:
+        logprobs, engine_logprobs: [tokens] fp32, ordered by response.
+        entropy: [tokens] fp32, in nats, of the distributions that logprobs are of.
+        response_index: int64 [tokens].
+        num_responses: of the microbatch.
+        ages: [tokens], 0 where None.
+        floor: of the uncertainty, UNCERTAINTY_FLOOR of the models' type.
+        copies: responses of a group that have the same token at the same place, in the mean.
     """
     difference = logprobs - engine_logprobs
 
@@ -168,105 +231,155 @@ def difference_sums(
         zeros = torch.zeros(num_responses, dtype=torch.float32, device=values.device)
         return zeros.index_add(0, response_index, values.float())
 
+    # a log-prob may be rounded to a little above 0
+    uncertainty = (-torch.expm1(logprobs)).clamp(min=0.0)
+    z = difference / (uncertainty + floor)
+    log_odds = ((logprobs + entropy) / (uncertainty + floor)).clamp(-_LARGEST_ODDS, _LARGEST_ODDS)
     n = summed(torch.ones_like(difference))
-    count = n.clamp(min=1.0)
-    centred = [value - (summed(value) / count)[response_index] for value in (difference, logprobs)]
-    a, k = summed(difference.abs()), summed(k3_of(difference))
-    p, q = summed(centred[0] * centred[1]), summed(centred[1].square())
-    own, expected = (difference.abs() > STRAY).float(), torch.full_like(difference, STRAY_SHARE)
+    is_response = (n > 0).float()
+    odds, square = summed(z.abs()), summed(z.square())
+    moment, weight = summed(z * log_odds), summed(log_odds.square())
+    own = (difference.abs() > STRAY).float()
+    expected = torch.full_like(difference, STRAY_SHARE)
     if ages is not None:
         expected = (expected * (1 + ages)).clamp(max=0.5)
-    others = torch.zeros_like(own)
+    strays = [summed(own), summed(_neighbours_strays(logprobs, engine_logprobs, response_index)), summed(expected)]
+    sums = {
+        "responses": is_response,
+        "independent": is_response / copies,
+        "n": n,
+        "n_squared": n * n,
+        "absolute": difference.abs(),
+        "k3": k3_of(difference),
+        "odds": odds,
+        "odds_squared": odds.square(),
+        "odds_times_n": odds * n,
+        "square": square,
+        "square_squared": square.square(),
+        "square_times_n": square * n,
+        "moment": moment,
+        "moment_squared": moment.square(),
+        "weight": weight,
+        "weight_squared": weight.square(),
+        "moment_times_weight": moment * weight,
+        "scatter_moment": (z * log_odds).square(),
+        "scatter_cross": z * log_odds**3,
+        "scatter_weight": log_odds**4,
+        "strays_own": strays[0],
+        "strays_others": strays[1],
+        "strays_expected": strays[2],
+    }
+    maxima = {
+        "square_largest": square.max(),
+        "strays": stray_evidence(n, *strays).max(),
+        "largest": difference.abs().max(),
+    }
+    names = [field.name for field in fields(DifferenceSums)]
+    assert names == [*sums, *maxima]
+    return torch.stack([*(column.float().sum() for column in sums.values()), *maxima.values()])
+
+
+def _neighbours_strays(
+    logprobs: torch.Tensor, engine_logprobs: torch.Tensor, response_index: torch.Tensor
+) -> torch.Tensor:
+    """Returns for each token the share of its neighbours' log-probs that are more than STRAY from its own; fp32 [tokens]."""
+    strays = torch.zeros_like(logprobs)
     together = response_index[1:] == response_index[:-1]
-    others[:-1] += 0.5 * (together & ((logprobs[:-1] - engine_logprobs[1:]).abs() > STRAY))
-    others[1:] += 0.5 * (together & ((logprobs[1:] - engine_logprobs[:-1]).abs() > STRAY))
-    counts = [summed(value) for value in (own, others, expected)]
-    columns = [(n > 0).float(), n, n * n, a, a * a, a * n, k, k * k, k * n, p, p * p, q, q * q, p * q, *counts]
-    maxima = [k.max(), stray_evidence(n, *counts).max(), difference.abs().max()]
-    return torch.stack([*(column.sum() for column in columns), *maxima])
+    strays[:-1] += 0.5 * (together & ((logprobs[:-1] - engine_logprobs[1:]).abs() > STRAY))
+    strays[1:] += 0.5 * (together & ((logprobs[1:] - engine_logprobs[:-1]).abs() > STRAY))
+    return strays
 
 
 def added(sums: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Two of `difference_sums` as one, as DifferenceSums adds."""
+    """Returns two results of `difference_sums` as one, as DifferenceSums adds."""
     return torch.cat([sums[:NUM_SUMS] + other[:NUM_SUMS], torch.maximum(sums[NUM_SUMS:], other[NUM_SUMS:])])
 
 
 def stray_evidence(n: torch.Tensor, own: torch.Tensor, others: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Nats by which chance is against as many strays: -log of Chernoff's bound; 0 where they are allowed. Of any shape."""
-    found, allowed = own / n.clamp(min=1.0), expected / n.clamp(min=1.0)
-    divergence = torch.xlogy(found, found / allowed) + torch.xlogy(1 - found, (1 - found) / (1 - allowed))
-    counts = (found > allowed) & (own >= _FITS_OTHERS * others)
+    """Returns the nats by which chance is against as many strays: -log of Chernoff's bound; 0 where they are allowed. Any shape."""
+    share, allowed = own / n.clamp(min=1.0), expected / n.clamp(min=1.0)
+    divergence = torch.xlogy(share, share / allowed) + torch.xlogy(1 - share, (1 - share) / (1 - allowed))
+    counts = (share > allowed) & (own >= _FITS_OTHERS * others)
     return torch.where(counts, n * divergence, torch.zeros_like(n))
 
 
 @dataclass(frozen=True)
-class Limits:
+class AgreementLimits:
     """Beyond these engine and trainer do not agree; infinite where something is not judged. strays: nats of evidence."""
 
-    absolute: float = math.inf
-    k3: float = math.inf
+    mean: float = math.inf
+    square: float = math.inf
     slope: float = math.inf
     strays: float = math.inf
 
-    def broken(self, sums: DifferenceSums) -> str | None:
-        """Says which value is beyond its limit, or not a number; None if none is."""
-        for name, value, limit in (
-            ("mean |difference|", sums.absolute_mean, self.absolute),
-            ("K3", sums.k3_trimmed, self.k3),
-            ("|slope| against the log-prob (another temperature, or scaled weights)", abs(sums.slope), self.slope),
-        ):
+    def broken(self, sums: DifferenceSums) -> dict[Check, str]:
+        """Returns what is beyond its limit, or not a number: by check, its value and limit in words."""
+        values: dict[Check, tuple[str, float, float]] = {
+            "mean": ("mean |difference| of log-odds", sums.odds_mean, self.mean),
+            "square": ("mean squared difference of log-odds", sums.square_trimmed, self.square),
+            "slope": (
+                "|slope| against the log-odds (another temperature, or scaled weights)",
+                abs(sums.slope),
+                self.slope,
+            ),
+        }
+        reasons: dict[Check, str] = {}
+        for check, (name, value, limit) in values.items():
             if not value <= limit:
-                return f"{name} = {value:.3g}, more than {limit:.3g}"
+                reasons[check] = f"{name} = {value:.3g}, more than {limit:.3g}"
         if max(sums.strays, _pooled_evidence(sums)) > self.strays:
-            return (
-                f"{sums.own:.0f} tokens more than {STRAY:g} nats off, {sums.expected:.0f} allowed, in all or in one response more "
-                f"than chance gives: as log-probs have that belong to other tokens (shifted, swapped or not set)"
+            reasons["strays"] = (
+                f"{sums.strays_own:.0f} tokens more than {STRAY:g} nats off, {sums.strays_expected:.0f} allowed, in all or in one "
+                f"response more than chance gives: as log-probs have that belong to other tokens (shifted, swapped or not set)"
             )
-        return None
+        return reasons
 
 
 def limits(
     yardstick: DifferenceSums, sums: DifferenceSums, margin: float, false_stop_rate: float, probes: int = 1
-) -> Limits:
-    """The limits for as many responses and tokens as `sums` has (see the module's docstring). probes: of an iteration."""
-    z = _z(false_stop_rate, probes)
+) -> AgreementLimits:
+    """Returns the limits for as many responses and tokens as `sums` has (see the module's docstring).
+
+    probes: of an iteration.
+    """
+    deviations = _deviations(false_stop_rate, probes)
     shorter = max(1.0, _length(yardstick) / _length(sums))
-    share = shorter / max(1.0, sums.responses) + 1.0 / max(1.0, yardstick.responses)
+    share = shorter / max(1.0, sums.independent) + 1.0 / max(1.0, yardstick.independent)
 
     def quantile(relative_variance: float) -> float:
         squared = math.log1p(relative_variance * share)
-        return math.exp(z * math.sqrt(squared) - 0.5 * squared)
+        return math.exp(deviations * math.sqrt(squared) - 0.5 * squared)
 
     y = yardstick
-    absolute = max(y.absolute_mean, _LEAST_ROUNDING) * quantile(_relative_variance(y, y.a, y.aa, y.an))
-    k3 = max(y.k3_mean, 0.5 * _LEAST_ROUNDING**2) * quantile(
-        _K3_VARIANCE_FACTOR * _relative_variance(y, y.k, y.kk, y.kn)
+    mean = max(y.odds_mean, _LEAST_ROUNDING) * quantile(_relative_variance(y, y.odds, y.odds_squared, y.odds_times_n))
+    square = max(y.square_mean, _LEAST_ROUNDING**2) * quantile(
+        _SQUARE_VARIANCE_FACTOR * _relative_variance(y, y.square, y.square_squared, y.square_times_n)
     )
     rounding = max(_LEAST_SLOPE, _SLOPE_ROUNDING / math.sqrt(max(1.0, sums.n)))
-    return Limits(
-        margin * absolute,
-        margin**2 * k3,
-        max(margin * (abs(y.slope) + y.slope_deviation), rounding) + sums.slope_error(z),
-        _evidence(sums, false_stop_rate, probes),
+    return AgreementLimits(
+        mean=margin * mean,
+        square=margin**2 * square,
+        slope=max(margin * (abs(y.slope) + y.slope_deviation), rounding) + sums.slope_error(deviations),
+        strays=_evidence(sums, false_stop_rate, probes),
     )
 
 
 def aged_limits(
     reference: DifferenceSums | None, sums: DifferenceSums, margin: float, false_stop_rate: float, probes: int = 1
-) -> Limits:
-    """For tokens whose policy has moved on since: strays, and the slope against that of `reference`.
+) -> AgreementLimits:
+    """Returns the limits for tokens whose policy has moved on since: strays, and the slope against that of `reference`.
 
     reference: tokens at least as old that agreed when they were new, as the policy sees them now; None where there are none.
     """
     slope = math.inf
     if reference is not None:
-        ages = sums.expected / (STRAY_SHARE * max(1.0, sums.n))
+        ages = sums.strays_expected / (STRAY_SHARE * max(1.0, sums.n))
         slope = _OTHER_TOKENS * abs(reference.slope) + margin * reference.slope_deviation + SHARPENING * ages
-        slope += sums.slope_error(_z(false_stop_rate, probes))
-    return Limits(slope=slope, strays=_evidence(sums, false_stop_rate, probes))
+        slope += sums.slope_error(_deviations(false_stop_rate, probes))
+    return AgreementLimits(slope=slope, strays=_evidence(sums, false_stop_rate, probes))
 
 
-def _z(false_stop_rate: float, probes: int) -> float:
+def _deviations(false_stop_rate: float, probes: int) -> float:
     return NormalDist().inv_cdf(1.0 - false_stop_rate / (TESTS_OF_TRAINED + TESTS_OF_PROBE * probes))
 
 
@@ -276,24 +389,24 @@ def _evidence(sums: DifferenceSums, false_stop_rate: float, probes: int) -> floa
 
 
 def _pooled_evidence(sums: DifferenceSums) -> float:
-    values = (torch.tensor(value, dtype=torch.float64) for value in (sums.n, sums.own, sums.others, sums.expected))
-    return float(stray_evidence(*values))
+    counts = (sums.n, sums.strays_own, sums.strays_others, sums.strays_expected)
+    return float(stray_evidence(*(torch.tensor(count, dtype=torch.float64) for count in counts)))
 
 
 def _length(sums: DifferenceSums) -> float:
     return max(1.0, sums.n) / max(1.0, sums.responses)
 
 
-def _student(z: float, freedom: float) -> float:
+def _student(deviations: float, freedom: float) -> float:
     """Student's t beyond which lies what of a normal lies beyond z: Gaver and Kafadar, The American Statistician 38, 1984."""
     g = (freedom - 1.5) / (freedom - 1.0) ** 2
-    return math.sqrt(freedom * math.expm1(z * z * g))
+    return math.sqrt(freedom * math.expm1(deviations * deviations * g))
 
 
 def _relative_variance(sums: DifferenceSums, total: float, squares: float, crossed: float) -> float:
     """Variance of one response's part in the mean m = total / n: var(x - m n) / (m mean n)^2, averaged with the prior's."""
-    found, free = 0.0, max(0.0, sums.responses - 1)
+    variance, free = 0.0, max(0.0, sums.responses - 1)
     if free and total > 0:
         mean = total / sums.n
-        found = (squares - 2 * mean * crossed + mean * mean * sums.nn) / (total / sums.responses) ** 2
-    return (max(0.0, found) + _PRIOR_RESPONSES * _PRIOR_VARIANCE) / (free + _PRIOR_RESPONSES)
+        variance = (squares - 2 * mean * crossed + mean * mean * sums.n_squared) / (total / sums.responses) ** 2
+    return (max(0.0, variance) + _PRIOR_RESPONSES * _PRIOR_VARIANCE) / (free + _PRIOR_RESPONSES)

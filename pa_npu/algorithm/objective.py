@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from pa_npu.algorithm.agreement import DifferenceSums, difference_sums
+from pa_npu.algorithm.agreement import UNCERTAINTY_FLOOR, DifferenceSums, difference_sums
 from pa_npu.algorithm.corrections import KL_ESTIMATORS, age_weights, importance_weights, k3, kl_reward_advantages
 from pa_npu.algorithm.policy_losses import (
     PREFERENCE_METRICS,
@@ -74,6 +74,7 @@ class Targets:
     group_indices: dispatch indices of the groups that the samples come from, each once.
     sources: of each sample its group's dispatch index and its number in the group.
     num_computed_tokens: tokens of the microbatch that go through the model, padding left out.
+    repeats: in how many responses of its group here a target stands, at its place and behind the same token; the mean, at least 1.
     """
 
     columns: dict[str, torch.Tensor]
@@ -85,6 +86,7 @@ class Targets:
     group_indices: tuple[int, ...]
     sources: tuple[tuple[int, int], ...]
     num_computed_tokens: int
+    repeats: float
 
     @property
     def engine_logprobs(self) -> torch.Tensor:
@@ -179,7 +181,7 @@ class Objective:
         sums = loss_sums(batch, algorithm, self._policy_loss)
         # of the iteration's weight version, as the trainer computes them
         generated = outputs.frozen.get("old", outputs.policy)
-        differences = measure(microbatch, generated.values)
+        differences = measure(microbatch, generated.values, outputs.entropy, self._config)
         self.sums.add(sums.metrics, differences, microbatch.ages.max())
         if self._judge_first is not None:
             judge, self._judge_first = self._judge_first, None
@@ -253,11 +255,28 @@ def _named(weights: PolicyState | str | None) -> str:
     return "what the engines reported" if weights == "engine" else "weights that nobody has named"
 
 
-def measure(microbatch: Targets, logprobs: torch.Tensor, others: torch.Tensor | None = None) -> torch.Tensor:
-    """How far the trainers' log-probs are from `others`, where None from the engines' (I5): see difference_sums."""
-    others = microbatch.engine_logprobs if others is None else others
-    of_responses = microbatch.response_index, len(microbatch.response_lengths), microbatch.ages
-    return difference_sums(logprobs.detach().float(), others.float(), *of_responses)
+def measure(
+    microbatch: Targets,
+    logprobs: torch.Tensor,
+    entropy: torch.Tensor,
+    config: Config,
+    peers: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Returns how far the trainers' log-probs are from `peers`, where None from the engines' (I5): see difference_sums."""
+    peers = microbatch.engine_logprobs if peers is None else peers
+    responses_here = len(microbatch.response_lengths) / max(1, len(microbatch.group_indices))
+    # a piece of a group does not see how often its tokens stand in the others
+    copies = microbatch.repeats * max(1.0, config.rollout.responses_per_prompt / max(1.0, responses_here))
+    return difference_sums(
+        logprobs.detach().float(),
+        peers.float(),
+        entropy.detach().float(),
+        microbatch.response_index,
+        len(microbatch.response_lengths),
+        microbatch.ages,
+        floor=UNCERTAINTY_FLOOR[config.model.dtype],
+        copies=copies,
+    )
 
 
 @dataclass(frozen=True)

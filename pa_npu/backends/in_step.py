@@ -35,6 +35,7 @@ def filler(tokens: int, device: torch.device) -> Microbatch:
         group_indices=(),
         sources=(),
         num_computed_tokens=tokens,
+        repeats=1.0,
     )
 
 

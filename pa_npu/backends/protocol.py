@@ -25,6 +25,7 @@ from pa_npu.publish.publisher import WeightSource
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import ReplicaLinks, Traffic
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.weight_transfer.computation import Computation
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """By model.dtype."""
@@ -161,6 +162,9 @@ class TrainBackend(Protocol):
 
     def digest(self, name: str = "policy") -> str:
         """Digest of this rank's weights of the policy, or of a copy (weight_transfer.digest.digest_of). Not collective."""
+
+    def computation(self) -> Computation:
+        """Returns what this rank's live modules compute with beside their weights, to compare with engines (I5)."""
 
     def plan_save(self, directory: Path, with_reference: bool) -> PlannedSave:
         """Agree on what each rank writes into `directory` of the state as it is. with_reference: that is no longer the HF model."""

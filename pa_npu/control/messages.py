@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, get_type_hints
 
 from pa_npu.control.typed import Topic
@@ -111,10 +111,12 @@ class ProbeReport:
 
 @dataclass(frozen=True)
 class AgreementReport:
-    """The limits in force for this iteration's logprob_diff_mean and logprob_k3 (I5); None where nothing is judged."""
+    """The differences of log-odds that I5 judges, and their limits in this iteration; None where nothing is judged."""
 
-    logprob_diff_limit: float | None = None
-    logprob_k3_limit: float | None = None
+    logodds_diff_mean: float | None = None
+    logodds_diff_limit: float | None = None
+    logodds_slope: float | None = None
+    logodds_slope_limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,7 @@ class TrainersRunOn:
     """Rank 0's. device: its kind. collectives: their backend. backend: training backend with its version.
 
     kernel, merge: of attention (attention/forms.py); fallback: why the merge is not the platform's fast one, or empty.
+    computation: weight_transfer.computation.Computation of its live modules as JSON, which engines' must agree with.
     """
 
     ranks: int
@@ -296,6 +299,7 @@ class TrainersRunOn:
     kernel: str
     merge: str
     fallback: str
+    computation: dict[str, Any] = field(default_factory=dict)
 
     def line(self) -> str:
         text = (

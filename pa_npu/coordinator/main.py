@@ -15,9 +15,12 @@ import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from pa_npu import platform
 from pa_npu.agents.environment import AgentEnvironment, evaluated
@@ -65,6 +68,7 @@ from pa_npu.samples.rollout_buffer import RolloutBuffer, open_buffer
 from pa_npu.samples.routes import routes_of
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.weight_transfer.computation import Computation
 from pa_npu.weight_transfer.transport import run_and_exit
 
 logger = logging.getLogger(__name__)
@@ -139,6 +143,9 @@ async def run(config: Config) -> None:
         connection = await connection_to_trainers(config, channel, store)
         trainers = await TRAINERS_RUN_ON.wait_async(channel, limit_s)
         records.write_runs_on(RunsOn(trainers, fleet.run_on()))
+        if trainers.computation:
+            computation = msgspec.convert(trainers.computation, Computation, strict=False)
+            connection = replace(connection, computation=computation)
         publish = CoordinatorPublish(config, fleet, pool, channel, connection, sampling)
         evaluator = None
         if held_out:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import aiohttp
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +23,7 @@ from pa_npu.config.texts import path_problem
 from pa_npu.control.bounded_http import bounded_get, read_at_most
 from pa_npu.engines.codec import decode_object, decode_response, encode_request, recorded_routes, with_routes
 from pa_npu.engines.http_server import INSTANCE_HEADER, KEY_VARIABLE, NO_VERSION, OPEN_PATH, VERSION_HEADER
+from pa_npu.engines.live_weights import LiveReport
 from pa_npu.engines.protocol import (
     NOTHING,
     EngineCapabilities,
@@ -209,7 +211,24 @@ class EngineClient:
                 f"engine {self.name}: its workers say that they hold weight versions {list(versions)!r:.200}"
             )
         digests = tuple(tuple(map(str, result.get("digests") or ())) for result in results)
-        return LoadedWeights(versions, digests if any(digests) else (), _memory(results))
+        return LoadedWeights(
+            versions=versions,
+            digests=digests if any(digests) else (),
+            memory=_memory(results),
+            live=self._live(results),
+        )
+
+    def _live(self, results: Sequence[dict[str, Any]]) -> tuple[LiveReport, ...]:
+        """Returns what every worker says that it holds; empty unless all of them say it. Raises EngineError for another form."""
+        answers = [result.get("live") for result in results]
+        if None in answers:
+            return ()
+        try:
+            return tuple(msgspec.convert(answer, LiveReport, strict=False) for answer in answers)
+        except msgspec.ValidationError as error:
+            raise EngineError(
+                f"engine {self.name}: its workers' report of what they hold cannot be read: {error}"
+            ) from None
 
     async def _on_workers(
         self, method: str, args: Sequence[Any], deadline_s: float, **limits: Any

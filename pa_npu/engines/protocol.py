@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pa_npu.engines.live_weights import LiveReport
 from pa_npu.errors import PaNpuError
 from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.samples.columns import Values
@@ -100,11 +101,13 @@ class LoadedWeights:
     digests: per worker, of what each stage sent, in stage order (Receiver.digests);
     empty before the first load. A publish after which there are none is refused (I5).
     memory: of all processes of the engine and of its fullest device since the load before; None where it does not say.
+    live: per worker, what its live modules hold after the load; empty where it does not say.
     """
 
     versions: tuple[int | None, ...]
     digests: tuple[tuple[str, ...], ...] = ()
     memory: MemoryPeak | None = None
+    live: tuple[LiveReport, ...] = ()
 
 
 @dataclass(frozen=True)

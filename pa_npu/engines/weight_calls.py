@@ -2,7 +2,7 @@
 
     pa_connect    once: join one group per pipeline stage, check that the trainer's model is the engine's
     pa_receive    per version: receive and load everything in one call between engine steps, then stamp the version; says what
-                  memory was used at most since the load before
+                  the live modules hold afterwards, and what memory was used at most since the load before
     pa_prepare    per version, instead: begin to receive it in a thread, beside the engine's steps; pa_prepared says when it is here
     pa_swap       load what was prepared, between two steps, with nothing on the wire
     pa_version    the version all of whose weights are loaded; None before the first and after a failed receive
@@ -13,12 +13,14 @@ The caller must have no request in flight during pa_receive and pa_swap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from pa_npu.engines.live_weights import LiveTensor, LiveWeights
 from pa_npu.platform.memory_peaks import ResidentPeak, device_peak_bytes, own_processes, session_leader
+from pa_npu.weight_transfer.computation import computation_of
 from pa_npu.weight_transfer.receiver import Receiver
 from pa_npu.weight_transfer.transport import WeightSyncError
 
@@ -41,6 +43,14 @@ class WeightCalls:
     def _pa_take(self, version: int, weights: Iterator[tuple[str, torch.Tensor]], kept: bool) -> list[str]:
         """Load all weights by their HF names; returns the parameters for which none came. kept: the tensors' memory is the
         engine's from here on."""
+        raise NotImplementedError
+
+    def _pa_live(self, names: Sequence[str]) -> Iterable[LiveTensor]:
+        """Finds the memory that the live modules compute with. names: HF names of the tensors that were loaded."""
+        raise NotImplementedError
+
+    def _pa_modules(self) -> Iterable[torch.nn.Module]:
+        """Returns the live modules."""
         raise NotImplementedError
 
     def pa_connect(self, groups: dict[str, Any]) -> dict[str, Any]:
@@ -82,17 +92,19 @@ class WeightCalls:
         kept: bool = False,
     ) -> dict[str, Any]:
         """digests: of what was received, asked for when all of it has been loaded."""
-        weights = self._pa_get().whole(received)
+        live = LiveWeights()
+        weights = live.received(self._pa_get().whole(received))
         self._pa_version = None  # on any error some weights may be new and others old
         with torch.no_grad():
             missing = self._pa_take(version, weights, kept)
+            held = live.report(self._pa_live(live.names), computation_of(self._pa_modules()))
         if missing:
             raise WeightSyncError(
                 f"weight version {version}: the trainer sent no weights for {len(missing)} parameter(s) of the engine, the "
                 f"first is {min(missing)!r}; engine and trainer must be given the same model directory"
             )
         self._pa_version = version
-        return {"version": version, "digests": list(digests()), "memory": self._pa_memory()}
+        return {"version": version, "digests": list(digests()), "memory": self._pa_memory(), "live": held}
 
     def pa_version(self) -> dict[str, Any]:
         """{"version": None} also means: do not generate."""

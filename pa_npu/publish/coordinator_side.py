@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from pa_npu.engines.protocol import EngineError, LoadedWeights, RolloutEngine, S
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.publish.engines import ArrivalCheck, Connection, EngineGroups
+from pa_npu.publish.live_memory import LiveMemoryCheck
 from pa_npu.publish.messages import (
     BROKEN,
     ENGINES_SWAPPED,
@@ -117,6 +118,7 @@ class CoordinatorPublish:
         self._late_number = 0
         self._groups = EngineGroups(config, connection)
         self._arrival = ArrivalCheck(connection)
+        self._live_memory = LiveMemoryCheck(connection.computation)
         self._failed_ahead: int | None = None  # the version whose first attempt, beside generation, failed
         fleet.deliver_late = self.deliver_late
 
@@ -213,6 +215,7 @@ class CoordinatorPublish:
             try:
                 loaded = await member.engine.swap_weights(version, deadline_s=self._limit_s)
                 self._checked(member.engine, loaded, version)
+                self._check_live(version, {member.name: loaded})
             except (EngineError, DeadlineExceeded) as error:
                 await self._fleet.lost(member.engine, str(error))
                 return None
@@ -289,6 +292,7 @@ class CoordinatorPublish:
             raise
         if self._arrival.applies:
             self._arrival.check_late(version, await self._sent(LATE_SENT, place), {engine.name: loaded})
+            self._check_live(version, {engine.name: loaded})
         return True
 
     async def _attempt(
@@ -331,11 +335,17 @@ class CoordinatorPublish:
         by_engine = {member.name: weights for member, weights in zip(members, loaded, strict=True)}
         if self._arrival.applies:
             self._arrival.check(version, await self._sent(SENT, place), by_engine)
+            self._check_live(version, by_engine)
         compared_s = time.perf_counter()
         probe = await self._probe(version, members, prompt) if prompt is not None else None
         memory = MemoryPeak.largest(weights.memory for weights in loaded if weights.memory is not None)
         still_s = max(0.0, loaded_s - max(ready_s, asked_s))
         return EnginesHold(probe, ready_s, max(loaded_s, ready_s), compared_s, time.perf_counter(), memory, still_s)
+
+    def _check_live(self, version: int, loaded: Mapping[str, LoadedWeights]) -> None:
+        """After a load, where trainers send anything. Raises InvariantViolation (I5)."""
+        if self._arrival.applies:
+            self._live_memory.check(version, loaded)
 
     async def _sent(self, topic: Topic[SentWeights], place: dict[str, int]) -> list[SentWeights]:
         """Wait for what each stage's leader says that it sent: it does so when the last engine has the last bucket."""

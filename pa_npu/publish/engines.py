@@ -19,6 +19,7 @@ from pa_npu.engines.protocol import LoadedWeights, WeightGroups
 from pa_npu.errors import InvariantViolation
 from pa_npu.publish.messages import PublishMembers, SentWeights, StageManifest
 from pa_npu.weight_transfer import collectives
+from pa_npu.weight_transfer.computation import Computation
 from pa_npu.weight_transfer.digest import first_difference
 from pa_npu.weight_transfer.manifest import Manifest
 from pa_npu.weight_transfer.transport import HOST_BACKEND, Way
@@ -29,6 +30,7 @@ class Connection:
     """How engines reach the trainers' groups: the store's address, the backend, and each pipeline stage's manifest, in order.
 
     stages: for publishes to all engines. late_stages: for deliveries to one engine inside an iteration. device: the trainers' kind.
+    computation: what the trainers' modules compute with; None where they do not say it.
     """
 
     store: tuple[str, int]
@@ -36,6 +38,7 @@ class Connection:
     stages: Sequence[StageManifest]
     late_stages: Sequence[StageManifest]
     device: str = ""
+    computation: Computation | None = None
 
 
 class EngineGroups:

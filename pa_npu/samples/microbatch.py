@@ -109,7 +109,24 @@ def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Mic
         group_indices=tuple(dict.fromkeys(piece.index for piece in pieces)),
         sources=tuple((piece.index, piece.first + number) for piece in pieces for number in range(piece.num_samples)),
         num_computed_tokens=layout.total - layout.padding,
+        repeats=_repeats(pieces),
     )
+
+
+def _repeats(pieces: Sequence[Group]) -> float:
+    """Returns Targets.repeats: 1 where no two responses of a group have anything in common, all of them where they are equal."""
+    num_tokens = num_repetitions = 0
+    for piece in pieces:
+        tokens, is_trained = piece.tokens.astype(np.int64), piece.trained
+        before = np.concatenate([tokens[:1], tokens[:-1]])
+        lengths = piece.trained_lengths
+        places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        # distinct numbers for distinct triples, as no vocabulary has 2^21 tokens and no response as many
+        keys = (places << 42) | (before[is_trained] << 21) | tokens[is_trained]
+        counts = np.unique(keys, return_counts=True)[1]
+        num_tokens += int(lengths.sum())
+        num_repetitions += int((counts * counts).sum())
+    return num_repetitions / max(1, num_tokens)
 
 
 def build_microbatches(

@@ -6,6 +6,9 @@ Limits follow from a yardstick that no engine can move: the trainer's own roundi
 iteration and of every YARDSTICK_EVERY-th. Nothing is learned from engines: a fault that is there from the start is not taken for
 noise, and a resumed run has nothing to remember.
 
+Each comparison leaves a line in RUN/agreement/ with its sums, its yardstick and its limits, whatever the verdict, so that a stop
+can be judged afterwards. publish.only_logged names checks that warn and record, and end no run.
+
 The probe of version v is the first microbatch that each replica trains: a whole group's responses, compared before anything is
 learned from them, at the cost of one look at the device. Requests of its own it has where no group serves: before the first
 iteration, which may begin with another model altogether, after the last one, and where groups of older versions are trained. Such a
@@ -23,15 +26,20 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 
-from pa_npu.algorithm.agreement import DifferenceSums, Limits, aged_limits, limits
+from pa_npu.algorithm.agreement import AgreementLimits, DifferenceSums, aged_limits, limits
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport
 from pa_npu.errors import InvariantViolation
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.telemetry.records import RecordFile, json_line
 from pa_npu.trainer.learner import Learner
 
 logger = logging.getLogger(__name__)
+
+DIRECTORY = "agreement"  # of a run, where every comparison is recorded
 
 # Iterations. A forward pass in fp32 takes a device about 16 times as long as in bf16: with 1,024 responses an iteration the
 # yardstick costs 0.5% of the trainers' time.
@@ -39,11 +47,26 @@ YARDSTICK_EVERY = 32
 YARDSTICK_RESPONSES = 32
 # Chance per iteration that chance alone exceeds the limits at a margin of 1, which are the wider the fewer responses are compared.
 FALSE_STOP_RATE = 1e-7
-# Mean |d| and K3, where a device has no type wider than fp32: 7 times what fp32 against fp64 shows on models of 0.5 M parameters.
-_FP32_ROUNDING = DifferenceSums(responses=64, n=64.0, nn=64.0, a=64e-6, aa=64e-12, an=64e-6, k=64e-12, kk=64e-24)
+# Where a device has no type wider than fp32: 7 times what fp32 against fp64 shows on models of 0.5 M parameters.
+_FP32_ROUNDING = DifferenceSums(
+    responses=64,
+    independent=64,
+    n=64.0,
+    n_squared=64.0,
+    odds=64e-6,
+    odds_squared=64e-12,
+    odds_times_n=64e-6,
+    square=64e-12,
+    square_squared=64e-24,
+    square_times_n=64e-12,
+    weight=64.0,
+    weight_squared=64.0,
+)
 
 
 class Agreement:
+    """Judges a rank's comparisons of log-probs, and records them."""
+
     def __init__(self, config: Config, learner: Learner) -> None:
         self._config = config
         self._margin, self._rate = config.publish.noise_margin, FALSE_STOP_RATE
@@ -54,6 +77,11 @@ class Agreement:
         responses = config.mesh.data * config.microbatch_responses
         self._measured = -(-YARDSTICK_RESPONSES // responses)
         self._aging: deque[tuple[int, Sequence[Microbatch]]] = deque()
+        self._file: RecordFile | None = None
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
     def measure(self, iteration: int, first: Callable[[int], list[Microbatch]]) -> None:
         """Measure the trainer's rounding where that is due. Collective. first: gives the microbatches that are trained first."""
@@ -62,10 +90,10 @@ class Agreement:
             return
         self._yardstick, self._measured_at = self._rounding(first(self._measured)), iteration
         logger.info(
-            "rounding of the trainer's log-probs, from %d responses: mean |difference| %.3g, K3 %.3g",
+            "rounding of the trainer's log-probs, from %d responses: mean |difference| %.3g, of log-odds %.3g",
             self._yardstick.responses,
             self._yardstick.absolute_mean,
-            self._yardstick.k3_mean,
+            self._yardstick.odds_mean,
         )
 
     def check_requests(self, version: int, microbatches: list[Microbatch]) -> DifferenceSums:
@@ -82,17 +110,17 @@ class Agreement:
         probe: of its own requests, or of the first microbatch that came from them. yardstick: of the probe's own tokens.
         """
         tolerance = self._config.publish.probe_tolerance
-        what = f"the probe after publishing version {version}"
+        subject = f"the probe after publishing version {version}"
         if tolerance is not None and not probe.largest <= tolerance:
             raise _disagreement(
-                what, f"difference of {probe.largest:.4g}, more than publish.probe_tolerance = {tolerance:g}"
+                subject, f"difference of {probe.largest:.4g}, more than publish.probe_tolerance = {tolerance:g}"
             )
         yardstick = yardstick or self._yardstick
         if self._margin is None or yardstick is None:
             return
         bound = limits(yardstick, probe, self._margin, self._rate, self._probes)
-        # K3 says nothing about a few responses
-        self._judge(what, probe, Limits(bound.absolute, slope=bound.slope, strays=bound.strays), yardstick)
+        # a few responses say nothing about the tail of a square
+        self._judge(subject, version, probe, replace(bound, square=float("inf")), yardstick)
 
     def check_trained(self, iteration: int, exact: DifferenceSums, aged: DifferenceSums) -> AgreementReport:
         """The same for all tokens of `iteration`. Collective.
@@ -103,12 +131,12 @@ class Agreement:
             return AgreementReport()
         if aged.n:
             bound = aged_limits(self._reference(iteration), aged, self._margin, self._rate, self._probes)
-            self._judge(f"the older tokens of training iteration {iteration}", aged, bound, None)
+            self._judge(f"the older tokens of training iteration {iteration}", iteration, aged, bound, None)
         if not exact.n or self._yardstick is None:
             return AgreementReport()
         bound = limits(self._yardstick, exact, self._margin, self._rate, self._probes)
-        self._judge(f"training iteration {iteration}", exact, bound, self._yardstick)
-        return AgreementReport(bound.absolute, bound.k3)
+        self._judge(f"training iteration {iteration}", iteration, exact, bound, self._yardstick)
+        return AgreementReport(exact.odds_mean, bound.mean, abs(exact.slope), bound.slope)
 
     def _rounding(self, microbatches: list[Microbatch]) -> DifferenceSums:
         return self._learner.rounding(microbatches) or _FP32_ROUNDING
@@ -122,21 +150,58 @@ class Agreement:
             return None
         return self._learner.probe(list(self._aging[0][1]))
 
-    def _judge(self, what: str, sums: DifferenceSums, bound: Limits, yardstick: DifferenceSums | None) -> None:
-        reason = bound.broken(sums)
-        if reason is None:
+    def _judge(
+        self,
+        subject: str,
+        version: int,
+        sums: DifferenceSums,
+        bound: AgreementLimits,
+        yardstick: DifferenceSums | None,
+    ) -> None:
+        """Records the comparison. Raises InvariantViolation for the first limit that is broken and ends a run."""
+        broken = bound.broken(sums)
+        self._record(subject, version, sums, bound, yardstick, list(broken))
+        for check, reason in broken.items():
+            text = f"{reason}, over {sums.n:.0f} tokens of {sums.responses:.0f} responses"
+            if yardstick is not None:
+                text += (
+                    f"; publish.noise_margin = {self._margin:g} times the trainer's own rounding, mean |difference| of log-odds = "
+                    f"{yardstick.odds_mean:.3g}, is allowed"
+                )
+            error = _disagreement(subject, f"{text}; to go on in spite of it, publish.only_logged=[{check}]")
+            if check not in self._config.publish.only_logged:
+                raise error
+            logger.warning("%s", error)
+
+    def _record(
+        self,
+        subject: str,
+        version: int,
+        sums: DifferenceSums,
+        bound: AgreementLimits,
+        yardstick: DifferenceSums | None,
+        broken: list[str],
+    ) -> None:
+        """Appends a line to this replica's file; nothing on ranks that do not compute log-probs, and none is lost by a stop."""
+        place = self._learner.backend.place
+        if not (place.is_last_stage and place.is_tensor_leader):
             return
-        beyond = (
-            ""
-            if yardstick is None
-            else f"; publish.noise_margin = {self._margin:g} times the trainer's own rounding, "
-            f"mean |difference| = {yardstick.absolute_mean:.3g}, is allowed"
-        )
-        raise _disagreement(what, f"{reason}, over {sums.n:.0f} tokens of {sums.responses:.0f} responses{beyond}")
+        line = {
+            "subject": subject,
+            "version": version,
+            "broken": broken,
+            "margin": self._margin,
+            "sums": asdict(sums),
+            "limits": {name: value if value < float("inf") else None for name, value in asdict(bound).items()},
+            "yardstick": None if yardstick is None else asdict(yardstick),
+        }
+        if self._file is None:
+            self._file = RecordFile(Path(self._config.run.dir) / DIRECTORY / f"replica_{place.replica:05d}.jsonl")
+        self._file.write(json_line(line))
 
 
-def _disagreement(what: str, reason: str) -> InvariantViolation:
+def _disagreement(subject: str, reason: str) -> InvariantViolation:
     return InvariantViolation(
-        f"I5 agreement: in {what} engine and trainer log-probs have {reason}; the engines hold other weights than the trainers, or "
-        f"compute differently (look at the publishes in the logs, then at dtype, temperature and attention backend of both)"
+        f"I5 agreement: in {subject} engine and trainer log-probs have {reason}; the engines hold other weights than the trainers, "
+        f"or compute differently (look at the publishes in the logs, then at dtype, temperature and attention backend of both)"
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -50,6 +51,7 @@ class RankParts:
     kept: TrainerLogprobs | None
 
     def close(self) -> None:
+        self.checks.agreement.close()
         if self.kept is not None:
             self.kept.close()
         if self.publisher is not None:
@@ -202,4 +204,5 @@ def trainers_run_on(config: Config, spec: ModelSpec, platform: Platform, backend
         kernel=kernels.kernel,
         merge=kernels.merge,
         fallback=kernels.fallback,
+        computation=msgspec.to_builtins(backend.computation(), str_keys=True),
     )

@@ -133,7 +133,9 @@ class Learner:
         sums = MetricSums(self.backend.device)
 
         def take(microbatch: Targets, outputs: Outputs) -> None:
-            sums.add({}, measure(microbatch, outputs.policy.values), microbatch.ages.max())
+            sums.add(
+                {}, measure(microbatch, outputs.policy.values, outputs.entropy, self._config), microbatch.ages.max()
+            )
 
         self.backend.evaluate(microbatches, take)
         return sums.over_ranks(self.backend.reductions).all
@@ -141,11 +143,17 @@ class Learner:
     def rounding(self, microbatches: list[Microbatch]) -> DifferenceSums | None:
         """How far the trainers' log-probs are from those in a wider type, over all ranks; None where the device has none."""
         sums = MetricSums(self.backend.device)
+        entropies: list[torch.Tensor] = []
 
-        def take(microbatch: Targets, narrow: torch.Tensor, wide: torch.Tensor) -> None:
-            sums.add({}, measure(microbatch, narrow, wide), microbatch.ages.max())
+        def keep_entropy(microbatch: Targets, outputs: Outputs) -> None:
+            entropies.append(outputs.entropy)
 
-        if not self.backend.rounding(microbatches, take):
+        def compare(microbatch: Targets, narrow: torch.Tensor, wide: torch.Tensor) -> None:
+            differences = measure(microbatch, narrow, entropies.pop(0), self._config, wide)
+            sums.add({}, differences, microbatch.ages.max())
+
+        self.backend.evaluate(microbatches, keep_entropy)
+        if not self.backend.rounding(microbatches, compare):
             return None
         return sums.over_ranks(self.backend.reductions).all
 

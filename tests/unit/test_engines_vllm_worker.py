@@ -34,6 +34,9 @@ class FakeModel(torch.nn.Module):
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return iter((name, torch.nn.Parameter()) for name in self.needed)
 
+    def get_submodule(self, target: str) -> torch.nn.Module:
+        return torch.nn.Module()
+
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
         for name, tensor in weights:
             self.weights[name] = tensor.clone()
@@ -72,7 +75,7 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         tensors = StageTensors(Stage().load(spec, 0), spec, Mesh().place(0), 4096)
         worker: Any = extension.WorkerExtension()
         worker.model = FakeModel(set(tensors.manifest.shapes) | extra)
-        worker.rank, worker.device, worker.model_runner = 0, "cpu", SimpleNamespace()
+        worker.rank, worker.device, worker.model_runner = 0, "cpu", SimpleNamespace(model=worker.model)
         worker.model_config = SimpleNamespace()
         worker._pa_receiver = FakeReceiver(tensors, fail)
         return worker
@@ -207,10 +210,10 @@ def test_engine_needs_nothing_but_torch_and_vllm() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert lines[0] == "[]"
-    rooms = (".engines", ".engines.weight_calls", ".engines.vllm", ".weight_transfer")
-    rooms += tuple(f".engines.vllm.{part}" for part in ("worker", "routes", "streams"))
+    rooms = (".engines", ".engines.weight_calls", ".engines.live_weights", ".engines.vllm", ".weight_transfer")
+    rooms += tuple(f".engines.vllm.{part}" for part in ("worker", "routes", "streams", "live"))
     rooms += (".platform", ".platform.memory_peaks", ".platform.typical")
-    parts = ("adapters", "collectives", "digest", "manifest", "receiver", "transport")
+    parts = ("adapters", "collectives", "computation", "contents", "digest", "manifest", "receiver", "transport")
     rooms = (*rooms, *(f".weight_transfer.{part}" for part in parts))
     modules = {f"pa_npu{name}" for name in ("", ".errors", *rooms)}
     assert set(json.loads(lines[1])) == modules

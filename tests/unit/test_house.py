@@ -139,8 +139,8 @@ def test_no_room_reaches_itself_through_other_rooms() -> None:
 
 def test_what_runs_inside_engines_imports_torch_and_that_engine_alone() -> None:
     """Engines may have an interpreter of their own, in which nothing else of ours is installed."""
-    inside = tuple(f"pa_npu.engines.vllm.{part}" for part in ("worker", "streams", "routes"))
-    inside += ("pa_npu.engines.weight_calls", "pa_npu.platform.memory_peaks")
+    inside = tuple(f"pa_npu.engines.vllm.{part}" for part in ("worker", "streams", "routes", "live"))
+    inside += ("pa_npu.engines.weight_calls", "pa_npu.engines.live_weights", "pa_npu.platform.memory_peaks")
     own = ("pa_npu.errors", "pa_npu.weight_transfer", *inside)
     known = modules()
     workers = [module for module in known if module in inside or room(module) == "weight_transfer"]

@@ -59,7 +59,7 @@ class Scripted:
         self._kls = iter(kls)
 
     def probe(self, microbatches: list[Any]) -> DifferenceSums:
-        return DifferenceSums(n=100.0, k=100.0 * next(self._kls))
+        return DifferenceSums(n=100.0, k3=100.0 * next(self._kls))
 
 
 def published(config: Config, kls: list[float], first: int = 0) -> list[int]:

@@ -37,6 +37,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.timeline import Timeline, now
+from pa_npu.weight_transfer.computation import Computation, computation_of
 from pa_npu.weight_transfer.digest import digest_of
 from pa_npu.weight_transfer.transport import HOST_BACKEND as HOST
 
@@ -159,6 +160,9 @@ class FsdpBackend:
 
     def digest(self, name: str = "policy") -> str:
         return digest_of(local(parameter) for parameter in self._models[name].parameters())
+
+    def computation(self) -> Computation:
+        return computation_of(self._module.modules())
 
     def plan_save(self, directory: Path, with_reference: bool) -> PlannedShards:
         base = self._policy.base_digest(self._shard_group) if isinstance(self._policy, Adapted) else None

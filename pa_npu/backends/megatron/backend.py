@@ -43,6 +43,7 @@ from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.routes import ROUTES
 from pa_npu.telemetry.timeline import Timeline, now
+from pa_npu.weight_transfer.computation import Computation
 from pa_npu.weight_transfer.digest import digest_of
 from pa_npu.weight_transfer.transport import HOST_BACKEND
 
@@ -190,6 +191,9 @@ class MegatronBackend:
 
     def digest(self, name: str = "policy") -> str:
         return digest_of(self._stage.model(name).parameters())
+
+    def computation(self) -> Computation:
+        return self._stage.computation()
 
     def plan_save(self, directory: Path, with_reference: bool) -> PlannedShards:
         with self._offloaded.copied():

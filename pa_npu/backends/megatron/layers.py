@@ -190,7 +190,7 @@ class RotaryTable:
     """cos and sin of every position, grown on demand and kept per device and dtype; rows are picked by position."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        self._inverse_frequencies = inverse_frequencies(spec.rope, spec.head_dim)
+        self.inverse_frequencies = inverse_frequencies(spec.rope, spec.head_dim)
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def rows(
@@ -208,7 +208,7 @@ class RotaryTable:
         table = self._tables.get((device, dtype))
         if table is None or table[0].shape[0] < num_positions:
             length = 1 << max(num_positions - 1, 255).bit_length()
-            angles = torch.outer(torch.arange(length, dtype=torch.float32), self._inverse_frequencies)
+            angles = torch.outer(torch.arange(length, dtype=torch.float32), self.inverse_frequencies)
             angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
             table = (angles.cos().to(device, dtype), angles.sin().to(device, dtype))
             self._tables[device, dtype] = table

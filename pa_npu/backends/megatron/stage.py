@@ -22,6 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.tensor_parallel.layers import (
@@ -43,6 +44,7 @@ from pa_npu.backends.widened import widened
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
+from pa_npu.weight_transfer.computation import Computation, computation_of, rotations_of
 
 _GRADIENT_BYTES = 4  # fp32
 
@@ -129,6 +131,17 @@ class TriModel(MegatronModule):
     def model(self, name: str) -> GPT:
         """The policy, or the copy of this name."""
         return self.policy if name == "policy" else self._copies[name]
+
+    def computation(self) -> Computation:
+        """Returns what the policy's modules and the rotary table compute with."""
+        found = computation_of(self.policy.modules())
+        config = self.policy.config
+        return msgspec.structs.replace(
+            found,
+            rotations=rotations_of(self.rotary.inverse_frequencies),
+            attention_scales=[config.kv_channels**-0.5],
+            experts_per_token=[] if config.num_moe_experts is None else [config.moe_router_topk],
+        )
 
     def forward(
         self,

@@ -9,6 +9,8 @@ from pydantic import Field
 from pa_npu.config.sections import Section, Several
 from pa_npu.config.sections.inputs import Dataset
 
+AgreementCheck = Literal["mean", "square", "slope", "strays"]
+
 
 class ScheduleConfig(Section):
     iterations: int = Field(10, ge=1, description="Iterations of the run (weight versions published).")
@@ -119,9 +121,14 @@ class PublishConfig(Section):
     noise_margin: float | None = Field(
         4.0,
         ge=1.0,
-        description="Stop where engine and trainer log-probs differ on average by more than so many times the trainer's own "
-        "rounding (bf16 against fp32, fp32 against fp64; K3: its square), over a probe or an iteration's tokens (I5); 4 lets an "
+        description="Stop where the log-odds of tokens differ between engine and trainer on average by more than so many times "
+        "the trainer's own rounding (bf16 against fp32, fp32 against fp64), over a probe or an iteration's tokens (I5); 4 lets an "
         "engine round three times as much as the trainer. None only records.",
+    )
+    only_logged: list[AgreementCheck] = Field(
+        default_factory=list,
+        description="Checks of I5 that warn and record in RUN/agreement/, and end no run: mean, square, slope, strays "
+        "(docs/results/agreement.md).",
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from pa_npu.engines.live_weights import LiveTensor
 from pa_npu.engines.weight_calls import WeightCalls
 from pa_npu.families.wire_names import stored_tensors, wire_weights
 from pa_npu.weight_transfer.transport import WeightSyncError
@@ -29,6 +30,16 @@ class ModelWorker(WeightCalls):
     def _pa_model(self) -> tuple[object, str]:
         config: Any = self._model.config
         return config.get_text_config(), self._directory
+
+    def _pa_live(self, names: Sequence[str]) -> Iterable[LiveTensor]:
+        tensors = stored_tensors(self._model)
+        places = wire_weights(self._model)
+        for name in names:
+            memory = tensors[places[name].source].detach().reshape(-1)
+            yield LiveTensor(name, (name,), memory[places[name].start : places[name].start + places[name].size])
+
+    def _pa_modules(self) -> Iterable[torch.nn.Module]:
+        return self._model.modules()
 
     def _pa_take(self, version: int, weights: Iterator[tuple[str, torch.Tensor]], kept: bool) -> list[str]:
         whole = stored_tensors(self._model)

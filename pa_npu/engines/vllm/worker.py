@@ -12,13 +12,15 @@ after a load, is not the workers': the server's guard resets it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from pa_npu.engines.live_weights import LiveTensor
 from pa_npu.engines.vllm import routes
+from pa_npu.engines.vllm.live import live_tensors
 from pa_npu.engines.vllm.streams import follow_streams
 from pa_npu.engines.weight_calls import WeightCalls
 from pa_npu.weight_transfer.receiver import EMBEDDING, HEAD
@@ -48,6 +50,15 @@ class WorkerExtension(WeightCalls):
         if (recorder := routes.recorder_of(self)) is not None:
             recorder.forget()
         return [] if loaded is None else [name for name in wanted if name not in loaded]
+
+    def _pa_live(self, names: Sequence[str]) -> Iterable[LiveTensor]:
+        worker: Any = self
+        return live_tensors(worker.model_runner.model, names)
+
+    def _pa_modules(self) -> Iterable[torch.nn.Module]:
+        worker: Any = self
+        model: torch.nn.Module = worker.model_runner.model
+        return model.modules()
 
     def pa_version(self) -> dict[str, Any]:
         """continues: requests begin at any place of their random streams. sleeps: it was started with --enable-sleep-mode. routes:

@@ -1,0 +1,88 @@
+"""The memory that vLLM's modules compute with, and which HF tensors it is made of. Imports torch only.
+
+vLLM fuses projections (`packed_modules_mapping` of its model classes) and stacks experts. On CPU it packs matrices for their
+kernels and keeps them where no parameter shows them; there a matrix is read back through the kernel, as its product with the
+unit matrix, in which every sum has one term and is exact.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from pa_npu.engines.live_weights import LiveTensor
+from pa_npu.weight_transfer.receiver import EMBEDDING, HEAD
+
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.(gate_proj|up_proj|down_proj)\.weight")
+_STACKED = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
+# Rows of the unit matrix in one product.
+_ROWS = 512
+
+
+def live_tensors(model: torch.nn.Module, names: Sequence[str]) -> Iterator[LiveTensor]:
+    """Yields the memory that is made of the HF tensors `names`; those whose place is not known are left out."""
+    parameters = dict(model.named_parameters())
+    sources = _sources(model, parameters, names)
+    for parameter_name, tensors in sources.items():
+        parameter = parameters[parameter_name]
+        module = model.get_submodule(parameter_name.rpartition(".")[0])
+        if parameter.numel():
+            yield LiveTensor(parameter_name, tensors, parameter)
+        is_matrix = parameter_name.endswith(".weight")
+        if is_matrix and (packed := _packed(module, parameter)) is not None:
+            yield LiveTensor(f"{parameter_name} in its kernel's form", tensors, packed)
+    head = getattr(model, "lm_head", None)
+    if isinstance(head, torch.nn.Module) and HEAD not in parameters and EMBEDDING in names:
+        packed = _packed(head, head.weight)
+        if packed is not None:
+            yield LiveTensor(f"{HEAD} in its kernel's form", (EMBEDDING,), packed)
+
+
+def _sources(model: Any, parameters: Iterable[str], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Returns by parameter the HF names that it is made of, in their order."""
+    fused = {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    known = set(parameters)
+    sources: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        place = _place(name, known, fused)
+        if place is not None:
+            sources[place] = (*sources.get(place, ()), name)
+    if HEAD in known and HEAD not in sources and EMBEDDING in names:
+        sources[HEAD] = (EMBEDDING,)
+    return sources
+
+
+def _place(name: str, parameters: set[str], fused: dict[str, str]) -> str | None:
+    """Returns the parameter that the HF tensor `name` becomes a part of."""
+    if name in parameters:
+        return name
+    path, _, kind = name.rpartition(".")
+    owner, _, module = path.rpartition(".")
+    candidate = f"{owner}.{fused.get(module, module)}.{kind}"
+    if candidate in parameters:
+        return candidate
+    expert = _EXPERT.fullmatch(name)
+    if expert is None:
+        return None
+    experts, projection = expert.groups()
+    # releases differ in whether the stacked experts are a module of their own inside `experts`
+    stacked = [other for other in parameters if other.startswith(experts) and other.endswith(_STACKED[projection])]
+    return stacked[0] if len(stacked) == 1 else None
+
+
+@torch.no_grad()
+def _packed(module: Any, weight: torch.Tensor) -> torch.Tensor | None:
+    """Returns the matrix that a packed kernel of a CPU has, [outputs, inputs]; None where the parameter itself is computed with."""
+    multiply = getattr(module, "cpu_linear", None)
+    if multiply is None or multiply is torch.nn.functional.linear:
+        return None
+    sizes = ("input_size_per_partition", "input_size", "embedding_dim")
+    inputs = next((size for name in sizes if (size := getattr(module, name, None))), None)
+    if inputs is None:
+        return None
+    unit = torch.eye(inputs, dtype=weight.dtype, device=weight.device)
+    columns = [multiply(rows, weight, None) for rows in unit.split(_ROWS)]
+    return torch.cat(columns).t().contiguous()

@@ -1,0 +1,103 @@
+"""Compare what an engine's live modules hold after a load with what was sent (invariant I5).
+
+    trainers ──digests──> an engine's receiver ──contents──> the memory that its modules compute with
+
+Modules also compute with numbers that are no weights: rotations, scales, epsilons, routers' settings. These are the trainers', too.
+
+The first arrow is pa_npu.publish.engines, this is the second: a layer that a loader skipped, weights that it scaled, a packed copy
+that stayed old. There is no tolerance, so that it shows in bf16 what log-probs cannot. Where an engine keeps weights in a narrower
+type than they are sent in, their values differ by design; there, memory must not change when nothing of what it is made of does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from pa_npu.engines.live_weights import HeldTensor, LiveReport
+from pa_npu.engines.protocol import LoadedWeights
+from pa_npu.errors import InvariantViolation
+from pa_npu.weight_transfer.computation import Computation, disagreements
+from pa_npu.weight_transfer.contents import follows, summed
+
+logger = logging.getLogger(__name__)
+
+# Types that hold every value of the types that weights are sent in, fp32 and bf16, or are the same as these.
+_EXACT = {"float32": ("float32", "bfloat16", "float16"), "bfloat16": ("bfloat16",), "float16": ("float16",)}
+
+
+class LiveMemoryCheck:
+    """Compares what engines say of their memory after each load; remembers the load before, of each engine.
+
+    trainers: what their modules compute with; None where they do not say it.
+    """
+
+    def __init__(self, trainers: Computation | None = None) -> None:
+        self._trainers = trainers
+        self._before: dict[str, dict[str, HeldTensor]] = {}
+        self._notes: set[str] = set()
+
+    def check(self, version: int, loaded: Mapping[str, LoadedWeights]) -> None:
+        """loaded: by the engine's name. Raises InvariantViolation."""
+        for engine, weights in loaded.items():
+            if not weights.live:
+                self._note(
+                    f"engine {engine} does not say what its memory holds after a load; only log-probs show it there"
+                )
+                continue
+            self._check_computation(engine, weights.live)
+            memory = _over_workers(weights.live)
+            self._check_engine(version, engine, memory, len(weights.live))
+            self._before[engine] = memory
+            unplaced = weights.live[0].unplaced
+            if unplaced:
+                self._note(
+                    f"engine {engine}: of {len(unplaced)} tensors it is not known which memory they become, the first is "
+                    f"{unplaced[0]}; only log-probs show whether they are loaded"
+                )
+
+    def _check_computation(self, engine: str, workers: Sequence[LiveReport]) -> None:
+        if self._trainers is None:
+            return
+        for worker, report in enumerate(workers):
+            reasons = disagreements(self._trainers, report.computation)
+            if reasons:
+                raise InvariantViolation(
+                    f"I5: engine {engine}, worker {worker}, computes with something else than the trainers: {'; '.join(reasons)}; "
+                    f"compare how both read config.json of model.path, and rollout.vllm_args"
+                )
+
+    def _check_engine(self, version: int, engine: str, memory: Mapping[str, HeldTensor], workers: int) -> None:
+        before = self._before.get(engine, {})
+        wrong = [name for name, held in memory.items() if not self._holds(held, before.get(name), workers)]
+        if wrong:
+            raise InvariantViolation(
+                f"I5: engine {engine} holds other values than were sent as weight version {version} in {len(wrong)} of "
+                f"{len(memory)} tensors of its live modules, the first is {wrong[0]}; look for what skips, changes or keeps "
+                f"weights between the engine's receiver and its modules"
+            )
+
+    def _holds(self, held: HeldTensor, before: HeldTensor | None, workers: int) -> bool:
+        if held.given_dtype in _EXACT.get(held.dtype, ()):
+            return follows(held.contents, held.given, workers)
+        # of quantized weights: what they are made of is as before, so they are
+        return before is None or before.given != held.given or before.contents == held.contents
+
+    def _note(self, text: str) -> None:
+        if text not in self._notes:
+            self._notes.add(text)
+            logger.warning("%s", text)
+
+
+def _over_workers(reports: Sequence[LiveReport]) -> dict[str, HeldTensor]:
+    """Returns the memory of all workers of an engine as one: contents added up."""
+    first = reports[0].memory
+    return {
+        name: HeldTensor(
+            contents=summed(report.memory[name].contents for report in reports if name in report.memory),
+            dtype=held.dtype,
+            given=held.given,
+            given_dtype=held.given_dtype,
+        )
+        for name, held in first.items()
+    }

@@ -1,0 +1,141 @@
+"""What a model's modules compute with beside their weights, as numbers that trainers and engines can compare (invariant I5).
+
+Both read one config.json, but each makes of it what its own code does: a rotary base or scaling that a release reads from another
+key, an attention scale, an epsilon, a router's number of experts. In bf16 an error of some percent in one of them drowns in the
+rounding of log-probs. So each end says what its live modules hold, and the two must agree before the first iteration.
+
+Imports torch and msgspec only, because it runs inside engines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import torch
+
+# Rotations are compared at these positions, near and far, as far as both ends have them.
+POSITIONS = (1, 17, 120, 1000, 4000, 30000)
+# A rotation is kept in the model's type by some engines: bf16 rounds a cosine by 2^-9.
+_ROTATION_TOLERANCE = 2.0**-7
+_RELATIVE_TOLERANCE = 1e-5
+
+
+class Computation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Every field is empty where an end does not say it, and is not compared then.
+
+    rotations: by position, the cosines and then the sines of every rotated pair, scaled as they are applied.
+    attention_scales, norm_epsilons: distinct values over all modules, rising.
+    experts_per_token: distinct values over all routers. renormalises: whether routers scale the chosen weights to a sum of 1.
+    """
+
+    rotations: dict[int, list[float]] = {}
+    attention_scales: list[float] = []
+    norm_epsilons: list[float] = []
+    experts_per_token: list[int] = []
+    renormalises: list[bool] = []
+
+
+def rotations_of(
+    inverse_frequencies: torch.Tensor, scale: float = 1.0, num_positions: int | None = None
+) -> dict[int, list[float]]:
+    """Returns Computation.rotations. inverse_frequencies: [pairs]. num_positions: of the model; None where it has no limit."""
+    rotations: dict[int, list[float]] = {}
+    for position in POSITIONS:
+        if num_positions is not None and position >= num_positions:
+            break
+        # as models do: the angle in fp32, which far positions round
+        angles = inverse_frequencies.detach().float().cpu() * float(position)
+        rotations[position] = torch.cat([angles.cos(), angles.sin()]).mul(scale).tolist()
+    return rotations
+
+
+def computation_of(modules: Iterable[torch.nn.Module]) -> Computation:
+    """Reads the modules of transformers and of vLLM, by the attributes that their computation uses."""
+    rotations: dict[int, list[float]] = {}
+    scales: set[float] = set()
+    epsilons: set[float] = set()
+    experts: set[int] = set()
+    renormalises: set[bool] = set()
+    for module in modules:
+        name = type(module).__name__
+        if "RMSNorm" in name:
+            epsilons |= _numbers(module, "variance_epsilon", "eps")
+        if "Attention" in name:
+            scales |= _numbers(getattr(module, "impl", None), "scale") or _numbers(module, "scaling")
+        if not rotations and "Rotary" in name:
+            rotations = _rotations(module)
+        if _is_router(module):
+            experts.add(int(module.top_k))  # type: ignore[arg-type]
+            renormalises |= {bool(value) for value in _values(module, "norm_topk_prob", "renormalize")}
+    return Computation(
+        rotations=rotations,
+        attention_scales=sorted(scales),
+        norm_epsilons=sorted(epsilons),
+        experts_per_token=sorted(experts),
+        renormalises=sorted(renormalises),
+    )
+
+
+def disagreements(trainers: Computation, engine: Computation) -> list[str]:
+    """Returns in words what the two compute with differently; empty where they agree in all that both say."""
+    found: list[str] = []
+    for position in sorted(trainers.rotations.keys() & engine.rotations.keys()):
+        ours, theirs = trainers.rotations[position], engine.rotations[position]
+        if len(ours) != len(theirs):
+            found.append(f"rotary embedding: {len(ours) // 2} pairs here, {len(theirs) // 2} there")
+            break
+        largest = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+        if not largest <= _ROTATION_TOLERANCE * max(1.0, max(map(abs, ours))):
+            found.append(f"rotary embedding: cosines and sines of position {position} differ by up to {largest:.3g}")
+            break
+    for name, ours, theirs in (
+        ("attention scale", trainers.attention_scales, engine.attention_scales),
+        ("epsilon of norms", trainers.norm_epsilons, engine.norm_epsilons),
+        ("experts per token", trainers.experts_per_token, engine.experts_per_token),
+        ("routers that renormalise", trainers.renormalises, engine.renormalises),
+    ):
+        if ours and theirs and not _equal(ours, theirs):
+            found.append(f"{name}: {_listed(ours)} of trainers, {_listed(theirs)} of the engine")
+    return found
+
+
+def _equal(ours: list[Any], theirs: list[Any]) -> bool:
+    if len(ours) != len(theirs):
+        return False
+    return all(math.isclose(a, b, rel_tol=_RELATIVE_TOLERANCE) for a, b in zip(ours, theirs, strict=True))
+
+
+def _listed(values: list[Any]) -> str:
+    return ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values[:4])
+
+
+def _values(module: Any, *names: str) -> list[Any]:
+    """Returns the first attribute that a module has, in a list; empty where it has none."""
+    for name in names:
+        value = getattr(module, name, None)
+        if value is not None:
+            return [value]
+    return []
+
+
+def _numbers(module: Any, *names: str) -> set[float]:
+    return {float(value) for value in _values(module, *names) if isinstance(value, int | float)}
+
+
+def _is_router(module: Any) -> bool:
+    """Whether a module chooses experts: those of transformers have top_k, those of vLLM too, and number their experts."""
+    counts = ("num_experts", "global_num_experts")
+    return isinstance(getattr(module, "top_k", None), int) and any(hasattr(module, name) for name in counts)
+
+
+def _rotations(module: Any) -> dict[int, list[float]]:
+    cache = getattr(module, "cos_sin_cache", None)
+    if isinstance(cache, torch.Tensor) and cache.dim() == 2:  # vLLM's, [positions, cosines then sines]
+        return {position: cache[position].float().tolist() for position in POSITIONS if position < len(cache)}
+    frequencies = getattr(module, "inv_freq", None)
+    if isinstance(frequencies, torch.Tensor) and frequencies.dim() == 1:  # transformers'
+        return rotations_of(frequencies, float(getattr(module, "attention_scaling", 1.0)))
+    return {}
