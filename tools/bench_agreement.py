@@ -2,7 +2,7 @@
 """The smallest fault that I5 catches, and how near honest rounding comes to its limits, in fp32 and bf16.
 
     python tools/make_tiny_model.py --out .cache/tiny --seed 1
-    python tools/bench_agreement.py --model .cache/tiny/model [--dtypes fp32 bf16] [--pool 256] [--tokens 24] [--draws 1000000]
+    python tools/bench_agreement.py --model .cache/tiny/model [--dtypes fp32 bf16] [--pool 256] [--tokens 24] [--draws 20000]
         [--markdown FILE]
 
 A transformers engine samples a pool of responses with the model as it is, and with each fault at several sizes:
@@ -15,7 +15,7 @@ The Megatron trainer computes the log-probs of what was sampled, and its own rou
 the pool; an iteration of R responses is R of them drawn with replacement, its yardstick 32 others, drawn anew every 32nd. Caught
 means in at least 95 of 100 such iterations, by the tokens of one iteration at the default keys. False stops: of --draws iterations
 without a fault, and of as many probes of 8 responses, at the default margin; and the largest share of a limit that any of them
-reached. A million draws know no more responses than the pool has, of one policy: what stops a run only in a response, or with a
+reached. Draws know no more responses than the pool has, of one policy: what stops a run only in a response, or with a
 policy, that is not in it is not counted.
 """
 
@@ -39,7 +39,15 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from pa_npu import platform as platforms
-from pa_npu.algorithm.agreement import NUM_SUMS, DifferenceSums, Limits, difference_sums, limits, stray_evidence
+from pa_npu.algorithm.agreement import (
+    NUM_SUMS,
+    UNCERTAINTY_FLOOR,
+    AgreementLimits,
+    DifferenceSums,
+    difference_sums,
+    limits,
+    stray_evidence,
+)
 from pa_npu.algorithm.objective import Objective, Outputs, Targets
 from pa_npu.backends.megatron.patches.table import prepare
 from pa_npu.config.schema import Config
@@ -117,15 +125,19 @@ def sampled(
 class Rows:
     """[responses, fields of DifferenceSums], one row per response; `draws` makes iterations of some of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: str) -> None:
+        self._floor = UNCERTAINTY_FLOOR[dtype]
         self._rows: list[list[float]] = []
         self._table = np.zeros((0, 0))
 
-    def take(self, microbatch: Targets, mine: torch.Tensor, others: torch.Tensor) -> None:
+    def add(self, microbatch: Targets, mine: torch.Tensor, others: torch.Tensor, entropy: torch.Tensor) -> None:
         lengths = list(microbatch.response_lengths)
-        for a, b in zip(mine.split(lengths), others.split(lengths), strict=True):
+        for a, b, h in zip(mine.split(lengths), others.split(lengths), entropy.split(lengths), strict=True):
             index = torch.zeros(len(a), dtype=torch.int64)
-            self._rows.append(difference_sums(a.float(), b.float(), index, 1).tolist())
+            sums = difference_sums(
+                a.float(), b.float(), h.float(), index, 1, floor=self._floor, copies=microbatch.repeats
+            )
+            self._rows.append(sums.tolist())
         self._table = np.array(self._rows)
 
     def draws(self, rng: np.random.Generator, number: int, iterations: int) -> np.ndarray:
@@ -157,13 +169,19 @@ class Trainer:
 
     def compared(self, microbatches: list[Microbatch]) -> tuple[Rows, Rows]:
         """(trainer against engine, the trainer's own rounding), response by response."""
-        against, rounding = Rows(), Rows()
+        dtype = self.config.model.dtype
+        against, rounding = Rows(dtype), Rows(dtype)
+        entropies: list[torch.Tensor] = []
 
-        def take(microbatch: Microbatch, outputs: Outputs) -> None:
-            against.take(microbatch, outputs.policy.values, microbatch.engine_logprobs)
+        def compare_with_engine(microbatch: Microbatch, outputs: Outputs) -> None:
+            against.add(microbatch, outputs.policy.values, microbatch.engine_logprobs, outputs.entropy)
+            entropies.append(outputs.entropy)
 
-        self.backend.evaluate(microbatches, take)
-        self.backend.rounding(microbatches, rounding.take)
+        def compare_with_wide(microbatch: Microbatch, narrow: torch.Tensor, wide: torch.Tensor) -> None:
+            rounding.add(microbatch, narrow, wide, entropies.pop(0))
+
+        self.backend.evaluate(microbatches, compare_with_engine)
+        self.backend.rounding(microbatches, compare_with_wide)
         return against, rounding
 
     def step(self, microbatches: list[Microbatch], directory: Path) -> Path:
@@ -193,9 +211,9 @@ def measure(model: Path, dtype: str, pool: int, tokens: int, draws: int) -> tupl
     against, rounding = trainer.compared(clean)
     margin = publish.noise_margin or 4.0
 
-    def bounds(measured: DifferenceSums, sums: DifferenceSums) -> Limits:
+    def bounds(measured: DifferenceSums, sums: DifferenceSums) -> AgreementLimits:
         found = limits(measured, sums, margin, FALSE_STOP_RATE)
-        return replace(found, k3=math.inf) if sums.responses == GROUP else found  # of a probe it says nothing
+        return replace(found, square=math.inf) if sums.responses == GROUP else found  # of a probe it says nothing
 
     def judged(rows: Rows, yardstick: Rows, number: int, iterations: int) -> tuple[int, float]:
         """How many of the iterations are stopped, and the largest share of a limit that any reaches."""
@@ -204,12 +222,10 @@ def measure(model: Path, dtype: str, pool: int, tokens: int, draws: int) -> tupl
             drawn = rows.draws(rng, number, min(DRAWN_AT_ONCE, iterations - start))
             for first, other in enumerate(yardstick.draws(rng, YARDSTICK_RESPONSES, -(-len(drawn) // YARDSTICK_EVERY))):
                 some, measured = drawn[first * YARDSTICK_EVERY :][:YARDSTICK_EVERY], DifferenceSums(*other)
-                # The exact limits differ in what a slope's own scatter adds, so most iterations need none to be ruled out.
-                least = bounds(measured, DifferenceSums(number, number * tokens, q=1.0))
-                for row in some[~(_largest_shares(some, least) <= min(1.0, most))]:
+                for row in some:
                     sums = DifferenceSums(*row.tolist())
                     bound = bounds(measured, sums)
-                    stops += bound.broken(sums) is not None
+                    stops += bool(bound.broken(sums))
                     most = max(most, _largest_shares(row[None], bound)[0])
         return stops, most
 
@@ -217,7 +233,7 @@ def measure(model: Path, dtype: str, pool: int, tokens: int, draws: int) -> tupl
     chance = []
     for number in (GROUP, *RESPONSES):
         stops, most = judged(against, rounding, number, draws)
-        numbers = f"{noise.absolute_mean:.2g} | {own.absolute_mean:.2g} | {noise.absolute_mean / own.absolute_mean:.2f}"
+        numbers = f"{noise.odds_mean:.2g} | {own.odds_mean:.2g} | {noise.odds_mean / own.odds_mean:.2f}"
         slopes = f"{abs(noise.slope):.1g} | {abs(own.slope):.1g}"
         chance.append(f"| {dtype} | {number:,} | {numbers} | {slopes} | {stops} of {draws:,} | {most:.2f} |")
 
@@ -246,14 +262,16 @@ def measure(model: Path, dtype: str, pool: int, tokens: int, draws: int) -> tupl
     return caught, chance
 
 
-def _largest_shares(drawn: np.ndarray, bound: Limits) -> np.ndarray:
+def _largest_shares(drawn: np.ndarray, bound: AgreementLimits) -> np.ndarray:
     """[iterations]: of [iterations, fields], the largest of its values' shares of their limits."""
     sums, shares = DifferenceSums(*drawn.T), []
-    pooled = stray_evidence(*(torch.from_numpy(v) for v in (sums.n, sums.own, sums.others, sums.expected))).numpy()
+    pooled = stray_evidence(
+        *(torch.from_numpy(v) for v in (sums.n, sums.strays_own, sums.strays_others, sums.strays_expected))
+    ).numpy()
     for value, limit in (
-        (sums.a / sums.n, bound.absolute),
-        ((sums.k - sums.k_largest) / sums.n, bound.k3),
-        (np.abs(sums.p / sums.q), bound.slope),
+        (sums.odds / sums.n, bound.mean),
+        ((sums.square - sums.square_largest) / sums.n, bound.square),
+        (np.abs(sums.moment / sums.weight), bound.slope),
         (np.maximum(sums.strays, pooled), bound.strays),
     ):
         shares.append(value / limit)
@@ -266,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--pool", type=int, default=256, help="responses per condition")
     parser.add_argument("--tokens", type=int, default=24, help="of each response")
-    parser.add_argument("--draws", type=int, default=1_000_000, help="iterations without a fault")
+    parser.add_argument("--draws", type=int, default=20_000, help="iterations without a fault")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     options = parser.parse_args(arguments)
     caught, chance = [], []

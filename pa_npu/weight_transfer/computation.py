@@ -10,7 +10,7 @@ Imports torch and msgspec only, because it runs inside engines.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -91,24 +91,25 @@ def disagreements(trainers: Computation, engine: Computation) -> list[str]:
         if not largest <= _ROTATION_TOLERANCE * max(1.0, max(map(abs, ours))):
             found.append(f"rotary embedding: cosines and sines of position {position} differ by up to {largest:.3g}")
             break
-    for name, ours, theirs in (
-        ("attention scale", trainers.attention_scales, engine.attention_scales),
-        ("epsilon of norms", trainers.norm_epsilons, engine.norm_epsilons),
-        ("experts per token", trainers.experts_per_token, engine.experts_per_token),
-        ("routers that renormalise", trainers.renormalises, engine.renormalises),
-    ):
-        if ours and theirs and not _equal(ours, theirs):
-            found.append(f"{name}: {_listed(ours)} of trainers, {_listed(theirs)} of the engine")
+    values: dict[str, tuple[Sequence[float], Sequence[float]]] = {
+        "attention scale": (trainers.attention_scales, engine.attention_scales),
+        "epsilon of norms": (trainers.norm_epsilons, engine.norm_epsilons),
+        "experts per token": (trainers.experts_per_token, engine.experts_per_token),
+        "routers that renormalise": (trainers.renormalises, engine.renormalises),
+    }
+    for name, (of_trainers, of_engine) in values.items():
+        if of_trainers and of_engine and not _equal(of_trainers, of_engine):
+            found.append(f"{name}: {_listed(of_trainers)} of trainers, {_listed(of_engine)} of the engine")
     return found
 
 
-def _equal(ours: list[Any], theirs: list[Any]) -> bool:
+def _equal(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     if len(ours) != len(theirs):
         return False
     return all(math.isclose(a, b, rel_tol=_RELATIVE_TOLERANCE) for a, b in zip(ours, theirs, strict=True))
 
 
-def _listed(values: list[Any]) -> str:
+def _listed(values: Sequence[float]) -> str:
     return ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values[:4])
 
 

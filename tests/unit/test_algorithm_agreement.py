@@ -18,6 +18,7 @@ from pa_npu.algorithm.agreement import (
     TESTS_OF_PROBE,
     TESTS_OF_TRAINED,
     UNCERTAINTY_FLOOR,
+    Check,
     DifferenceSums,
     aged_limits,
     difference_sums,
@@ -286,8 +287,8 @@ def test_a_sharp_policys_slope_of_fp32_rounding_is_no_fault_and_a_temperature_is
         scaled = factor * (trainer + entropy_of(trainer).view(trainer.shape).numpy())
         engine = trainer - slope * trainer - scaled - 3e-7 * rng.standard_normal((rows, columns))
         index = torch.arange(rows).repeat_interleave(columns)
-        flat = [torch.from_numpy(values.reshape(-1)) for values in (trainer, engine)]
-        return DifferenceSums(*difference_sums(*flat, entropy_of(trainer), index, rows, floor=FP32).tolist())
+        t, e = (torch.from_numpy(values.reshape(-1)) for values in (trainer, engine))
+        return DifferenceSums(*difference_sums(t, e, entropy_of(trainer), index, rows, floor=FP32).tolist())
 
     yardstick = sharp(32, 20, 0.0)
     honest, faulty = sharp(responses, tokens, slope), sharp(responses, tokens, 0.0, 1 - 1 / 1.001)
@@ -315,7 +316,7 @@ def test_log_probs_of_other_tokens_are_found_in_one_response_and_drift_is_not(ce
     engine = torch.where(is_open, -torch.rand(responses, tokens, generator=generator) * 3, -1e-3)
     trainer = engine + 0.2 * is_open * torch.randn(responses, tokens, generator=generator)
 
-    def broken(carried: torch.Tensor) -> Mapping[str, str]:
+    def broken(carried: torch.Tensor) -> Mapping[Check, str]:
         sums = aged_sums(trainer, carried)
         return aged_limits(None, sums, DEFAULT_MARGIN, DEFAULT_RATE).broken(sums)
 

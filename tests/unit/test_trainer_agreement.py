@@ -419,10 +419,9 @@ def sums(scale: float, responses: int = 64) -> DifferenceSums:
     floor = UNCERTAINTY_FLOOR["fp32"]
     engine = logprobs - z * (1 - np.exp(logprobs) + floor)
     index = torch.arange(responses).repeat_interleave(20)
-    flat = [torch.from_numpy(values.reshape(-1)) for values in (logprobs, engine)]
-    return DifferenceSums(
-        *difference_sums(*flat, torch.full((index.numel(),), 1.5), index, responses, floor=floor).tolist()
-    )
+    t, e = (torch.from_numpy(values.reshape(-1)) for values in (logprobs, engine))
+    entropy = torch.full_like(t, 1.5)
+    return DifferenceSums(*difference_sums(t, e, entropy, index, responses, floor=floor).tolist())
 
 
 def test_limits_follow_the_yardstick_which_is_measured_at_the_start_and_every_so_many_iterations(

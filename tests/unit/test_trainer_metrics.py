@@ -160,7 +160,9 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
         assert abs(other - wanted["logprob_k3"]) > 1e-3 * wanted["logprob_k3"], "the direction of K3 must show"
     assert columns[0]["clip_ratio"] == 0 < columns[1]["clip_ratio"], "the ratio is 1 before the first update"
 
-    report = IterationReport(0, merge_updates([u.report for u in updates]), ProbeReport(), AgreementReport(1.0, 2.0))
+    report = IterationReport(
+        0, merge_updates([u.report for u in updates]), ProbeReport(), AgreementReport(1.0, 2.0, 3.0, 4.0)
+    )
     record = report.record()
     counts = np.array([column["tokens_response"] for column in columns], float)
     for name in columns[0]:
@@ -176,9 +178,10 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
         assert record[name] == pytest.approx(merged, rel=2e-4, abs=2e-6), name
     assert record["grad_norm"] == pytest.approx(np.mean(gradient_norms))
     assert record["memory_trainer_host_bytes"] == max(u.report.memory_trainer_host_bytes for u in updates) > 50 * 2**20
-    assert (record["logprob_diff_limit"], record["logprob_k3_limit"]) == (1.0, 2.0)
+    judged = {"logodds_diff_mean": 1.0, "logodds_diff_limit": 2.0, "logodds_slope": 3.0, "logodds_slope_limit": 4.0}
+    assert {name: record[name] for name in judged} == judged
     names = {*columns[0], "grad_norm", "learning_rate", "wait_s", "train_s", "step_s", "memory_trainer_host_bytes"}
-    assert record.keys() == names | {"logprob_diff_limit", "logprob_k3_limit"}, "a number that nothing here checks"
+    assert record.keys() == names | judged.keys(), "a number that nothing here checks"
 
 
 def _export_reference(stage, spec, directory: Path, backend: TrainBackend) -> None:  # type: ignore[no-untyped-def]

@@ -34,7 +34,7 @@ def live_tensors(model: torch.nn.Module, names: Sequence[str]) -> Iterator[LiveT
         is_matrix = parameter_name.endswith(".weight")
         if is_matrix and (packed := _packed(module, parameter)) is not None:
             yield LiveTensor(f"{parameter_name} in its kernel's form", tensors, packed)
-    head = getattr(model, "lm_head", None)
+    head: Any = getattr(model, "lm_head", None)
     if isinstance(head, torch.nn.Module) and HEAD not in parameters and EMBEDDING in names:
         packed = _packed(head, head.weight)
         if packed is not None:
