@@ -1,8 +1,9 @@
 """vLLM on the CPU with a mixture of experts, in one process: python -m tests.helpers.vllm_mixture MODEL NEW OUT
 
 Loads MODEL, then the weights of NEW twice as the worker extension loads a publish: without and with its repair of experts. OUT:
-JSON of the largest difference of log-probs from transformers at each of the three, and of what the extension says of NEW without
-the experts of its last layer ("missing").
+JSON of the largest difference of log-probs from transformers at each of the three, of what the extension says of NEW without
+the experts of its last layer ("missing"), and of what of its live memory is other than NEW ("live") and other than NEW with one
+expert and one norm scaled by 1% on the way into vLLM's loader ("scaled").
 """
 
 from __future__ import annotations
@@ -46,6 +47,33 @@ def reload(worker: Any, directory: str, repair: bool, without: str = "nothing") 
     return ""
 
 
+def differing(worker: Any, directory: str, scaled: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
+    """Loads a directory's weights, those with `scaled` in their names times 1.01 on their way into the loader.
+
+    Returns the names of live memory that holds something else than the directory, and of tensors that have no place.
+    """
+    from pa_npu.engines.vllm import worker as extension
+    from pa_npu.weight_transfer.contents import follows
+
+    weights = load_file(Path(directory) / "model.safetensors")
+    worker = getattr(worker, "worker", worker)
+    worker._pa_receiver = SimpleNamespace(is_tied=False, whole=iter)
+    load = extension.WorkerExtension._pa_take
+
+    def change(self: Any, version: int, received: Any, kept: bool) -> list[str]:
+        changed = ((name, w * 1.01 if any(part in name for part in scaled) else w) for name, w in received)
+        return load(self, version, changed, kept)
+
+    extension.WorkerExtension._pa_take = change  # type: ignore[method-assign]
+    try:
+        report = worker._pa_load(0, list(weights.items()), tuple)["live"]
+    finally:
+        extension.WorkerExtension._pa_take = load  # type: ignore[method-assign]
+        del worker._pa_receiver
+    wrong = [name for name, (contents, _, given, _) in report["memory"].items() if not follows(contents, given, 1)]
+    return wrong, report["unplaced"]
+
+
 def main(directory: str, new: str, out: str) -> None:
     from vllm import LLM, SamplingParams
 
@@ -80,6 +108,8 @@ def main(directory: str, new: str, out: str) -> None:
         assert llm.collective_rpc(reload, args=(new, repair)) == [""]
         result[name] = worst(new)
     (result["missing"],) = llm.collective_rpc(reload, args=(new, True, "layers.1.mlp.experts"))
+    (result["live"],) = llm.collective_rpc(differing, args=(new,))
+    (result["scaled"],) = llm.collective_rpc(differing, args=(new, ("experts.2.up_proj", "layers.0.input_layernorm")))
     Path(out).write_text(json.dumps(result))
 
 

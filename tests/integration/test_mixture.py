@@ -41,6 +41,10 @@ def test_vllm_computes_new_experts_after_a_reload_only_because_they_are_packed_a
     assert found["loaded"] < 1e-5 and found["with it"] < 1e-5, found
     assert "no weights for 2 parameter(s) of the engine, the first is 'model.layers.1.mlp.experts" in found["missing"]
     assert found["without the repair"] > 0.1, f"the reload has become right by itself: {found}"
+    assert found["live"] == [[], []], "an honest load leaves all that was sent in memory, and every tensor has a place"
+    wrong, unplaced = found["scaled"]
+    assert not unplaced and len(wrong) == 3, "one norm, and the stacked experts of two layers"
+    assert [name for name in wrong if "experts" not in name] == ["model.layers.0.input_layernorm.weight"]
 
 
 async def test_vllms_routes_are_transformers_choices_whatever_was_cached_preempted_or_handed_on(tmp_path: Path) -> None:
