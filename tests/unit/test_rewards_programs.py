@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
+from pa_npu.config.schema import Config
+from pa_npu.data.prompts import Prompt, PromptSet
 from pa_npu.errors import DataError
+from pa_npu.rewards.check import check_row_tests
 from pa_npu.rewards.code_program import program_of
 from pa_npu.rewards.code_results import same_output, same_result
 from pa_npu.rewards.code_reward import without_thought
@@ -284,3 +288,21 @@ def test_results_are_equal_but_for_rounding_at_every_depth(result: Any, wanted: 
 )
 def test_results_that_differ_are_wrong(result: Any, wanted: Any) -> None:
     assert not same_result(result, wanted)
+
+
+def test_every_rows_tests_are_read_before_a_run_and_the_first_bad_one_is_named() -> None:
+    rows = [{"tests": ["assert f(1)"]}, {"tests": ["assert f("]}, {"tests": [""]}]
+    prompts = [Prompt(7 + number, np.zeros(1, np.int32), "", "Q", row) for number, row in enumerate(rows)]
+
+    def check(function: str, count: int) -> None:
+        tree = {"model": {"path": "m"}, "data": {"train": "d"}, "reward": {"functions": [{"name": function}]}}
+        loaded = PromptSet("d.jsonl", tuple(prompts[:count]), 3, 0, 0)
+        check_row_tests(Config.model_validate(tree), loaded, "data.train", 7)
+
+    with pytest.raises(
+        DataError, match=r"^data\.train: d\.jsonl, row 2: reward\.code\.tests: .* does not compile"
+    ) as refused:
+        check("code", 3)
+    assert "\n" not in str(refused.value)
+    check("code", 1)
+    check("math", 3)
