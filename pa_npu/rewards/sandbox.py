@@ -1,7 +1,7 @@
 """Runs a program that nobody has read: under limits, in an empty directory, without network, keys, or files but its own.
 
-Each run is a cell (sandbox_child.py). What isolates it depends on the system and has a level: "namespaces" (by bubblewrap where an
-ordinary user has it, else by the cell itself), "files" (Landlock and a filter of system calls), or "limits" alone.
+Each run is a cell (sandbox_child.py). What isolates it depends on the system and has a level: "namespaces" (by bubblewrap where it
+is there and works, else by the cell itself), "files" (Landlock and a filter of system calls), or "limits" alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import itertools
 import json
 import logging
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -24,7 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pa_npu.errors import PaNpuError
 
@@ -226,16 +225,26 @@ def _unused_user(cell: int) -> int | None:
 
 @functools.cache
 def _bubblewrap() -> str | None:
-    """The program bubblewrap, where an ordinary user has it and it works. Root's cells have a user of their own without it."""
-    found = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin")
-    if found is None or os.geteuid() == 0:
+    """Returns the program bubblewrap where it can carry a cell, else None.
+
+    It is tried with all that a cell shows, as the user that a cell has: root's cells have one that nobody else has, who can often
+    not read what lies below /root.
+    """
+    program = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin")
+    user = _unused_user(next(_cells) % _FIRST_USER)
+    if program is None or (os.geteuid() == 0 and user is None):
         return None
+    python, _, shown = _shown()
+    arguments = [program, "--unshare-all", "--proc", "/proc", "--dev", "/dev"]
+    for path in (*shown, str(_CHILD.parent), os.path.realpath(tempfile.gettempdir())):
+        arguments += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    arguments += ["--perms", "0755", "--size", "4096", "--tmpfs", "/dev/shm", "--", python, "-I", "-c", ""]
+    as_user: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     try:
-        command = shlex.split(f"{found} --unshare-all --ro-bind / / --perms 0755 --size 4096 --tmpfs /tmp true")
-        done = subprocess.run(command, capture_output=True, timeout=_BUBBLEWRAP_S)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(arguments, capture_output=True, timeout=_BUBBLEWRAP_S, cwd="/", **as_user)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return found if done.returncode == 0 else None
+    return program if done.returncode == 0 else None
 
 
 async def _run(wanted: dict[str, object], stdin: bytes, limits: Limits, parent: Path) -> Outcome:

@@ -157,7 +157,7 @@ def _first_process(limits: Mapping[str, Any], report: int, user: int | None, ref
 
 
 def _bubblewrap(limits: Mapping[str, Any], report: int) -> NoReturn:
-    """Replaced by bubblewrap, whose first program is this file again, inside."""
+    """Becomes bubblewrap, whose first program is this file again, inside. Root becomes the user that nobody is before."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.set_inheritable(report, True)
@@ -181,6 +181,11 @@ def _bubblewrap(limits: Mapping[str, Any], report: int) -> NoReturn:
         os.set_inheritable(reading, True)
         arguments += ["--seccomp", str(reading)]
     inside = json.dumps({**limits, "inside": True})
+    if limits["user"] is not None:
+        os.setgroups([])
+        os.setresgid(limits["user"], limits["user"], limits["user"])
+        os.setresuid(limits["user"], limits["user"], limits["user"])
+        walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # another user's process has lost it
     os.execv(arguments[0], [*arguments, "--", limits["python"], "-I", files[0], inside, str(report)])
 
 

@@ -1,4 +1,4 @@
-"""Programs in responses: the tests of published layouts decide, and whatever a program does stays in its cell."""
+"""Programs in responses, run in their cells: the tests of published layouts decide, and a program runs as a file does."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ import pytest
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.rollout import CodeConfig, RewardConfig, RewardFunction
 from pa_npu.errors import DataError
-from pa_npu.rewards import sandbox
 from pa_npu.rewards.check import check_reward_functions
 from pa_npu.rewards.code_reward import CodeReward
 from pa_npu.rewards.functions import RewardInput
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.rewards.sandbox import Limits, Outcome, SandboxFailed
-
-LIMITS = Limits(wall_s=20.0, cpu_s=10, memory_bytes=512 << 20)
+from pa_npu.rewards.sandbox import SandboxFailed
 
 
 def response(program: str) -> str:
@@ -34,10 +31,6 @@ def group(tests: Any, *programs: str, **row: Any) -> RewardInput:
 
 async def rewards(given: RewardInput, **settings: Any) -> list[float | None]:
     return await CodeReward(CodeConfig(timeout_s=settings.pop("timeout_s", 20.0), **settings), 2)(given)
-
-
-async def run(program: str, stdin: bytes = b"", limits: Limits = LIMITS) -> Outcome:
-    return await sandbox.run(["{files}/program.py"], stdin, limits, {"program.py": program})
 
 
 DOUBLE = "print(2 * int(input()))"
