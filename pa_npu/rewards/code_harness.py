@@ -21,8 +21,10 @@ import sys
 import types
 from typing import Any, TextIO
 
-_CALL_MODULES = ("bisect", "collections", "copy", "datetime", "functools", "heapq", "itertools", "math", "operator")
-_CALL_MODULES += ("random", "re", "string", "sys", "typing")
+_CALL_MODULES = [
+    *("bisect", "collections", "copy", "datetime", "functools", "heapq", "itertools", "math", "operator"),
+    *("random", "re", "string", "sys", "typing"),
+]
 _CALL_RECURSION = 50_000  # solutions of LiveCodeBench recurse deeper than Python's 1,000
 
 
