@@ -303,9 +303,13 @@ def check_model_files(config: Config) -> ModelSpec:
 def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     """Read data.train as the coordinator will."""
     from pa_npu.data.prompts import load_training
+    from pa_npu.rewards.check import check_row_tests
 
     loaded = load_training(config.data, tokenizer, config.needs_answers)
+    first_id = 0
     for number, (prompts, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
+        check_row_tests(config, prompts, config.data.key_of(number), first_id)
+        first_id += prompts.num_read
         wanted = math.ceil(share * config.schedule.prompts_per_iteration)
         if len(prompts.prompts) < wanted:
             part = "" if share == 1 else f", of which its weight makes {wanted} its own"
@@ -321,9 +325,12 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
 def check_held_out(name: str, tokenizer: Any, config: Config) -> PromptSet:
     """Read a held-out set as the coordinator will."""
     from pa_npu.data.prompts import load_prompts
+    from pa_npu.rewards.check import check_row_tests
 
     dataset, key = config.evaluation_sets[name], config.key_of_set(name)
-    return load_prompts(dataset, tokenizer, config.data, key, needs_answer=config.needs_answers)
+    prompts = load_prompts(dataset, tokenizer, config.data, key, needs_answer=config.needs_answers)
+    check_row_tests(config, prompts, key)
+    return prompts
 
 
 def check_rewards(config: Config, sample: Prompt | None, ask_judge: bool = True) -> list[str]:

@@ -7,7 +7,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pa_npu.config.schema import Config
+from pa_npu.data.prompts import PromptSet
 from pa_npu.errors import DataError, DeadlineExceeded
+from pa_npu.rewards.code_tests import row_tests
 from pa_npu.rewards.functions import CONCURRENT, RewardInput, build_concurrent, build_function, function_specs
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.sandbox import SandboxFailed
@@ -44,6 +46,20 @@ async def _check(config: Config, sample: RewardInput | None, ask_judge: bool) ->
     except DeadlineExceeded as late:
         raise DataError(f"reward.functions: {late}") from None
     return lines
+
+
+def check_row_tests(config: Config, prompts: PromptSet, key: str, first_id: int = 0) -> None:
+    """Reads the tests of every row where `code` is a reward. Raises DataError that names the first row with a test that is bad.
+
+    key: the configuration key that names the dataset. first_id: prompt_id of the dataset's first row.
+    """
+    if all(function.name != "code" for function in config.reward.functions):
+        return
+    for prompt in prompts.prompts:
+        try:
+            row_tests(prompt.row, config.reward.code.tests)
+        except DataError as error:
+            raise DataError(f"{key}: {prompts.path}, row {prompt.prompt_id - first_id + 1}: {error}") from None
 
 
 def _refuse(config: Config, labels: Collection[str], reply: Mapping[str, Any]) -> None:

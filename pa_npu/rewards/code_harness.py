@@ -1,52 +1,141 @@
 """Runs a response's program inside a cell: as a script, or with assertions and calls after it. Imports the standard library alone.
 
     python -I code_harness.py PROGRAM KIND PACKAGES      KIND: script or tests; PACKAGES: directories to import from
-    stdin   a script's own; else {"mark", "tests": [[given, name], ...]}
+    stdin   a script's own; else {"mark", "tests": [[given, name, whole_keys], ...]}
+
+A script runs as a file does: it is `__main__`, found in sys.modules, and its source is where `__file__` says. For assertions and
+calls the program is imported as the module `solution`, so that what it guards by `__name__ == "__main__"` is left out, and its
+standard streams are empty. Calls find what APPS and LiveCodeBench import before a program: solutions of theirs write `List[int]`
+without an import.
 
 Assertions and calls answer in one line each on standard output, begun with a mark that the program is not told:
 MARK {"passed": true} or MARK {"result": value}. A program that searches its own process can find the mark, and so fake these; tests
 by standard input and output it cannot, since what is wanted is not in its process.
 """
 
-from __future__ import annotations
-
-import contextlib
-import io
+import builtins
+import importlib
 import json
 import os
 import sys
-from typing import Any
+import types
+from typing import Any, TextIO
 
-_SOURCE = "<program>"
+_CALL_MODULES = [
+    *("bisect", "collections", "copy", "datetime", "functools", "heapq", "itertools", "math", "operator"),
+    *("random", "re", "string", "sys", "typing"),
+]
+_CALL_RECURSION = 50_000  # solutions of LiveCodeBench recurse deeper than Python's 1,000
 
 
 def main() -> None:
     program, kind, packages = sys.argv[1:4]
     sys.path += packages.split(os.pathsep)
-    with open(program, encoding="utf-8") as file:
-        code = compile(file.read(), _SOURCE, "exec")
-    sys.argv = [_SOURCE]
-    names: dict[str, Any] = {"__name__": "__main__"}
+    sys.argv = [program]
     if kind == "script":
-        exec(code, names)
-        return
+        _load(_module("__main__", program))
+    else:
+        _answer_tests(program)
+
+
+def _module(name: str, program: str) -> types.ModuleType:
+    """Makes the module of a program, and puts it where pickle, dataclasses and type hints look for it."""
+    module = types.ModuleType(name)
+    module.__file__ = program
+    sys.modules[name] = module
+    return module
+
+
+def _load(module: types.ModuleType) -> None:
+    """Runs the program. It inherits nothing from this file, such as a `from __future__ import`."""
+    assert module.__file__ is not None
+    with open(module.__file__, "rb") as file:
+        source = file.read()
+    exec(compile(source, module.__file__, "exec", dont_inherit=True), module.__dict__)
+
+
+def _answer_tests(program: str) -> None:
     wanted = json.load(sys.stdin)
-    mark, answers = wanted.pop("mark"), sys.stdout
-    with contextlib.redirect_stdout(io.StringIO()):
-        exec(code, names)
-        for given, name in wanted["tests"]:
-            print(f"\n{mark}", json.dumps(_try(names, given, name), default=str), file=answers, flush=True)
+    answers = _private_output()
+    module = _module("solution", program)
+    prelude = _prelude() if any(name for _, name, _ in wanted["tests"]) else {}
+    module.__dict__.update(prelude)
+    _load(module)
+    for given, name, whole_keys in wanted["tests"]:
+        answer = _try(module, prelude, given, name, whole_keys)
+        print(f"\n{wanted['mark']}", answer, file=answers, flush=True)
+    os._exit(0)  # threads that the program has left do not matter
 
 
-def _try(names: dict[str, Any], given: Any, name: str) -> dict[str, Any]:
+def _private_output() -> TextIO:
+    """Returns standard output; the program has /dev/null instead, and as standard input too."""
+    sys.stdout.flush()
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+    return answers
+
+
+def _prelude() -> dict[str, Any]:
+    """Returns the names that calls find; a built-in function is never hidden."""
+    names: dict[str, Any] = {}
+    for module_name in _CALL_MODULES:
+        module = importlib.import_module(module_name)
+        names[module_name] = module
+        for name in getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]:
+            if not hasattr(builtins, name):
+                names.setdefault(name, getattr(module, name))
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), _CALL_RECURSION))
+    return names
+
+
+def _try(module: types.ModuleType, prelude: dict[str, Any], given: Any, name: str, whole_keys: bool) -> str:
+    """Runs one test; returns its answer as JSON."""
     try:
         if not name:
-            exec(compile(given, "<test>", "exec"), names)
-            return {"passed": True}
-        function = names[name] if name in names else getattr(names["Solution"](), name)
-        return {"result": function(*given)}
+            exec(compile(given, "<test>", "exec", dont_inherit=True), module.__dict__)
+            return json.dumps({"passed": True})
+        function = _function(module, prelude, name)
+        arguments = [_with_whole_keys(argument) for argument in given] if whole_keys else given
+        return json.dumps({"result": _plain(function(*arguments))}, default=str)
     except BaseException as error:  # also SystemExit: a program that ends here has not passed
-        return {"failed": f"{type(error).__name__}: {error}"[:200]}
+        return json.dumps({"failed": f"{type(error).__name__}: {error}"[:200]})
+
+
+def _function(module: types.ModuleType, prelude: dict[str, Any], name: str) -> Any:
+    """Returns the program's function, or the method of a new Solution; a name of the prelude is not the program's."""
+    value = getattr(module, name, None)
+    if value is not None and value is not prelude.get(name):
+        return value
+    return getattr(module.Solution(), name)
+
+
+def _with_whole_keys(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    try:
+        return {int(key): item for key, item in value.items()}
+    except ValueError:
+        return value
+
+
+def _plain(value: Any) -> Any:
+    """Returns a result as JSON can hold it: numbers and arrays of numpy as Python's, keys of any kind as text."""
+    if type(value).__module__ == "numpy":
+        return _plain(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {_key(key): _plain(item) for key, item in value.items()}
+    return value
+
+
+def _key(key: Any) -> Any:
+    if isinstance(key, (str, int, float, bool)) or key is None:
+        return key
+    return str(_plain(key))
 
 
 if __name__ == "__main__":

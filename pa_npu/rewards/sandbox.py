@@ -1,7 +1,7 @@
 """Runs a program that nobody has read: under limits, in an empty directory, without network, keys, or files but its own.
 
-Each run is a cell (sandbox_child.py). What isolates it depends on the system and has a level: "namespaces" (by bubblewrap where an
-ordinary user has it, else by the cell itself), "files" (Landlock and a filter of system calls), or "limits" alone.
+Each run is a cell (sandbox_child.py). What isolates it depends on the system and has a level: "namespaces" (by bubblewrap where it
+is there and works, else by the cell itself), "files" (Landlock and a filter of system calls), or "limits" alone.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 import os
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pa_npu.errors import PaNpuError
 
@@ -33,6 +34,13 @@ _READ_BYTES = 1 << 16
 _FIRST_USER = 1_000_000_000  # ids that nobody has; one for each cell, because processes are counted by user
 _cells = itertools.count(os.getpid() * 1000 % _FIRST_USER)
 _BUBBLEWRAP_S = 10.0
+_LANDLOCK_VERSION = 6  # the newest of the kernel's interface that is used
+_REMOVAL_S = 60.0  # for what a cell has left on disk: its files are counted, so that it is done within a second
+
+_MOVED = "pa_npu-removed-"
+
+logger = logging.getLogger(__name__)
+
 # Beside the interpreter and its packages: what they, and the programs that a program may start, are linked with.
 _SYSTEM = (
     *(
@@ -57,14 +65,15 @@ LEVELS: tuple[Level, ...] = ("limits", "files", "namespaces")
 class Limits:
     """wall_s: of the clock; cpu_s: whole seconds of processor time, of each process. require: the least level of isolation.
 
-    memory_bytes: address space of each process, and what all of them hold. files_bytes: of one file, and of all with namespaces.
-    output_bytes: of standard output, and of errors.
+    memory_bytes: address space of each process, and what all of them hold. files_bytes: of one file, and of all of them.
+    num_files: files and directories. output_bytes: of standard output, and of errors.
     """
 
     wall_s: float = 10.0
     cpu_s: int = 10
     memory_bytes: int = 1 << 30
     files_bytes: int = 16 << 20
+    num_files: int = 1000
     output_bytes: int = 1 << 16
     processes: int = 32
     open_files: int = 64
@@ -96,8 +105,8 @@ async def run(arguments: Sequence[str], stdin: bytes, limits: Limits, files: Map
     files: written before, to be read at the paths that begin with "{files}/" in the arguments; "{packages}" is where this
     environment's packages are. Raises SandboxFailed where nothing could be run.
     """
-    with tempfile.TemporaryDirectory(prefix="pa_npu-cell-") as parent:
-        parent = os.path.realpath(parent)
+    parent = os.path.realpath(tempfile.mkdtemp(prefix="pa_npu-cell-"))
+    try:
         directory, given, root = (Path(parent) / name for name in ("work", "given", "root"))
         for path in (directory, given, root):
             path.mkdir()
@@ -116,12 +125,71 @@ async def run(arguments: Sequence[str], stdin: bytes, limits: Limits, files: Map
             "shown": shown,
             "user": _unused_user(next(_cells) % _FIRST_USER),
             "bubblewrap": _bubblewrap(),
+            "landlock": _LANDLOCK_VERSION,
             "inside": False,
             **asdict(limits),
             "python": python,
             "arguments": ["-I", *(_replaced(part, words) for part in arguments)],
         }
         return await _run(wanted, stdin, limits, Path(parent))
+    finally:
+        # also where this task is cancelled: the thread goes on
+        await asyncio.shield(asyncio.to_thread(_remove, parent))
+
+
+def _remove(parent: str) -> None:
+    """Removes a cell's directory, however deep or full it is; one that cannot be removed is a warning, and costs no verdict."""
+    try:
+        remove_tree(parent, time.monotonic() + _REMOVAL_S)
+    except OSError as error:
+        logger.warning("reward.code: %s of a cell stays behind (%s); remove it", parent, error)
+
+
+def remove_tree(directory: str, deadline_s: float) -> None:
+    """Removes a directory with all that is in it.
+
+    Directories inside are moved up to the top before they are emptied, so that none lies deeper than a path can say, and no depth
+    needs a stack or a descriptor. deadline_s: on the monotonic clock. Raises OSError, TimeoutError past the deadline.
+    """
+    top = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        moved = itertools.count()
+        waiting = [f"{_MOVED}{next(moved)}"]
+        os.mkdir(waiting[0], dir_fd=top)
+        for name in os.listdir(top):
+            if name != waiting[0]:
+                os.rename(name, f"{waiting[0]}/{name}", src_dir_fd=top, dst_dir_fd=top)
+        while waiting:
+            name = waiting.pop()
+            waiting += _emptied(top, name, moved, deadline_s)
+            os.rmdir(name, dir_fd=top)
+    finally:
+        os.close(top)
+    os.rmdir(directory)
+
+
+def _emptied(top: int, name: str, moved: Iterator[int], deadline_s: float) -> list[str]:
+    """Removes the files of one directory, and moves its directories to the top; returns the names that they have there."""
+    with contextlib.suppress(PermissionError):  # another user's, who has left it open, or is there no more
+        os.chmod(name, 0o700, dir_fd=top)
+    directory = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+    names = []
+    try:
+        with os.scandir(directory) as entries:
+            inside = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for entry_name, is_directory in inside:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError("its files take too long to remove")
+            if not is_directory:
+                os.unlink(entry_name, dir_fd=directory)
+                continue
+            names.append(f"{_MOVED}{next(moved)}")
+            with contextlib.suppress(PermissionError):  # who moves a directory writes to it
+                os.chmod(entry_name, 0o700, dir_fd=directory)
+            os.rename(entry_name, names[-1], src_dir_fd=directory, dst_dir_fd=top)
+    finally:
+        os.close(directory)
+    return names
 
 
 def _replaced(text: str, words: Mapping[str, str]) -> str:
@@ -157,16 +225,26 @@ def _unused_user(cell: int) -> int | None:
 
 @functools.cache
 def _bubblewrap() -> str | None:
-    """The program bubblewrap, where an ordinary user has it and it works. Root's cells have a user of their own without it."""
-    found = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin")
-    if found is None or os.geteuid() == 0:
+    """Returns the program bubblewrap where it can carry a cell, else None.
+
+    It is tried with all that a cell shows, as the user that a cell has: root's cells have one that nobody else has, who can often
+    not read what lies below /root.
+    """
+    program = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin")
+    user = _unused_user(next(_cells) % _FIRST_USER)
+    if program is None or (os.geteuid() == 0 and user is None):
         return None
+    python, _, shown = _shown()
+    arguments = [program, "--unshare-all", "--proc", "/proc", "--dev", "/dev"]
+    for path in (*shown, str(_CHILD.parent), os.path.realpath(tempfile.gettempdir())):
+        arguments += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    arguments += ["--perms", "0755", "--size", "4096", "--tmpfs", "/dev/shm", "--", python, "-I", "-c", ""]
+    as_user: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     try:
-        command = shlex.split(f"{found} --unshare-all --ro-bind / / --perms 0755 --size 4096 --tmpfs /tmp true")
-        done = subprocess.run(command, capture_output=True, timeout=_BUBBLEWRAP_S)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(arguments, capture_output=True, timeout=_BUBBLEWRAP_S, cwd="/", **as_user)
+    except (OSError, subprocess.SubprocessError):
         return None
-    return found if done.returncode == 0 else None
+    return program if done.returncode == 0 else None
 
 
 async def _run(wanted: dict[str, object], stdin: bytes, limits: Limits, parent: Path) -> Outcome:

@@ -25,12 +25,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(__file__))  # -I leaves it out
+import sandbox_meters as meters
 import sandbox_walls as walls
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 _USER_INSIDE = 1000
 _LOOK_EVERY_S = 0.02
 _FAILED = 126
+_PROCESSES_ADDED = 4  # by this file and bubblewrap
 _USERS_COUNTED_BY_NAMESPACE = (5, 14)  # from this kernel on
 LEVELS = ("limits", "files", "namespaces")
 
@@ -54,6 +56,7 @@ def main() -> NoReturn:
     walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     walls.libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     limits["others"] = _processes_of_this_user()
+    _raise_open_files()
     if limits["bubblewrap"]:
         first = os.fork()
         if first == 0:
@@ -65,7 +68,7 @@ def main() -> NoReturn:
             _guarded(report, lambda: _first_process(limits, report, user, refused))
     os.close(report)
     try:
-        status = _watch(first, limits["memory_bytes"], limits["processes"], limits["output_bytes"])
+        status = _watch(first, limits)
     except _EndNow:
         status = signal.SIGKILL
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -133,9 +136,8 @@ def _first_process(limits: Mapping[str, Any], report: int, user: int | None, ref
     if refused is None:
         try:
             walls.call(walls.libc.unshare, walls.NEWNS)
-            walls.own_root(
-                limits["root"], limits["directory"], [*limits["shown"], limits["given"]], limits["files_bytes"]
-            )
+            shown = [*limits["shown"], limits["given"]]
+            walls.own_root(limits["root"], limits["directory"], shown, limits["files_bytes"], limits["num_files"])
             by = "namespaces of its own"
         except OSError as error:
             refused = str(error)
@@ -155,7 +157,7 @@ def _first_process(limits: Mapping[str, Any], report: int, user: int | None, ref
 
 
 def _bubblewrap(limits: Mapping[str, Any], report: int) -> NoReturn:
-    """Replaced by bubblewrap, whose first program is this file again, inside."""
+    """Becomes bubblewrap, whose first program is this file again, inside. Root becomes the user that nobody is before."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.set_inheritable(report, True)
@@ -165,17 +167,25 @@ def _bubblewrap(limits: Mapping[str, Any], report: int) -> NoReturn:
     for path in limits["shown"]:
         kind = ("--symlink", os.readlink(path)) if os.path.islink(path) else ("--ro-bind", path)
         arguments += [*kind, path]
-    files = [os.path.join(here, name) for name in ("sandbox_child.py", "sandbox_walls.py")]
+    files = [os.path.join(here, name) for name in ("sandbox_child.py", "sandbox_meters.py", "sandbox_walls.py")]
     for path in (limits["given"], *files):
         arguments += ["--ro-bind", path, path]
-    arguments += ["--perms", "1777", "--size", str(limits["files_bytes"]), "--tmpfs", directory, "--remount-ro", "/"]
-    if program := walls.filter_of_calls(sockets=True):  # for bubblewrap's own process in there too
+    arguments += ["--perms", "1777", "--size", str(limits["files_bytes"]), "--tmpfs", directory]
+    arguments += ["--perms", "1777", "--size", str(1 << 20), "--tmpfs", "/dev/shm"]
+    for path in ("/dev", "/"):  # without the file systems below them
+        arguments += ["--remount-ro", path]
+    if program := walls.filter_of_calls(namespaces=True):  # for bubblewrap's own process in there too
         reading, writing = os.pipe()
         os.write(writing, program)
         os.close(writing)
         os.set_inheritable(reading, True)
         arguments += ["--seccomp", str(reading)]
     inside = json.dumps({**limits, "inside": True})
+    if limits["user"] is not None:
+        os.setgroups([])
+        os.setresgid(limits["user"], limits["user"], limits["user"])
+        os.setresuid(limits["user"], limits["user"], limits["user"])
+        walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # another user's process has lost it
     os.execv(arguments[0], [*arguments, "--", limits["python"], "-I", files[0], inside, str(report)])
 
 
@@ -198,14 +208,16 @@ def _become_the_program(
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
     walls.drop_capabilities()
-    behind = by is not None or walls.only_files([*limits["shown"], limits["given"]], directory)
-    filtered = walls.apply_filter(walls.filter_of_calls(sockets=by is not None))
+    landlock = walls.landlock_version(limits["landlock"])
+    behind = by is not None or walls.only_files([*limits["shown"], limits["given"]], directory, landlock)
+    alone = os.geteuid() == limits["user"]
+    filtered = walls.apply_filter(walls.filter_of_calls(namespaces=by is not None, landlock=landlock, alone=alone))
     level = 0 if not (behind and filtered) else 1 if by is None else 2
     if level == 0 and os.geteuid() == 0:
         raise PermissionError(f"programs would run as root here ({refused}); run as another user")
     if not os.access(python, os.X_OK):
         raise PermissionError(f"{python} cannot be read by the user of programs")
-    by = by or ("Landlock and a filter of system calls" if level else "limits of processes alone")
+    by = by or (f"Landlock {landlock} and a filter of system calls" if level else "limits of processes alone")
     report_line = {"level": LEVELS[level], "by": by, "refused": refused if by != "bubblewrap" else None}
     os.write(report, json.dumps(report_line).encode() + b"\n")
     os.close(report)
@@ -225,6 +237,7 @@ def _set_limits(limits: Mapping[str, Any], others: int) -> None:
         ("NPROC", limits["processes"] + others),
         ("NOFILE", limits["open_files"]),
         ("CORE", 0),
+        ("MSGQUEUE", 0),
     ):
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
@@ -250,25 +263,43 @@ def _processes_of_this_user() -> int:
     return found
 
 
-def _watch(first: int, memory_bytes: int, processes: int, output_bytes: int) -> int:
-    """The status of the first process; it is killed where all of the cell together hold or write too much, or are too many.
+def _raise_open_files() -> None:
+    """Lets this process open as many files as it may: the meters look at all of a cell."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
-    The kernel's limits count memory by process, and do not count processes of root.
+
+def _watch(first: int, limits: Mapping[str, Any]) -> int:
+    """Returns the status of the first process, which is killed where all of the cell together hold, write or make too much.
+
+    The kernel's limits count memory and files by process, and do not count processes of root.
     """
-    limit = processes + 4  # those that this file and bubblewrap add
     while True:
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == first:
                     return ended[1]
-        pids, threads = _below([os.getpid()])
-        pids = [pid for pid in pids if pid != first]
-        if max(os.fstat(1).st_size, os.fstat(2).st_size) > output_bytes:
-            return signal.SIGKILL
-        if threads > limit or walls.memory_of(pids, memory_bytes) > memory_bytes:
+        if _holds_too_much(first, limits):
             return signal.SIGKILL
         with contextlib.suppress(InterruptedError):
             signal.sigtimedwait({signal.SIGCHLD}, _LOOK_EVERY_S)
+
+
+def _holds_too_much(first: int, limits: Mapping[str, Any]) -> bool:
+    pids, threads = _below([os.getpid()])
+    pids = [pid for pid in pids if pid != first]
+    if threads > limits["processes"] + _PROCESSES_ADDED:
+        return True
+    if max(os.fstat(1).st_size, os.fstat(2).st_size) > limits["output_bytes"]:
+        return True
+    if meters.memory_of(pids, limits["memory_bytes"]) > limits["memory_bytes"]:
+        return True
+    directory = limits["directory"]
+    if limits["bubblewrap"]:  # whose file systems have no limit of files
+        return meters.files_inside(pids, directory) > limits["num_files"]
+    num_bytes, num_files = meters.files_of(pids, directory, limits["num_files"])
+    return num_bytes > limits["files_bytes"] or num_files > limits["num_files"]
 
 
 def _below(roots: Sequence[int]) -> tuple[list[int], int]:

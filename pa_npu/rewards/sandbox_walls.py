@@ -9,7 +9,8 @@ import contextlib
 import ctypes
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (1 << bit for bit in (17, 25, 26, 27, 28, 29, 30))
@@ -21,24 +22,71 @@ _MOUNT_SETATTR, _LANDLOCK = 442, (444, 445, 446)  # the same on every machine, a
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _CAPABILITIES_VERSION = 0x20080522
 
-# (x86_64, aarch64). What a program needs to leave its cell, to reach another's memory, or to hold memory that no process shows.
-_REFUSED = {
+_Numbers = tuple[int | None, int | None]
+"""A system call's number on x86_64 and on aarch64; None where the machine has no such call."""
+
+
+def _same(*numbers: int) -> dict[str, _Numbers]:
+    return {f"call {number}": (number, number) for number in numbers}
+
+
+# A program needs these to leave its cell, to reach another process, or to hold memory that no process shows.
+_REFUSED: dict[str, _Numbers] = {
     **{"mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "setns": (308, 268)},
     **{"unshare": (272, 97), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271)},
-    **{"memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "keyctl": (250, 219)},
+    **{"memfd_create": (319, 279), "memfd_secret": (447, 447), "keyctl": (250, 219), "ioprio_set": (251, 30)},
     **{"add_key": (248, 217), "request_key": (249, 218), "bpf": (321, 280), "perf_event_open": (298, 241)},
     **{"userfaultfd": (323, 282), "open_by_handle_at": (304, 265), "pidfd_getfd": (438, 438), "kcmp": (312, 272)},
     **{"kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273)},
-    **{f"mount API {number}": (number, number) for number in (428, 429, 430, 431, 432, 433, 442, 467)},
+    **{"migrate_pages": (256, 238), "move_pages": (279, 239), "process_madvise": (440, 440)},
+    **{"process_mrelease": (448, 448), "inotify_init": (253, None), "inotify_init1": (294, 26)},
+    **{"fanotify_init": (300, 262)},
+    # queues, semaphores and memory that outlive a process: System V's and POSIX's
+    **{"shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193)},
+    **{"semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188)},
+    **{"msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181)},
+    # a descriptor or a page inside a socket or a pipe is in no process that could be counted
+    **{"sendmsg": (46, 211), "sendmmsg": (307, 269), "vmsplice": (278, 75), "tee": (276, 77), "splice": (275, 76)},
+    **{f"mount API, {name}": numbers for name, numbers in _same(428, 429, 430, 431, 432, 433, 442, 467).items()},
 }
+# Landlock does not refuse these on the files of others (its documentation, "Current limitations"). Only without a root of its own.
+_REFUSED_ON_FILES: dict[str, _Numbers] = {
+    **{"chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54)},
+    **{"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7)},
+    **{"removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16)},
+    **_same(463, 466, 469),  # setxattrat, removexattrat, file_setattr
+}
+# Programs go on as if these were done: shutil.copy and tar files set modes and times.
+_IGNORED_ON_FILES: dict[str, _Numbers] = {
+    **{"chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452)},
+    **{"utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88)},
+}
+_TRUNCATE = {"truncate": (76, 45)}  # Landlock refuses it from version 3 on
+_SIGNAL_OF_ANY = {"pidfd_send_signal": (424, 424)}
+_SIGNALS = {
+    **{"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)},
+    **{"rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240)},
+}
+_OF_ITSELF = {  # their first argument is a process, 0 for the one that calls
+    **{"prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setparam": (142, 118)},
+    **{"sched_setscheduler": (144, 119), "sched_setattr": (314, 274)},
+}
+_SETPRIORITY, _FCNTL, _IOCTL, _PRCTL, _SETSOCKOPT = (141, 140), (72, 25), (16, 29), (157, 167), (54, 208)
+_SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both of them with FORCE
+_F_SETPIPE_SZ, _SET_OWNER, _SET_OWNER_BY_IOCTL = 1031, (8, 15), (0x8901, 0x8902)  # an owner gets signals
 # programs find these missing and take the older call
-_MISSING = {"clone3": (435, 435), **{f"io_uring {number}": (number, number) for number in (425, 426, 427)}}
+_MISSING: dict[str, _Numbers] = {"clone3": (435, 435), **_same(425, 426, 427)}  # io_uring
 _MACHINES = {
     "x86_64": (0, 0xC000003E, 56, 41),
     "aarch64": (1, 0xC00000B7, 220, 198),
 }  # column, audit number, clone, socket
 _X32 = 0x40000000
 _EPERM, _ENOSYS = 1, 38
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _GIVE = 0x20, 0x15, 0x35, 0x45, 0x06  # steps of a filter
+_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000  # a filter's answers; with error 0 a call returns 0, undone
+_REFUSE = _ERROR | _EPERM
+_PR_SET_DUMPABLE = 4
+_LANDLOCK_TRUNCATES, _LANDLOCK_SCOPES_SIGNALS = 3, 6  # from these versions on
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -50,7 +98,7 @@ def call(function: Any, *arguments: Any) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def own_root(root: str, directory: str, shown: Sequence[str], files_bytes: int) -> None:
+def own_root(root: str, directory: str, shown: Sequence[str], files_bytes: int, num_files: int) -> None:
     """A root that holds `shown` (read-only), devices, this namespace's processes, and a small `directory` to write to.
 
     root: an empty directory. Everything else of the machine's files is detached from this mount namespace.
@@ -70,9 +118,16 @@ def own_root(root: str, directory: str, shown: Sequence[str], files_bytes: int) 
         *(_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(root), _AT_RECURSIVE, attributes),
         ctypes.c_size_t(len(attributes)),
     )
-    size = f"size={files_bytes},mode=1777".encode()
+    size = f"size={files_bytes},nr_inodes={num_files + 1},mode=1777".encode()
     call(libc.mount, b"none", os.fsencode(root + directory), b"tmpfs", flags, size)
-    call(libc.mount, b"none", os.fsencode(f"{root}/dev/shm"), b"tmpfs", flags | _MS_NOEXEC, b"size=1m,mode=1777")
+    call(
+        libc.mount,
+        b"none",
+        os.fsencode(f"{root}/dev/shm"),
+        b"tmpfs",
+        flags | _MS_NOEXEC,
+        b"size=1m,nr_inodes=256,mode=1777",
+    )
     os.chdir(root)
     call(
         libc.syscall, {"x86_64": 155}.get(os.uname().machine, 41), b".", b"."
@@ -108,10 +163,17 @@ def drop_capabilities() -> None:
     call(libc.capset, struct.pack("=Ii", _CAPABILITIES_VERSION, 0), bytes(24))
 
 
-def only_files(readable: Sequence[str], writable: str) -> bool:
-    """Whether Landlock now refuses all other files to this process and its children (linux/landlock.h)."""
+def landlock_version(newest: int) -> int:
+    """Returns the version of Landlock's interface that is used here, at most `newest`; 0 or less where there is none."""
+    return min(int(libc.syscall(_LANDLOCK[0], None, ctypes.c_size_t(0), 1)), newest)
+
+
+def only_files(readable: Sequence[str], writable: str, version: int) -> bool:
+    """Returns whether Landlock now refuses all other files to this process and its children (linux/landlock.h).
+
+    version: of Landlock's interface, as of landlock_version.
+    """
     create, add_rule, restrict = _LANDLOCK
-    version = libc.syscall(create, None, ctypes.c_size_t(0), 1)
     if version < 1:
         return False
     bits = 13 + min(version - 1, 2) + (version >= 5)  # refer, truncate, and ioctl of devices came later
@@ -141,13 +203,39 @@ def only_files(readable: Sequence[str], writable: str) -> bool:
     return True
 
 
-def filter_of_calls(*, sockets: bool) -> bytes:
-    """Refuses system calls by which a program could leave its cell, and sockets unless `sockets`. Empty on an unknown machine."""
+def filter_of_calls(*, namespaces: bool, landlock: int = 0, alone: bool = False) -> bytes:
+    """Returns a filter in classic BPF that refuses what a program could leave its cell by; empty on an unknown machine.
+
+    namespaces: whether files, processes and network of others are out of sight; else sockets, other processes' signals, and
+    changes of modes, times, owners and attributes of files are refused too, as far as Landlock of version `landlock` does not.
+    alone: whether no other process has the program's user; its signals reach nobody else then.
+    """
     if os.uname().machine not in _MACHINES:
         return b""
     column, machine, clone, socket = _MACHINES[os.uname().machine]
-    refused = [numbers[column] for numbers in _REFUSED.values()] + ([] if sockets else [socket])
-    return b"".join(_filter(machine, clone, refused, [numbers[column] for numbers in _MISSING.values()]))
+
+    def numbers(calls: Mapping[str, _Numbers]) -> list[int]:
+        return [found for pair in calls.values() if (found := pair[column]) is not None]
+
+    answers = dict.fromkeys(numbers(_REFUSED), _REFUSE)
+    answers |= dict.fromkeys(numbers(_MISSING), _ERROR | _ENOSYS)
+    rules = [_Rule(number, ((0, (0,)),), _ALLOW, _REFUSE) for number in numbers(_OF_ITSELF)]
+    rules.append(_Rule(_SETPRIORITY[column], ((0, (0,)), (1, (0,))), _ALLOW, _REFUSE))
+    rules.append(_Rule(_PRCTL[column], ((0, (_PR_SET_DUMPABLE,)),), _REFUSE, _ALLOW))
+    rules.append(_Rule(_SETSOCKOPT[column], ((1, (_SOL_SOCKET,)), (2, _BUFFER_SIZES)), _REFUSE, _ALLOW))
+    commands: tuple[int, ...] = (_F_SETPIPE_SZ,)
+    if not namespaces:
+        answers |= dict.fromkeys([socket, *numbers(_REFUSED_ON_FILES)], _REFUSE)
+        answers |= dict.fromkeys(numbers(_IGNORED_ON_FILES), _ERROR)
+        if landlock < _LANDLOCK_TRUNCATES:
+            answers |= dict.fromkeys(numbers(_TRUNCATE), _REFUSE)
+        if landlock < _LANDLOCK_SCOPES_SIGNALS and not alone:
+            answers |= dict.fromkeys(numbers(_SIGNAL_OF_ANY), _REFUSE)
+            rules += [_Rule(number, ((0, (0, os.getpid())),), _ALLOW, _REFUSE) for number in numbers(_SIGNALS)]
+            rules.append(_Rule(_IOCTL[column], ((1, _SET_OWNER_BY_IOCTL),), _REFUSE, _ALLOW))
+            commands += _SET_OWNER
+    rules.append(_Rule(_FCNTL[column], ((1, commands),), _REFUSE, _ALLOW))
+    return b"".join(_filter(machine, clone, answers, rules))
 
 
 def apply_filter(program: bytes) -> bool:
@@ -157,45 +245,43 @@ def apply_filter(program: bytes) -> bool:
     return bool(program and libc.prctl(_PR_SET_SECCOMP, 2, head, 0, 0) == 0)
 
 
-def _filter(machine: int, clone: int, refused: Sequence[int], missing: Sequence[int]) -> list[bytes]:
-    """The filter in classic BPF, over struct seccomp_data: number at 0, machine at 4, the first argument at 16."""
-    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, kill, error = 0x7FFF0000, 0x80000000, 0x00050000
+@dataclass(frozen=True)
+class _Rule:
+    """Answers one system call by its arguments: `matched` where each of these arguments has one of its values."""
 
-    def step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-        return struct.pack("=HBBI", code, then, otherwise, value)
+    number: int
+    arguments: tuple[tuple[int, tuple[int, ...]], ...]
+    matched: int
+    otherwise: int
 
-    steps = [step(load, 4), step(equal, machine, 1), step(give, kill), step(load, 0)]
-    steps += [step(at_least, _X32, 0, 1), step(give, error | _ENOSYS)]
-    for numbers, answer in ((refused, _EPERM), (missing, _ENOSYS)):
-        for number in numbers:
-            steps += [step(equal, number, 0, 1), step(give, error | answer)]
+
+def _step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, then, otherwise, value)
+
+
+def _filter(machine: int, clone: int, answers: Mapping[int, int], rules: Sequence[_Rule]) -> list[bytes]:
+    """Returns steps over struct seccomp_data: number at 0, machine at 4, lower halves of arguments from 16 on."""
+    steps = [_step(_LOAD, 4), _step(_EQUAL, machine, 1), _step(_GIVE, _KILL), _step(_LOAD, 0)]
+    steps += [_step(_AT_LEAST, _X32, 0, 1), _step(_GIVE, _ERROR | _ENOSYS)]
+    for number, answer in answers.items():
+        steps += [_step(_EQUAL, number, 0, 1), _step(_GIVE, answer)]
+    for rule in rules:
+        body = _rule_steps(rule)
+        steps += [_step(_EQUAL, rule.number, 0, len(body)), *body]
     steps += [
-        step(equal, clone, 0, 3),
-        step(load, 16),
-        step(any_bit, _EVERY_NAMESPACE, 0, 1),
-        step(give, error | _EPERM),
+        _step(_EQUAL, clone, 0, 3),
+        _step(_LOAD, 16),
+        _step(_ANY_BIT, _EVERY_NAMESPACE, 0, 1),
+        _step(_GIVE, _REFUSE),
     ]
-    return [*steps, step(give, allow)]
+    return [*steps, _step(_GIVE, _ALLOW)]
 
 
-def memory_of(pids: Sequence[int], limit_bytes: int) -> int:
-    """Bytes that these processes hold together in memory of their own and memory that they share.
-
-    Pages that several map count once for each, unless that is more than the limit: then by shares, where these can be read.
-    """
-    total = sum(_kib(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:")) or 0 for pid in pids) << 10
-    if total <= limit_bytes:
-        return total
-    shares = [_kib(f"/proc/{pid}/smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:")) for pid in pids]
-    return total if None in shares else sum(share or 0 for share in shares) << 10
-
-
-def _kib(file: str, names: Sequence[bytes]) -> int | None:
-    try:
-        with open(file, "rb") as lines:
-            return sum(int(line.split()[1]) for line in lines if line.startswith(tuple(names)))
-    except PermissionError:
-        return None
-    except OSError:  # it has ended
-        return 0
+def _rule_steps(rule: _Rule) -> list[bytes]:
+    steps = []
+    for argument, values in rule.arguments:
+        steps.append(_step(_LOAD, 16 + 8 * argument))
+        for number, value in enumerate(values):
+            steps.append(_step(_EQUAL, value & 0xFFFFFFFF, len(values) - number))
+        steps.append(_step(_GIVE, rule.otherwise))
+    return [*steps, _step(_GIVE, rule.matched)]

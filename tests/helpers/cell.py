@@ -1,6 +1,6 @@
 """Runs a program in a cell of the sandbox, as a process that has given up rights first. Reads the program, writes a JSON object.
 
-    python cell.py REQUEST      {"without": [...], "user": id | null, "limits": {...}}
+    python cell.py REQUEST      {"without": [...], "user": id | null, "limits": {...}, "landlock": newest version}
 
 without: "sys_admin" and "setfcap" are capabilities; "bubblewrap", "namespaces", "landlock" are refused as where they are missing.
 """
@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from pa_npu.rewards import sandbox, sandbox_walls
 
 _CAPABILITIES = {"sys_admin": 21, "setfcap": 31}
-_LANDLOCK = 444
+_LANDLOCK, _CLONE3 = 444, 435
+_UNSHARE = {"x86_64": 272, "aarch64": 97}
 
 
 def give_up(without: list[str], user: int | None) -> None:
@@ -35,12 +36,18 @@ def give_up(without: list[str], user: int | None) -> None:
         os.setresuid(user, user, user)
     assert libc.prctl(38, 1, 0, 0, 0) == 0
     if "namespaces" in without:
-        assert sandbox_walls.apply_filter(sandbox_walls.filter_of_calls(sockets=True))
+        assert sandbox_walls.apply_filter(_refuses(_UNSHARE[os.uname().machine]))
     if "landlock" in without:
-        _, machine, clone, _ = sandbox_walls._MACHINES[os.uname().machine]
-        assert sandbox_walls.apply_filter(b"".join(sandbox_walls._filter(machine, clone, [_LANDLOCK], [])))
+        assert sandbox_walls.apply_filter(_refuses(_LANDLOCK))
     if "bubblewrap" in without:
         sandbox._bubblewrap = lambda: None  # type: ignore[assignment]
+
+
+def _refuses(*numbers: int) -> bytes:
+    """Returns a filter that refuses these system calls, and new namespaces by clone."""
+    _, machine, clone, _ = sandbox_walls._MACHINES[os.uname().machine]
+    answers = dict.fromkeys(numbers, sandbox_walls._REFUSE) | {_CLONE3: sandbox_walls._ERROR | sandbox_walls._ENOSYS}
+    return b"".join(sandbox_walls._filter(machine, clone, answers, []))
 
 
 def main() -> None:
@@ -49,6 +56,7 @@ def main() -> None:
         give_up([name for name in request["without"] if name in _CAPABILITIES], None)
         os.execv(sys.executable, [sys.executable, *sys.argv, "begun"])
     give_up([name for name in request["without"] if name not in _CAPABILITIES], request["user"])
+    sandbox._LANDLOCK_VERSION = request.get("landlock", sandbox._LANDLOCK_VERSION)
     limits = sandbox.Limits(**request["limits"])
     try:
         outcome = asdict(

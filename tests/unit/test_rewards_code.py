@@ -1,17 +1,10 @@
-"""Programs in responses: the tests of published layouts decide, and whatever a program does stays in its cell."""
+"""Programs in responses, run in their cells: the tests of published layouts decide, and a program runs as a file does."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import shutil
-import socket
-import subprocess
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,14 +12,11 @@ import pytest
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.rollout import CodeConfig, RewardConfig, RewardFunction
 from pa_npu.errors import DataError
-from pa_npu.rewards import sandbox
 from pa_npu.rewards.check import check_reward_functions
-from pa_npu.rewards.code_reward import CodeReward, program_of, row_tests, same_output, same_result
+from pa_npu.rewards.code_reward import CodeReward
 from pa_npu.rewards.functions import RewardInput
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.rewards.sandbox import Limits, Outcome
-
-LIMITS = Limits(wall_s=20.0, cpu_s=10, memory_bytes=512 << 20)
+from pa_npu.rewards.sandbox import SandboxFailed
 
 
 def response(program: str) -> str:
@@ -41,10 +31,6 @@ def group(tests: Any, *programs: str, **row: Any) -> RewardInput:
 
 async def rewards(given: RewardInput, **settings: Any) -> list[float | None]:
     return await CodeReward(CodeConfig(timeout_s=settings.pop("timeout_s", 20.0), **settings), 2)(given)
-
-
-async def run(program: str, stdin: bytes = b"", limits: Limits = LIMITS) -> Outcome:
-    return await sandbox.run(["{files}/program.py"], stdin, limits, {"program.py": program})
 
 
 DOUBLE = "print(2 * int(input()))"
@@ -95,286 +81,108 @@ async def test_the_share_of_tests_and_the_first_ones_alone_can_be_what_counts() 
     assert await rewards(group(["assert f(1)", "assert f(0)", "assert 1 / 0"], "f = bool"), score="share") == [1 / 3]
 
 
-def test_outputs_are_compared_as_contests_do() -> None:
-    assert (
-        same_output("1 2 \n3\n\n", "1 2\n3") and same_output("0.3333333", "0.33333333") and same_output("a  b", "a b")
-    )
-    assert not same_output("1 2", "1 3") and not same_output("1", "1.5") and not same_output("", "0")
-    assert not same_output("3", "4") and not same_output("100000001", "100000002")
-    assert (
-        same_result([1], [[1]]) and same_result(0.1 + 0.2, 0.3) and not same_result("1", 1) and not same_result(None, 1)
-    )
-    assert program_of("```python\na\n```\n```text\nb\n```") == "a\n" and program_of("```py\nb") == "b"
-    assert program_of("none") is None and program_of("```\n \n```") is None
+# Each prints the double of what it reads.
+AS_A_FILE = {
+    "its name is __main__": "if __name__ == '__main__':\n    print(2 * int(input()))",
+    "annotations are read at run time": "from typing import get_type_hints\nclass A:\n    pass\ndef f(x: 'A') -> A: ...\n"
+    "assert get_type_hints(f) == {'x': A, 'return': A}\nassert f.__annotations__['return'] is A\nprint(2 * int(input()))",
+    "dataclasses with annotations as text": "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    "from typing import ClassVar\n@dataclass\nclass A:\n    x: int\n    y: ClassVar[int] = 2\nprint(A(int(input())).x * A.y)",
+    "classes are pickled": "import pickle\nclass A:\n    y = 2\nprint(pickle.loads(pickle.dumps(A())).y * int(input()))",
+    "its source is found": "import inspect\n"
+    "def f():\n    return 2\nassert 'return 2' in inspect.getsource(f)\nprint(f() * int(input()))",
+    "its module is found": "import __main__\ny = 2\nprint(__main__.y * int(input()))",
+    "streams of bytes": "import sys\nsys.stdout.buffer.write(b'%d' % (2 * int(sys.stdin.buffer.read())))",
+    "a thread with a deep stack": "import sys, threading\nsys.setrecursionlimit(9000)\nthreading.stack_size(1 << 26)\n"
+    "def f(n):\n    return 0 if n == 0 else f(n - 1)\n"
+    "t = threading.Thread(target=lambda: print(f(6000) + 2 * int(input())))\nt.start()",
+    "an event loop": "import asyncio\nasync def main():\n    print(2 * int(input()))\nasyncio.run(main())",
+    "it ends itself": "import sys\nprint(2 * int(input()))\nsys.exit(0)",
+}
+NOT_AS_A_FILE = {
+    "an annotation that nothing defines": "def f(x: Unknown):\n    return x\nprint(2 * int(input()))",
+    "a module that it did not import": "print(2 * int(sys.stdin.read()))",
+    "an error behind its output": "print(2 * int(input()))\n1 / 0",
+    "it ends with a status": "import sys\nprint(2 * int(input()))\nsys.exit(3)",
+}
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"other": 1}, r"the row has no column 'tests' \(it has other\)"),
-        ({"tests": []}, "holds no test"),
-        ({"tests": 5}, "has no layout that is known"),
-        ({"tests": {"inputs": ["1"], "outputs": []}}, "has no layout that is known"),
-        ({"tests": [{"in": 1}]}, "has no layout that is known"),
-    ],
-)
-def test_tests_that_cannot_be_read_are_one_line(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message) as refused:
-        row_tests(row, "tests")
+async def test_a_script_runs_as_a_file_does() -> None:
+    programs = AS_A_FILE | NOT_AS_A_FILE
+    scored = await rewards(group({"inputs": ["4"], "outputs": ["8"]}, *programs.values()), timeout_s=30)
+    assert dict(zip(programs, scored, strict=True)) == {name: float(name in AS_A_FILE) for name in programs}
+
+
+# Each defines f, the double.
+AS_A_MODULE = {
+    "a main guard that reads": "def f(x):\n    return 2 * x\nif __name__ == '__main__':\n    print(f(int(input())))",
+    "output of its own": "import sys\nprint('loads')\nsys.stdout.buffer.write(b'bytes')\ndef f(x):\n    print(x)\n    return 2 * x",
+    "pickled classes": "import pickle\nclass A:\n    y = 2\ndef f(x):\n    return pickle.loads(pickle.dumps(A())).y * x",
+    "annotations": "import typing\n"
+    "def f(x: int) -> int:\n    assert typing.get_type_hints(f)['x'] is int\n    return 2 * x",
+    "a thread that it leaves": "import threading, time\n"
+    "threading.Thread(target=lambda: time.sleep(600)).start()\ndef f(x):\n    return 2 * x",
+}
+NOT_AS_A_MODULE = {
+    "an annotation that nothing defines": "def f(x: Unknown):\n    return 2 * x",
+    "it ends while it loads": "def f(x):\n    return 2 * x\nraise SystemExit",
+    "it ends while it is called": "import os\ndef f(x):\n    os._exit(0)",
+}
+CALLS = {"fn_name": "f", "inputs": [[1], [4]], "outputs": [2, 8]}
+
+
+@pytest.mark.parametrize("tests", [["assert f(1) == 2", "assert f(4) == 8"], CALLS], ids=["assertions", "calls"])
+async def test_a_program_that_is_called_is_imported(tests: Any) -> None:
+    programs = AS_A_MODULE | NOT_AS_A_MODULE
+    scored = await rewards(group(tests, *programs.values()), timeout_s=30)
+    assert dict(zip(programs, scored, strict=True)) == {name: float(name in AS_A_MODULE) for name in programs}
+
+
+async def test_calls_find_what_solutions_of_contests_do_not_import() -> None:
+    right = "class Solution:\n    def count(self, xs: List[int]) -> Dict[int, int]:\n        return Counter(xs)"
+    hidden = "class Solution:\n    def count(self, xs):\n        return {x: pow(xs.count(x), 3, 5) for x in xs}"
+    tests = [{"input": "[7, 7, 8]", "output": '{"7": 2, "8": 1}', "testtype": "functional"}]
+    metadata = json.dumps({"func_name": "count"})
+    assert await rewards(group(tests, right, hidden, metadata=metadata)) == [1.0, 0.0]
+    assert await rewards(group(["assert Solution().count([7]) == {7: 1}"], right)) == [0.0], "an assertion is Python's"
+
+
+async def test_results_of_calls_are_numbers_of_any_kind_and_arguments_have_whole_keys_as_in_apps() -> None:
+    program = (
+        "import numpy as np\ndef f(x):\n    return np.float32(x[1]), np.arange(3), {(1, 2): np.int64(4)}, [0.1 + 0.2]"
+    )
+    tests = {"fn_name": "f", "inputs": [[{"1": 5}]], "outputs": [[[5, [0, 1, 2], {"[1, 2]": 4}, [0.3]]]]}
+    assert await rewards(group(tests, program), timeout_s=60) == [1.0]
+
+
+async def test_set_up_code_of_mbpp_runs_behind_the_program_and_before_each_assertion() -> None:
+    program = "class Node:\n    def __init__(self, value):\n        self.value = value\n"
+    program += "def f(node):\n    node.value += 1\n    return node.value"
+    row = {"test_imports": ["import math"], "test_setup_code": "node = Node(1)"}
+    assert await rewards(group(["assert f(node) == 2", "assert f(node) == math.sqrt(4)"], program, **row)) == [1.0]
+
+
+async def test_a_program_may_print_as_much_as_a_test_wants() -> None:
+    much = "7\n" * 300_000
+    assert await rewards(group({"inputs": [""], "outputs": [much]}, f"print('7\\n' * {300_000})")) == [1.0]
+
+
+async def test_a_thought_that_the_prompt_opened_holds_no_program() -> None:
+    inside = response("print(1)")
+    texts = [inside, f"{inside}</think>", f"</think>{inside}", f"<think>{inside}"]
+    tests = {"tests": {"inputs": [""], "outputs": ["1"]}}
+    opened = RewardInput("Write it<think>\n", "", texts, [9] * 4, tests)
+    assert await CodeReward(CodeConfig(timeout_s=20.0), 2)(opened) == [0.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("settings", [{"memory_mib": 16}, {"timeout_s": 0.001}])
+async def test_limits_with_which_no_program_passes_are_refused_before_a_run(settings: dict[str, Any]) -> None:
+    (name,) = settings
+    with pytest.raises(
+        SandboxFailed, match=rf"does not pass its test with .*reward\.code\.{name} = .*raise them"
+    ) as refused:
+        await CodeReward(CodeConfig(**settings), 1).check()
     assert "\n" not in str(refused.value)
-
-
-HOSTILE = {
-    "endless": ("while True: pass", Limits(wall_s=1.5, cpu_s=20)),
-    "sleeping": ("import time; time.sleep(600)", Limits(wall_s=1.0)),
-    "processor time": ("while True: pass", Limits(wall_s=60.0, cpu_s=1)),
-    "much memory": ("x = bytearray(1 << 33)", LIMITS),
-    "memory by and by": ("x = []\nwhile True: x.append(bytearray(1 << 22))", LIMITS),
-    "huge output": ("while True: print('x' * 5000)", LIMITS),
-    "huge errors": ("import sys\nwhile True: print('x' * 5000, file=sys.stderr)", LIMITS),
-    "large file": ("open('large', 'wb').write(bytes(1 << 28))", LIMITS),
-    "many files open": ("x = [open(__file__) for _ in range(10000)]", LIMITS),
-}
-
-
-@pytest.mark.parametrize("kind", HOSTILE)
-async def test_a_program_that_takes_too_much_is_ended_and_costs_nothing_else(kind: str) -> None:
-    program, limits = HOSTILE[kind]
-    start_s = time.monotonic()
-    outcome = await run(program, limits=limits)
-    assert (outcome.ended, outcome.code) != ("itself", 0), kind
-    assert time.monotonic() - start_s < 45
-    assert len(outcome.stdout) <= limits.output_bytes and len(outcome.stderr) <= limits.output_bytes
-
-
-def alive(mark: str) -> int:
-    found = 0
-    for directory in Path("/proc").iterdir():
-        if directory.name.isdigit():
-            try:
-                found += mark.encode() in (directory / "cmdline").read_bytes()
-            except OSError:
-                continue
-    return found
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n    os._exit(0)",
-    ],
-    ids=["fork bomb", "a process that leaves its group"],
-)
-async def test_no_process_outlives_its_cell_and_their_number_is_limited(program: str) -> None:
-    outcome = await run(program, limits=Limits(wall_s=2.0, processes=16))
-    assert outcome.ended in ("timeout", "itself")
-    counted = await run(
-        "import os, time\nn = 0\ntry:\n    while n < 200:\n        if os.fork() == 0:\n            time.sleep(60)\n        n += 1\n"
-        "except OSError:\n    pass\nprint(n)",
-        limits=Limits(wall_s=20.0, processes=16),
-    )
-    assert int(counted.stdout) < 20
-    deadline_s = time.monotonic() + 20
-    while alive("pa_npu-cell-") and time.monotonic() < deadline_s:
-        await asyncio.sleep(0.05)
-    assert not alive("pa_npu-cell-")
-
-
-# Everything by which a program could leave its cell, really tried; what worked is written. FOREIGN: files of others.
-ESCAPE = """
-import ctypes, json, os, socket, sys
-libc = ctypes.CDLL(None, use_errno=True)
-got = []
-
-def tried(name, call, *arguments):
-    try:
-        if call(*arguments) not in (-1, False):
-            got.extend([name] if name else [])
-    except OSError:
-        pass
-
-def into(path):
-    with open(path, "a") as file:
-        file.write("written")
-
-number = dict(x86_64=(155, 56), aarch64=(41, 220))[os.uname().machine]
-tried("remount", libc.mount, b"none", b"/", None, 32 | 4096, None)
-tried("mount", libc.mount, b"none", os.getcwd().encode(), b"tmpfs", 0, None)
-tried("umount", libc.umount2, os.getcwd().encode(), 2)
-tried("chroot", libc.chroot, b".")
-tried("pivot_root", libc.syscall, number[0], b".", b".")
-tried("unshare", libc.unshare, 0x10000000)
-tried("clone", libc.syscall, number[1], 0x10000000 | 17, 0, 0, 0, 0)
-for pid in {1, os.getppid()}:
-    tried("ptrace", libc.ptrace, 16, pid, 0, 0)
-    tried("setns", lambda: libc.setns(os.open(f"/proc/{pid}/ns/mnt", 0), 0))
-    tried("memory of another", lambda: open(f"/proc/{pid}/mem", "rb").read(1))
-    for path in FOREIGN:
-        tried("by way of /proc", lambda: open(f"/proc/{pid}/root{path}").close())
-for path in FOREIGN:
-    tried("read", lambda: open(path).read())
-    tried("write", into, path)
-    tried("look", lambda: bool(os.listdir(os.path.dirname(path))))
-for path in (FOREIGN[0] + ".made", "/etc/pa_npu_was_here", "/proc/sys/kernel/core_pattern"):
-    tried("write", into, path)
-tried("network", lambda: socket.create_connection(("127.0.0.1", PORT), 2) and True)
-tried("unix socket", lambda: socket.socket(socket.AF_UNIX).connect(FOREIGN[0] + ".socket"))
-into("own")
-held = []
-lines = lambda: [line for line in open("/proc/self/status") if line[:6] in ("CapInh", "CapPrm", "CapEff", "CapAmb")]
-tried("", lambda: held.extend(line.split()[1] for line in lines()))
-keys = [name for name, value in os.environ.items() if "secret" in value]
-print(json.dumps({"got": got, "user": os.getuid(), "capabilities": [held for held in held if int(held, 16)], "keys": keys}))
-"""
-_UNSHARED = "namespaces of its own"
-# who runs it, without what, and the level that comes of it; the first is the user of these tests, whoever that is
-CELLS: dict[str, tuple[int | None, tuple[str, ...], str, str]] = {
-    "root": (0, (), "namespaces", _UNSHARED),
-    "root of a container": (0, ("sys_admin",), "namespaces", _UNSHARED),
-    "root who may map nobody": (0, ("sys_admin", "setfcap"), "files", "Landlock"),
-    "a user": (4321, ("bubblewrap",), "namespaces", _UNSHARED),
-    "a user with bubblewrap": (4321, (), "namespaces", "bubblewrap"),
-    "a user without namespaces": (4321, ("namespaces", "bubblewrap"), "files", "Landlock"),
-    "a user without anything": (4321, ("namespaces", "bubblewrap", "landlock"), "limits", "limits of processes alone"),
-}
-
-
-def readable_python() -> str:
-    """An interpreter that every user may start; root's own may lie where only root looks."""
-    for python in (os.path.realpath(sys.executable), "/usr/bin/python3"):
-        with contextlib.suppress(OSError):
-            asks = [python, "-c", "import sys; assert sys.version_info >= (3, 10)"]
-            if subprocess.run(asks, capture_output=True, user=4321, check=False).returncode == 0:
-                return python
-    pytest.skip("no interpreter here is readable for all")
-
-
-def cell(kind: str, program: str, **limits: Any) -> dict[str, Any]:
-    """The outcome of a program, run by this kind of user."""
-    user, without, _, _ = CELLS[kind]
-    if os.geteuid() != 0 and user in (0, None):
-        pytest.skip("needs root")
-    python = sys.executable
-    if user:
-        if os.geteuid() == 0:
-            python = readable_python()
-        else:
-            user = None
-    request = {
-        "without": without,
-        "user": user or None,
-        "limits": {"wall_s": 20.0, "memory_bytes": 512 << 20, **limits},
-    }
-    helper = Path(__file__).parents[1] / "helpers" / "cell.py"
-    done = subprocess.run(
-        [python, helper, json.dumps(request)], input=program, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
-
-
-def level_here(kind: str, found: dict[str, Any]) -> str:
-    """The level that was reached; skips where this system is poorer than the case wants."""
-    _, _, level, by = CELLS[kind]
-    if "failed" in found or found["level"] != level or by not in found["isolation"]:
-        if by == "bubblewrap" and shutil.which("bwrap") is None:
-            pytest.skip("no bubblewrap here")
-        if (
-            level == "namespaces"
-            and subprocess.run(["unshare", "-Ur", "true"], capture_output=True, check=False).returncode
-        ):
-            pytest.skip("this system gives users no namespaces")
-        pytest.fail(f"{found} instead of {level} by {by}")
-    return level
-
-
-@pytest.mark.parametrize("kind", CELLS)
-def test_whoever_runs_it_no_program_leaves_its_cell_and_its_level_is_told(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "secret-key")
-    for path in (tmp_path, *tmp_path.parents[:-2]):
-        path.chmod(0o777 if path == tmp_path else 0o755)
-    secret, of_the_run = tmp_path / "private", tmp_path / "of_the_run"
-    for path, mode in ((secret, 0o600), (of_the_run, 0o666)):
-        path.write_text("as it was")
-        path.chmod(mode)
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as by_path:
-        by_path.bind(f"{of_the_run}.socket")
-        Path(f"{of_the_run}.socket").chmod(0o777)
-        by_path.listen()
-        program = ESCAPE.replace("PORT", str(server.getsockname()[1]))
-        outcome = cell(kind, program.replace("FOREIGN", repr([str(of_the_run), str(secret)])))
-    level = level_here(kind, outcome)
-    assert outcome["code"] == 0, outcome["stderr"]
-    found = json.loads(outcome["stdout"])
-    assert found["keys"] == [] and found["capabilities"] == []
-    if (
-        level == "limits"
-    ):  # where nothing is granted, files are open, and nothing claims otherwise: the attack is a real one
-        assert {"read", "write", "look"} <= set(found["got"])
-        return
-    assert found["got"] == []
-    assert secret.read_text() == of_the_run.read_text() == "as it was"
-    if CELLS[kind][0] == 0 and level == "namespaces":
-        assert found["user"] != 0
-    assert not Path(f"{of_the_run}.made").exists()
-
-
-@pytest.mark.parametrize("kind", ["a user", "a user without anything"])
-def test_a_run_that_wants_more_isolation_than_there_is_is_refused(kind: str) -> None:
-    wanted = "namespaces" if kind == "a user without anything" else "files"
-    found = cell(kind, "print(1)", require=wanted)
-    if kind == "a user":
-        assert found["stdout"] == "1\n"
-    else:
-        assert found["failed"].startswith(
-            "reward.code.require: namespaces, but this system gives level limits (limits of"
-        )
-        assert "Operation not permitted" in found["failed"]
-
-
-def test_a_cell_without_namespaces_ends_what_its_program_leaves_behind() -> None:
-    program = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.closerange(0, 3)\n    time.sleep(600)\nprint('left it')"
-    assert cell("a user without anything", program)["stdout"] == "left it\n"
-    assert cell("a user without anything", "while True: pass", wall_s=1.0)["ended"] == "timeout"
-    deadline_s = time.monotonic() + 20
-    while alive("pa_npu-cell-") and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert not alive("pa_npu-cell-")
-
-
-TOGETHER = {
-    "children": "pids = [os.fork() for _ in range(4)]",  # sixteen processes of 40 MiB each
-    "a shared mapping": "m = mmap.mmap(-1, 1 << 26)\nfor i in range(0, 1 << 26, 4096): m[i] = 1\nif os.fork():\n    m.close()\n"
-    "    n = mmap.mmap(-1, 1 << 26)\n    for i in range(0, 1 << 26, 4096): n[i] = 1",
-    "a file in memory": "f = os.memfd_create('m')\nfor _ in range(40): os.write(f, bytes(1 << 22))",
-}
-
-
-@pytest.mark.parametrize("how", TOGETHER)
-@pytest.mark.parametrize("kind", ["a user", "a user without namespaces"])
-def test_memory_is_limited_for_all_processes_of_a_cell_together(how: str, kind: str) -> None:
-    """Each process stays below the limit by itself."""
-    program = f"import mmap, os, time\n{TOGETHER[how]}\nx = b'x' * (40 << 20)\ntime.sleep(2)\nprint('held it all')"
-    found = cell(kind, program, memory_bytes=128 << 20)
-    assert found["code"] not in (0, None) and "held it all" not in found["stdout"], found
-    assert cell(kind, "x = b'x' * (40 << 20)\nprint('fits')", memory_bytes=128 << 20)["stdout"] == "fits\n"
-
-
-def test_processes_that_share_what_they_hold_are_not_counted_twice() -> None:
-    program = """
-import os, time
-x = b"x" * (60 << 20)
-for _ in range(3):
-    if os.fork() == 0:
-        time.sleep(1)
-        os._exit(0)
-print([os.wait()[1] for _ in range(3)])
-"""
-    found = cell("a user", program, memory_bytes=128 << 20)
-    assert found["stdout"] == "[0, 0, 0]\n", found
 
 
 async def test_in_the_pool_programs_of_many_groups_are_scored_and_a_broken_row_is_no_verdict() -> None:
@@ -395,12 +203,12 @@ def full(**code: Any) -> Config:
 
 
 def test_the_check_before_a_run_tries_the_sandbox_and_reads_a_rows_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    (line,) = check_reward_functions(full(), group(["assert True"], "x = 1"))
+    (line,) = check_reward_functions(full(), group(["assert x == 1"], "x = 1"))
     assert line.startswith("reward.code: programs of responses run at isolation level ") and "\n" not in line
     with pytest.raises(
         DataError, match=r"reward\.functions: code fails for a group .* no column 'cases' \(it has tests\)"
     ):
-        check_reward_functions(full(tests="cases"), group(["assert True"], "x = 1"))
+        check_reward_functions(full(tests="cases"), group(["assert x == 1"], "x = 1"))
     tree = full().model_dump(mode="json") | {"reward": {"code": {"timeout_s": 3}}}
     with pytest.raises(ValueError, match=r"reward\.code: would be read by nothing"):
         Config.model_validate(tree)

@@ -219,7 +219,12 @@ MOST_TESTS = 32
 
 
 class CodeConfig(Section):
-    tests: str = Field("tests", min_length=1, description="Column with the tests; docs/rewards.md has the layouts.")
+    tests: str = Field(
+        "tests",
+        min_length=1,
+        description="Column with the tests, dotted for one inside another (reward_model.ground_truth); docs/rewards.md has the "
+        "layouts.",
+    )
     score: Literal["all", "share"] = Field(
         "all", description="Reward 1 where all tests pass and else 0; or the share of tests that pass."
     )
@@ -229,8 +234,8 @@ class CodeConfig(Section):
     )
     require: Literal["limits", "files", "namespaces"] = Field(
         "limits",
-        description="Least isolation of programs, else the run is refused. limits: those of a process. files: also no network, and "
-        "no files but its own. namespaces: also nothing else of the machine, and no rights in it.",
+        description="Least isolation of programs, else the run is refused. limits: those of a process. files: also no network, no "
+        "files but its own, and no other process. namespaces: also nothing else of the machine, and no rights in it.",
     )
 
 

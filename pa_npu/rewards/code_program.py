@@ -1,0 +1,170 @@
+"""Finds the program in a response: the last block that is marked as Python, else the last unmarked one that is a program."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+import warnings
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+# An opening fence may stand in a list or a quotation; one that names Python may also follow text on its line.
+_OPENING = re.compile(r"(?P<before>(?:[ \t]|>|[-*+] |\d+[.)] )*)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)")
+_OPENING_IN_LINE = re.compile(r".*[^`\s]\s*(?P<fence>```)(?P<info>[ \t]*(?:python|py)[\d.]*)[ \t]*", re.IGNORECASE)
+_QUOTATION = re.compile(r"[ \t]*>[ \t]?")
+_PYTHON = re.compile(r"(?:i?python|py)[\d.]*", re.IGNORECASE)
+_MARKDOWN = frozenset({"markdown", "md"})  # a whole answer that somebody has put into a block
+_LANGUAGE = re.compile(r"[\s{.]*([\w.+#-]*)")
+_DEFINED = re.compile(
+    r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)|^(\w+)[ \t]*(?::[^=\n]+)?=(?!=)|^(?:from|import)\b.*\b(\w+)[ \t]*$",
+    re.MULTILINE,
+)
+
+
+@dataclass(frozen=True)
+class _Block:
+    language: str
+    text: str
+
+
+def program_of(response: str, needed: Collection[str] = ()) -> str | None:
+    """Returns the program of a response, None where it has none.
+
+    Blocks marked as Python come before unmarked ones, which are often sample output. Of several the last one counts, and before it
+    the last one that defines the names `needed`: a block behind it may only show how to call them. A response without any block is
+    a program if all of it is one.
+    """
+    blocks = list(_blocks(response))
+    programs = [block.text for block in blocks if _PYTHON.fullmatch(block.language) and block.text.strip()]
+    if not programs:
+        programs = [block.text for block in blocks if not block.language and _is_program(block.text)]
+    if not blocks and _is_program(response):
+        programs = [response]
+    if not programs:
+        return None
+    for text in reversed(programs):
+        if set(needed) <= _defined(text):
+            return text
+    return programs[-1]
+
+
+def _blocks(response: str) -> Iterator[_Block]:
+    """Yields fenced blocks as CommonMark has them, without the indentation of their list or the marks of their quotation."""
+    lines = response.splitlines()
+    index = 0
+    while index < len(lines):
+        opening = _OPENING.fullmatch(lines[index])
+        before = opening["before"] if opening else ""
+        opening = opening or _OPENING_IN_LINE.fullmatch(lines[index])
+        index += 1
+        if opening is None:
+            continue
+        end = _closing(lines, index, opening["fence"], len(before.expandtabs(4)))
+        inside = lines[index:end]
+        index = end + 1
+        if end < len(lines):
+            last = lines[end].partition(opening["fence"])[0]
+            inside += [last] if last.strip(" \t>") else []  # the fence stands at the end of the last line of code
+        language, text = _language(opening["info"]), _without_margin(inside, before)
+        if language.lower() in _MARKDOWN:
+            yield from _blocks(text)
+        else:
+            yield _Block(language, text)
+
+
+def _closing(lines: list[str], start: int, fence: str, width: int) -> int:
+    """Returns the index of the line that closes a block; the number of lines where none does.
+
+    width: columns before the opening fence. A fence that is indented by four more is the program's own, in a docstring perhaps;
+    without any other it closes the block all the same.
+    """
+    closing = re.compile(r"([ \t>]*)" + re.escape(fence[0]) + "{" + str(len(fence)) + r",}[ \t]*(?:</?\w+>[ \t]*)*")
+    indented: int | None = None
+    after_code: int | None = None
+    for index in range(start, len(lines)):
+        line = lines[index]
+        matched = closing.fullmatch(line)
+        if matched is not None:
+            if len(matched[1].expandtabs(4)) <= width + 3:
+                return index
+            indented = index if indented is None else indented
+        elif after_code is not None and _opens_named_block(line):
+            return after_code
+        elif after_code is None and line.strip(" \t>`~") and _at_an_end(line, fence) and not _opens_named_block(line):
+            after_code = index
+    if after_code is not None:
+        return after_code
+    return len(lines) if indented is None else indented
+
+
+def _at_an_end(line: str, fence: str) -> bool:
+    """Returns whether a fence follows the last code on its line, or is followed by prose."""
+    return line.rstrip().endswith(fence) or line.lstrip(" \t>").startswith(f"{fence} ")
+
+
+def _opens_named_block(line: str) -> bool:
+    opening = _OPENING.fullmatch(line) or _OPENING_IN_LINE.fullmatch(line)
+    return opening is not None and opening["info"][:1].strip() != "" and bool(_language(opening["info"]))
+
+
+def _language(info: str) -> str:
+    matched = _LANGUAGE.match(info)
+    return matched[1] if matched else ""
+
+
+def _without_margin(lines: list[str], before: str) -> str:
+    """before: what stands before the opening fence, list marks and all; code may be indented by as much."""
+    if ">" in before:
+        lines = [_QUOTATION.sub("", line, count=1) for line in lines]
+        before = before.replace(">", "", 1)
+    width = len(before.expandtabs(4))
+    cut = []
+    for line in lines:
+        margin = len(line) - len(line.lstrip(" \t"))
+        cut.append(line[min(margin, width) :] if "\t" not in line[:margin] else line)
+    text = "".join(f"{line}\n" for line in cut)
+    if _tree(text) is None:
+        evened = textwrap.dedent("".join(f"{line}\n" for line in lines))
+        if _tree(evened) is not None:
+            return evened
+    return text
+
+
+def _is_program(text: str) -> bool:
+    """Returns whether a text is Python that does something: "3", "Yes" and "[1, 2]" are Python as well."""
+    tree = _tree(text)
+    if tree is None:
+        return False
+    values = (
+        ast.Constant,
+        ast.Name,
+        ast.Tuple,
+        ast.List,
+        ast.Set,
+        ast.Dict,
+        ast.UnaryOp,
+        ast.BinOp,
+        ast.Compare,
+        ast.BoolOp,
+    )
+    return any(
+        not (
+            isinstance(statement, ast.Pass) or (isinstance(statement, ast.Expr) and isinstance(statement.value, values))
+        )
+        for statement in tree.body
+    )
+
+
+def _tree(text: str) -> ast.Module | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _defined(text: str) -> set[str]:
+    """Goes by lines, since the program need not compile."""
+    return {name for names in _DEFINED.findall(text) for name in names if name}

@@ -1,0 +1,342 @@
+"""Reads the tests of a row for the reward `code`, in the layouts of published datasets; refuses those that test nothing.
+
+    {"inputs": [...], "outputs": [...]}                   standard input and output (APPS, TACO, CodeContests, verl)
+    the same with "fn_name": NAME                         arguments and result of NAME, or of Solution().NAME
+    [{"input": text, "output": text}, ...]                standard input and output (LiveCodeBench, DeepCoder)
+    the same with "testtype": "functional"                arguments and result; the name is in the test, or in the row's metadata
+    ["assert f(1) == 2", ...]                             assertions (MBPP), behind the row's test_imports and test_setup_code
+    {"assert_case": [...], "import_prefix": text}         assertions (verl)
+    "def check(candidate): ..." and entry_point           assertions in a function (HumanEval)
+    "def test_it(): ..."                                  assertions in functions; `solution` is the program (KodCode)
+    any other program text that asserts something         run behind the program, as it is
+
+A layout may be JSON text, or the text of a Python list or dictionary as CSV files hold it.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import re
+import symtable
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pa_npu.config.sections.rollout import MOST_TESTS
+from pa_npu.errors import DataError
+
+_NAMES = ("fn_name", "func_name", "function_name")  # under these a layout holds the name of the function to call
+_STDIN_TYPES = frozenset({"stdin", "stdin_stdout", "stdio", "standard_input"})
+_CALL_TYPES = frozenset({"functional", "function_call", "call", "call_based"})
+_PAIRS = (("inputs", "outputs"), ("input", "output"))
+_BUILTINS = frozenset(dir(builtins))
+_BASE64 = re.compile(r"[A-Za-z0-9+/]{64,}={0,2}")
+_ENTRY_POINT = re.compile(r"([A-Za-z_]\w*)(?:\(\))?(?:\.[A-Za-z_]\w*)*")
+_ACTIVE = (ast.Assert, ast.Raise, ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match)
+_MAX_DECODED = 3  # texts inside texts: some datasets hold JSON of JSON
+
+
+@dataclass(frozen=True)
+class CodeTest:
+    """One test of a program.
+
+    kind: stdin gives `given` to the program and wants a text of `wanted` printed; call gives the arguments `given` to the function
+    `name` and wants one of the values `wanted`; assertion runs the program text `given`, which must not fail.
+    whole_keys: arguments that are objects with whole numbers as keys have them as text, since JSON knows no others.
+    needed: names that a program must define for this test.
+    """
+
+    kind: Literal["stdin", "call", "assertion"]
+    given: Any
+    wanted: tuple[Any, ...] = ()
+    name: str = ""
+    whole_keys: bool = False
+    needed: frozenset[str] = frozenset()
+
+
+class _NoTest(ValueError):
+    """A test that no program can pass, or that every program passes."""
+
+
+def row_tests(row: Mapping[str, Any], column: str) -> list[CodeTest]:
+    """Returns the first MOST_TESTS tests of a row, at least one.
+
+    column: the column with the tests; a dotted name is one inside another. Raises DataError in one line.
+    """
+    value, holder = _value_in(row, column)
+    if value is None:
+        columns = ", ".join(map(str, row))
+        raise DataError(
+            f"reward.code.tests: the row has no column {column!r} (it has {columns}); name the one with the tests"
+        )
+    try:
+        tests = list(_tests(value, _Surroundings([holder, row])))[:MOST_TESTS]
+    except _NoTest as error:
+        raise DataError(
+            f"reward.code.tests: column {column!r} holds a test that tests nothing: {error}; correct the row or leave it out"
+        ) from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"reward.code.tests: column {column!r} has no layout that is known ({type(error).__name__}: {_short(str(error))}); "
+            f"docs/rewards.md lists them"
+        ) from None
+    if not tests:
+        raise DataError(f"reward.code.tests: column {column!r} holds no test; leave such rows out")
+    return tests
+
+
+def _value_in(row: Mapping[str, Any], column: str) -> tuple[Any, Mapping[str, Any]]:
+    """Returns a column's value, None where there is none, and the mapping that holds it."""
+    if column in row:
+        return row[column], row
+    holder: Any = row
+    *outer, last = column.split(".")
+    for part in outer:
+        holder = _decoded(holder.get(part))
+        if not isinstance(holder, Mapping):
+            return None, row
+    return holder.get(last), holder
+
+
+class _Surroundings:
+    """What stands beside the tests of a row: names, imports and set-up code that belong to all of them."""
+
+    def __init__(self, mappings: Sequence[Mapping[str, Any]]) -> None:
+        self._mappings = list(mappings)
+        for mapping in mappings:
+            for name in ("metadata", "extra_info"):
+                inner = _decoded(mapping.get(name))
+                if isinstance(inner, Mapping):
+                    self._mappings.append(inner)
+
+    def inside(self, mapping: Mapping[str, Any]) -> _Surroundings:
+        return _Surroundings([mapping, *self._mappings])
+
+    def first(self, *names: str) -> Any:
+        """Returns the first value under one of these names that is not empty, else None."""
+        for mapping in self._mappings:
+            for name in names:
+                if mapping.get(name) not in (None, "", [], {}):
+                    return mapping[name]
+        return None
+
+    def prefix(self) -> str:
+        """Returns the lines that stand before each assertion."""
+        parts = [self.first("import_prefix"), _decoded(self.first("test_imports")), self.first("test_setup_code")]
+        lines: list[str] = []
+        for part in parts:
+            if isinstance(part, str):
+                lines.append(part)
+            elif isinstance(part, Sequence):
+                lines += map(str, part)
+        return "".join(f"{line}\n" for line in lines)
+
+
+def _tests(value: Any, around: _Surroundings) -> Iterator[CodeTest]:
+    value = _decoded(value)
+    if isinstance(value, str):
+        yield _program_text(value, around)
+        return
+    if isinstance(value, Mapping):
+        yield from _mapping(value, around.inside(value))
+        return
+    if not isinstance(value, Sequence):
+        raise TypeError(f"it is a {type(value).__name__}")
+    for item in value:
+        test = _decoded(item) if isinstance(item, str) and item.lstrip()[:1] == "{" else item
+        if isinstance(test, str):
+            yield _program_text(test, around)
+        elif isinstance(test, Mapping):
+            yield from _mapping(test, around.inside(test))
+        else:
+            raise TypeError(f"it holds a {type(test).__name__}")
+
+
+def _mapping(tests: Mapping[str, Any], around: _Surroundings) -> Iterator[CodeTest]:
+    for name in ("assert_case", "test_cases", "test_list", "test"):
+        if tests.get(name):
+            yield from _tests(tests[name], around)
+            return
+    for given_name, wanted_name in _PAIRS:
+        if given_name in tests and wanted_name in tests:
+            break
+    else:
+        raise KeyError(f"an object with {', '.join(map(str, tests)) or 'nothing'}")
+    given, wanted = tests[given_name], tests[wanted_name]
+    kind = str(tests.get("testtype") or tests.get("type") or "").lower()
+    several = isinstance(given, list) and isinstance(wanted, list)
+    if given_name == "inputs" or (several and not kind and not any(tests.get(name) for name in _NAMES)):
+        if len(given) != len(wanted):
+            raise ValueError(f"{len(given)} {given_name} and {len(wanted)} {wanted_name}")
+        for one_given, one_wanted in zip(given, wanted, strict=True):
+            yield _pair(one_given, one_wanted, kind, around, in_lists=True)
+        return
+    yield _pair(given, wanted, kind, around, in_lists=kind == "function_call")
+
+
+def _pair(given: Any, wanted: Any, kind: str, around: _Surroundings, in_lists: bool) -> CodeTest:
+    """in_lists: a result may be wrapped in a list of one, and keys of arguments may be numbers, as in APPS."""
+    name = None if kind in _STDIN_TYPES else around.first(*_NAMES)
+    if name is None:
+        if kind in _CALL_TYPES:
+            raise _NoTest(f"it is of type {kind!r} and no {_NAMES[0]} or metadata says which function it calls")
+        return CodeTest("stdin", _text(given, "input"), (_text(wanted, "output"),))
+    if not isinstance(name, str) or not name.isidentifier():
+        raise _NoTest(f"it calls {_short(repr(name))}, which is no name of a function")
+    return CodeTest("call", _arguments(given), _wanted_results(wanted, in_lists), name, in_lists, frozenset({name}))
+
+
+def _text(value: Any, part: str) -> str:
+    """APPS has lists of lines in some rows."""
+    if isinstance(value, list):
+        return "\n".join(_text(line, part) for line in value)
+    if isinstance(value, (str, int, float)):
+        return str(value)
+    raise _NoTest(f"its {part} is a {type(value).__name__}, not a text")
+
+
+def _arguments(value: Any) -> list[Any]:
+    """LiveCodeBench has one JSON value a line."""
+    if isinstance(value, str):
+        try:
+            return [json.loads(line) for line in value.splitlines() if line.strip()]
+        except ValueError:
+            raise _NoTest(f"its arguments {_short(repr(value))} are not one JSON value a line") from None
+    if not isinstance(value, list):
+        raise _NoTest(f"its arguments are a {type(value).__name__}, not a list")
+    return list(value)
+
+
+def _wanted_results(value: Any, in_lists: bool) -> tuple[Any, ...]:
+    results = [value]
+    if isinstance(value, str):
+        with_json = _json_or_text(value)
+        results = [with_json, value] if in_lists else [with_json]
+    elif in_lists and isinstance(value, list) and len(value) == 1:
+        results.append(value[0])
+    return tuple(results)
+
+
+def _program_text(text: str, around: _Surroundings) -> CodeTest:
+    """Returns an assertion. Raises _NoTest where the text does not compile, or can fail for no program."""
+    if not text.strip():
+        raise _NoTest("it is empty")
+    if _BASE64.fullmatch("".join(text.split())):
+        raise _NoTest(
+            "it is base64, as in LiveCodeBench's private_test_cases; decode the column to JSON before the run"
+        )
+    tree = _compiled(text)
+    functions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    is_active = any(_can_fail(statement) for statement in tree.body)
+    defines_check = any(function.name == "check" for function in functions)
+    needed = _needed(tree)
+    if not is_active and defines_check:
+        entry_point = around.first("entry_point")
+        if entry_point is None:
+            raise _NoTest("it defines check(candidate), and the row has no entry_point to check")
+        if not isinstance(entry_point, str) or not _ENTRY_POINT.fullmatch(entry_point):
+            raise _NoTest(f"its entry_point is {_short(repr(entry_point))}, which is no name of a function")
+        text += f"\ncheck({entry_point})\n"
+        needed |= {re.split(r"\W", entry_point)[0]}
+    elif not is_active:
+        calls = [function.name for function in functions if _is_pytest(function)]
+        if not calls:
+            raise _NoTest(f"{_short(repr(text))} has no statement that can fail, such as an assert")
+        text += "\n" + "".join(f"{name}()\n" for name in calls)
+    prefix = around.prefix()
+    if prefix:
+        needed -= _bound(_compiled(prefix))
+    return CodeTest("assertion", prefix + text, needed=frozenset(needed))
+
+
+def _compiled(text: str) -> ast.Module:
+    """Raises _NoTest where the text is no Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+            symtable.symtable(text, "test", "exec")
+    except SyntaxError as error:
+        raise _NoTest(f"{_short(repr(text))} does not compile ({error.msg}, line {error.lineno})") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise _NoTest(f"{_short(repr(text))} does not compile ({type(error).__name__}: {error})") from None
+    return tree
+
+
+def _can_fail(statement: ast.stmt) -> bool:
+    """Returns whether a statement of a module checks something: definitions, imports and values that nobody reads do not."""
+    if isinstance(statement, ast.Expr):
+        call = statement.value
+        return isinstance(call, ast.Call) and not (isinstance(call.func, ast.Name) and call.func.id == "print")
+    if isinstance(statement, ast.Assert):
+        if isinstance(statement.test, ast.Tuple):  # `assert (a == b, "words")` asserts that a tuple is not empty
+            return not statement.test.elts
+        return not isinstance(statement.test, ast.Constant) or not statement.test.value
+    return isinstance(statement, _ACTIVE)
+
+
+def _is_pytest(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Returns whether pytest would call it as it is: fixtures and parameters are nobody's here."""
+    arguments = function.args
+    num_required = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
+    return function.name.startswith("test") and isinstance(function, ast.FunctionDef) and num_required == 0
+
+
+def _needed(tree: ast.Module) -> set[str]:
+    """Returns the names that the text reads and does not bind: the program's."""
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    imported = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "solution"
+        for alias in node.names
+    }
+    return (read - _bound(tree) - _BUILTINS) | (imported - {"*"})
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            names.add(node.name)
+    return names
+
+
+def _decoded(value: Any) -> Any:
+    """Returns what a text holds, JSON or a Python list or dictionary; any other text, and what is no text, as it is."""
+    for _ in range(_MAX_DECODED):
+        if not isinstance(value, str):
+            return value
+        text = value
+        value = _json_or_text(text)
+        if value is text:
+            break
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return value
+    return value
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _short(text: str) -> str:
+    line = text if len(text) <= 80 else f"{text[:77]}..."
+    return "".join(character if character.isprintable() else " " for character in line)
