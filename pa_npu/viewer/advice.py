@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pa_npu.telemetry.report import WARMUP_ITERATIONS
-from pa_npu.viewer.timeline import number
+from pa_npu.viewer.values import index, mapping, number
 
 Record = Mapping[str, Any]
 
@@ -23,6 +23,8 @@ CLEARLY = 1.5
 MANY_TRUNCATED = 0.1
 MANY_EQUAL = 0.5
 COLLAPSED_ENTROPY = 0.2
+IDLE = ("trainer_idle", "engine_idle", "device_idle")
+"""Shares of a record, as pa_npu.telemetry.idle defines them."""
 DRIFT = 0.5
 """Share of the limit at which a run stops for a disagreement of log-probs."""
 
@@ -37,13 +39,24 @@ class Advice:
     text: str
 
 
-def advise(records: Sequence[Record], config: Mapping[str, Any]) -> list[Advice]:
-    """Advice on a run, what costs most first. config: flat keys."""
-    kept = records[WARMUP_ITERATIONS if len(records) > WARMUP_ITERATIONS else 0 :]
-    if any(record.get("periodic") for record in kept):  # synchronous ones between them are there for comparison
+def advise(records: Sequence[Record], config: Mapping[str, Any], begun: Sequence[int] = ()) -> list[Advice]:
+    """Advice on a run, what costs most first. config: flat keys. begun: the first iteration of each attempt."""
+    kept = steady(records, begun)
+    advice = [line for rule in RULES for line in rule(kept, config)] if kept else []
+    return sorted(advice, key=lambda line: line.level != "act")
+
+
+def steady(records: Sequence[Record], begun: Sequence[int] = ()) -> list[Record]:
+    """The iterations that tiles and advice look at.
+
+    Left out are the first of the run and of each further attempt, which compile kernels and fill caches, and of a periodic run the
+    synchronous ones, which are there for comparison. Where nothing else is left, all of them.
+    """
+    warm = {*begun, *range(WARMUP_ITERATIONS)}
+    kept = [record for record in records if record.get("iteration") not in warm] or list(records)
+    if any(record.get("periodic") is True for record in kept):
         kept = [record for record in kept if record.get("periodic") is not False]
-    found = [advice for rule in RULES for advice in rule(kept, config)] if kept else []
-    return sorted(found, key=lambda advice: advice.level != "act")
+    return kept
 
 
 def recent(records: Sequence[Record], key: str) -> float | None:
@@ -172,9 +185,10 @@ def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]
         )
     missing: dict[str, float] = {}
     for record in records[-RECENT:]:
-        for name, count in (record.get("reward_no_verdict") or {}).items():
-            missing[name] = missing.get(name, 0.0) + count
-    if missing:
+        counts = mapping(record, "reward_no_verdict")
+        for name in counts:
+            missing[str(name)] = missing.get(str(name), 0.0) + (number(counts, name) or 0.0)
+    if any(missing.values()):
         names = ", ".join(f"{count:.0f} by {name}" for name, count in sorted(missing.items()))
         yield Advice(
             "act",
@@ -184,7 +198,7 @@ def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]
             f"taught nothing of it. coordinator.log has the reasons: a judge's server (reward.judge.timeout_s), the "
             f"sandbox, or a row's tests.",
         )
-    failed = [record["checkpoint_failed"] for record in records if record.get("checkpoint_failed") is not None]
+    failed = [version for record in records if (version := index(record, "checkpoint_failed")) is not None]
     if failed:
         yield Advice(
             "act",

@@ -11,8 +11,8 @@ async function processesView(main) {
     h("tbody", {}, processes.map((process) => h("tr", { class: process.log ? "pick" : "", "aria-selected": process === chosen ? "true" : null, onclick: () => process.log && show("processes", { p: process.name }) },
       h("td", {}, process.log ? h("a", { href: "#processes?p=" + encodeURIComponent(process.name) }, shown(process.name)) : shown(process.name)), h("td", { "data-label": "did last" }, shown(process.last_event || "")), h("td", { "data-label": "when" }, process.last_time ? ago(process.last_time) : ""),
       h("td", { "data-label": "started" }, process.starts > 1 ? process.starts + " times" : process.starts ? "once" : ""), h("td", { "data-label": "warnings" }, process.warnings || ""), h("td", { class: "mono wide quiet" }, shown((process.last_line || "").slice(0, 200))))))));
-  const words = { finished: "The run has finished.", running: "The run is at work.", silent: "Nothing was written for a while: the run has ended early, or hangs." }[run.word];
-  fill(main, h("p", {}, words, run.last_write ? ` Last write ${ago(run.last_write)} now.` : "", run.attempts > 1 ? ` It was started ${run.attempts} times.` : ""), table);
+  const words = { finished: "The run has finished.", running: "The run is at work.", failed: "The run has failed.", stopped: "The run was stopped.", silent: "Nothing was written for a while: the run hangs, or it ended without a record." };
+  fill(main, endPanel(), h("p", {}, words[run.word], run.last_write ? ` Last write ${ago(run.last_write)} now.` : "", run.attempts > 1 ? ` It was started ${run.attempts} times.` : ""), table);
   if (!chosen) return;
   const log = await load("log/" + chosen.log, true);
   const output = h("pre", { class: "log", tabindex: 0, "aria-label": "log of " + chosen.name }), count = h("span", { class: "quiet" });

@@ -88,33 +88,52 @@ async function timelineView(main) {
   new ResizeObserver(draw).observe(svg);
 }
 
-function shorten(text, most) { return text.replace(/^https?:\/\//, "").length > most ? "…" + text.slice(-(most - 1)) : text.replace(/^https?:\/\//, ""); }
+function shorten(text, most) {
+  const short = text.replace(/^https?:\/\//, "");
+  return short.length > most ? "…" + short.slice(-(most - 1)) : short;
+}
+
+/* Sentences on who waited, with the idle shares of the iteration's record where it has ended. */
+function waitLines(data) {
+  const share = (seconds) => format(seconds / data.seconds, "share");
+  const average = (role, value) => {
+    const entries = data.waits.filter((entry) => entry.role === role);
+    return entries.length ? mean(entries.map(value)) : null;
+  };
+  const place = column("iteration").indexOf(data.iteration);
+  const idle = (name, role) => column(name)[place] ?? average(role, (entry) => entry.idle);
+  const groups = average("trainer", (entry) => entry.parts["wait for groups"]);
+  const border = average("trainer", (entry) => entry.parts["wait for engines"]);
+  const held = average("engine", (entry) => entry.parts.evaluate);
+  const lines = [];
+  if (groups !== null) {
+    lines.push(`Trainers were idle for ${format(idle("trainer_idle", "trainer"), "share")} of the iteration: they waited ${duration(groups)} (${share(groups)}) for groups from the engines `
+      + `and ${duration(border)} (${share(border)}) at the border for the coordinator and the engines.`);
+  }
+  if (average("engine", (entry) => entry.idle) !== null) {
+    lines.push(`Engines were idle for ${format(idle("engine_idle", "engine"), "share")}: they had no request, as all groups of the iteration were generated, or they loaded weights.`);
+  }
+  if (held) lines.push(`Evaluation kept the engines for ${duration(held)} (${share(held)}).`);
+  return lines;
+}
 
 function waitsPanel(data) {
   const share = (seconds) => format(seconds / data.seconds, "share");
-  const mean = (role, part) => {
-    const own = data.waits.filter((entry) => entry.role === role);
-    return own.length ? own.reduce((sum, entry) => sum + (part === "idle" ? entry.idle : entry.parts[part] || 0), 0) / own.length : null;
+  const row = (entry) => {
+    let x = 0;
+    const bars = Object.entries({ ...entry.parts, other: entry.role === "engine" ? 0 : entry.other }).filter(([, seconds]) => seconds > 0).map(([part, seconds]) => {
+      const bar = h("rect", { class: "k-" + (PART_KIND[part] || "other"), x: (x / data.seconds * 100).toFixed(3) + "%", width: (seconds / data.seconds * 100).toFixed(3) + "%", y: 0, height: 16,
+        "data-tip": `${entry.name}: ${part}\n${duration(seconds)}, ${share(seconds)}` });
+      x += seconds;
+      return bar;
+    });
+    const said = Object.entries(entry.parts).map(([part, seconds]) => `${part} ${share(seconds)}`).join(", ");
+    const svg = h("svg", { role: "img", height: 16, "aria-label": said }, hatch(), bars);
+    svg.addEventListener("pointermove", (event) => (event.target.dataset?.tip ? tip.show(event.target.dataset.tip, event.clientX, event.clientY) : tip.hide()));
+    svg.addEventListener("pointerleave", tip.hide);
+    return h("tr", {}, h("td", { class: "mono" }, shown(shorten(entry.name, 26))), h("td", { width: "70%" }, svg), h("td", { class: "number" }, format(entry.idle, "share")));
   };
-  const lines = [];
-  const groups = mean("trainer", "wait for groups"), border = mean("trainer", "wait for engines"), idle = mean("engine", "idle");
-  if (groups !== null) lines.push(`Trainers waited ${duration(groups)} (${share(groups)}) for groups from the engines and ${duration(border)} (${share(border)}) at the border for the coordinator and the engines.`);
-  const held = mean("engine", "evaluate");
-  if (held) lines.push(`Evaluation kept the engines for ${duration(held)} (${share(held)}).`);
-  if (idle !== null) lines.push(`Engines had nothing to do for ${duration(idle)} (${share(idle)}): all groups of the iteration were generated, and the trainers were still at work.`);
-  return h("section", { class: "panel" }, h("h2", {}, "Who waited for whom"), lines.map((line) => h("p", {}, line)),
-    h("table", { class: "waits" }, h("thead", {}, h("tr", {}, h("th", {}, "process"), h("th", {}, "share of the iteration"), h("th", { class: "number" }, "idle or waiting"))),
-      h("tbody", {}, data.waits.map((entry) => {
-        let x = 0;
-        const waiting = entry.idle + (entry.parts["wait for groups"] || 0) + (entry.parts["wait for engines"] || 0);
-        const bars = [...Object.entries(entry.parts)].filter(([, seconds]) => seconds > 0).map(([part, seconds]) => {
-          const bar = h("rect", { class: "k-" + (PART_KIND[part] || "other"), x: (x / data.seconds * 100).toFixed(3) + "%", width: (seconds / data.seconds * 100).toFixed(3) + "%", y: 0, height: 16, "data-tip": `${entry.name}: ${part}\n${duration(seconds)}, ${share(seconds)}` });
-          x += seconds;
-          return bar;
-        });
-        const svg = h("svg", { role: "img", height: 16, "aria-label": Object.entries(entry.parts).map(([part, seconds]) => `${part} ${share(seconds)}`).join(", ") }, hatch(), bars);
-        svg.addEventListener("pointermove", (event) => (event.target.dataset?.tip ? tip.show(event.target.dataset.tip, event.clientX, event.clientY) : tip.hide()));
-        svg.addEventListener("pointerleave", tip.hide);
-        return h("tr", {}, h("td", { class: "mono" }, shorten(entry.name, 26)), h("td", { width: "70%" }, svg), h("td", { class: "number" }, share(Math.min(data.seconds, waiting))));
-      }))));
+  return h("section", { class: "panel" }, h("h2", {}, "Who waited for whom"), waitLines(data).map((line) => h("p", {}, line)),
+    h("table", { class: "waits" }, h("thead", {}, h("tr", {}, h("th", {}, "process"), h("th", {}, "share of the iteration"), h("th", { class: "number" }, "idle"))),
+      h("tbody", {}, data.waits.map(row))));
 }
