@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -164,7 +165,7 @@ def write_page(file: Path, data: dict[str, Any]) -> None:
         raise UserError(f"--export {file}: cannot be written ({error.strerror}); choose another file") from None
 
 
-_UNCHANGED = object()
+_NOTHING = object()
 
 
 class _Room:
@@ -202,6 +203,11 @@ class ViewServer(ThreadingHTTPServer):
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
             raise UserError(f"--port {port}: cannot be listened on ({error.strerror}); choose another") from None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A page that is closed while it is answered is not worth a word."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
@@ -241,13 +247,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(503, "text/plain", f"cannot be read ({error.strerror})\n".encode())
         if data is None:
             return self._send(404, "application/json", b"null")
-        self._send(200, "application/json", b"null" if data is _UNCHANGED else _json(data).encode())
+        self._send(200, "application/json", b"null" if data is _NOTHING else _json(data).encode())
 
     def _data(self, runs: Sequence[RunDirectory], name: str, query: str) -> Any:
-        if not runs:
-            return self.server.shelf.table() if self.server.shelf is not None and name == "runs" else None
+        if not runs and self.server.shelf is not None:  # the folder's own page
+            return {"runs": self.server.shelf.table, "run": lambda: _NOTHING}.get(name, lambda: None)()
         if name == "run" and parse_qs(query).get("stamp") == [runs[0].stamp()]:
-            return _UNCHANGED
+            return _NOTHING  # nothing is new
         return answer(runs, name)
 
     def _send(self, status: int, kind: str, body: bytes) -> None:

@@ -13,7 +13,7 @@ const MARKS = {
 function ticks(low, high, count) {
   const step = niceStep((high - low) / Math.max(1, count));
   const values = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) values.push(i * step);
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) values.push(i * step || 0); // no -0
   return values;
 }
 
@@ -52,7 +52,7 @@ function axis(low, high, kind) {
   }
   const step = niceStep((high - low) / 4);
   const first = Math.floor(low / step + 1e-9), final = Math.max(first + 1, Math.ceil(high / step - 1e-9));
-  const values = Array.from({ length: final - first + 1 }, (_, i) => (first + i) * step);
+  const values = Array.from({ length: final - first + 1 }, (_, i) => (first + i) * step || 0);
   return { low: values[0], high: values[values.length - 1], values, texts: tickTexts(values, kind) };
 }
 
