@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pa_npu.telemetry.report import WARMUP_ITERATIONS
 from pa_npu.viewer.values import index, mapping, number
+from pa_npu.viewer.values import share as share_text
 
 Record = Mapping[str, Any]
 
@@ -74,7 +75,7 @@ def _idle(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advi
                 "act" if in_turns else "look",
                 "trainer_idle",
                 "Devices wait for the longest responses" if in_turns else "Devices wait, though roles follow the work",
-                f"In the last iterations devices neither decoded nor trained for {device:.0%} of the time. "
+                f"In the last iterations devices neither decoded nor trained for {share_text(device)} of the time. "
                 + (
                     "schedule.stream=true lets them train as soon as the rest fits on fewer; the update stays the same."
                     if in_turns
@@ -84,7 +85,7 @@ def _idle(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advi
         return
     if trainer is None or engine is None:
         return
-    seen = f"In the last iterations trainers were idle for {trainer:.0%} of the time and engines for {engine:.0%}."
+    seen = f"In the last iterations trainers were idle for {share_text(trainer)} of the time and engines for {share_text(engine)}."
     if config.get("schedule.stream") is False and trainer > MUCH_IDLE:
         yield Advice(
             "act",
@@ -125,7 +126,7 @@ def _truncated(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator
             "act" if share > 3 * MANY_TRUNCATED else "look",
             "truncated_ratio",
             "Responses are cut at the limit",
-            f"{share:.0%} of responses reached rollout.max_response_tokens={config.get('rollout.max_response_tokens')} and "
+            f"{share_text(share)} of responses reached rollout.max_response_tokens={config.get('rollout.max_response_tokens')} and "
             f"were judged unfinished. Raise it, or add the overlong reward, which teaches to be shorter.",
         )
 
@@ -139,7 +140,7 @@ def _equal_groups(records: Sequence[Record], config: Mapping[str, Any]) -> Itera
         "look",
         "equal_reward_ratio",
         "Most groups teach nothing",
-        f"In {share:.0%} of groups all responses had the same reward, mostly all {how}: their advantages are zero. "
+        f"In {share_text(share)} of groups all responses had the same reward, mostly all {how}: their advantages are zero. "
         f"{'Harder' if how == 'right' else 'Easier'} prompts help, more responses per prompt, or "
         f"schedule.dynamic_sampling=true.",
     )
@@ -154,7 +155,7 @@ def _drift(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
                 "act",
                 "logprob_diff_mean",
                 "Engine and trainer log-probs drift apart",
-                f"Their {name} is {value:.2g}, {value / limit:.0%} of the limit ({limit:.2g}) at which the run stops. "
+                f"Their {name} is {value:.2g}, {share_text(value / limit)} of the limit ({limit:.2g}) at which the run stops. "
                 f"Different kernels or types are the usual cause: see model.dtype, rollout.batch_invariant, the engine's version.",
             )
             return

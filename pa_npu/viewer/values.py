@@ -18,6 +18,15 @@ def number(record: Mapping[str, Any], key: str) -> float | None:
     return float(value) if math.isfinite(value) and abs(value) <= MAX_NUMBER else None
 
 
+def share(value: float) -> str:
+    """A share in words, with the digits that the page gives it: one more where it is near all or nothing."""
+    percent = 100 * value
+    is_near = abs(percent) % 100 != 0 and (abs(percent) < 10 or abs(percent) > 90)
+    scale = 10 if is_near else 1
+    rounded = math.floor(abs(percent) * scale + 0.5) / scale
+    return f"{math.copysign(rounded, percent):.{1 if is_near else 0}f}%"
+
+
 def index(record: Mapping[str, Any], key: str) -> int | None:
     """A number that counts, from 0."""
     value = record.get(key)

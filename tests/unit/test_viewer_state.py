@@ -13,6 +13,7 @@ import pytest
 from pa_npu.telemetry.run_end import owner_mark
 from pa_npu.viewer.run import RunDirectory
 from pa_npu.viewer.timeline import Attempt
+from pa_npu.viewer.values import share
 from tests.helpers.finished_run import BEGAN_S, SECRET, end_run, make_run, resume_run
 
 
@@ -107,7 +108,7 @@ def test_idle_is_one_number_in_tiles_timeline_and_advice(tmp_path: Path) -> None
             == pytest.approx(overview["columns"][f"{role}_idle"][6])
             == pytest.approx(overview["idle"][f"{role}_idle"])
         )
-        assert f"{idle:.0%}" in overview["advice"][0]["text"]
+        assert f"{share(idle)}" in overview["advice"][0]["text"]
 
 
 def test_tiles_and_advice_leave_out_the_first_iteration_of_each_attempt(tmp_path: Path) -> None:

@@ -71,3 +71,10 @@ function chat(text, wanted, first = "") {
   return h("div", { class: "chat" },
     messages.map((message) => bubble(message.role, messageParts(message.text, wanted))));
 }
+
+/* The end of what was asked last, for a list. */
+function snippet(prompt) {
+  const asked = messagesOf(prompt).filter((message) => message.role !== "system");
+  const text = asked.length ? asked[asked.length - 1].text : prompt;
+  return text.trim().replace(/\s+/g, " ").slice(-120);
+}

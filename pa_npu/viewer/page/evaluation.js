@@ -132,10 +132,10 @@ async function questionsPanel(set) {
 }
 
 function questionButton([question, prompt, before, now], isOpen, look, choose) {
-  const kind = outcome(before, now), words = messagesOf(prompt).map((message) => message.text).join(" ").replace(/\s+/g, " ");
+  const kind = outcome(before, now);
   const marks = { gained: "▲ gained", lost: "▼ lost", right: "✓ right", wrong: "✗ wrong", new: now >= 0.5 ? "✓ right" : "✗ wrong" };
   return h("button", { "aria-current": isOpen ? "true" : null, "data-question": question, onclick: choose },
-    h("span", { class: "line" }, h("span", {}, "question ", question), h("span", { class: kind }, marks[kind])), h("span", { class: "snip" }, shown(words.slice(-120), look.wanted)));
+    h("span", { class: "line" }, h("span", {}, "question ", question), h("span", { class: kind }, marks[kind])), h("span", { class: "snip" }, shown(snippet(prompt), look.wanted)));
 }
 
 function questionAnswers(latest, earlier, look) {

@@ -160,7 +160,8 @@ function limitOf(spec) {
 /* Why a run is not at work any more, above everything else. */
 function endPanel() {
   const { word, cause, process, lines, iterations, total, last_write: written } = state.run.state;
-  const log = state.run.processes.find((known) => known.name === (process || "launcher") && known.log);
+  const logOf = (name) => state.run.processes.find((known) => known.name === name && known.log);
+  const log = logOf(process) || logOf("launcher");
   const link = log && h("a", { href: "#processes?p=" + encodeURIComponent(log.name) }, "the log of ", shown(log.name));
   const done = `${iterations} ${total ? `of ${total} ` : ""}iterations were done.`;
   if (word === "failed") {

@@ -71,7 +71,7 @@ function runsView(main) {
 
   function cell(known, run) {
     const text = known.text ? known.text(run) : known.isNumber ? format(known.sort(run), known.kind) : known.sort(run) || "–";
-    return h("td", { class: known.isNumber ? "number" : "wide", "data-label": known.title }, shown(text));
+    return h("td", { class: `${known.isNumber ? "number" : "wide"} ${known.name}`, "data-label": known.title }, shown(text));
   }
   function row(run) {
     const pick = h("input", { type: "checkbox", "aria-label": "compare " + run.name, checked: chosenRuns.has(run.name), onchange: (event) => {

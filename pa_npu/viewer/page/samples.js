@@ -127,10 +127,9 @@ async function samplesView(main) {
 }
 
 function groupButton(group, isOpen, look, choose) {
-  const words = messagesOf(group.prompt).map((message) => message.text).join(" ").trim().replace(/\s+/g, " ");
   return h("button", { "aria-current": isOpen ? "true" : null, "data-group": group.index, onclick: choose },
     h("span", { class: "line" }, h("span", {}, "group ", group.index, look.order && ` · reward ${format(mean(rewardsOf(group)))}`), dots(group)),
-    h("span", { class: "snip" }, shown(words.slice(-120), look.wanted)));
+    h("span", { class: "snip" }, shown(snippet(group.prompt), look.wanted)));
 }
 
 function dots(group) {
