@@ -5,7 +5,8 @@ const EMBEDDED = JSON.parse(document.getElementById("data").textContent);
 const MAX_CACHED = 80;
 const cache = new Map();
 
-/* The data at a path, null where there is none. Answers to the same question are kept, unless it must be fresh. */
+/* The data at a path, null where there is none. Answers to the same question are kept, unless it
+   must be fresh. */
 async function load(path, fresh = false) {
   if (EMBEDDED) return Object.hasOwn(EMBEDDED, path) ? EMBEDDED[path] : null;
   if (!fresh && cache.has(path)) return cache.get(path);
@@ -35,10 +36,13 @@ const place = {
   },
 };
 
-/* run: the one that is viewed. compare: the others. runs: the table of a folder, where the page is that. lost: since when no answer came. */
+/* run: the one that is viewed. compare: the others. runs: the table of a folder, where the page
+   is that. lost: since when no answer came. */
 const state = { run: null, compare: [], runs: null, lost: null };
 
-function column(name, run = state.run) { return run.columns[name] || []; }
+function column(name, run = state.run) {
+  return run.columns[name] || [];
+}
 
 function last(name, run = state.run) {
   const values = column(name, run);
