@@ -250,7 +250,7 @@ function chart(spec) {
     const left = Math.ceil(Math.max(24, ...y.texts.map(textWidth)) + 10),
       right = 12,
       top = 8,
-      bottom = CHART_HEIGHT - 28;
+      bottom = CHART_HEIGHT - 30;
     const first = spec.range ? Math.max(from, xs[0]) : xs[0];
     const final = Math.max(xs[xs.length - 1], first + (spec.xKind ? 1e-9 : 1));
     const px = (x) => left + ((x - first) / (final - first)) * (width - left - right);
@@ -287,13 +287,13 @@ function chart(spec) {
       every.map((x, i) =>
         h(
           "text",
-          { class: "x", x: px(x), y: CHART_HEIGHT - 14, "text-anchor": anchor(x, xTexts[i]) },
+          { class: "x", x: px(x), y: CHART_HEIGHT - 16, "text-anchor": anchor(x, xTexts[i]) },
           xTexts[i],
         ),
       ),
       h(
         "text",
-        { x: width - right, y: CHART_HEIGHT - 2, "text-anchor": "end" },
+        { x: width - right, y: CHART_HEIGHT - 4, "text-anchor": "end" },
         spec.xUnit || "iteration",
       ),
       (spec.marks || [])
