@@ -29,6 +29,10 @@ pytestmark = [
 
 VIEWS = ("overview", "timeline", "samples", "evaluation", "configuration", "processes")
 SIZES = ((1280, 900), (400, 844))
+CLIPPED = """[...document.querySelectorAll('svg.plot text')].filter((node) => {
+  const box = node.getBBox(), svg = node.ownerSVGElement.viewBox.baseVal;
+  return box.x < -0.5 || box.x + box.width > svg.width + 0.5 || box.y < 0 || box.y + box.height > svg.height;
+}).map((node) => node.textContent)"""
 LOW_CONTRAST = (Path(__file__).parents[1] / "helpers" / "low_contrast.js").read_text()
 
 
@@ -96,6 +100,7 @@ def test_every_view_fits_is_legible_and_asks_for_nothing_outside(
         assert browser.evaluate("document.querySelector('#main').innerText.length") > 80, f"{view} is empty"
         assert browser.evaluate("document.querySelector('.empty')?.innerText || ''") == "", view
         assert browser.evaluate(LOW_CONTRAST) == [], f"{view}: too little contrast"
+        assert browser.evaluate(CLIPPED) == [], f"{view}: a text is cut"
         assert browser.problems == [], view
         outside = [address for address in browser.requests if not address.startswith((url, "about:", "data:"))]
         assert outside == [], view
@@ -147,7 +152,7 @@ def test_a_whole_visit_by_keyboard(browser: Browser, url: str) -> None:
     assert browser.evaluate("document.activeElement.id") == "search"
     browser.write("12 x 4")
     browser.wait_for("document.querySelectorAll('.groups button').length === 1")
-    assert browser.evaluate("document.querySelectorAll('.responses mark').length") == RESPONSES
+    browser.wait_for(f"document.querySelectorAll('.detail > .responses mark').length === {RESPONSES}")
     browser.press("Escape", "t")
     assert browser.evaluate("document.querySelector('#theme').getAttribute('aria-label')") == "colours: light"
     browser.press("t", "t")
@@ -330,13 +335,7 @@ def test_an_axis_ends_in_ticks_whose_texts_differ(
     browser.wait_for(f"{AXIS}.length > 0")
     found = browser.evaluate(AXIS)
     assert found == texts and len(set(found)) == len(found)
-    clipped = browser.evaluate(
-        "[...document.querySelectorAll('.chart text')].filter((node) => {"
-        " const box = node.getBBox(), svg = node.ownerSVGElement.viewBox.baseVal;"
-        " return box.x < 0 || box.x + box.width > svg.width || box.y < 0 || box.y + box.height > svg.height; })"
-        ".map((node) => node.textContent)"
-    )
-    assert clipped == [], "every text is inside its chart"
+    assert browser.evaluate(CLIPPED) == [], "every text is inside its chart"
 
 
 def test_all_charts_have_one_cursor_and_one_zoom(browser: Browser, url: str) -> None:
@@ -417,7 +416,7 @@ def test_the_table_of_runs_is_sorted_searched_opened_and_compared(
     for name in ("good", "stopped"):
         browser.evaluate(f"document.querySelector('[aria-label=\"compare {name}\"]').click()")
     browser.evaluate("document.querySelector('#compare').click()")
-    browser.wait_for("document.documentElement.dataset.ready === 'yes' && location.search.includes('with=')")
+    browser.wait_for("document.documentElement?.dataset.ready === 'yes' && location.search.includes('with=')")
     assert "beside" in browser.evaluate("document.querySelector('header').textContent")
     pictures = os.environ.get("PA_NPU_SCREENSHOTS")
     if pictures and size[0] > 600 and not dark:
@@ -453,7 +452,7 @@ def test_prompts_and_answers_are_messages_by_role(browser: Browser, url: str) ->
     browser.open(f"{url}#samples?i=0&g=2")
     roles = "[...document.querySelectorAll('[data-session=\"0\"] .bubble')].map((node) => node.dataset.role)"
     assert browser.evaluate(roles) == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
-    turns = "document.querySelectorAll('[data-response=\"0\"] .bubble').length"
+    turns = "document.querySelectorAll('.detail > .responses [data-response=\"0\"] .bubble').length"
     assert browser.evaluate(turns) == 2, "a card has its branch turn by turn"
 
 

@@ -178,7 +178,7 @@ async function timelineView(main) {
         h("line", { class: "grid", x1: px(time), x2: px(time), y1: 18, y2: y }),
         h(
           "text",
-          { class: "axis", x: px(time), y: 12, "text-anchor": "middle" },
+          { class: "axis", x: px(time), y: 12, "text-anchor": endAnchor(px(time), time, width) },
           `${numberFormat.format(time)} s`,
         ),
       ]),
@@ -290,6 +290,13 @@ async function timelineView(main) {
       : null;
   fill(main, picker, h("section", { class: "panel" }, legend, svg, out), waitsPanel(data));
   new ResizeObserver(draw).observe(svg);
+}
+
+/* The text of a tick stays inside of the picture. */
+function endAnchor(x, time, width) {
+  const half = textWidth(`${numberFormat.format(time)} s`) / 2;
+  if (x + half > width) return "end";
+  return x - half < 0 ? "start" : "middle";
 }
 
 function shorten(text, most) {
