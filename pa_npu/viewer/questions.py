@@ -39,9 +39,9 @@ def compare_questions(run_dir: Path, version: int, before: int) -> dict[str, Any
         return {"version": version, "before": before, "sets": [], "left_out": 0, "error": str(error)}
     sets, left_out, room = [], 0, MAX_QUESTIONS
     for name in dict.fromkeys(response.name for response in now):
-        metric, values = _number_per_question([one for one in now if one.name == name])
-        known, earlier = _number_per_question([one for one in then if one.name == name])
-        prompts = {one.question: one.prompt for one in now if one.name == name}
+        metric, values = _number_per_question([response for response in now if response.name == name])
+        known, earlier = _number_per_question([response for response in then if response.name == name])
+        prompts = {response.question: response.prompt for response in now if response.name == name}
         questions = sorted(values)
         left_out += max(0, len(questions) - room)
         questions = questions[:room]

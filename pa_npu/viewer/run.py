@@ -245,10 +245,10 @@ def columns(records: Sequence[Mapping[str, Any]], first: int = 0, last: int = 2*
         leaves = flat({key: item for key, item in record.items() if key != "engines"})
         rows.append({name: value for name in leaves if (value := number(leaves, name)) is not None})
     names = list(dict.fromkeys(name for row in rows for name in row if name not in _UNDRAWN))[:MAX_COLUMNS]
-    found: dict[str, list[float | None]] = {"iteration": [float(record["iteration"]) for record in kept]}
-    found["time"] = [number(record, "time") for record in kept]
-    found["tokens_total"] = [totals[record["iteration"]] for record in kept]
-    return found | {name: [row.get(name) for row in rows] for name in names}
+    values: dict[str, list[float | None]] = {"iteration": [float(record["iteration"]) for record in kept]}
+    values["time"] = [number(record, "time") for record in kept]
+    values["tokens_total"] = [totals[record["iteration"]] for record in kept]
+    return values | {name: [row.get(name) for row in rows] for name in names}
 
 
 def evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,11 +282,11 @@ def _set_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def _estimates(metrics: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     """By metric; without those that have no value and interval."""
-    found = {
+    estimates = {
         str(name): {part: number(mapping(metrics, name), part) for part in ("value", "low", "high", "questions")}
         for name in metrics
     }
-    return {name: estimate for name, estimate in found.items() if None not in estimate.values()}
+    return {name: estimate for name, estimate in estimates.items() if None not in estimate.values()}
 
 
 def by_index(records: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:

@@ -92,8 +92,8 @@ def _peers(runs: Sequence[RunDirectory], iteration: int, group: int) -> list[dic
     asked = runs[0].group(iteration, group)
     if asked is None:
         return None
-    found = [(other.name, other.same_prompt(iteration, asked["prompt"])) for other in runs[1:]]
-    return [{"run": name, **peer} for name, peer in found if peer is not None]
+    answers = [(other.name, other.same_prompt(iteration, asked["prompt"])) for other in runs[1:]]
+    return [{"run": name, **peer} for name, peer in answers if peer is not None]
 
 
 def _question(runs: Sequence[RunDirectory], version: int, place: int, question: int) -> dict[str, Any] | None:
@@ -106,9 +106,9 @@ def _question(runs: Sequence[RunDirectory], version: int, place: int, question: 
         kept = question_versions(other.directory)
         if kept:
             known = version if version in kept else kept[-1]
-            found = other.question(known, place, question)
-            if found is not None and (found["set"], found["prompt"]) == (asked["set"], asked["prompt"]):
-                peers.append({"run": other.name, **found})
+            peer = other.question(known, place, question)
+            if peer is not None and (peer["set"], peer["prompt"]) == (asked["set"], asked["prompt"]):
+                peers.append({"run": other.name, **peer})
     return {**asked, "peers": peers}
 
 
@@ -148,8 +148,8 @@ def _export_questions(runs: Sequence[RunDirectory], data: dict[str, Any], room: 
         compared = answer(runs, f"questions/{last}/{before}")
         if before == last or compared is None or not room.add(data, {f"questions/{last}/{before}": compared}):
             continue
-        for place, found in enumerate(compared["sets"]):
-            changed = [row[0] for row in found["rows"] if row[2] is not None and row[2] != row[3]]
+        for place, questions in enumerate(compared["sets"]):
+            changed = [row[0] for row in questions["rows"] if row[2] is not None and row[2] != row[3]]
             for question in changed:
                 paths = [f"question/{version}/{place}/{question}" for version in (last, before)]
                 if not room.add(data, {path: answer(runs, path) for path in paths if path not in data}):

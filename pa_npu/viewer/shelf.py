@@ -44,12 +44,12 @@ class Shelf:
 
     def names(self) -> tuple[list[str], int]:
         """The names of the runs, those that were written to last first, and how many further ones there are."""
-        found = []
+        dated = []
         for path in _children(self.folder):
             if path.is_dir() and is_run_directory(path):
-                found.append((_newest_s(path), path.name))
-        found.sort(key=lambda item: (-item[0], item[1]))
-        return [name for _, name in found[:MAX_RUNS]], max(0, len(found) - MAX_RUNS)
+                dated.append((_newest_s(path), path.name))
+        dated.sort(key=lambda item: (-item[0], item[1]))
+        return [name for _, name in dated[:MAX_RUNS]], max(0, len(dated) - MAX_RUNS)
 
     def open(self, name: str) -> RunDirectory | None:
         """One of the folder's runs; None where it has no such run."""
@@ -109,7 +109,7 @@ def _accuracy(record: Mapping[str, Any]) -> float | None:
     if record["accuracy"] is not None:
         return float(record["accuracy"])
     sets = (record["sets"] or {}).values()
-    values = [next(iter(one["metrics"].values()))["value"] for one in sets if one["metrics"]]
+    values = [next(iter(summary["metrics"].values()))["value"] for summary in sets if summary["metrics"]]
     return statistics.fmean(values) if values else None
 
 

@@ -79,7 +79,7 @@ def marks(attempts: Sequence[Attempt], checkpoints: Sequence[int]) -> list[dict[
     A checkpoint of version v is written between iterations v - 1 and v.
     """
     again = [attempt for attempt in attempts[1:] if attempt.first is not None]
-    found = [
+    entries = [
         {
             "kind": "resume" if attempt.resumed else "restart",
             "iteration": attempt.first,
@@ -91,5 +91,5 @@ def marks(attempts: Sequence[Attempt], checkpoints: Sequence[int]) -> list[dict[
     chosen = [version for place, version in enumerate(reversed(checkpoints)) if place % step == 0]
     for version in reversed(chosen):
         words = f"checkpoint of version {version}"
-        found.append({"kind": "checkpoint", "iteration": version, "text": words})
-    return found
+        entries.append({"kind": "checkpoint", "iteration": version, "text": words})
+    return entries

@@ -73,7 +73,8 @@ class served:
     """A ViewServer in a thread."""
 
     def __init__(self, *runs: RunDirectory | Shelf) -> None:
-        self._server = ViewServer(runs[0] if isinstance(runs[0], Shelf) else runs)  # type: ignore[arg-type]
+        shelf = next((shown for shown in runs if isinstance(shown, Shelf)), None)
+        self._server = ViewServer(shelf or [run for run in runs if isinstance(run, RunDirectory)])
         self._thread = threading.Thread(target=self._server.serve_forever, name="viewer")
 
     def __enter__(self) -> ViewServer:
