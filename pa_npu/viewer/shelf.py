@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import threading
@@ -46,8 +47,9 @@ class Shelf:
         """The names of the runs, those that were written to last first, and how many further ones there are."""
         dated = []
         for path in _children(self.folder):
-            if path.is_dir() and is_run_directory(path):
-                dated.append((_newest_s(path), path.name))
+            with contextlib.suppress(OSError):  # one that may not be read is none, and hides no other
+                if path.is_dir() and is_run_directory(path):
+                    dated.append((_newest_s(path), path.name))
         dated.sort(key=lambda item: (-item[0], item[1]))
         return [name for _, name in dated[:MAX_RUNS]], max(0, len(dated) - MAX_RUNS)
 

@@ -113,6 +113,18 @@ def test_the_newest_runs_are_shown_and_the_count_of_the_others_is_said(
     assert [row["name"] for row in table["runs"]] == ["bad run"] and table["left_out"] == 1
 
 
+def test_a_run_that_cannot_be_read_hides_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_run = viewer_shelf.is_run_directory
+
+    def refused(path: Path) -> bool:
+        if path.name == "bad run":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_run(path)
+
+    monkeypatch.setattr(viewer_shelf, "is_run_directory", refused)
+    assert [row["name"] for row in Shelf(folder).table()["runs"]] == ["good"]
+
+
 def test_few_runs_are_kept_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(viewer_shelf, "MAX_OPEN", 1)
     shelf = Shelf(folder)
