@@ -131,7 +131,8 @@ def _grow(sessions: list[dict[str, Any]], turns: Sequence[Mapping[str, Any]], re
 
     A turn's tokens are those of the response that trains it, from `start` to `end`; responses: the branches that hold it.
     """
-    parent, start = None, 0
+    parent: int | None = None
+    start = 0
     for turn in turns:
         place, written, session = index(turn, "number"), index(turn, "written"), index(turn, "session")
         if place is None or written is None:

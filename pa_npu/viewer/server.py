@@ -202,7 +202,7 @@ class ViewServer(ThreadingHTTPServer):
 
     def __init__(self, runs: Sequence[RunDirectory] | Shelf, port: int = 0) -> None:
         self.shelf = runs if isinstance(runs, Shelf) else None
-        self.runs = () if isinstance(runs, Shelf) else tuple(runs)
+        self.runs: tuple[RunDirectory, ...] = () if isinstance(runs, Shelf) else tuple(runs)
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
@@ -255,7 +255,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _data(self, runs: Sequence[RunDirectory], name: str, query: str) -> Any:
         if not runs and self.server.shelf is not None:  # the folder's own page
-            return {"runs": self.server.shelf.table, "run": lambda: _NOTHING}.get(name, lambda: None)()
+            if name == "run":
+                return _NOTHING
+            return self.server.shelf.table() if name == "runs" else None
         if name == "run" and parse_qs(query).get("stamp") == [runs[0].stamp()]:
             return _NOTHING  # nothing is new
         return answer(runs, name)

@@ -91,7 +91,8 @@ class RunTimeline:
         iteration the last counts.
         """
         bounds: dict[int, tuple[float, float | None]] = {}
-        before, newest = None, -1
+        before: int | None = None
+        newest = -1
         for event in self.landmarks("coordinator"):
             if "process" in event:
                 before = None
@@ -101,7 +102,7 @@ class RunTimeline:
                 continue
             if version <= newest:  # a resumed run does again what came after its checkpoint
                 bounds = {iteration: pair for iteration, pair in bounds.items() if iteration < version}
-            if before == version - 1:
+            if before is not None and before == version - 1:
                 bounds[before] = (bounds[before][0], end_s)
             bounds[version] = (end_s, None)
             before = newest = version
