@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from pa_npu.config.plain_file import reason
 from pa_npu.errors import UserError
 from pa_npu.viewer.questions import question_versions
 from pa_npu.viewer.run import RunDirectory
@@ -238,17 +239,18 @@ class _Handler(BaseHTTPRequestHandler):
         host = (self.headers.get("Host") or "").rpartition(":")
         if (host[0] or host[2]) not in NAMES:
             return self._send(403, "text/plain", b"only 127.0.0.1 and localhost are served\n")
-        parts = urlsplit(self.path)
-        runs, path = self.server.find(parts.path.removeprefix("/"), parts.query)
-        if path == "":
-            return self._send(200, "text/html; charset=utf-8", page().encode())
-        if not path.startswith("api/"):
-            return self._send(404, "text/plain", b"not found\n")
-        name = path.removeprefix("api/")
         try:
-            data = self._data(runs, name, parts.query)
-        except OSError as error:  # the directory is gone, or its disk
-            return self._send(503, "text/plain", f"cannot be read ({error.strerror})\n".encode())
+            parts = urlsplit(self.path)
+            runs, path = self.server.find(parts.path.removeprefix("/"), parts.query)
+            if path == "":
+                return self._send(200, "text/html; charset=utf-8", page().encode())
+            if not path.startswith("api/"):
+                return self._send(404, "text/plain", b"not found\n")
+            data = self._data(runs, path.removeprefix("api/"), parts.query)
+        except ConnectionError:
+            raise  # the page was closed
+        except (OSError, UserError, ValueError) as error:  # a directory is gone, or its disk; or it is no address
+            return self._send(503, "text/plain", f"cannot be read ({reason(error)})\n".encode())
         if data is None:
             return self._send(404, "application/json", b"null")
         self._send(200, "application/json", b"null" if data is _NOTHING else _json(data).encode())

@@ -125,6 +125,20 @@ def test_a_run_that_cannot_be_read_hides_no_other(folder: Path, monkeypatch: pyt
     assert [row["name"] for row in Shelf(folder).table()["runs"]] == ["good"]
 
 
+def test_a_folder_that_is_gone_is_said_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(tmp_path / "runs" / "a", iterations=2)
+    with ViewServer(Shelf(tmp_path / "runs")) as served:
+        thread = threading.Thread(target=served.serve_forever, name="viewer")
+        thread.start()
+        shutil.rmtree(tmp_path / "runs")
+        for path in ("/api/runs", "/a/api/run", "//["):
+            status, body = ask(served, path)
+            assert status in (404, 503) and body.count(b"\n") <= 1, path
+        served.shutdown()
+        thread.join(10)
+    assert capsys.readouterr().err == ""
+
+
 def test_few_runs_are_kept_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(viewer_shelf, "MAX_OPEN", 1)
     shelf = Shelf(folder)
