@@ -108,7 +108,7 @@ def test_every_view_fits_is_legible_and_asks_for_nothing_outside(
         assert outside == [], view
         pictures = os.environ.get("PA_NPU_SCREENSHOTS")
         if pictures and size[0] > 600 and not dark:
-            browser.open(f"{url}#{view}?i=1&c=difference&g=4&n=4")  # without hostile texts
+            browser.open(f"{url}#{view}?i=1&c=difference&g=3&n=4")  # without hostile texts
             browser.screenshot(Path(pictures) / f"view_{view}.webp")
         elif pictures and dark and size[0] < 600 and view == "overview":
             browser.screenshot(Path(pictures) / f"view_{view}_narrow.webp")
