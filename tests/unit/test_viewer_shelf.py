@@ -81,6 +81,7 @@ def test_each_run_has_its_own_address_and_is_compared_with_those_that_are_named(
         ["good", "bad run"],
         ["bad run", "good"],
     )
+    assert ask(server, "/api/run") == (200, b"null"), "the folder is no run"
     for path in ("/", "/good/", "/bad%20run/?with=good"):
         status, body = ask(server, path)
         assert status == 200 and b"<html" in body, path
@@ -94,8 +95,8 @@ def test_each_run_has_its_own_address_and_is_compared_with_those_that_are_named(
 @pytest.mark.parametrize(
     "path",
     [
-        *("/api/run", "/good", "/notes/", "/file/", "/outside/api/run", "/../outside/api/run"),
-        *("/..%2Foutside/api/run", "/%2e%2e/api/run", "/good/../../outside/api/run", "//api/run", "/good/api/runs"),
+        *("/api/compare", "/good", "/notes/", "/file/", "/outside/api/run", "/../outside/api/run"),
+        *("/..%2Foutside/api/run", "/%2e%2e/api/run", "/good/../../outside/api/run", "//api/compare", "/good/api/runs"),
         "/good%00/api/run",
     ],
 )

@@ -108,7 +108,7 @@ def test_idle_is_one_number_in_tiles_timeline_and_advice(tmp_path: Path) -> None
             == pytest.approx(overview["columns"][f"{role}_idle"][6])
             == pytest.approx(overview["idle"][f"{role}_idle"])
         )
-        assert f"{share(idle)}" in overview["advice"][0]["text"]
+        assert share(overview["idle"][f"{role}_idle"]) in overview["advice"][0]["text"]
 
 
 def test_tiles_and_advice_leave_out_the_first_iteration_of_each_attempt(tmp_path: Path) -> None:
