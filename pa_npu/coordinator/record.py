@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from pa_npu.evaluation.results import Judged, Progress, kept_versions, results_f
 from pa_npu.planning.iteration_model.subjects import Prediction
 from pa_npu.platform.memory_peaks import ResidentPeak
 from pa_npu.publish.coordinator_side import EnginesHold
+from pa_npu.telemetry import idle
 from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s
 from pa_npu.telemetry.records import MetricsWriter, RecordFile, attempt, drop_records, json_line, say
 from pa_npu.telemetry.report import throughput
@@ -156,8 +157,12 @@ def iteration_record(
     devices = config.trainer.devices + start.border.engines * config.rollout.tensor_parallel
     tokens = {**numbers, "tokens_computed": report.training.tokens_computed}
     use_before = {name: EngineUse() for name in use_after} | start.border.use  # an engine may be new
-    busy = [(use.busy_s - use_before[name].busy_s) / iteration_s for name, use in use_after.items()]
-    trainer_idle = min(1.0, (report.training.wait_s + border.border_wait_s) / iteration_s)
+    busy_s = [use.busy_s - use_before[name].busy_s for name, use in use_after.items()]
+    wait_s = report.training.wait_s + border.border_wait_s
+    shared = {}
+    if use_after and all(use.shared for use in use_after.values()):
+        decode_s = sum(busy_s) * config.rollout.tensor_parallel / devices
+        shared = {"device_idle": idle.device_idle(wait_s, decode_s, iteration_s)}
     engine = {"host": publish.memory.host_bytes, "device": publish.memory.device_bytes} if publish.memory else {}
     return {
         **report.record(),
@@ -178,9 +183,9 @@ def iteration_record(
         "learned": dict(prediction.learned),
         "evaluation_s": evaluation["seconds"] if evaluation else None,
         "eval_accuracy": evaluation["accuracy"] if evaluation else None,
-        "trainer_idle": trainer_idle,
-        "engine_idle": max(0.0, 1.0 - sum(busy) / max(1, len(busy))),
-        **_device_idle(trainer_idle, sum(busy) * config.rollout.tensor_parallel / devices, use_after.values()),
+        "trainer_idle": idle.trainer_idle(wait_s, iteration_s),
+        "engine_idle": idle.engine_idle(sum(busy_s) / max(1, len(busy_s)), iteration_s),
+        **shared,
         **throughput(tokens, iteration_s, devices),
         "devices": devices,
         **{f"memory_engine_{kind}_bytes": value for kind, value in engine.items() if value is not None},
@@ -194,9 +199,3 @@ def iteration_record(
         },
         "time": time.time(),
     }
-
-
-def _device_idle(trainer_idle: float, decodes: float, uses: Collection[EngineUse]) -> dict[str, float]:
-    """Share of the iteration in which devices neither decoded nor trained, where each is for both: a trainer that waits while its
-    device decodes is not idle. decodes: share in which the mean device does."""
-    return {"device_idle": max(0.0, trainer_idle - decodes)} if uses and all(use.shared for use in uses) else {}

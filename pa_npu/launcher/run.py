@@ -12,6 +12,7 @@ failed    that does not help: the name, end and last log lines of a process are 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -50,8 +51,9 @@ from pa_npu.telemetry.chrome_trace import MERGED, merge
 from pa_npu.telemetry.progress import format_duration
 from pa_npu.telemetry.records import attempt
 from pa_npu.telemetry.report import summarise
+from pa_npu.telemetry.run_end import RunEnd, record_end, record_engines, recorded_begin
 from pa_npu.telemetry.secrets import HIDDEN, Secrets
-from pa_npu.telemetry.timeline import Timeline
+from pa_npu.telemetry.timeline import Timeline, now
 from pa_npu.weight_transfer.transport import Abandonment
 
 
@@ -83,9 +85,10 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None) -
             console.say(line)
         for note in findings.notes:
             console.complain(f"note: {note}")
-        timeline = Timeline.for_run(run_dir, "launcher")
+        timeline, begun_s = Timeline.for_run(run_dir, "launcher"), now()
         with (
             timeline,
+            recorded_begin(timeline),
             run_key_file(config, run_dir, key),
             stop_signals() as signals,
             ProcessTree(run_dir / "logs", GRACE_S, signals.insisted) as local,
@@ -100,7 +103,9 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None) -
                 opened = ray_cluster(config, platform, connection, local, store, console, signals)
             with opened as cluster:
                 if cluster is None:  # a signal came before all nodes were there
-                    code = 128 + signals.received[0]
+                    number = signals.received[0]
+                    record_end(timeline, begun_s, RunEnd("stopped", signal.Signals(number).name))
+                    code = 128 + number
                 else:
                     plan = Plan(config, platform, cluster, store, key, console)
                     code = supervise(plan, timeline, signals)
@@ -113,6 +118,7 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
     config, console, cluster = plan.config, plan.console, plan.cluster
     engines = cluster.engines()
     urls = [cluster.engine_url(engine) for engine in engines] or list(config.rollout.attach)
+    record_engines(timeline, urls)
     roster = announce(config, plan.store, urls, plan.key)
     console.say(f"engines can join with: pa-npu join {plan.store.address}")
     recovery = Recovery(

@@ -135,10 +135,18 @@ class JsonLines:
                 if not line.endswith(b"\n") and len(line) < _LONGEST_LINE_BYTES:
                     break
                 self._offset += len(line)
-                with contextlib.suppress(ValueError, RecursionError):
-                    record = json.loads(line.decode("utf-8", "replace"), **_READABLE)
-                    if isinstance(record, dict):
-                        yield record
+                record = parse_object(line)
+                if record is not None:
+                    yield record
+
+
+def parse_object(line: bytes) -> dict[str, Any] | None:
+    """The object of a line of JSON; None where the line is none. Numbers that cannot be calculated with are null."""
+    try:
+        record = json.loads(line.decode("utf-8", "replace"), **_READABLE)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _finite(text: str) -> float | None:

@@ -145,20 +145,40 @@ def sample_iterations(run_dir: Path | str) -> list[int]:
     return sorted({number for number, _ in _files(Path(run_dir) / SAMPLES_DIRECTORY)})
 
 
-def read_samples(run_dir: Path | str, iteration: int) -> list[dict[str, Any]]:
+def read_samples(
+    run_dir: Path | str, iteration: int, *, group: int | None = None, columns: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
     """The rows of an iteration as plain values, by group and response; with `trainer_logprobs`, None where there are none.
 
+    group: its rows alone. columns: as read_table has them.
     Raises DataError where the file cannot be read.
     """
-    rows = read_table(Path(run_dir) / SAMPLES_DIRECTORY / _file(iteration))
-    trained: dict[tuple[int, int], list[float]] = {}
-    for number, file in _files(Path(run_dir) / TRAINER_DIRECTORY):
-        if number == iteration:
-            trained.update({(row["index"], row["response"]): row["logprobs"] for row in read_table(file)})
-    for row in rows:
-        found = trained.get((row["index"], row["response"]))
-        row["trainer_logprobs"] = found if found is not None and len(found) == len(row["logprobs"]) else None
-    return sorted(rows, key=lambda row: (row["index"], row["response"]))
+    only = None if group is None else ("index", group)
+    rows = read_table(Path(run_dir) / SAMPLES_DIRECTORY / _file(iteration), columns=columns, only=only)
+    if columns is None:
+        trained: dict[tuple[int, int], list[float]] = {}
+        for number, file in _files(Path(run_dir) / TRAINER_DIRECTORY):
+            if number == iteration:
+                for row in read_table(file, only=only):
+                    trained[_place(row)] = row.get("logprobs")
+        for row in rows:
+            found, logprobs = trained.get(_place(row)), row.get("logprobs")
+            equal = isinstance(found, list) and isinstance(logprobs, list) and len(found) == len(logprobs)
+            row["trainer_logprobs"] = found if equal else None
+    return sorted(rows, key=_place)
+
+
+def _place(row: Mapping[str, Any]) -> tuple[int, int]:
+    """The group and the response; a row without them, which this program has not written, comes first."""
+    index, response = (row.get(name) for name in ("index", "response"))
+    return index if isinstance(index, int) else -1, response if isinstance(response, int) else -1
+
+
+def read_prompts(run_dir: Path | str, iteration: int) -> dict[str, int]:
+    """Prompt to group of an iteration. Raises DataError."""
+    file = Path(run_dir) / SAMPLES_DIRECTORY / _file(iteration)
+    rows = read_table(file, columns=("index", "prompt"))
+    return {str(row.get("prompt")): row["index"] for row in rows if isinstance(row.get("index"), int)}
 
 
 def _file(iteration: int, part: str = "") -> str:
@@ -221,13 +241,33 @@ def _encodable(value: Any) -> Any:
     return value
 
 
-def read_table(path: Path) -> list[dict[str, Any]]:
+def read_table(
+    path: Path, *, columns: Sequence[str] | None = None, only: tuple[str, int] | None = None
+) -> list[dict[str, Any]]:
+    """The rows of a file. Raises DataError where it cannot be read.
+
+    columns: these alone, as far as the file has them; `length` is the number of a row's tokens. only: a column, and the value that
+    it has in the rows that are wanted.
+    """
     import pyarrow as pa
+    import pyarrow.compute as compute
     import pyarrow.parquet
 
     try:
         with open_plain(path) as file:
-            rows: list[dict[str, Any]] = pyarrow.parquet.ParquetFile(file).read().to_pylist()
+            parquet = pyarrow.parquet.ParquetFile(file)
+            names = parquet.schema_arrow.names
+            counted = columns is not None and "length" in columns and "tokens" in names
+            wanted = None if columns is None else [name for name in columns if name in names]
+            if wanted is not None and counted:
+                wanted.append("tokens")
+            table = parquet.read(columns=wanted)
+            if only is not None and only[0] in names:
+                table = table.filter(compute.equal(table[only[0]], only[1]))
+            if counted:
+                lengths = compute.list_value_length(table["tokens"])
+                table = table.drop(["tokens"]).append_column("length", lengths)
+            rows: list[dict[str, Any]] = table.to_pylist()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read ({reason(error)}); remove the file") from None
     return rows

@@ -85,7 +85,7 @@ def is_secret(name: str) -> bool:
     words = [word.lower() for word in _NAME_SPLIT.split(name) if word]
     if words[-2:] == ["key", "id"]:
         words.pop()
-    if not words or name in ("pwd", "PWD"):  # a shell's working directory
+    if not words or name == "PWD":  # a shell's working directory
         return False
     if any(map(_WORD.fullmatch, words)):
         return True

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pa_npu.telemetry.report import WARMUP_ITERATIONS
-from pa_npu.viewer.timeline import number
+from pa_npu.viewer.values import index, mapping, number
+from pa_npu.viewer.values import share as share_text
 
 Record = Mapping[str, Any]
 
@@ -23,6 +24,8 @@ CLEARLY = 1.5
 MANY_TRUNCATED = 0.1
 MANY_EQUAL = 0.5
 COLLAPSED_ENTROPY = 0.2
+IDLE = ("trainer_idle", "engine_idle", "device_idle")
+"""Shares of a record, as pa_npu.telemetry.idle defines them."""
 DRIFT = 0.5
 """Share of the limit at which a run stops for a disagreement of log-probs."""
 
@@ -37,13 +40,24 @@ class Advice:
     text: str
 
 
-def advise(records: Sequence[Record], config: Mapping[str, Any]) -> list[Advice]:
-    """Advice on a run, what costs most first. config: flat keys."""
-    kept = records[WARMUP_ITERATIONS if len(records) > WARMUP_ITERATIONS else 0 :]
-    if any(record.get("periodic") for record in kept):  # synchronous ones between them are there for comparison
+def advise(records: Sequence[Record], config: Mapping[str, Any], begun: Sequence[int] = ()) -> list[Advice]:
+    """Advice on a run, what costs most first. config: flat keys. begun: the first iteration of each attempt."""
+    kept = steady(records, begun)
+    advice = [line for rule in RULES for line in rule(kept, config)] if kept else []
+    return sorted(advice, key=lambda line: line.level != "act")
+
+
+def steady(records: Sequence[Record], begun: Sequence[int] = ()) -> list[Record]:
+    """The iterations that tiles and advice look at.
+
+    Left out are the first of the run and of each further attempt, which compile kernels and fill caches, and of a periodic run the
+    synchronous ones, which are there for comparison. Where nothing else is left, all of them.
+    """
+    warm = {*begun, *range(WARMUP_ITERATIONS)}
+    kept = [record for record in records if record.get("iteration") not in warm] or list(records)
+    if any(record.get("periodic") is True for record in kept):
         kept = [record for record in kept if record.get("periodic") is not False]
-    found = [advice for rule in RULES for advice in rule(kept, config)] if kept else []
-    return sorted(found, key=lambda advice: advice.level != "act")
+    return kept
 
 
 def recent(records: Sequence[Record], key: str) -> float | None:
@@ -61,7 +75,7 @@ def _idle(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advi
                 "act" if in_turns else "look",
                 "trainer_idle",
                 "Devices wait for the longest responses" if in_turns else "Devices wait, though roles follow the work",
-                f"In the last iterations devices neither decoded nor trained for {device:.0%} of the time. "
+                f"In the last iterations devices neither decoded nor trained for {share_text(device)} of the time. "
                 + (
                     "schedule.stream=true lets them train as soon as the rest fits on fewer; the update stays the same."
                     if in_turns
@@ -71,7 +85,7 @@ def _idle(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advi
         return
     if trainer is None or engine is None:
         return
-    seen = f"In the last iterations trainers were idle for {trainer:.0%} of the time and engines for {engine:.0%}."
+    seen = f"In the last iterations trainers were idle for {share_text(trainer)} of the time and engines for {share_text(engine)}."
     if config.get("schedule.stream") is False and trainer > MUCH_IDLE:
         yield Advice(
             "act",
@@ -112,7 +126,7 @@ def _truncated(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator
             "act" if share > 3 * MANY_TRUNCATED else "look",
             "truncated_ratio",
             "Responses are cut at the limit",
-            f"{share:.0%} of responses reached rollout.max_response_tokens={config.get('rollout.max_response_tokens')} and "
+            f"{share_text(share)} of responses reached rollout.max_response_tokens={config.get('rollout.max_response_tokens')} and "
             f"were judged unfinished. Raise it, or add the overlong reward, which teaches to be shorter.",
         )
 
@@ -126,7 +140,7 @@ def _equal_groups(records: Sequence[Record], config: Mapping[str, Any]) -> Itera
         "look",
         "equal_reward_ratio",
         "Most groups teach nothing",
-        f"In {share:.0%} of groups all responses had the same reward, mostly all {how}: their advantages are zero. "
+        f"In {share_text(share)} of groups all responses had the same reward, mostly all {how}: their advantages are zero. "
         f"{'Harder' if how == 'right' else 'Easier'} prompts help, more responses per prompt, or "
         f"schedule.dynamic_sampling=true.",
     )
@@ -141,7 +155,7 @@ def _drift(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
                 "act",
                 "logprob_diff_mean",
                 "Engine and trainer log-probs drift apart",
-                f"Their {name} is {value:.2g}, {value / limit:.0%} of the limit ({limit:.2g}) at which the run stops. "
+                f"Their {name} is {value:.2g}, {share_text(value / limit)} of the limit ({limit:.2g}) at which the run stops. "
                 f"Different kernels or types are the usual cause: see model.dtype, rollout.batch_invariant, the engine's version.",
             )
             return
@@ -172,9 +186,10 @@ def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]
         )
     missing: dict[str, float] = {}
     for record in records[-RECENT:]:
-        for name, count in (record.get("reward_no_verdict") or {}).items():
-            missing[name] = missing.get(name, 0.0) + count
-    if missing:
+        counts = mapping(record, "reward_no_verdict")
+        for name in counts:
+            missing[str(name)] = missing.get(str(name), 0.0) + (number(counts, name) or 0.0)
+    if any(missing.values()):
         names = ", ".join(f"{count:.0f} by {name}" for name, count in sorted(missing.items()))
         yield Advice(
             "act",
@@ -184,7 +199,7 @@ def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]
             f"taught nothing of it. coordinator.log has the reasons: a judge's server (reward.judge.timeout_s), the "
             f"sandbox, or a row's tests.",
         )
-    failed = [record["checkpoint_failed"] for record in records if record.get("checkpoint_failed") is not None]
+    failed = [version for record in records if (version := index(record, "checkpoint_failed")) is not None]
     if failed:
         yield Advice(
             "act",

@@ -16,19 +16,33 @@ import pa_npu
 from pa_npu.config import yaml_source
 from pa_npu.config.keys import all_keys
 from pa_npu.config.plain_file import open_plain
-from pa_npu.errors import ConfigError, DataError, UserError
+from pa_npu.errors import ConfigError, UserError
+from pa_npu.evaluation.results import DIRECTORY as RESULTS
 from pa_npu.telemetry.records import EVALUATIONS, METRICS, JsonLines
-from pa_npu.telemetry.sample_store import read_samples, sample_iterations
+from pa_npu.telemetry.sample_store import SAMPLES_DIRECTORY, sample_iterations
 from pa_npu.telemetry.secrets import Secrets, flat
-from pa_npu.viewer.advice import advise
-from pa_npu.viewer.timeline import RunTimeline, number
+from pa_npu.telemetry.timeline import DIRECTORY as TIMELINE
+from pa_npu.viewer.advice import IDLE, advise, recent, steady
+from pa_npu.viewer.facts import facts
+from pa_npu.viewer.questions import compare_questions, question_answers, question_versions
+from pa_npu.viewer.samples import same_prompt, samples_in_short, whole_group
+from pa_npu.viewer.state import marks, run_state
+from pa_npu.viewer.timeline import RunTimeline
+from pa_npu.viewer.timeline_file import starts
+from pa_npu.viewer.values import index, mapping, number
 
 LOG_TAIL_BYTES = 256 << 10
-MOST_POINTS = 2000
+MAX_POINTS = 2000
 """Iterations that curves are drawn of; a longer run shows every second, third, ..."""
-SILENT_S = 120.0
+MAX_COLUMNS = 400
+MAX_LOGS = 600
+_CONFIG = "config.yaml"
 _WARNING = re.compile(r"^\S+ \S+ [WEC] |\berror\b|Traceback", re.MULTILINE)
 _UNDRAWN = frozenset({"iteration", "version", "time", "devices"})
+
+
+def is_run_directory(directory: Path) -> bool:
+    return any((directory / name).exists() for name in (_CONFIG, METRICS, "logs"))
 
 
 class RunDirectory:
@@ -38,22 +52,25 @@ class RunDirectory:
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise UserError(f"{directory}: is not a directory; give a run directory, as in runs/grpo_tiny")
-        if not any((self.directory / name).exists() for name in ("config.yaml", METRICS, "logs")):
+        if not is_run_directory(self.directory):
             raise UserError(f"{directory}: holds no config.yaml, {METRICS} or logs, so it is no run directory")
         self._metrics = JsonLines(self.directory / METRICS)
         self._evaluations = JsonLines(self.directory / EVALUATIONS)
         self._timeline = RunTimeline(self.directory)
+        self._known: tuple[Any, Secrets] | None = None  # the configuration, and the state of the file that it is from
 
     @property
     def name(self) -> str:
         return self.directory.resolve().name
 
     def stamp(self) -> str:
-        """Changes when a file changes that the page is made from."""
-        watched = [self.directory / name for name in ("config.yaml", METRICS, EVALUATIONS, "runs_on.json")]
-        for folder in ("logs", "timeline", "samples"):
-            watched += sorted((self.directory / folder).glob("*"))
-        return str(hash(tuple(f"{status.st_size}.{status.st_mtime_ns}" for status in _states(watched))))
+        """Changes when a file changes that the page is made from, and when the run's launcher is gone."""
+        watched = [self.directory / name for name in (_CONFIG, METRICS, EVALUATIONS, "runs_on.json")]
+        watched += [self.directory / folder for folder in (SAMPLES_DIRECTORY, RESULTS)]
+        for folder in ("logs", TIMELINE):
+            watched += sorted((self.directory / folder).glob("*"))[:MAX_LOGS]
+        seen = tuple(f"{status.st_size}.{status.st_mtime_ns}" for status in _states(watched))
+        return str(hash((seen, self.state()["word"])))
 
     def config(self) -> dict[str, Any]:
         """The resolved configuration by dotted key, without secrets."""
@@ -66,26 +83,37 @@ class RunDirectory:
         }
 
     def _secrets(self) -> Secrets:
-        return Secrets(read_yaml(self.directory / "config.yaml"))
+        file = self.directory / _CONFIG
+        states = [(status.st_size, status.st_mtime_ns) for status in _states([file])]
+        if self._known is None or self._known[0] != states:
+            self._known = (states, Secrets(read_yaml(file)))
+        return self._known[1]
 
     def records(self) -> list[dict[str, Any]]:
-        return _by_index(self._metrics.read(), "iteration")
+        return by_index(self._metrics.read(), "iteration")
 
     def evaluations(self) -> list[dict[str, Any]]:
-        return _by_index(self._evaluations.read(), "version")
+        return [evaluation(record) for record in by_index(self._evaluations.read(), "version")]
 
     def overview(self) -> dict[str, Any]:
         """Everything but what belongs to a single iteration."""
         records, config, evaluations = self.records(), self.config(), self.evaluations()
+        attempts = self._timeline.attempts()
+        begun = [attempt.first for attempt in attempts if attempt.first is not None]
+        kept = steady(records, begun)
         return {
             "name": self.name,
             "program": f"pa_npu {pa_npu.__version__}",
             "stamp": self.stamp(),
             "now": time.time(),
             "columns": columns(records),
+            "idle": {name: recent(kept, name) for name in IDLE},
+            "marks": marks(attempts, self._timeline.checkpoints()),
             "evaluations": evaluations,
-            "advice": [asdict(advice) for advice in advise(records, config)],
+            "question_versions": question_versions(self.directory),
+            "advice": [asdict(advice) for advice in advise(records, config, begun)],
             "config": config,
+            "facts": facts(config),
             "defaults": {key.name: None if key.required else _plain(key.default) for key in all_keys()},
             "meaning": {key.name: key.description for key in all_keys()},
             "processes": self.processes(),
@@ -94,75 +122,81 @@ class RunDirectory:
             "timeline_iterations": sorted(self._timeline.bounds()),
         }
 
-    def state(self, records: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> dict[str, Any]:
-        """Says whether the run is finished, running or silent, by its files and when they were last written."""
-        launcher = self._timeline.processes().get("launcher", [])
-        begun = [index for index, event in enumerate(launcher) if "process" in event]
-        ended = any(event.get("name") == "run" for event in launcher[begun[-1] if begun else 0 :])
-        newest = self._newest()
+    def state(
+        self, records: Sequence[Mapping[str, Any]] | None = None, config: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As pa_npu.viewer.state has it."""
+        launcher = self._timeline.landmarks("launcher")
+        records = self.records() if records is None else records
+        config = self.config() if config is None else config
         total = config.get("schedule.iterations")
-        silent_s = max(SILENT_S, 5 * (number(records[-1], "iteration_s") or 0.0) if records else SILENT_S)
-        written = "running" if newest and time.time() - newest < silent_s else "silent"
-        return {
-            "word": "finished" if ended else written,
-            "last_write": newest,
-            "iterations": records[-1]["iteration"] + 1 if records else 0,
-            "total": total if isinstance(total, int) else None,
-            "attempts": len(begun),
-        }
+        return run_state(launcher, records, total, self._newest(), self._secrets())
+
+    def columns_between(self, first: int, last: int) -> dict[str, list[float | None]]:
+        """The columns of some iterations, of which more are shown than of the whole run."""
+        return columns(self.records(), first, last)
 
     def _newest(self) -> float:
-        written = [path for folder in ("logs", "timeline") for path in (self.directory / folder).glob("*")]
+        written = [path for folder in ("logs", TIMELINE) for path in (self.directory / folder).glob("*")]
         return max((status.st_mtime for status in _states([self.directory / METRICS, *written])), default=0.0)
 
     def processes(self) -> list[dict[str, Any]]:
         """One entry per log or timeline: what it did last, when, how often it was started, what its log warns of."""
-        timelines = self._timeline.processes()
+        timelines = self._timeline.files()
         logs = {name.removesuffix(".log"): self.directory / "logs" / name for name in self._logs()}
-        found, secrets = [], self._secrets()
-        for name in sorted({*timelines, *logs}):
-            events = timelines.get(name, [])
-            starts = [event for event in events if "process" in event]
-            spans = [event for event in events if isinstance(event.get("name"), str)]
-            text = tail(logs[name], LOG_TAIL_BYTES) if name in logs else ""
-            lines = text.splitlines()
-            found.append(
+        processes, secrets = [], self._secrets()
+        for name in sorted({*timelines, *logs})[:MAX_LOGS]:
+            begun, last, last_s = [], None, None
+            if name in timelines:
+                begun = starts(timelines[name].landmarks())
+                last, last_s = timelines[name].last()
+            log_text = tail(logs[name], LOG_TAIL_BYTES) if name in logs else ""
+            lines = log_text.splitlines()
+            processes.append(
                 {
                     "name": name,
                     "log": logs[name].name if name in logs else None,
-                    "starts": len(starts) or None,
-                    "pid": starts[-1].get("pid") if starts else None,
-                    "last_event": spans[-1]["name"] if spans else None,
-                    "last_time": max((number(event, "end") or 0.0 for event in spans), default=0.0) or None,
-                    "warnings": len(_WARNING.findall(text)),
+                    "starts": len(begun) or None,
+                    "pid": index(begun[-1], "pid") if begun else None,
+                    "last_event": last,
+                    "last_time": last_s,
+                    "warnings": len(_WARNING.findall(log_text)),
                     "last_line": secrets.hide(lines[-1]) if lines else None,
                 }
             )
-        return found
+        return processes
 
-    def log(self, name: str, most_bytes: int = LOG_TAIL_BYTES) -> str | None:
+    def log(self, name: str, max_bytes: int = LOG_TAIL_BYTES) -> str | None:
         """The end of a log by its file name; None where the run has no such log."""
         if name not in self._logs():
             return None
-        return self._secrets().hide(tail(self.directory / "logs" / name, most_bytes))
+        return self._secrets().hide(tail(self.directory / "logs" / name, max_bytes))
 
     def _logs(self) -> list[str]:
         """Files alone: what a link points to is not the run's."""
-        return sorted(path.name for path in (self.directory / "logs").glob("*.log") if not path.is_symlink())
+        logs = (self.directory / "logs").glob("*.log")
+        return sorted(path.name for path in logs if not path.is_symlink() and path.is_file())
 
     def timeline(self, iteration: int) -> dict[str, Any] | None:
         return self._timeline.iteration(iteration)
 
     def samples(self, iteration: int) -> dict[str, Any]:
-        """The kept groups of an iteration with their responses."""
-        groups: list[dict[str, Any]] = []
-        problem: str | None = None
-        if iteration in sample_iterations(self.directory):
-            try:
-                groups = _groups(read_samples(self.directory, iteration))
-            except DataError as error:
-                problem = str(error)
-        return {"iteration": iteration, "groups": groups, "error": problem}
+        """The kept groups of an iteration in short."""
+        return samples_in_short(self.directory, iteration)
+
+    def group(self, iteration: int, number_of_group: int) -> dict[str, Any] | None:
+        """One of them whole."""
+        return whole_group(self.directory, iteration, number_of_group)
+
+    def same_prompt(self, iteration: int, prompt: str) -> dict[str, Any] | None:
+        """This run's answers to a prompt of another run."""
+        return same_prompt(self.directory, iteration, prompt)
+
+    def questions(self, version: int, before: int) -> dict[str, Any] | None:
+        return compare_questions(self.directory, version, before)
+
+    def question(self, version: int, set_number: int, question: int) -> dict[str, Any] | None:
+        return question_answers(self.directory, version, set_number, question)
 
 
 def _states(paths: Iterable[Path]) -> Iterator[os.stat_result]:
@@ -172,16 +206,16 @@ def _states(paths: Iterable[Path]) -> Iterator[os.stat_result]:
             yield path.stat()
 
 
-def tail(path: Path, most_bytes: int) -> str:
+def tail(path: Path, max_bytes: int) -> str:
     """The last lines of a text file, whole ones. A link is not followed: whoever shows a run shows nothing else of the machine."""
     try:
         with open_plain(path, follow_links=False) as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - most_bytes))
-            data = file.read(most_bytes)
+            file.seek(max(0, size - max_bytes))
+            data = file.read(max_bytes)
     except OSError:
         return ""
-    if size > most_bytes:
+    if size > max_bytes:
         data = data.partition(b"\n")[2]
     return data.decode("utf-8", "replace")
 
@@ -194,66 +228,71 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return {}
 
 
-def columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
-    """Numbers of the records by name, nested ones dotted; None where a record has none. Long runs are thinned out."""
-    step = -(-len(records) // MOST_POINTS) or 1
-    kept = [record for index, record in enumerate(records) if index % step == 0 or index == len(records) - 1]
-    rows = [
-        {
-            name: value
-            for name, value in flat({key: item for key, item in record.items() if key != "engines"}).items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-        }
-        for record in kept
-    ]
-    names = dict.fromkeys(name for row in rows for name in row if name not in _UNDRAWN)
-    found: dict[str, list[float | None]] = {"iteration": [float(record["iteration"]) for record in kept]}
-    found["time"] = [number(record, "time") for record in kept]
-    return found | {name: [row.get(name) for row in rows] for name in names}
+def columns(records: Sequence[Mapping[str, Any]], first: int = 0, last: int = 2**31) -> dict[str, list[float | None]]:
+    """Numbers of the records by name, nested ones dotted; None where a record has none. Long runs are thinned out.
 
-
-def _by_index(records: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Records with a number, by number; of several with one, the last."""
-    valid = [r for r in records if isinstance(r.get(key), int) and not isinstance(r[key], bool) and r[key] >= 0]
-    return sorted({record[key]: record for record in valid}.values(), key=lambda record: record[key])
-
-
-def _groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    shared = ("index", "prompt_id", "prompt", "prompt_tokens", "answer", "errors")
-    apart = {*shared, "iteration", "response", "tokens", "turns"}
-    groups: dict[int, dict[str, Any]] = {}
-    for row in rows:
-        group = groups.setdefault(
-            row["index"], {**{name: row[name] for name in shared}, "responses": [], "sessions": []}
-        )
-        response = {name: value for name, value in row.items() if name not in apart}
-        for name in ("logprobs", "trainer_logprobs"):
-            if response[name] is not None:
-                response[name] = [round(value, 7) for value in response[name]]
-        _grow(group["sessions"], row.get("turns") or (), len(group["responses"]))
-        group["responses"].append(response | {"length": len(row["tokens"])})
-    return list(groups.values())
-
-
-def _grow(sessions: list[dict[str, Any]], turns: Sequence[Mapping[str, Any]], response: int) -> None:
-    """Adds a branch to the trees of a group's sessions, whose turns are in the order in which they are drawn.
-
-    A turn's tokens are those of the response that trains it, from `start` to `end`; responses: the branches that hold it.
+    first, last: iterations. `tokens_total` is what the run has trained until the end of an iteration.
     """
-    parent, start = None, 0
-    for turn in turns:
-        number, reward = turn["number"], turn["reward"]
-        if not sessions or sessions[-1]["session"] != turn["session"]:
-            sessions.append({"session": turn["session"], "turns": []})
-        known = next((one for one in sessions[-1]["turns"] if one["number"] == number), None)
-        if known is None:
-            known = {"number": number, "parent": parent, "shown": turn["shown"], "reward": reward, "responses": []}
-            sessions[-1]["turns"].append(known)
-        if turn["trained"]:
-            known |= {"response": response, "start": start, "end": start + turn["written"]}
-            start += turn["written"]
-        known["responses"].append(response)
-        parent = number
+    total, totals = 0.0, {}
+    for record in records:
+        total += (number(record, "tokens_prompt") or 0.0) + (number(record, "tokens_response") or 0.0)
+        totals[record["iteration"]] = total
+    records = [record for record in records if first <= record["iteration"] <= last]
+    step = -(-len(records) // MAX_POINTS) or 1
+    kept = [record for place, record in enumerate(records) if place % step == 0 or place == len(records) - 1]
+    rows = []
+    for record in kept:
+        leaves = flat({key: item for key, item in record.items() if key != "engines"})
+        rows.append({name: value for name in leaves if (value := number(leaves, name)) is not None})
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in _UNDRAWN))[:MAX_COLUMNS]
+    values: dict[str, list[float | None]] = {"iteration": [float(record["iteration"]) for record in kept]}
+    values["time"] = [number(record, "time") for record in kept]
+    values["tokens_total"] = [totals[record["iteration"]] for record in kept]
+    return values | {name: [row.get(name) for row in rows] for name in names}
+
+
+def evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
+    """An evaluation with what the page shows of it and nothing else, whatever somebody has written in its place."""
+    sets = mapping(record, "sets")
+    shown: dict[str, Any] = {
+        name: number(record, name) for name in ("version", "accuracy", "questions", "planned", "seconds", "time")
+    }
+    shown["sets"] = None
+    if sets:
+        shown["sets"] = {str(name): _set_summary(mapping(sets, name)) for name in sets}
+    differences = mapping(record, "differences")
+    shown["differences"] = {
+        name: {
+            "version": number(mapping(differences, name), "version"),
+            "sets": {
+                str(set_): _estimates(mapping(mapping(mapping(differences, name), "sets"), set_))
+                for set_ in mapping(mapping(differences, name), "sets")
+            },
+        }
+        for name in ("first", "before")
+        if name in differences
+    }
+    return shown
+
+
+def _set_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = ("questions", "responses", "length_mean", "length_median", "length_95", "truncated_ratio")
+    return {name: number(summary, name) for name in numbers} | {"metrics": _estimates(mapping(summary, "metrics"))}
+
+
+def _estimates(metrics: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+    """By metric; without those that have no value and interval."""
+    estimates = {
+        str(name): {part: number(mapping(metrics, name), part) for part in ("value", "low", "high", "questions")}
+        for name in metrics
+    }
+    return {name: estimate for name, estimate in estimates.items() if None not in estimate.values()}
+
+
+def by_index(records: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """Records with a number, by number; of several with one, the last."""
+    valid = [record for record in records if index(record, key) is not None]
+    return sorted({record[key]: record for record in valid}.values(), key=lambda record: record[key])
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
-from pa_npu.evaluation.results import wilson
+from pa_npu.evaluation.results import GREEDY, Judged, results_file, wilson, write_results
 from pa_npu.telemetry.sample_store import KeptResponse, SampleStore, TrainerLogprobs
 
 ITERATIONS, GROUPS, RESPONSES = 12, 6, 4
@@ -21,6 +21,12 @@ BEGAN_S = 1_790_000_000.0
 ITERATION_S = 10.0
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script></script><!--\u202eevil\u202c \x1b[31mred\x07 \x00'
 SECRET = "hf_not_for_the_page"
+QUESTIONS = 10
+
+
+def templated(question: str) -> str:
+    """The question as a chat template puts it."""
+    return f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def make_run(directory: Path, iterations: int = ITERATIONS, **sections: dict[str, Any]) -> Path:
@@ -41,6 +47,8 @@ def make_run(directory: Path, iterations: int = ITERATIONS, **sections: dict[str
     lines(directory / "metrics.jsonl", [metrics(iteration) for iteration in range(iterations)])
     evaluations = [evaluation(version) for version in range(0, iterations + 1, 4)]
     lines(directory / "evaluations.jsonl", evaluations)
+    for version in range(0, iterations + 1, 4):
+        write_results(results_file(directory, version), judged(version))
     write_timeline(directory, iterations)
     write_samples(directory, min(iterations, 3))
     logs = directory / "logs"
@@ -79,6 +87,32 @@ def evaluation(version: int) -> dict[str, Any]:
     }
 
 
+def judged(version: int) -> list[Judged]:
+    """Makes the greedy answers to gsm8k: version 12 has lost question 0 and gained 4 to 8; 1, 2, 3 are always right, 9 wrong."""
+
+    def is_right(question: int) -> bool:
+        return question < 4 + 5 * version // ITERATIONS and not (question == 0 and version == ITERATIONS)
+
+    def response(question: int) -> Judged:
+        final = str(question if is_right(question) else -1)
+        return Judged(
+            name="gsm8k",
+            question=question,
+            prompt=templated(f"What is {question}?" + (HOSTILE if question == 0 else "")),
+            answer=str(question),
+            kind=GREEDY,
+            number=0,
+            text=f"<think>\nhm {HOSTILE}\n</think>\nversion {version} says {final}",
+            final=final,
+            correct=is_right(question),
+            reward=float(is_right(question)),
+            tokens=12,
+            finished=True,
+        )
+
+    return [response(question) for question in range(QUESTIONS)]
+
+
 def metrics(iteration: int) -> dict[str, Any]:
     part = iteration / (ITERATIONS - 1)
     wave = math.sin(iteration * 2.1)
@@ -105,8 +139,8 @@ def metrics(iteration: int) -> dict[str, Any]:
         "generate_s": 8.2,
         "train_s": 5.1,
         "publish_s": 0.5,
-        "trainer_idle": 0.44 + 0.02 * wave,
-        "engine_idle": 0.14,
+        "trainer_idle": 0.4,  # as write_timeline has it
+        "engine_idle": 0.265,
         "tail_waste": 0.12,
         "tpspd": 610 + 80 * part + 10 * wave,
         "tpspd_response": 400 + 60 * part,
@@ -156,15 +190,45 @@ def write_timeline(directory: Path, iterations: int) -> None:
             for part in range(5):
                 events.append(span(f"group {part}", "microbatches", start_s + 3 + 1.1 * part, start_s + 4 + 1.1 * part))
             events.append(span("step", "main", start_s + 8.5, start_s + 9.0))
+            if iteration % 4 == 3:
+                ended_s = start_s + ITERATION_S
+                events.append(span("checkpoint", "main", ended_s - 0.01, ended_s, version=iteration + 1))
             events.append(span("wait for engines", "main", start_s + 9.0, start_s + 10.0))
         coordinator.append(span("wait for trainers", "main", start_s + 8.6, start_s + 9.5, version=iteration + 1))
         coordinator.append(span("publish", "main", start_s + 9.5, start_s + 10.0, version=iteration + 1))
     lines(directory / "timeline" / "coordinator.jsonl", coordinator)
     for rank, events in enumerate(trainers):
         lines(directory / "timeline" / f"trainer-{rank}.jsonl", events)
-    done = [span("run", "run", BEGAN_S - 5, BEGAN_S + 500)] if iterations == ITERATIONS else []
-    launcher = [{"process": "launcher", "pid": 1, "start": BEGAN_S - 6}, span("start engine-0", "engine-0", 1.0, 2.0)]
-    lines(directory / "timeline" / "launcher.jsonl", launcher + done)
+    launcher = [
+        {"process": "launcher", "pid": 1, "start": BEGAN_S - 6},
+        span("begin", "run", BEGAN_S - 6, BEGAN_S - 6, owner=None),
+        span("engines", "run", BEGAN_S - 6, BEGAN_S - 6, urls=list(ENGINES)),
+        span("start engine-0", "engine-0", BEGAN_S - 5, BEGAN_S - 2),
+    ]
+    if iterations == ITERATIONS:
+        launcher.append(span("run", "run", BEGAN_S - 5, BEGAN_S + 500, outcome="finished"))
+    lines(directory / "timeline" / "launcher.jsonl", launcher)
+
+
+def end_run(directory: Path, outcome: str, cause: str, process: str = "", log: tuple[str, ...] = ()) -> None:
+    """Records that the run has ended early."""
+    end = span("run", "run", BEGAN_S - 5, BEGAN_S + 50, outcome=outcome, cause=cause, process=process, lines=list(log))
+    with (directory / "timeline" / "launcher.jsonl").open("a") as file:
+        file.write(json.dumps(end) + "\n")
+
+
+def resume_run(directory: Path, first: int, down_s: float, by_launcher: bool = False) -> None:
+    """Continues the timeline from version `first`, `down_s` after the end. by_launcher: it is a restart, not a resume."""
+    at_s = BEGAN_S + 500 + down_s
+    started = [{"process": "coordinator", "pid": 11, "start": at_s}]
+    begins = [span("publish", "main", at_s, at_s + 0.5, version=first)]
+    ends = [span("publish", "main", at_s + 10, at_s + 10.5, version=first + 1)]
+    events = {"coordinator": [*started, *begins, *ends]}
+    if not by_launcher:
+        events["launcher"] = [{"process": "launcher", "pid": 2, "start": at_s - 1}]
+    for name, more in events.items():
+        with (directory / "timeline" / f"{name}.jsonl").open("a") as file:
+            file.write("".join(json.dumps(event) + "\n" for event in more))
 
 
 def session_turns(response: int) -> list[dict[str, Any]]:
@@ -196,7 +260,7 @@ def kept_responses(iteration: int) -> list[KeptResponse]:
                     index=index,
                     response=response,
                     prompt_id=100 + index,
-                    prompt=f"What is 12 x {index}?" + (HOSTILE if index == 0 else ""),
+                    prompt=templated(f"What is 12 x {index}?" + (HOSTILE if index == 0 else "")),
                     prompt_tokens=7,
                     answer=str(12 * index),
                     text=text,

@@ -17,6 +17,8 @@ from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import ProcessTree
 from pa_npu.launcher.process.processes import Awaited
 from pa_npu.launcher.process.supervisor import Supervisor, stop_signals
+from pa_npu.telemetry.records import JsonLines
+from pa_npu.telemetry.run_end import RunEnd, read_end
 from pa_npu.telemetry.timeline import Timeline
 
 
@@ -44,8 +46,9 @@ def supervise(
         Console(logs / "launcher.log") as console,
         stop_signals() as signals,
         ProcessTree(logs, grace_s, signals.insisted) as tree,
+        Timeline.for_run(directory, "launcher") as timeline,
     ):
-        supervisor = Supervisor(tree, console, Timeline(None, "launcher"), signals)
+        supervisor = Supervisor(tree, console, timeline, signals)
         thread = threading.Thread(target=meanwhile, name="meanwhile")
         thread.start()
         engines = [command for command in commands if command.name.startswith("engine-")]
@@ -62,6 +65,20 @@ def test_a_good_run_relays_progress_and_ends_engines(tmp_path: Path, capsys: pyt
     assert "iteration 1/2\n" in out and "iteration 2/2\n" in out
     assert "log line" not in out
     assert "iteration 2/2" in (tmp_path / "logs" / "launcher.log").read_text()
+
+
+def recorded_end(directory: Path) -> RunEnd | None:
+    return read_end(JsonLines(directory / "timeline" / "launcher.jsonl").read())
+
+
+def test_a_run_records_how_it_ended_and_by_what(tmp_path: Path) -> None:
+    done, failed, stopped = tmp_path / "done", tmp_path / "failed", tmp_path / "stopped"
+    supervise(done, {"coordinator": "pass"})
+    assert recorded_end(done) == RunEnd("finished")
+    supervise(failed, {"coordinator": "print('the cause'); raise SystemExit(7)"})
+    assert recorded_end(failed) == RunEnd("failed", "coordinator ended: exit code 7", "coordinator", ("the cause",))
+    code = supervise(stopped, {"coordinator": SLEEP}, meanwhile=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert code == 128 + signal.SIGTERM and recorded_end(stopped) == RunEnd("stopped", "SIGTERM")
 
 
 def test_what_is_waited_for_is_said(

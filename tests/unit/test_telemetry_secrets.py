@@ -23,13 +23,13 @@ SECRET_NAMES = (
     "DB_AUTH PGPASS PGPASSWORD MYSQL_PWD HF_TOKEN HFTOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY OPENAI_KEY api_key apiKey APIKEY "
     "api-key api_keys auth bearer Authorization X-Auth-Token Cookie password db.passphrase credentials client_secret secrets jwt "
     "SENTRY_DSN access_token MY_TOKEN key --api-key CREDS db_cred SLACK_WEBHOOK WEBHOOK_URL AWS_ACCESS_KEY_ID user_pw DBPW hf_tok "
-    "GITHUB_PAT X-Amz-Signature X-Api-Key access_tokens user_passcode OTP Pwd"
+    "GITHUB_PAT X-Amz-Signature X-Api-Key access_tokens user_passcode OTP Pwd pwd db.pwd OLD_pwd"
 )
 PLAIN_NAMES = (
     "max_tokens max_token tokenizer TOKENIZERS_PARALLELISM tokens_per_update key_width num_keys keyboard monkey turkey "
     "author authors pad_token eos_token bypass compass passes pass_rate score_key sort_key keyframes OMP_NUM_THREADS PWD PATH "
     "secretary key_value_heads token_budget stop_tokens authentic token_mean rollout.max_response_tokens max_tok tok tok_s "
-    "pad_token_id token_id sig signature fn_signature sacred credit pattern path pwd prompt_key answer_column input_token "
+    "pad_token_id token_id sig signature fn_signature sacred credit pattern path prompt_key answer_column input_token "
     "forward_pass public_key webhooked incredible num_pat file_pat"
 )
 

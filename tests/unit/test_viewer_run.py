@@ -18,10 +18,11 @@ from pa_npu.errors import UserError
 from pa_npu.launcher.cli import main
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.viewer import run as viewer_run
+from pa_npu.viewer import samples as viewer_samples
 from pa_npu.viewer.run import RunDirectory, columns
 from pa_npu.viewer.server import ViewServer, answer, export
 from pa_npu.viewer.timeline import RunTimeline
-from tests.helpers.finished_run import ENGINES, GROUPS, HOSTILE, ITERATIONS, RESPONSES, SECRET, make_run, metrics
+from tests.helpers.finished_run import GROUPS, HOSTILE, ITERATIONS, RESPONSES, SECRET, make_run, metrics
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +56,21 @@ def test_numbers_of_the_overview_are_those_of_the_files(run_dir: Path) -> None:
     assert found["rewards.math"] == [metrics(i)["rewards"]["math"] for i in range(ITERATIONS)]
     assert found["learned.decode_step_s"] == [0.003] * ITERATIONS and not any("engines" in name for name in found)
     assert [record["version"] for record in overview["evaluations"]] == [0, 4, 8, 12]
-    assert overview["state"] | {"last_write": 0} == {
-        **{"word": "finished", "last_write": 0, "iterations": ITERATIONS, "total": ITERATIONS, "attempts": 1}
+    state = {key: overview["state"][key] for key in ("word", "cause", "iterations", "total", "attempts", "left")}
+    assert state == {
+        "word": "finished",
+        "cause": "",
+        "iterations": ITERATIONS,
+        "total": ITERATIONS,
+        "attempts": 1,
+        "left": None,
+    }
+    assert overview["facts"] == {
+        "model": "models/tiny",
+        "algorithm": "group-std advantages, clip loss",
+        "data": "train.jsonl",
+        "devices": "2 trainers + 2 engines (cpu)",
+        "schedule": "periodic",
     }
     assert overview["sample_iterations"] == [0, 1, 2]
     assert [advice["title"] for advice in overview["advice"]] == ["Trainers wait for engines"]
@@ -74,15 +88,18 @@ def test_secrets_of_the_engines_environment_are_not_shown(run_dir: Path) -> None
 def test_waits_of_an_iteration_are_what_its_spans_add_up_to(run_dir: Path) -> None:
     found = RunDirectory(run_dir).timeline(5)
     assert found is not None and found["seconds"] == pytest.approx(10.0) and not found["running"]
-    assert [row["name"] for row in found["rows"]] == ["coordinator", *ENGINES, "rewards", "trainer-0", "trainer-1"]
+    names = ["coordinator", "engine-0", "engine-1", "rewards", "trainer-0", "trainer-1"]
+    assert [row["name"] for row in found["rows"]] == names, "engines have the names of their logs"
     waits = {entry["name"]: entry for entry in found["waits"]}
     trainer = waits["trainer-0"]
     assert trainer["parts"] | {"publish": 0, "checkpoint": 0} == pytest.approx(
         {"train": 5.5, "wait for groups": 3.0, "wait for engines": 1.0, "publish": 0, "checkpoint": 0}
     )
-    assert trainer["idle"] == pytest.approx(0.5), "between its five microbatches and the step"
-    engine = waits[ENGINES[0]]  # groups 0, 2, 4: 0.2 to 3.0, 1.8 to 5.2, 3.4 to 7.4; then the publish of 0.5 s
-    assert engine["parts"]["generate"] == pytest.approx(7.2) and engine["idle"] == pytest.approx(10 - 7.2 - 0.5)
+    assert trainer["idle"] == pytest.approx(0.4), "it waits 4 of 10 s"
+    assert trainer["other"] == pytest.approx(0.5), "between its five microbatches and the step"
+    engine = waits["engine-0"]  # groups 0, 2, 4: 0.2 to 3.0, 1.8 to 5.2, 3.4 to 7.4; then the publish of 0.5 s
+    assert engine["parts"]["generate"] == pytest.approx(7.2) and engine["idle"] == pytest.approx(0.28)
+    assert waits["engine-1"]["idle"] == pytest.approx(0.25)
     for row in found["rows"]:
         bars = sorted(row["bars"])
         for one, two in pairwise(bars):
@@ -117,23 +134,49 @@ def test_a_device_that_decodes_is_not_idle_while_its_trainer_waits(tmp_path: Pat
     assert found is not None
     devices = {entry["name"]: entry for entry in found["waits"] if entry["role"] == "device"}
     assert {name: entry["idle"] for name, entry in devices.items()} == pytest.approx(
-        {"device of trainer-0": 0.5 + 2.5, "device of trainer-1": 0.5}
+        {"device of trainer-0": 0.05, "device of trainer-1": 0.0}
     )
     assert devices["device of trainer-0"]["parts"] == pytest.approx({"decodes": 5.0, "trains": 2.0})
 
 
 def test_groups_have_their_responses_side_by_side(run_dir: Path) -> None:
-    found = RunDirectory(run_dir).samples(1)
-    assert [group["index"] for group in found["groups"]] == list(range(GROUPS))
-    first = found["groups"][0]
-    assert len(first["responses"]) == RESPONSES and first["responses"][0]["text"] == HOSTILE
-    response = first["responses"][1]
-    assert len(response["pieces"]) == len(response["logprobs"]) == len(response["trainer_logprobs"])
+    run = RunDirectory(run_dir)
+    found = run.samples(1)
+    assert [group["index"] for group in found["groups"]] == list(range(GROUPS)) and found["cut"] is None
+    short = found["groups"][0]
+    assert len(short["responses"]) == RESPONSES and short["responses"][0]["text"] == HOSTILE
+    assert "pieces" not in short["responses"][1] and short["responses"][1]["length"] == 10
+    whole = run.group(1, 0)
+    assert whole is not None and run.group(1, 99) is None and run.group(99, 0) is None
+    response = whole["responses"][1]
+    assert len(response["pieces"]) == len(response["logprobs"]) == len(response["trainer_logprobs"]) == 10
     assert response["rewards"] == pytest.approx({"math": 1.0, "my_reward:brevity": 0.2})
 
 
+def test_the_list_of_an_iteration_is_bounded_and_says_what_it_lacks(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(viewer_samples, "MAX_TEXT", 300)
+    monkeypatch.setattr(viewer_samples, "MAX_RESPONSES", 3 * RESPONSES)
+    found = RunDirectory(run_dir).samples(1)
+    assert found["cut"] == 100 and found["left_out"] == (GROUPS - 3) * RESPONSES and len(found["groups"]) == 3
+    assert all(len(group["prompt"]) <= 100 for group in found["groups"])
+
+
+def test_another_runs_answers_to_the_same_prompt_are_found_in_the_nearest_iteration(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    other = make_run(tmp_path / "other")
+    (other / "samples" / "iteration_000001.parquet").unlink()
+    peers = answer([RunDirectory(run_dir), RunDirectory(other)], "peers/1/4")
+    assert [(peer["run"], peer["iteration"], peer["group"]["index"]) for peer in peers] == [("other", 0, 4)]
+    assert len(peers[0]["group"]["responses"]) == RESPONSES
+    shutil.rmtree(other / "samples")
+    assert answer([RunDirectory(run_dir), RunDirectory(other)], "peers/1/4") == []
+
+
 def test_a_session_is_a_tree_whose_turns_have_the_tokens_of_the_branch_that_trains_them(server: ViewServer) -> None:
-    groups = json.loads(ask(server, "/api/samples/1")[1])["groups"]
+    groups = [json.loads(ask(server, f"/api/group/1/{number}")[1]) for number in range(GROUPS)]
     assert [len(group["sessions"]) for group in groups] == [0, 0, 3, *[0] * (GROUPS - 3)]
     first, second, _ = groups[2]["sessions"]
     turns = {turn["number"]: turn for turn in first["turns"]}
@@ -170,9 +213,14 @@ def test_files_that_grow_or_are_broken_are_read_as_far_as_they_go(tmp_path: Path
 
 
 def test_a_long_run_is_thinned_out_and_keeps_its_last_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(viewer_run, "MOST_POINTS", 10)
-    found = columns([{"iteration": i, "loss": float(i)} for i in range(95)])
+    monkeypatch.setattr(viewer_run, "MAX_POINTS", 10)
+    records = [{"iteration": i, "loss": float(i), "tokens_prompt": 1, "tokens_response": 2} for i in range(95)]
+    found = columns(records)
     assert found["iteration"] == [*range(0, 95, 10), 94] == found["loss"]
+    assert found["tokens_total"] == [3.0 * (i + 1) for i in found["iteration"]], "of all iterations, drawn or not"
+    part = columns(records, 50, 58)
+    assert part["iteration"] == list(range(50, 59)), "a part of it has more points"
+    assert part["tokens_total"][0] == 153.0
 
 
 def test_the_server_is_on_loopback_and_answers_only_who_calls_it_so(server: ViewServer) -> None:
@@ -195,6 +243,13 @@ def test_the_server_is_on_loopback_and_answers_only_who_calls_it_so(server: View
             "/api/samples/1e3",
             "/api/samples/99999999999999999999",
             "/api/timeline/x",
+            "/api/group/1",
+            "/api/group/1/2/3",
+            "/api/question/1/0",
+            "/api/questions/1/%C2%B2",
+            "/api/columns/5/",
+            "/api/runs",
+            "/run/api/run",
             "/api/",
             "/api/no",
         ),
@@ -229,7 +284,8 @@ def test_a_copied_directory_is_exported_the_same_and_nothing_is_written_to_it(ru
     assert {path: path.stat().st_mtime_ns for path in [copy, *copy.rglob("*")]} == before
     text = (tmp_path / "page.html").read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
-    assert HOSTILE in data["samples/2"]["groups"][2]["sessions"][0]["turns"][0]["shown"], "what an agent was shown"
+    assert HOSTILE in data["group/2/2"]["sessions"][0]["turns"][0]["shown"], "what an agent was shown"
+    assert data["questions/12/0"]["sets"][0]["rows"] and HOSTILE in data["question/12/0/0"]["answers"][0]["text"]
     assert data["samples/2"]["groups"][0]["responses"][0]["text"] == HOSTILE and "timeline/11" in data
     assert "<img" not in text and text.count("<script") == 2 == text.count("</script"), "texts cannot become markup"
     assert SECRET not in text and "connect-src 'none'" in text
@@ -238,7 +294,7 @@ def test_a_copied_directory_is_exported_the_same_and_nothing_is_written_to_it(ru
 def test_a_run_too_large_for_a_page_leaves_the_oldest_out_and_says_so(
     run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pa_npu.viewer.server.LARGEST_BYTES", 90_000)
+    monkeypatch.setattr("pa_npu.viewer.server.MAX_EXPORT_BYTES", 150_000)
     assert "oldest iterations left out" in export([RunDirectory(run_dir)], tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size < 300_000
 

@@ -19,6 +19,7 @@ from pa_npu.launcher.process.process_tree import MarkedLines, StartError
 from pa_npu.launcher.process.processes import Awaited, Process, Processes
 from pa_npu.launcher.process.recovery import Attempt, Failure, Recovery
 from pa_npu.telemetry.progress import PREFIX
+from pa_npu.telemetry.run_end import RunEnd, record_end
 from pa_npu.telemetry.timeline import Timeline, now
 
 _TICK_S = 0.1
@@ -85,14 +86,18 @@ class Supervisor:
             for command in workers:
                 self._start(command)
             if self._until_done(awaited):
-                self._timeline.complete("run", start_s, now(), "run")
+                record_end(self._timeline, start_s, RunEnd("finished"))
                 self._stop("the run is done")
                 return 0
         except (Failure, StartError) as error:
             if not self._signals.received:
-                return self._fail(error if isinstance(error, Failure) else Failure(str(error)))
+                failure = error if isinstance(error, Failure) else Failure(str(error))
+                record_end(self._timeline, start_s, _end_by(failure))
+                return self._fail(failure)
         number = self._signals.received[0]
-        self._stop(f"{signal.Signals(number).name}: stopping (once more: at once)")
+        name = signal.Signals(number).name
+        record_end(self._timeline, start_s, RunEnd("stopped", name))
+        self._stop(f"{name}: stopping (once more: at once)")
         return 128 + number
 
     def _start(self, command: Startable) -> Process:
@@ -210,6 +215,13 @@ class Supervisor:
         self._tree.stop()
         self._relay()
         self._console.say(f"all processes ended ({time.monotonic() - began:.1f} s)")
+
+
+def _end_by(failure: Failure) -> RunEnd:
+    process = failure.process
+    if process is None:
+        return RunEnd("failed", failure.reason)
+    return RunEnd("failed", failure.reason, process.name, tuple(process.last_lines(_LOG_LINES)))
 
 
 def _is_engine(process: Process) -> bool:

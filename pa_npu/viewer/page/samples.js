@@ -1,122 +1,332 @@
-/* Samples of an iteration: groups to choose from, responses side by side, tokens coloured by log-prob differences. */
+/* Samples of an iteration: groups to choose from, rewards as a histogram, responses side by
+   side, sessions as trees. */
 
-const FILTERS = [["", "all groups"], ["mixed", "rewards differ"], ["equal", "all rewards equal"], ["right", "all right"], ["wrong", "all wrong"], ["cut", "cut at the limit"], ["errors", "reward errors"]];
-const COLOURINGS = [["", "plain text"], ["difference", "trainer − engine log-prob"], ["probability", "engine's probability"]];
+const FILTERS = [
+  ["", "all groups"],
+  ["mixed", "rewards differ"],
+  ["equal", "all rewards equal"],
+  ["right", "all right"],
+  ["wrong", "all wrong"],
+  ["cut", "cut at the limit"],
+  ["errors", "reward errors"],
+];
+const ORDERS = [
+  ["", "by number"],
+  ["low", "lowest reward first"],
+  ["high", "highest reward first"],
+  ["spread", "widest rewards first"],
+  ["long", "longest first"],
+];
+const COLOURINGS = [
+  ["", "plain text"],
+  ["difference", "trainer − engine log-prob"],
+  ["probability", "engine's probability"],
+];
+const LAYOUTS = [
+  ["", "as a chat"],
+  ["raw", "as the model sees it"],
+];
+const MAX_LISTED = 400;
+const MAX_VALUES = 12;
 
-function groupMatches(group, filter, wanted) {
-  const rewards = group.responses.map((response) => response.reward);
-  const equal = rewards.every((reward) => reward === rewards[0]);
-  const fits = { mixed: !equal, equal, right: group.responses.every((r) => r.correct), wrong: group.responses.every((r) => !r.correct), cut: group.responses.some((r) => r.finish_reason === "length"), errors: group.errors.length > 0 }[filter] ?? true;
-  if (!fits || !wanted) return fits;
-  const sought = wanted.toLowerCase();
-  return [group.prompt, group.answer, ...group.responses.map((r) => r.text)].some((text) => String(text).toLowerCase().includes(sought));
+function rewardsOf(group) {
+  return group.responses.map((response) => response.reward ?? 0);
+}
+function mean(values) {
+  return values.reduce((sum, value) => sum + value, 0) / Math.max(1, values.length);
+}
+
+function groupMatches(group, look, bars) {
+  const rewards = rewardsOf(group),
+    isEqual = rewards.every((reward) => reward === rewards[0]);
+  const fits =
+    {
+      mixed: !isEqual,
+      equal: isEqual,
+      right: group.responses.every((response) => response.correct),
+      wrong: group.responses.every((response) => !response.correct),
+      cut: group.responses.some((response) => response.finish_reason === "length"),
+      errors: group.errors.length > 0,
+    }[look.filter] ?? true;
+  const bar = look.bar === null ? null : bars[look.bar];
+  if (
+    !fits ||
+    (bar && !group.responses.some((response) => bar.holds(rewardBy(response, look.reward))))
+  )
+    return false;
+  const sought = look.wanted.toLowerCase();
+  const texts = [group.prompt, group.answer, ...group.responses.map((response) => response.text)];
+  return !sought || texts.some((text) => String(text).toLowerCase().includes(sought));
+}
+
+function sortedGroups(groups, order) {
+  const largest = (values) => values.reduce((most, value) => Math.max(most, value), -Infinity);
+  const smallest = (values) => values.reduce((least, value) => Math.min(least, value), Infinity);
+  const key = {
+    low: (group) => smallest(rewardsOf(group)),
+    high: (group) => -largest(rewardsOf(group)),
+    spread: (group) => smallest(rewardsOf(group)) - largest(rewardsOf(group)),
+    long: (group) => -largest(group.responses.map((response) => response.length ?? 0)),
+  }[order];
+  return key ? [...groups].sort((a, b) => key(a) - key(b) || a.index - b.index) : groups;
+}
+
+/* The numbers of a group's responses in the order in which they are shown. */
+function responseOrder(group, order) {
+  const numbers = group.responses.map((_, number) => number),
+    by = (key) => numbers.sort((a, b) => key(a) - key(b) || a - b);
+  if (order === "low") return by((number) => group.responses[number].reward ?? 0);
+  if (order === "high" || order === "spread")
+    return by((number) => -(group.responses[number].reward ?? 0));
+  if (order === "long") return by((number) => -(group.responses[number].length ?? 0));
+  return numbers;
+}
+
+function rewardBy(response, name) {
+  return name ? response.rewards[name] : response.reward;
+}
+
+/* Bars of a histogram: one per value where there are few, else of equal width. */
+function rewardBars(groups, name) {
+  const values = groups
+    .flatMap((group) => group.responses.map((response) => rewardBy(response, name)))
+    .filter(Number.isFinite);
+  if (!values.length) return [];
+  const distinct = [...new Set(values)].sort((a, b) => a - b);
+  if (distinct.length <= MAX_VALUES) {
+    return distinct.map((value) => ({
+      text: format(value),
+      count: values.filter((known) => known === value).length,
+      holds: (known) => known === value,
+    }));
+  }
+  const low = distinct[0],
+    high = distinct[distinct.length - 1],
+    width = (high - low) / MAX_VALUES;
+  const place = (value) => Math.min(MAX_VALUES - 1, Math.floor((value - low) / width));
+  const counts = new Array(MAX_VALUES).fill(0);
+  values.forEach((value) => counts[place(value)]++);
+  const ends = tickTexts(
+    Array.from({ length: MAX_VALUES + 1 }, (_, i) => low + i * width),
+    "",
+  );
+  return counts.map((count, i) => ({
+    text: format(Number((low + i * width).toPrecision(3))),
+    tip: `${ends[i]} to ${ends[i + 1]}`,
+    count,
+    holds: (value) => Number.isFinite(value) && place(value) === i,
+  }));
 }
 
 async function samplesView(main) {
   const available = state.run.sample_iterations;
-  if (!available.length) { fill(main, h("div", { class: "panel empty" }, "No samples were kept (telemetry.samples).")); return; }
-  const chosen = chosenIteration(available), address = place.read();
+  if (!available.length) {
+    fill(main, h("div", { class: "panel empty" }, "No samples were kept (telemetry.samples)."));
+    return;
+  }
+  const chosen = chosenIteration(available),
+    address = place.read();
   const data = await load("samples/" + chosen);
-  if (!data) { fill(main, h("div", { class: "bar" }, iterationPicker(available, chosen, (i) => show("samples", { i }))), h("div", { class: "panel empty" }, "This iteration's samples are not in the page.")); return; }
-  const look = { wanted: address.q || "", filter: address.f || "", colour: address.c || "", group: address.g === undefined ? null : Number(address.g) };
-  const list = h("div", { class: "groups panel", role: "group", "aria-label": "groups" }), detail = h("div", {}), count = h("span", { class: "quiet" });
-  const search = h("input", { type: "search", id: "search", placeholder: "search prompts and responses ( / )", "aria-label": "search prompts and responses", value: look.wanted, oninput: (event) => { look.wanted = event.target.value; update(); } });
-  const tokens = data.groups.some((group) => group.responses.some((response) => response.pieces));
-  const bar = h("div", { class: "bar" }, iterationPicker(available, chosen, (i) => show("samples", { i, g: null })), search,
-    h("select", { "aria-label": "filter", onchange: (event) => { look.filter = event.target.value; update(); } }, FILTERS.map(([value, name]) => h("option", { value, selected: value === look.filter }, name))),
-    tokens && h("select", { id: "colour", "aria-label": "colour tokens by", onchange: (event) => { look.colour = event.target.value; update(); } }, COLOURINGS.map(([value, name]) => h("option", { value, selected: value === look.colour }, name))), count);
+  const picker = iterationPicker(available, chosen, (i) => show("samples", { i, g: null }));
+  if (!data) {
+    fill(
+      main,
+      h("div", { class: "bar" }, picker),
+      h("div", { class: "panel empty" }, "This iteration's samples are not in the page."),
+    );
+    return;
+  }
+  const look = {
+    wanted: address.q || "",
+    filter: address.f || "",
+    order: address.s || "",
+    colour: address.c || "",
+    layout: address.l || "",
+    reward: address.w || "",
+    bar: address.b === undefined ? null : Number(address.b),
+    group: address.g === undefined ? null : Number(address.g),
+  };
+  const list = h("div", { class: "groups panel", role: "group", "aria-label": "groups" }),
+    detail = h("div", { class: "detail" });
+  const count = h("span", { class: "quiet" }),
+    rewards = h("section", { class: "panel rewards" });
+  const search = h("input", {
+    type: "search",
+    id: "search",
+    placeholder: "search prompts and responses ( / )",
+    "aria-label": "search prompts and responses",
+    value: look.wanted,
+    oninput: (event) => {
+      look.wanted = event.target.value;
+      update();
+    },
+  });
+  const choice = (id, label, options, key) =>
+    h(
+      "select",
+      {
+        id,
+        "aria-label": label,
+        onchange: (event) => {
+          look[key] = event.target.value;
+          update();
+        },
+      },
+      options.map(([value, name]) => h("option", { value, selected: value === look[key] }, name)),
+    );
+  const bar = h(
+    "div",
+    { class: "bar" },
+    picker,
+    search,
+    choice("filter", "filter", FILTERS, "filter"),
+    choice("order", "order", ORDERS, "order"),
+    choice("colour", "colour tokens by", COLOURINGS, "colour"),
+    choice("layout", "texts", LAYOUTS, "layout"),
+    count,
+  );
+  const names = [
+    ...new Set(
+      data.groups.flatMap((group) =>
+        group.responses.flatMap((response) => Object.keys(response.rewards)),
+      ),
+    ),
+  ];
 
+  function drawRewards(bars) {
+    const total = bars.reduce((sum, one) => sum + one.count, 0);
+    const toggle = (number) => () => {
+      look.bar = look.bar === number ? null : number;
+      update();
+      rewards.querySelectorAll(".histogram button")[number]?.focus();
+    };
+    fill(
+      rewards,
+      h(
+        "div",
+        { class: "head" },
+        h("h2", {}, "Rewards"),
+        h("span", { class: "quiet small" }, `of ${total} kept responses; a bar chooses its groups`),
+        h("span", { class: "spacer" }),
+        names.length > 1 &&
+          h(
+            "select",
+            {
+              "aria-label": "reward",
+              onchange: (event) => {
+                look.reward = event.target.value;
+                look.bar = null;
+                update();
+              },
+            },
+            [["", "total"], ...names.map((name) => [name, name])].map(([value, name]) =>
+              h("option", { value, selected: value === look.reward }, name),
+            ),
+          ),
+      ),
+      histogram(
+        "rewards of the kept responses",
+        bars.map((one, number) => ({ ...one, on: look.bar === number, open: toggle(number) })),
+      ),
+    );
+  }
+
+  let opened = 0;
   function update() {
-    const found = data.groups.filter((group) => groupMatches(group, look.filter, look.wanted));
-    const open = found.find((group) => group.index === look.group) || found[0];
-    place.write({ q: look.wanted, f: look.filter, c: look.colour, g: open ? open.index : null });
-    count.textContent = `${found.length} of ${data.groups.length} groups`;
-    fill(list, found.map((group) => h("button", { "aria-current": group === open ? "true" : null, "data-group": group.index, onclick: () => { look.group = group.index; update(); list.querySelector('[aria-current="true"]')?.focus(); } },
-      h("span", { class: "line" }, h("span", {}, "group ", group.index), dots(group)),
-      h("span", { class: "snip" }, shown(group.prompt.trim().replace(/\s+/g, " ").slice(-120), look.wanted)))), found.length ? null : h("p", { class: "empty" }, "no group matches"));
-    fill(detail, open ? groupPanel(open, look) : null);
+    const bars = rewardBars(data.groups, look.reward);
+    if (look.bar !== null && !bars[look.bar]) look.bar = null;
+    const fitting = sortedGroups(
+      data.groups.filter((group) => groupMatches(group, look, bars)),
+      look.order,
+    );
+    const open = fitting.find((group) => group.index === look.group) || fitting[0];
+    place.write({
+      q: look.wanted,
+      f: look.filter,
+      s: look.order,
+      c: look.colour,
+      l: look.layout,
+      w: look.reward,
+      b: look.bar,
+      g: open ? open.index : null,
+    });
+    const notes = [
+      data.cut && `texts are cut at ${data.cut} characters in the list and the search`,
+      data.left_out && `${data.left_out} responses are left out`,
+    ];
+    count.textContent = [
+      `${fitting.length} of ${data.groups.length} groups`,
+      ...notes.filter(Boolean),
+    ].join("; ");
+    drawRewards(bars);
+    const choose = (group) => {
+      look.group = group.index;
+      update();
+      list.querySelector('[aria-current="true"]')?.focus();
+    };
+    fill(
+      list,
+      fitting
+        .slice(0, MAX_LISTED)
+        .map((group) => groupButton(group, group === open, look, () => choose(group))),
+      fitting.length > MAX_LISTED &&
+        h(
+          "p",
+          { class: "quiet small" },
+          `${fitting.length - MAX_LISTED} further groups: search or filter`,
+        ),
+      fitting.length ? null : h("p", { class: "empty" }, "no group matches"),
+    );
+    return openGroup(open);
+  }
+  async function openGroup(open) {
+    const mine = ++opened;
+    if (!open) {
+      fill(detail);
+      return;
+    }
+    const whole = (await load(`group/${chosen}/${open.index}`)) || { ...open, isShort: true };
+    const peers = state.compare.length ? await load(`peers/${chosen}/${open.index}`) : null;
+    if (mine === opened) fill(detail, groupPanel(whole, look), peersPanel(peers, look));
   }
   arrowKeys(list, "button");
-  fill(main, bar, data.error && h("p", { class: "panel" }, shown(data.error)), h("div", { class: "split" }, list, detail));
-  update();
+  fill(
+    main,
+    bar,
+    data.error && h("p", { class: "panel" }, shown(data.error)),
+    data.groups.length > 0 && rewards,
+    h("div", { class: "split" }, list, detail),
+  );
+  await update();
+}
+
+function groupButton(group, isOpen, look, choose) {
+  return h(
+    "button",
+    { "aria-current": isOpen ? "true" : null, "data-group": group.index, onclick: choose },
+    h(
+      "span",
+      { class: "line" },
+      h(
+        "span",
+        {},
+        "group ",
+        group.index,
+        look.order && ` · reward ${format(mean(rewardsOf(group)))}`,
+      ),
+      dots(group),
+    ),
+    h("span", { class: "snip" }, shown(snippet(group.prompt), look.wanted)),
+  );
 }
 
 function dots(group) {
-  const right = group.responses.filter((response) => response.correct).length;
-  const few = group.responses.length <= 16;
-  return h("span", { class: "spark", title: `${right} of ${group.responses.length} right` }, few ? group.responses.map((response) => h("span", { class: "dot" + (response.correct ? " on" : "") })) : `${right}/${group.responses.length} right`);
-}
-
-function groupPanel(group, look) {
-  const differences = group.responses.flatMap((r) => (r.trainer_logprobs ? r.trainer_logprobs.map((value, i) => Math.abs(value - r.logprobs[i])) : []));
-  const largest = differences.length ? Math.max(...differences) : 0;
-  return [h("section", { class: "panel" },
-      h("div", { class: "facts" }, h("span", {}, "group ", h("b", {}, group.index)), h("span", {}, "prompt ", h("b", {}, group.prompt_id ?? "–")), group.prompt_tokens !== null && h("span", {}, h("b", {}, group.prompt_tokens), " tokens"), h("span", {}, "reference answer ", h("b", { class: "mono" }, shown(group.answer, look.wanted)))),
-      h("div", { class: "text prompt", tabindex: 0, "aria-label": "prompt" }, shown(group.prompt, look.wanted)), group.errors.map((error) => h("p", { class: "badge wrong" }, shown(error)))),
-    look.colour && colourScale(look.colour, largest),
-    h("div", { class: "responses" }, group.responses.map((response, number) => responseCard(response, number, look, largest))),
-    (group.sessions || []).map((session) => h("section", { class: "panel", "data-session": session.session }, h("div", { class: "facts" }, h("b", {}, "session " + session.session)), branches(session, null, group, look, largest)))];
-}
-
-/* Turns one below the other for as long as one follows another, and a list for each branch where several do. */
-function branches(session, parent, group, look, largest) {
-  const after = (number) => session.turns.filter((turn) => turn.parent === number);
-  return after(parent).map((first) => {
-    const rows = [turnRow(first, group, look, largest)];
-    let last = first, next = after(first.number);
-    while (next.length === 1) {
-      [last] = next;
-      rows.push(turnRow(last, group, look, largest));
-      next = after(last.number);
-    }
-    return h("ol", { class: "turns" }, rows, branches(session, last.number, group, look, largest).map((branch) => h("li", {}, branch)));
-  });
-}
-
-function turnRow(turn, group, look, largest) {
-  const response = group.responses[turn.response];
-  const differences = (response.trainer_logprobs || []).slice(turn.start, turn.end).map((value, i) => Math.abs(value - response.logprobs[turn.start + i]));
-  return h("li", { "data-turn": turn.number },
-    h("div", { class: "text prompt", tabindex: 0, "aria-label": "shown before turn " + turn.number }, shown(turn.shown, look.wanted)),
-    h("div", { class: "facts" }, h("b", {}, "turn " + turn.number), h("span", {}, "in ", turn.responses.map((number) => "#" + number).join(" ")), turn.reward !== null && h("span", {}, "reward ", h("b", {}, format(turn.reward))), differences.length > 0 && h("span", {}, "largest log-prob difference ", h("b", {}, format(Math.max(...differences))))),
-    h("div", { class: "text", tabindex: 0, "aria-label": "turn " + turn.number }, look.colour ? tokenNodes(response, look, largest, turn.start, turn.end) : shown(response.pieces.slice(turn.start, turn.end).join(""), look.wanted)));
-}
-
-function responseCard(response, number, look, largest) {
-  const fact = (name, value) => h("span", {}, name, " ", h("b", {}, value));
-  const names = Object.keys(response.rewards || {});
-  return h("article", { class: "response", "data-response": number },
-    h("div", { class: "facts" }, h("b", {}, "#" + number), h("span", { class: "badge " + (response.correct ? "right" : "wrong") }, response.correct ? "✓ right" : "✗ wrong"), response.finish_reason === "length" && h("span", { class: "badge cut" }, "✂ cut")),
-    h("div", { class: "facts" }, fact("reward", format(response.reward)), names.map((name) => (names.length > 1 || response.rewards[name] !== response.reward) && fact(name, format(response.rewards[name]))),
-      response.advantage !== null && fact("advantage", (response.advantage > 0 ? "+" : "") + format(response.advantage)), fact("tokens", response.length ?? "–")),
-    h("div", { class: "text", tabindex: 0, "aria-label": "response " + number }, look.colour && response.pieces ? tokenNodes(response, look, largest) : shown(response.text, look.wanted)));
-}
-
-/* Blue where the trainer finds a token likelier than the engine did, orange where less; strength by the largest of the group. */
-function tokenColour(kind, response, index, largest) {
-  const engine = response.logprobs[index];
-  if (kind === "probability") return `rgba(122, 90, 200, ${(0.75 * (1 - Math.exp(engine))).toFixed(3)})`;
-  if (!response.trainer_logprobs || !largest) return null;
-  const part = (response.trainer_logprobs[index] - engine) / largest;
-  return `rgba(${part > 0 ? "0, 114, 200" : "230, 120, 0"}, ${(0.08 + 0.67 * Math.abs(part)).toFixed(3)})`;
-}
-
-function tokenNodes(response, look, largest, start = 0, end = Infinity) {
-  return response.pieces.slice(start, end).map((piece, place) => {
-    const index = start + place, trainer = response.trainer_logprobs ? response.trainer_logprobs[index] : null, engine = response.logprobs[index];
-    const node = h("span", { class: "token" }, shown(piece));
-    const colour = tokenColour(look.colour, response, index, largest);
-    if (colour) node.style.backgroundColor = colour;
-    node.addEventListener("pointerenter", (event) => tip.show(`token ${index}: ${JSON.stringify(piece)}\nengine ${engine.toFixed(6)} (probability ${Math.exp(engine).toFixed(4)})` + (trainer === null ? "" : `\ntrainer ${trainer.toFixed(6)}, difference ${(trainer - engine).toExponential(2)}`), event.clientX, event.clientY));
-    node.addEventListener("pointerleave", tip.hide);
-    return node;
-  });
-}
-
-function colourScale(kind, largest) {
-  const stops = kind === "probability" ? ["rgba(122, 90, 200, 0)", "rgba(122, 90, 200, .75)"] : ["rgba(230, 120, 0, .75)", "rgba(128, 128, 128, .08)", "rgba(0, 114, 200, .75)"];
-  const bar = h("svg", { width: 160, height: 12, "aria-hidden": "true" }, h("defs", {}, h("linearGradient", { id: "scale" }, stops.map((colour, i) => h("stop", { offset: i / (stops.length - 1), "stop-color": colour })))), h("rect", { width: 160, height: 12, fill: "url(#scale)" }));
-  if (kind === "probability") return h("p", { class: "scale" }, "likely (probability 1)", bar, "unlikely (0)");
-  if (!largest) return h("p", { class: "scale" }, "The trainers' log-probs of this group were not kept, or equal the engine's.");
-  return h("p", { class: "scale" }, `engine likelier (${format(-largest)})`, bar, `trainer likelier (+${format(largest)})`);
+  const right = group.responses.filter((response) => response.correct).length,
+    isSmall = group.responses.length <= 16;
+  const marks = isSmall
+    ? group.responses.map((response) =>
+        h("span", { class: "dot" + (response.correct ? " on" : "") }),
+      )
+    : `${right}/${group.responses.length} right`;
+  return h("span", { class: "spark", title: `${right} of ${group.responses.length} right` }, marks);
 }
