@@ -141,7 +141,17 @@ const CHARTS = [
       ["logprob_diff_max", "largest"],
       ["probe_diff_max", "probe, largest"],
     ],
-    lastLimit: ["logprob_diff_limit", "limit of the mean"],
+  },
+  {
+    topic: "logodds_diff_mean",
+    title: "Agreement (I5)",
+    unit: "log-odds difference, log scale",
+    log: true,
+    keys: [
+      ["logodds_diff_mean", "mean"],
+      ["logodds_slope", "slope"],
+    ],
+    lastLimit: ["logodds_diff_limit", "limit of the mean"],
   },
   {
     topic: "window",
