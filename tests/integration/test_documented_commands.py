@@ -55,7 +55,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "grpo.yaml").write_text(TRL)
     (directory / "ppo_trainer.yaml").write_text(VERL)
     (directory / "run_qwen3_8b.sh").write_text(
-        "G=8\npython3 -m verl.trainer.main_ppo trainer.n_gpus_per_node=$G \\\n  $@\n"
+        "G=8\npython3 -m verl.trainer.main_ppo trainer.n_gpus_per_node=$G trainer.total_epochs=3 \\\n  $@\n"
     )
     (directory / "train.py").write_text("trainer = GRPOTrainer('m', [right], args=GRPOConfig('runs/a'))\n")
     return directory
