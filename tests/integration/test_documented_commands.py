@@ -21,7 +21,7 @@ TRL = "model_name_or_path: .cache/tiny/model\nnum_generations: 4\n"
 VERL = """
 data: {train_files: train.jsonl, train_batch_size: 64, max_prompt_length: 128, max_response_length: 64}
 actor_rollout_ref: {model: {path: .cache/tiny/model}, rollout: {n: 4}}
-algorithm: {gamma: 1.0}
+algorithm: {adv_estimator: remax}
 """
 WORK = {"tokens_prompt": 1000, "tokens_response": 800, "tokens_computed": 1900, "devices": 4}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,19 @@ def count_rows(datasets: Any) -> list[int] | None:
             return None
         counts.append(rows if most is None else min(rows, most))
     return counts or None
+
+
+def has_column(datasets: Any, column: str) -> bool | None:
+    """Whether the first row of the first dataset has the column; None where that is not here or cannot be read."""
+    entry = datasets if isinstance(datasets, str) else next(iter(datasets or ()), None)
+    path = entry if isinstance(entry, str) or entry is None else entry["path"]
+    if path is None or not Path(path).exists():
+        return None
+    try:
+        _, row = next(iter(read_rows(str(path), "data.train")))
+    except (UserError, StopIteration):
+        return None
+    return isinstance(row, Mapping) and column in row
 
 
 def _rows_of(path: Path) -> int | None:

@@ -20,6 +20,7 @@ from tools.foreign.common import (
     set_training_data,
     whole_distribution,
 )
+from tools.foreign.rows import has_column
 from tools.foreign.translation import Translation
 
 # Keys that say how verl works, or what is always done here: nothing is lost without them.
@@ -104,8 +105,8 @@ def _data(work: Translation) -> None:
             work.lose(name, most, f"is max_rows of a dataset; see {ours}")
     if (column := work.take("data.prompt_key")) not in (None, "prompt"):  # prompt is found without being named
         work.set("data.question_column", column, "data.prompt_key")
-    # verl's datasets have the answer in a column inside a column
-    work.set("data.answer_column", "reward_model.ground_truth")
+    if has_column(work.values.get("data.train"), "reward_model") is not False:  # as all that verl's own scripts prepare
+        work.set("data.answer_column", "reward_model.ground_truth")
     work.choose("data.truncation", "data.overlong_prompt", {"error": "refuse", "left": "truncate"})
     work.choose("data.filter_overlong_prompts", "data.overlong_prompt", {True: "skip", False: None})
 
