@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from pa_npu.config.keys import all_keys
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.launcher.cli import main as launcher
@@ -31,11 +32,13 @@ SIZED: dict[tuple[str, ...], tuple[int, int]] = {
     ("grpo_qwen2.5_7b.yaml", "clusters/7b_2_nodes.yaml"): (2, 8),
     ("grpo_qwen2.5_7b.yaml", "clusters/7b_4_nodes.yaml"): (4, 8),
     ("grpo_qwen2.5_32b.yaml",): (4, 8),
+    ("grpo_qwen2.5_32b.yaml", "clusters/32b_2_nodes_of_16.yaml"): (2, 16),
+    ("grpo_qwen2.5_32b.yaml", "clusters/32b_8_nodes.yaml"): (8, 8),
     ("grpo_qwen3_8b.yaml",): (1, 8),
     ("grpo_deepseek_r1_distill_qwen_7b.yaml",): (1, 8),
     ("grpo_qwen3_30b_a3b.yaml",): (1, 16),
 }
-QUOTED = ("devices ", "trainer memory ", "engine memory ", "KV cache ", "predicted ")
+QUOTED = ("devices ", "trainer memory ", "engine memory ", "KV cache ", "predicted ", "gain over turns ")
 
 
 def dry_run(*arguments: str) -> list[str]:
@@ -80,24 +83,25 @@ def write(recipe: Path) -> None:
     recipe.write_text("\n".join([*lines[:start], *block, *lines[end:]]) + "\n")
 
 
-def shipped(files: tuple[str, ...]) -> Config:
-    return load_config([ROOT / "configs" / file for file in files], ["run.device=npu"])
+def shipped(files: tuple[str, ...], kind: str = "npu") -> Config:
+    return load_config([ROOT / "configs" / file for file in files], [f"run.device={kind}"])
 
 
-def planned(files: tuple[str, ...]) -> Config:
-    """Returns the same with the sizes that the planner finds for its devices."""
-    nodes, devices = SIZED[files]
-    places = [f"placement.nnodes={nodes}", f"placement.devices_per_node={devices}"]
+def planned(files: tuple[str, ...], kind: str = "npu", places: tuple[int, int] | None = None) -> Config:
+    """Returns the same with the sizes that the planner finds for its devices. places: nodes and devices of each, if others."""
+    nodes, devices = places or SIZED[files]
+    given = [f"placement.nnodes={nodes}", f"placement.devices_per_node={devices}"]
+    given += ["placement.cluster=ray"] if nodes > 1 else []
     asked = [f"{key}=auto" for key in automatic.KEYS]
     return automatic.load(
-        [str(ROOT / "configs" / file) for file in files], ["run.device=npu", *places, *asked], lambda line: None
+        [str(ROOT / "configs" / file) for file in files], [f"run.device={kind}", *given, *asked], lambda line: None
     )
 
 
 def predicted_s(config: Config) -> float:
     spec = known_spec(config.model.path)
     assert spec is not None
-    return assumed_basis(config, spec, typical_speed("npu")).predicted(config).iteration_s
+    return assumed_basis(config, spec, typical_speed(config.run.device)).predicted(config).iteration_s
 
 
 def sizes(config: Config) -> dict[str, str]:
@@ -108,10 +112,13 @@ def sizes(config: Config) -> dict[str, str]:
 
 
 def write_sizes(file: Path, values: Mapping[str, str]) -> None:
-    """Set keys of a YAML file; comments stay."""
+    """Set keys of a YAML file; comments stay, and a key that the file lacks is not written with its default."""
     text = file.read_text()
+    defaults = {key.name: str(key.default).lower() for key in all_keys()}
     for key, value in values.items():
         section, _, name = key.partition(".")
+        if value == defaults[key] and not re.search(rf"(?ms)^{section}:\n(?:^ .*?\n)*?^  {name}: ", text):
+            continue
         text, found = re.subn(rf"(?ms)(^{section}:\n(?:^ .*?\n)*?^  {name}: )\S+", rf"\g<1>{value}", text, count=1)
         if not found:
             text, found = re.subn(rf"(?m)^{section}:\n", f"{section}:\n  {name}: {value}\n", text, count=1)
