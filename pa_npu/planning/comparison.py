@@ -25,6 +25,7 @@ TOO_CLOSE = 0.05
 """Share of an iteration by which two ways must differ for a prediction to tell them apart."""
 IDLE = 0.3
 """Share of an iteration from which on a side that waits is worth a warning."""
+_SAME = 0.001  # share by which two predictions of the same differ
 _LEAST_GAIN = 0.02  # of a change of one key, to be named
 _BEHIND = "one version behind"
 _TRIED = 2  # combinations of sizes that are predicted for each way
@@ -45,6 +46,7 @@ _ALONE: tuple[tuple[str, ...], ...] = (
     ("trainer.expert_parallel",),
     ("trainer.recompute",),
     ("optimizer.offload",),
+    ("rollout.max_num_seqs",),
     ("rollout.tensor_parallel", "rollout.engines"),
     ("trainer.devices", "rollout.engines"),
     ("placement.colocate", "trainer.devices", "rollout.engines"),
@@ -213,8 +215,10 @@ def comparison_lines(compared: Compared) -> list[str]:
 
 
 def _gain_words(gain: float) -> str:
-    if gain < 0:
+    if gain < -_SAME:
         return f"none: turns with other sizes are predicted to take {-gain:.0%} less"
+    if gain < _SAME:
+        return "none: so run, these sizes are in turns, as all devices change together"
     if gain < TOO_CLOSE:
         return f"{gain:.1%}, below {TOO_CLOSE:.0%}: too little to decide by; schedule.compare_iterations measures both"
     return f"{gain:.0%}"

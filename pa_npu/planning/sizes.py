@@ -25,6 +25,7 @@ def choices_of(config: Config, spec: ModelSpec, devices: int, free: Collection[s
     stages = [n for n in range(1, _MOST_STAGES + 1) if spec.num_layers % n == 0]
     experts = [n for n in (*_POWERS, _MOST_EXPERT_RANKS) if spec.experts is not None and spec.experts.count % n == 0]
     recompute = [kind for kind in _RECOMPUTE if not (sharded and kind == "selective")]
+    is_limited = "max_num_seqs" in rollout.model_fields_set and "rollout.max_num_seqs" not in free
     return Sizes(
         devices=devices,
         engines=None if "rollout.engines" in free else rollout.engines,
@@ -36,6 +37,7 @@ def choices_of(config: Config, spec: ModelSpec, devices: int, free: Collection[s
         recompute=of("trainer.recompute", trainer.recompute, recompute),
         offload=of("optimizer.offload", config.optimizer.offload, (False, True)),
         colocate=of("placement.colocate", config.placement.colocate, (False, True)),
+        sequences=rollout.max_num_seqs if is_limited else None,
     )
 
 

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pa_npu.config.keys import all_keys
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.launcher.cli import main as launcher
@@ -112,14 +111,11 @@ def sizes(config: Config) -> dict[str, str]:
 
 
 def write_sizes(file: Path, values: Mapping[str, str]) -> None:
-    """Set keys of a YAML file; comments stay, and a key that the file lacks is not written with its default."""
+    """Set keys of a YAML file; comments stay."""
     text = file.read_text()
-    defaults = {key.name: str(key.default).lower() for key in all_keys()}
     for key, value in values.items():
         section, _, name = key.partition(".")
-        if value == defaults[key] and not re.search(rf"(?ms)^{section}:\n(?:^ .*?\n)*?^  {name}: ", text):
-            continue
-        text, found = re.subn(rf"(?ms)(^{section}:\n(?:^ .*?\n)*?^  {name}: )\S+", rf"\g<1>{value}", text, count=1)
+        text, found = re.subn(rf"(?m)(^{section}:\n(?: [^\n]*\n)*?  {name}: )\S+", rf"\g<1>{value}", text, count=1)
         if not found:
             text, found = re.subn(rf"(?m)^{section}:\n", f"{section}:\n  {name}: {value}\n", text, count=1)
         if not found:
@@ -131,7 +127,9 @@ if __name__ == "__main__":
     for files in SIZED:
         before, after = shipped(files), planned(files)
         if predicted_s(before) > 1.02 * predicted_s(after):
-            write_sizes(ROOT / "configs" / files[-1], sizes(after))
+            now = sizes(before)
+            changes = {key: value for key, value in sizes(after).items() if value != now[key]}
+            write_sizes(ROOT / "configs" / files[-1], changes)
             print(
                 f"{' '.join(files)}: {predicted_s(before):.3g} s, now {predicted_s(shipped(files)):.3g} s", flush=True
             )

@@ -41,7 +41,7 @@ Changes = dict[str, dict[str, Any]]  # section -> key -> value
 class Sizes:
     """Which sizes may be chosen; one value of a key is a value that is given. engines, trainers: None for any.
 
-    shards: of an engine. recompute: cheapest first.
+    shards: of an engine. recompute: cheapest first. sequences: the most on an engine; None for what its cache holds.
     """
 
     devices: int
@@ -54,6 +54,7 @@ class Sizes:
     recompute: Sequence[str]
     offload: Sequence[bool]
     colocate: Sequence[bool]
+    sequences: int | None = None
 
 
 @dataclass(frozen=True)
@@ -210,19 +211,18 @@ class _Search:
     def _most_sequences(self, config: Config, together: bool) -> int | None:
         """Sequences that an engine's cache holds at their mean length, as a power of two; None where they are too few, or the
         model cannot be divided so."""
-        base = self.basis.base.rollout
         try:
             check_engine(config, self.basis.spec)
         except ConfigError:
             return None
         if self.device_bytes is None:
-            return base.max_num_seqs
+            return self.basis.base.rollout.max_num_seqs
         memory = engine_memory(config, self.basis.spec, self.device_bytes, shared=together)
         held = dict(memory.parts)["KV cache"] / kv_bytes_per_token(config, self.basis.spec) / self.mean_held
         if held < LEAST_SEQUENCES:
             return None
         most = min(MOST_SEQS, 2 ** int(math.log2(held)))
-        return min(most, base.max_num_seqs) if "max_num_seqs" in base.model_fields_set else most
+        return most if self.sizes.sequences is None else min(most, self.sizes.sequences)
 
     def _generating_s(self, config: Config) -> tuple[float, float]:
         """Seconds of full engines, and of the steps that the longest response takes beyond a mean one."""
