@@ -19,6 +19,7 @@ from typing import Any
 from pa_npu.config.mesh import nodes_of
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
+from pa_npu.planning.amounts import work
 from pa_npu.planning.memory import GIB, USABLE, engine_memory, kv_bytes_per_token, left_share, trainer_memory
 from pa_npu.planning.model_rules import check_division, check_engine
 from pa_npu.planning.prediction.costs import GroupSeconds, computed_prompt_tokens
@@ -121,6 +122,7 @@ class _Search:
     _train_s: dict[tuple[Any, ...], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.updates = work(self.basis.base).updates
         self.shapes = self.basis.workload.draw(self.basis.base, 0, SAMPLE)
         typical = self.basis.typical
         self.device_bytes = None if typical.memory_gib is None else typical.memory_gib * GIB
@@ -157,10 +159,10 @@ class _Search:
             "expert_parallel": experts,
         }
         base = _with(self.basis.base, {"trainer": layout, "placement": {"colocate": together}})
-        mesh, schedule = base.mesh, base.schedule
-        if mesh.size != devices or mesh.expert != experts or not mesh.shares(schedule.prompts_per_iteration):
+        mesh = base.mesh
+        if mesh.size != devices or mesh.expert != experts or not mesh.shares(base.schedule.prompts_per_iteration):
             return
-        if base.groups_per_replica % schedule.updates_per_iteration or not _divides(base, self.basis):
+        if base.groups_per_replica % self.updates or not _divides(base, self.basis):
             return
         for recompute, offload in itertools.product(self.sizes.recompute, self.sizes.offload):
             changes: Changes = {"trainer": {**layout, "recompute": recompute}, "optimizer": {"offload": offload}}
@@ -246,7 +248,7 @@ class _Search:
         cost = self.basis.costs.trainer_for(config, self.basis.spec, self.basis.typical)
         seconds = GroupSeconds(config, self.basis.spec, cost, self.basis.typical)
         group_s = statistics.mean(seconds(*shape.trained) for shape in self.shapes)
-        steps_s = config.schedule.updates_per_iteration * cost.step_s
+        steps_s = self.updates * cost.step_s
         return config.schedule.prompts_per_iteration * group_s / config.mesh.data + steps_s + cost.border_s
 
 
