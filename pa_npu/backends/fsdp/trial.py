@@ -1,9 +1,9 @@
 """How a model of transformers may be packed, found before a run by a trial of its real configuration with few layers.
 
-The model gets random weights large enough for its context to matter, fp32, and short sequences; its windows shrink with them where
-the run's sequences are longer than they, but not so far that a response no longer depends on the beginning of its prompt. What it must
-give are the log-probs and gradients of its own forward over each sequence alone, by transformers' plainest attention. The first of
-these ways that does is the run's:
+The model gets random weights large enough for its context to matter, fp32, and short sequences. Its windows shrink with them where
+the run's sequences are longer than they, but not so far that a response no longer depends on the beginning of its prompt. What it
+must give are the log-probs and gradients of its own forward over each sequence alone, by transformers' plainest attention. The
+first of these ways that does is the run's:
     shared      prompts once, by this package's attention (separate, where attention.shared_prompt=false)
     packed      separate sequences in a row, by transformers' attention, which keeps them apart by their positions
     alone       one sequence at a time, without padding
