@@ -6,6 +6,7 @@ A family is found by the model_type of config.json. A new one is a class beside 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +74,18 @@ class ModelSpec(ModelShape):
         """Whether it has no family file, and is as transformers has it."""
         return self.family.startswith(PREFIX)
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """Number of parameters, tied weights counted once."""
         return self.definition.num_parameters(self)
 
-    @property
+    @cached_property
     def num_expert_parameters(self) -> int:
         """Those of them that are experts', of which a token uses experts.per_token / experts.count."""
         experts = self.experts
         return len(experts.layers) * experts.count * 3 * experts.ffn_size * self.hidden_size if experts else 0
 
-    @property
+    @cached_property
     def num_active_parameters(self) -> int:
         """Those that one token goes through."""
         if self.experts is None:

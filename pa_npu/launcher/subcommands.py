@@ -77,6 +77,7 @@ def plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """
     from pa_npu.launcher.placement import placement_lines
     from pa_npu.launcher.run_checks import prepare
+    from pa_npu.planning.comparison import compare, comparison_lines
     from pa_npu.planning.plan_text import derived_lines
 
     given = read(options, rest)
@@ -85,8 +86,10 @@ def plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
         given, lambda line: print(line, file=sys.stderr), forgive=True, device_memory_gib=memory_gib
     )
     placement = placement_lines(findings.placements) if findings.placements else []
+    compared = compare(config, findings.spec) if findings.spec is not None else None
     lines = [
         *derived_lines(config, findings.spec, findings.device_bytes, findings.own_memory),
+        *(comparison_lines(compared) if compared is not None else ()),
         *findings.counts,
         *placement,
     ]

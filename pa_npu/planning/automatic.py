@@ -1,12 +1,13 @@
 """Sizes of a run that were not given: those that are `auto` (load), and what an engine holds (with_places, with_share).
 
-auto: splits, modes and parallel sizes that fit are compared by prediction, and the fastest is taken, by published figures of a
-usual device and assumed lengths, as the dry run does. A run that has ended knows better (tools/plan_cluster.py). The same
-configuration gets the same sizes each time, so that a run that goes on has what it had.
+auto: splits, modes, parallel sizes, recomputation and offload that fit are compared by prediction, and the fastest is taken, by
+published figures of a usual device and assumed lengths, as the dry run does. A run that has ended knows better
+(tools/plan_cluster.py). The same configuration gets the same sizes each time, so that a run that goes on has what it had.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,10 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import work
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.memory import cache_tokens, left_share, wanted_tokens
-from pa_npu.planning.prediction.divisions import MOST_SEQS, Choices, best_divisions
+from pa_npu.planning.prediction.divisions import MOST_SEQS
+from pa_npu.planning.prediction.search import fastest
 from pa_npu.planning.prediction.virtual_run import assumed_basis
+from pa_npu.planning.sizes import choices_of, size_words
 from pa_npu.platform.typical import typical_speed
 
 AUTO = "auto"
@@ -30,10 +33,13 @@ KEYS = (
     "rollout.tensor_parallel",
     "trainer.devices",
     "trainer.tensor_parallel",
+    "trainer.pipeline_parallel",
+    "trainer.expert_parallel",
+    "trainer.recompute",
+    "optimizer.offload",
     "placement.colocate",
 )
-_SIZES = (1, 2, 4, 8)
-_PREDICTED = 6
+_PREDICTED = 4  # of each mode
 
 
 def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], None]) -> Config:
@@ -49,21 +55,30 @@ def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], No
     base = validated(_without(tree, asked), places)
     devices = _num_devices(base, asked[0])
     try:
-        spec = _spec(base)
-        typical = _typical(base)
-        tried = best_divisions(assumed_basis(base, spec, typical), devices, _choices(base, given, asked), _PREDICTED)
+        spec, typical = _spec(base), _typical(base)
     except UserError as error:
-        raise ConfigError(f"{asked[0]}: auto found nothing for {devices} devices: {error}") from None
-    seconds, best = tried[0][:2]
+        raise ConfigError(f"{asked[0]}: auto cannot read the model: {error}") from None
+    basis = assumed_basis(base, spec, typical)
+    sizes = choices_of(base, spec, devices, asked)
+    sizes = replace(sizes, engines=given.get("rollout.engines"), trainers=given.get("trainer.devices"))
+    if "placement.colocate" not in asked:
+        sizes = replace(sizes, colocate=(bool(given.get("placement.colocate")),))
+    tried = fastest(basis, sizes, _PREDICTED)
+    if not tried:
+        raise ConfigError(
+            f"{asked[0]}: auto found nothing for {devices} devices: {spec.num_parameters / 1e9:.1f} billion parameters do not "
+            f"fit on {devices} x {typical.name} in any sizes that may be chosen; give more devices, or leave more keys to auto"
+        )
+    predicted, best = tried[0]
     chosen = {key: getattr(getattr(best, key.partition(".")[0]), _name(key)) for key in asked}
-    if _is_together(best) and "placement.colocate" in asked:
+    if best.placement.colocate and "memory_fraction" not in base.rollout.model_fields_set:
         chosen |= {"rollout.memory_fraction": best.memory_fraction}
     if best.rollout.max_num_seqs < base.rollout.max_num_seqs and "max_num_seqs" in base.rollout.model_fields_set:
         chosen |= {"rollout.max_num_seqs": best.rollout.max_num_seqs}  # what the cache of these sizes holds
-    others = ", ".join(f"{_words(config)} {other_s:.3g} s" for other_s, config, *_ in tried[1:3])
+    others = ", ".join(f"{size_words(config)} {found.iteration_s:.3g} s" for found, config in tried[1:3])
     keys = " ".join(f"{key}={_shown(value)}" for key, value in chosen.items())
     say(
-        f"auto: {keys}; {_words(best)} is predicted at {seconds:.3g} s an iteration on {devices} x {typical.name}"
+        f"auto: {keys}; {size_words(best)} is predicted at {predicted.iteration_s:.3g} s an iteration on {devices} x {typical.name}"
         + (f", before {others}" if others else ", and nothing else fits")
     )
     for key, value in chosen.items():
@@ -81,14 +96,15 @@ def _name(key: str) -> str:
 
 
 def _without(tree: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
-    """The tree with sizes that go together: of a single engine, and a single replica beside it."""
+    """The tree with sizes that go together: of a single engine, and beside it as few replicas as share the experts."""
     left = {section: dict(values) if isinstance(values, Mapping) else values for section, values in tree.items()}
     for key in {*asked, "rollout.engines", "trainer.devices", "placement.colocate"}:
         left.get(key.partition(".")[0], {}).pop(_name(key), None)
     trainer = left.setdefault("trainer", {})
     sizes = [trainer.get(key, 1) for key in ("tensor_parallel", "pipeline_parallel", "expert_parallel")]
-    if all(isinstance(size, int) for size in sizes):
-        trainer["devices"] = sizes[0] * sizes[1] * sizes[2]
+    if all(isinstance(size, int) and size > 0 for size in sizes):
+        tensor, stages, experts = sizes
+        trainer["devices"] = math.lcm(tensor, experts) * stages
     return left
 
 
@@ -125,35 +141,10 @@ def _typical(config: Config) -> Any:
     return replace(typical, memory_gib=platform.total_memory_bytes() // 2**30 if own else None)
 
 
-def _choices(base: Config, given: Mapping[str, Any], asked: Sequence[str]) -> Choices:
-    def sizes(key: str, now: int) -> tuple[int, ...]:
-        return _SIZES if key in asked else (now,)
-
-    colocate = given.get("placement.colocate")
-    return Choices(
-        sizes("trainer.tensor_parallel", base.trainer.tensor_parallel),
-        (base.trainer.pipeline_parallel,),
-        sizes("rollout.tensor_parallel", base.rollout.tensor_parallel),
-        given.get("rollout.engines"),
-        given.get("trainer.devices"),
-        (False, True) if "placement.colocate" in asked else (bool(colocate),),
-        same_prompts=True,
-    )
-
-
-def _words(config: Config) -> str:
-    rollout, trainer = config.rollout, config.trainer
-    sizes = f"{rollout.engines} engines x {rollout.tensor_parallel}"
-    ranks = f"{trainer.devices} ranks of TP {trainer.tensor_parallel}"
-    return f"{sizes} on {ranks}" if _is_together(config) else f"{sizes} beside {ranks}"
-
-
-def _is_together(config: Config) -> bool:
-    return config.trainer.devices == config.num_devices
-
-
 def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def with_places(config: Config, spec: ModelSpec, device_bytes: int | None, own_memory: bool) -> Config:

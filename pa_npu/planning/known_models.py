@@ -13,9 +13,12 @@ from pa_npu.families.spec import ModelSpec
 
 _QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "eos_token_id": 151645}
 _QWEN3 = {**_QWEN2, "model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 40960, "vocab_size": 151936}
+_LLAMA3 = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 5e5, "eos_token_id": 128009}
 
 
-def _sizes(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, positions: int) -> dict[str, Any]:
+def _sizes(
+    layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, positions: int, tied: bool = False
+) -> dict[str, Any]:
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -24,14 +27,11 @@ def _sizes(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab:
         "num_key_value_heads": kv_heads,
         "vocab_size": vocab,
         "max_position_embeddings": positions,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": tied,
     }
 
 
 _QWEN2_7B = _sizes(28, 3584, 18944, 28, 4, 152064, 131072)
-_QWEN2_32B = _sizes(64, 5120, 27648, 40, 8, 152064, 131072)
-_QWEN3_8B = _sizes(36, 4096, 12288, 32, 8, 151936, 40960)
-
 _QWEN3_30B_A3B = _sizes(48, 2048, 6144, 32, 4, 151936, 40960) | {
     "model_type": "qwen3_moe",
     "num_experts": 128,
@@ -39,17 +39,46 @@ _QWEN3_30B_A3B = _sizes(48, 2048, 6144, 32, 4, 151936, 40960) | {
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
 }
+_OF_BASE = {"eos_token_id": 151643}
+_LONG = {"max_position_embeddings": 262144}
+
+_QWEN2_5: dict[str, dict[str, Any]] = {
+    "0.5B": _sizes(24, 896, 4864, 14, 2, 151936, 32768, tied=True),
+    "1.5B": _sizes(28, 1536, 8960, 12, 2, 151936, 131072, tied=True),
+    "3B": _sizes(36, 2048, 11008, 16, 2, 151936, 32768, tied=True),
+    "7B": _QWEN2_7B,
+    "14B": _sizes(48, 5120, 13824, 40, 8, 152064, 131072) | {"rms_norm_eps": 1e-5},
+    "32B": _sizes(64, 5120, 27648, 40, 8, 152064, 131072) | {"rms_norm_eps": 1e-5},
+    "72B": _sizes(80, 8192, 29568, 64, 8, 152064, 131072) | {"rms_norm_eps": 1e-5},
+}
+_QWEN3_SIZES: dict[str, dict[str, Any]] = {
+    "0.6B": _sizes(28, 1024, 3072, 16, 8, 151936, 40960, tied=True),
+    "1.7B": _sizes(28, 2048, 6144, 16, 8, 151936, 40960, tied=True),
+    "4B": _sizes(36, 2560, 9728, 32, 8, 151936, 40960, tied=True),
+    "8B": _sizes(36, 4096, 12288, 32, 8, 151936, 40960),
+    "14B": _sizes(40, 5120, 17408, 40, 8, 151936, 40960),
+    "32B": _sizes(64, 5120, 25600, 64, 8, 151936, 40960),
+    "30B-A3B": _QWEN3_30B_A3B,
+}
+_LLAMA3_SIZES: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": _sizes(32, 4096, 14336, 32, 8, 128256, 131072),
+    "Llama-3.2-1B": _sizes(16, 2048, 8192, 32, 8, 128256, 131072, tied=True),
+    "Llama-3.2-3B": _sizes(28, 3072, 8192, 24, 8, 128256, 131072, tied=True),
+}
 
 KNOWN: dict[str, dict[str, Any]] = {
-    "Qwen2.5-7B": _QWEN2 | _QWEN2_7B | {"eos_token_id": 151643},
-    "Qwen2.5-7B-Instruct": _QWEN2 | _QWEN2_7B | {"max_position_embeddings": 32768},
-    "Qwen2.5-32B": _QWEN2 | _QWEN2_32B | {"eos_token_id": 151643, "rms_norm_eps": 1e-5},
-    "Qwen2.5-32B-Instruct": _QWEN2 | _QWEN2_32B | {"max_position_embeddings": 32768},
-    "Qwen3-8B": _QWEN3 | _QWEN3_8B,
-    "Qwen3-8B-Base": _QWEN3 | _QWEN3_8B | {"eos_token_id": 151643, "max_position_embeddings": 32768},
-    "Qwen3-30B-A3B": _QWEN3 | _QWEN3_30B_A3B,
-    "DeepSeek-R1-Distill-Qwen-7B": _QWEN2 | _QWEN2_7B | {"eos_token_id": 151643, "rope_theta": 1e4},
+    "Qwen2-7B-Instruct": _QWEN2 | _QWEN2_7B | {"max_position_embeddings": 32768},
+    "DeepSeek-R1-Distill-Qwen-7B": _QWEN2 | _QWEN2_7B | _OF_BASE | {"rope_theta": 1e4},
+    "Qwen3-30B-A3B-Instruct-2507": _QWEN3 | _QWEN3_30B_A3B | _LONG,
 }
+for _size, _shape in _QWEN2_5.items():
+    KNOWN[f"Qwen2.5-{_size}"] = _QWEN2 | _shape | _OF_BASE
+    KNOWN[f"Qwen2.5-{_size}-Instruct"] = _QWEN2 | _shape | {"max_position_embeddings": 32768}
+for _size, _shape in _QWEN3_SIZES.items():
+    KNOWN[f"Qwen3-{_size}"] = _QWEN3 | _shape
+    KNOWN[f"Qwen3-{_size}-Base"] = _QWEN3 | _shape | _OF_BASE | {"max_position_embeddings": 32768}
+for _size, _shape in _LLAMA3_SIZES.items():
+    KNOWN[_size] = KNOWN[f"{_size}-Instruct"] = _LLAMA3 | _shape
 
 
 def known_spec(path: str) -> ModelSpec | None:

@@ -20,10 +20,10 @@ AS_WRITTEN = {
     "pa-npu doctor": "torch",
     "pa-npu report runs/grpo_tiny": "TPSPD",
     "pa-npu report runs/grpo_tiny runs/sync": "TPSPD",
-    "python tools/import_config.py --from verl run_qwen3_8b.sh --output ours.yaml": "not translated: trainer.n_gpus_per_node",
-    "python tools/import_config.py --from trl train.py --output ours.yaml": "not translated: reward_funcs",
+    "python tools/import_config.py --from verl run_qwen3_8b.sh --output ours.yaml": "not translated: trainer.total_epochs",
+    "python tools/import_config.py --from trl train.py --devices 8 --output ours.yaml": "not translated: reward_funcs",
     "python tools/import_config.py --from trl grpo.yaml --output ours.yaml": "still needed: data.train",
-    "python tools/import_config.py --from verl ppo_trainer.yaml --output ours.yaml": "not translated: algorithm.gamma",
+    "python tools/import_config.py --from verl ppo_trainer.yaml --output ours.yaml": "not translated: algorithm.adv_estimator",
     "pa-npu plan --config ours.yaml": "trainer ranks",
     "pa-npu evaluate --results runs/grpo_tiny/evaluations/version_000020.parquet --compare "
     "runs/grpo_tiny/evaluations/version_000000.parquet": "questions in both",

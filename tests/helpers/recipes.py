@@ -31,11 +31,13 @@ SIZED: dict[tuple[str, ...], tuple[int, int]] = {
     ("grpo_qwen2.5_7b.yaml", "clusters/7b_2_nodes.yaml"): (2, 8),
     ("grpo_qwen2.5_7b.yaml", "clusters/7b_4_nodes.yaml"): (4, 8),
     ("grpo_qwen2.5_32b.yaml",): (4, 8),
+    ("grpo_qwen2.5_32b.yaml", "clusters/32b_2_nodes_of_16.yaml"): (2, 16),
+    ("grpo_qwen2.5_32b.yaml", "clusters/32b_8_nodes.yaml"): (8, 8),
     ("grpo_qwen3_8b.yaml",): (1, 8),
     ("grpo_deepseek_r1_distill_qwen_7b.yaml",): (1, 8),
     ("grpo_qwen3_30b_a3b.yaml",): (1, 16),
 }
-QUOTED = ("devices ", "trainer memory ", "engine memory ", "KV cache ", "predicted ")
+QUOTED = ("devices ", "trainer memory ", "engine memory ", "KV cache ", "predicted ", "gain over turns ")
 
 
 def dry_run(*arguments: str) -> list[str]:
@@ -80,24 +82,25 @@ def write(recipe: Path) -> None:
     recipe.write_text("\n".join([*lines[:start], *block, *lines[end:]]) + "\n")
 
 
-def shipped(files: tuple[str, ...]) -> Config:
-    return load_config([ROOT / "configs" / file for file in files], ["run.device=npu"])
+def shipped(files: tuple[str, ...], kind: str = "npu") -> Config:
+    return load_config([ROOT / "configs" / file for file in files], [f"run.device={kind}"])
 
 
-def planned(files: tuple[str, ...]) -> Config:
-    """Returns the same with the sizes that the planner finds for its devices."""
-    nodes, devices = SIZED[files]
-    places = [f"placement.nnodes={nodes}", f"placement.devices_per_node={devices}"]
+def planned(files: tuple[str, ...], kind: str = "npu", places: tuple[int, int] | None = None) -> Config:
+    """Returns the same with the sizes that the planner finds for its devices. places: nodes and devices of each, if others."""
+    nodes, devices = places or SIZED[files]
+    given = [f"placement.nnodes={nodes}", f"placement.devices_per_node={devices}"]
+    given += ["placement.cluster=ray"] if nodes > 1 else []
     asked = [f"{key}=auto" for key in automatic.KEYS]
     return automatic.load(
-        [str(ROOT / "configs" / file) for file in files], ["run.device=npu", *places, *asked], lambda line: None
+        [str(ROOT / "configs" / file) for file in files], [f"run.device={kind}", *given, *asked], lambda line: None
     )
 
 
 def predicted_s(config: Config) -> float:
     spec = known_spec(config.model.path)
     assert spec is not None
-    return assumed_basis(config, spec, typical_speed("npu")).predicted(config).iteration_s
+    return assumed_basis(config, spec, typical_speed(config.run.device)).predicted(config).iteration_s
 
 
 def sizes(config: Config) -> dict[str, str]:
@@ -112,7 +115,7 @@ def write_sizes(file: Path, values: Mapping[str, str]) -> None:
     text = file.read_text()
     for key, value in values.items():
         section, _, name = key.partition(".")
-        text, found = re.subn(rf"(?ms)(^{section}:\n(?:^ .*?\n)*?^  {name}: )\S+", rf"\g<1>{value}", text, count=1)
+        text, found = re.subn(rf"(?m)(^{section}:\n(?: [^\n]*\n)*?  {name}: )\S+", rf"\g<1>{value}", text, count=1)
         if not found:
             text, found = re.subn(rf"(?m)^{section}:\n", f"{section}:\n  {name}: {value}\n", text, count=1)
         if not found:
@@ -124,7 +127,9 @@ if __name__ == "__main__":
     for files in SIZED:
         before, after = shipped(files), planned(files)
         if predicted_s(before) > 1.02 * predicted_s(after):
-            write_sizes(ROOT / "configs" / files[-1], sizes(after))
+            now = sizes(before)
+            changes = {key: value for key, value in sizes(after).items() if value != now[key]}
+            write_sizes(ROOT / "configs" / files[-1], changes)
             print(
                 f"{' '.join(files)}: {predicted_s(before):.3g} s, now {predicted_s(shipped(files)):.3g} s", flush=True
             )

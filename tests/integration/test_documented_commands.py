@@ -21,7 +21,7 @@ TRL = "model_name_or_path: .cache/tiny/model\nnum_generations: 4\n"
 VERL = """
 data: {train_files: train.jsonl, train_batch_size: 64, max_prompt_length: 128, max_response_length: 64}
 actor_rollout_ref: {model: {path: .cache/tiny/model}, rollout: {n: 4}}
-algorithm: {gamma: 1.0}
+algorithm: {adv_estimator: remax}
 """
 WORK = {"tokens_prompt": 1000, "tokens_response": 800, "tokens_computed": 1900, "devices": 4}
 
@@ -55,7 +55,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "grpo.yaml").write_text(TRL)
     (directory / "ppo_trainer.yaml").write_text(VERL)
     (directory / "run_qwen3_8b.sh").write_text(
-        "G=8\npython3 -m verl.trainer.main_ppo trainer.n_gpus_per_node=$G \\\n  $@\n"
+        "G=8\npython3 -m verl.trainer.main_ppo trainer.n_gpus_per_node=$G trainer.total_epochs=3 \\\n  $@\n"
     )
     (directory / "train.py").write_text("trainer = GRPOTrainer('m', [right], args=GRPOConfig('runs/a'))\n")
     return directory

@@ -71,6 +71,29 @@ def test_a_window_that_no_sequence_exceeds_is_none(tmp_path: Path) -> None:
     assert not fit(longer, spec)[0].attention.shared_prompt
 
 
+SLIDING: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"layer_types": ["sliding_attention"] * 4, "num_hidden_layers": 4, "sliding_window": 64},
+    "mistral": {"sliding_window": 64},
+    "one layer": {"sliding_window": 64, "num_hidden_layers": 1},
+}
+
+
+@pytest.mark.parametrize("kind", SLIDING)
+def test_a_model_whose_layers_all_have_windows_is_packed_and_sequences_that_see_each_other_are_found(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The windows of the trial are shorter than its sequences, and still let a response see what precedes its prompt."""
+    config, spec = run_of(make_other(tmp_path, kind if kind in OTHERS else "mistral", **SLIDING[kind]))
+    model = trial.few_layers(spec, 128)
+    assert model.config.sliding_window < max(len(one.tokens) for one in trial._sequences())
+    settled, (line,) = fit(config, spec)
+    assert settled.attention.implementation == "sdpa" and "separate sequences are packed" in line
+    packed = Way("packed", "sdpa")
+    assert tried(spec, packed, 128) is None
+    _positions_go_on(monkeypatch)  # by which transformers' attention keeps the sequences of a row apart
+    assert "log-probs differ" in str(tried(spec, packed, 128))
+
+
 def test_experts_in_groups_stay_enough_for_their_router(tmp_path: Path) -> None:
     """As DeepSeek-V3 has them: 8 of 256 in 4 of 8 groups, each by its two best."""
     experts = {"n_routed_experts": 64, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}

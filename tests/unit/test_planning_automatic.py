@@ -37,6 +37,27 @@ def test_what_is_found_fits_and_is_no_slower_than_the_recipe_and_says_why() -> N
     assert automatic.load([RECIPE], [*EIGHT, *ALL], said.append) == found, "a run that goes on has the same sizes"
 
 
+def test_sizes_that_a_recipe_gives_do_not_keep_auto_from_counting_its_devices() -> None:
+    """TP 4, PP 3 and EP 4 share their ranks: 12 of them are a whole replica, not 48."""
+    mixture = str(ROOT / "configs" / "grpo_qwen3_30b_a3b.yaml")
+    sizes = ("trainer.tensor_parallel=4", "trainer.pipeline_parallel=3", "trainer.expert_parallel=4")
+    some = ("rollout.engines=auto", "trainer.devices=auto", "placement.colocate=auto", "rollout.tensor_parallel=auto")
+    given = ["run.device=npu", "placement.devices_per_node=16", "trainer.recompute=full", *sizes, *some]
+    found = automatic.load([mixture], given, lambda line: None)
+    assert found.num_devices <= 16 and found.trainer.devices == 12
+
+
+def test_recomputation_offload_stages_and_experts_are_chosen_too() -> None:
+    mixture = str(ROOT / "configs" / "grpo_qwen3_30b_a3b.yaml")
+    said: list[str] = []
+    found = automatic.load([mixture], ["run.device=npu", "placement.devices_per_node=16", *ALL], said.append)
+    spec, memory = known_spec("Qwen3-30B-A3B"), platforms.typical_memory("npu")
+    assert spec is not None and memory is not None and found.num_devices == 16
+    assert not [one for one in shortages(found, spec, memory[1], True) if one.fatal]
+    for key in ("trainer.recompute", "optimizer.offload", "trainer.pipeline_parallel", "trainer.expert_parallel"):
+        assert f"{key}=" in said[0]
+
+
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
@@ -71,7 +92,7 @@ def test_an_engine_on_the_trainers_devices_stays_on_a_node() -> None:
         ),
         (
             (*ALL, "run.device=npu", "placement.devices_per_node=2"),
-            "auto found nothing for 2 devices: plan: 7.6 billion",
+            "auto found nothing for 2 devices: 7.6 billion parameters do not fit",
         ),
         ((*EIGHT, "rollout.engines=automatic"), "rollout.engines"),
         ((*EIGHT, "rollout.max_num_seqs=auto"), "rollout.max_num_seqs"),

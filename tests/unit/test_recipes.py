@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def size_of(recipe: Path) -> str:
 def test_the_arithmetic_in_a_recipe_is_what_dry_run_prints(recipe: Path) -> None:
     for arguments, claimed in claims(recipe):
         assert claimed == quoted(recipe, arguments), f"{arguments}: run python -m tests.helpers.recipes"
-        assert len(claimed) == 5
+        assert len(claimed) == 6
 
 
 # a dense model on one machine, and a mixture
@@ -80,16 +81,35 @@ IN_CI = ("grpo_qwen2.5_7b.yaml", "grpo_qwen3_30b_a3b.yaml")
 
 
 @pytest.mark.skipif(platforms.missing("npu") is None, reason="plans with the typical device, not this one")
+@pytest.mark.parametrize("kind", ["npu", "cuda"])
 @pytest.mark.parametrize(
     "files",
     [files if files[-1] in IN_CI else pytest.param(files, marks=pytest.mark.nightly) for files in SIZED],
     ids=lambda files: files[-1].removesuffix(".yaml").removeprefix("clusters/"),
 )
-def test_a_recipes_sizes_are_within_two_percent_of_the_planners(files: tuple[str, ...]) -> None:
-    config, (nodes, devices) = shipped(files), SIZED[files]
+def test_what_auto_finds_is_never_worse_than_the_recipe_and_on_npu_the_recipe_is_within_two_percent(
+    files: tuple[str, ...], kind: str
+) -> None:
+    config, (nodes, devices) = shipped(files, kind), SIZED[files]
     assert config.num_devices == nodes * devices
-    found = planned(files)
-    assert predicted_s(config) <= 1.02 * predicted_s(found), f"{found.rollout}: run python -m tests.helpers.recipes"
+    found = planned(files, kind)
+    assert found.num_devices <= nodes * devices
+    assert predicted_s(found) <= 1.001 * predicted_s(config)
+    if kind == "npu":
+        assert predicted_s(config) <= 1.02 * predicted_s(found), f"{found.rollout}: run python -m tests.helpers.recipes"
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(platforms.missing("npu") is None, reason="plans with the typical device, not this one")
+@pytest.mark.parametrize("kind", ["npu", "cuda"])
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_more_devices_are_never_planned_slower_than_the_recipes_own(recipe: Path, nodes: int, kind: str) -> None:
+    files = (recipe.name,)
+    if nodes * 8 < math.prod(SIZED[files]):
+        pytest.skip("fewer devices than the recipe is for")
+    found = planned(files, kind, (nodes, 8))
+    assert predicted_s(found) <= 1.001 * predicted_s(shipped(files, kind))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -1,13 +1,15 @@
-"""Reads the keyword arguments of GRPOConfig(...) and GRPOTrainer(...) from a training program of TRL, without running it.
+"""Reads the keyword arguments of GRPOConfig(...), GRPOTrainer(...) and LoraConfig(...) from a program of TRL, without running it.
 
 Literals, arithmetic on them and names that are assigned one literal are followed; so are the model's and the dataset's path in
-from_pretrained(...) and load_dataset(...). Whatever else an argument is, is named.
+from_pretrained(...) and load_dataset(...). RLOO and online DPO are read in the same way, and adapters of Unsloth's
+get_peft_model(...). Whatever else an argument is, is named.
 """
 
 from __future__ import annotations
 
 import ast
 import operator
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,9 +18,12 @@ from pa_npu.errors import ConfigError
 from tools.foreign.script import Arguments
 
 _POSITIONAL = {
-    "GRPOConfig": ("output_dir",),
-    "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
+    "Config": ("output_dir",),
+    "Trainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
 }
+_ALGORITHMS = ("AsyncGRPO", "GRPO", "RLOO", "OnlineDPO")  # whose configuration and trainer are translated
+_ADAPTERS = ("LoraConfig", "get_peft_model")  # peft's, and Unsloth's function of keyword arguments
+_RANK = "r"
 _HOLDERS = ("args", "config")  # arguments of the trainer that hold the configuration
 _DATASETS = {"train_dataset": "dataset_name", "eval_dataset": "eval_dataset"}
 _TYPES = ("bfloat16", "float32", "float16")
@@ -53,9 +58,13 @@ class _Program:
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
         self.assigned: dict[str, list[ast.expr]] = {}  # by name, and by name.attribute
+        self.functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         for node in ast.walk(tree):
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             value = getattr(node, "value", None)
+            targets = [
+                part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])
+            ]
             for target in targets:
                 if isinstance(target, (ast.Name, ast.Attribute)):
                     computed = ast.Constant(...) if value is None or isinstance(node, ast.AugAssign) else value
@@ -63,23 +72,64 @@ class _Program:
 
     def arguments(self, where: str) -> Arguments:
         given = Arguments()
-        configs, trainers = (list(self._calls(name)) for name in _POSITIONAL)
+        algorithm = self._algorithm(where)
+        configs, trainers = (list(self._calls(f"{algorithm}{kind}")) for kind in _POSITIONAL)
         if len(configs) > 1 or len(trainers) > 1:
             lines = ", ".join(str(call.lineno) for call in (configs if len(configs) > 1 else trainers))
             raise ConfigError(
-                f"{where}: several of them, at lines {lines}; give a program with one GRPOConfig and one GRPOTrainer"
+                f"{where}: several of them, at lines {lines}; give a program with one {algorithm}Config and one {algorithm}Trainer"
             )
         if not configs:
             raise ConfigError(
-                f"{where}: no GRPOConfig(...) is called in it; where its values come from a file or a command line, give that "
-                "file, or the script with that line"
+                f"{where}: no {algorithm}Config(...) is called in it; where its values come from a file or a command line, give "
+                "that file, or the script with that line"
             )
-        for name, value in self._keywords(trainers[0], "GRPOTrainer") if trainers else ():
+        if algorithm != "GRPO":
+            given.values["trainer"] = algorithm
+        for name, value in self._keywords(trainers[0], "Trainer") if trainers else ():
+            if name == "peft_config":
+                continue
             if name not in _HOLDERS:
                 self._give(given, {"model": "model_name_or_path", **_DATASETS}.get(name, name), value)
-        for name, value in [*self._keywords(configs[0], "GRPOConfig"), *self._later(configs[0])]:
+        for name, value in [*self._keywords(configs[0], "Config"), *self._later(configs[0])]:
             self._give(given, name, value)
+        self._adapters(given, trainers)
         return given
+
+    def _algorithm(self, where: str) -> str:
+        """Returns which of TRL's algorithms the program trains with. Raises ConfigError for one that is not translated."""
+        names = [
+            ast.unparse(node.func).rpartition(".")[2] for node in ast.walk(self.tree) if isinstance(node, ast.Call)
+        ]
+        for algorithm in _ALGORITHMS:
+            if f"{algorithm}Config" in names or f"{algorithm}Trainer" in names:
+                return algorithm
+        derived = [name for name in names if name.endswith(("GRPOConfig", "GRPOTrainer"))]
+        other = next(
+            (name for name in names if re.fullmatch(r"[A-Z]\w*(?:Trainer|Config)", name) and "Trainer" in name), None
+        )
+        if other is not None and not derived:
+            raise ConfigError(
+                f"{where}: {other} does not train as this project does; programs of "
+                f"{', '.join(f'{name}Trainer' for name in _ALGORITHMS)} are translated"
+            )
+        return "GRPO"
+
+    def _adapters(self, given: Arguments, trainers: list[ast.Call]) -> None:
+        """Gives the settings of LoRA, from LoraConfig(...) or from get_peft_model(model, r=...)."""
+        config = next(
+            (keyword.value for call in trainers for keyword in call.keywords if keyword.arg == "peft_config"), None
+        )
+        calls = [call for name in _ADAPTERS for call in self._calls(name)]
+        # get_peft_model(model, LoraConfig(...)) says nothing besides
+        calls = [call for call in calls if call.keywords or ast.unparse(call.func).endswith(_ADAPTERS[0])]
+        if len(calls) == 1:
+            for keyword in calls[0].keywords:
+                if keyword.arg is not None:
+                    self._give(given, f"peft_config.{keyword.arg}", keyword.value)
+            given.values.setdefault(f"peft_config.{_RANK}", 8)
+        elif config is not None and not (isinstance(config, ast.Constant) and config.value is None):
+            self._give(given, "peft_config", config)
 
     def _calls(self, name: str) -> Iterator[ast.Call]:
         for node in ast.walk(self.tree):
@@ -109,11 +159,29 @@ class _Program:
     def _give(self, given: Arguments, name: str, node: ast.expr) -> None:
         given.values.pop(name, None)
         try:
-            given.values[name] = self._file(node) if name in _DATASETS.values() else self._literal(node)
+            if name == "reward_funcs":
+                given.values[name] = self._functions(node)
+            elif name == "model_name_or_path":
+                given.values[name] = self._literal(self._loaded(node))
+            else:
+                given.values[name] = self._file(node) if name in _DATASETS.values() else self._literal(node)
         except _NotLiteral as error:
             given.unread[name] = f"{ast.unparse(node)[:60]}: {error}"
         except RecursionError:
             given.unread[name] = f"{ast.unparse(node)[:60]}: refers to itself"
+
+    def _functions(self, node: ast.expr) -> list[str]:
+        """Names of reward functions: of this program, of TRL, or a text."""
+        node = self._followed(node)
+        names = []
+        for item in node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]:
+            if isinstance(item, ast.Call):
+                item = item.func  # get_soft_overlong_punishment(...)
+            if isinstance(item, (ast.Name, ast.Attribute)):
+                names.append(ast.unparse(item))
+            else:
+                names.append(str(self._literal(item)))
+        return names
 
     def _followed(self, node: ast.expr) -> ast.expr:
         """Finds the value of a name that is assigned once."""
@@ -123,17 +191,58 @@ class _Program:
             (node,) = self.assigned[node.id]
         return node
 
+    def _loaded(self, node: ast.expr) -> ast.expr:
+        """Finds the from_pretrained(...) of a model that is wrapped afterwards: model = get_peft_model(model, ...)."""
+        assigned = self.assigned.get(node.id, ()) if isinstance(node, ast.Name) else ()
+        loads = [
+            value
+            for value in assigned
+            if isinstance(value, ast.Call) and ast.unparse(value.func).endswith(".from_pretrained")
+        ]
+        return loads[0] if len(assigned) > 1 and len(loads) == 1 else node
+
     def _file(self, node: ast.expr) -> Any:
-        """The file, or the name on a hub, that load_dataset(...) reads; or the dataset's name itself."""
-        node = self._followed(node)
-        if isinstance(node, ast.Subscript):
-            node = self._followed(node.value)  # dataset["train"]
-        if not (
-            isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "load_dataset" and node.args
-        ):
+        """The file, or the name on a hub, that load_dataset(...) reads, whatever is done with its rows; or the name itself."""
+        if isinstance(named := self._followed(node), ast.Constant) and isinstance(named.value, str):
+            return named.value
+        call = self._loading(node, 20)
+        if call is None:
             raise _NotLiteral("a dataset that the program makes; write its rows to a file and name that one")
-        files = next((keyword.value for keyword in node.keywords if keyword.arg == "data_files"), node.args[0])
+        files = next((keyword.value for keyword in call.keywords if keyword.arg == "data_files"), call.args[0])
         return self._literal(files)
+
+    def _loading(self, node: ast.expr, depth: int) -> ast.Call | None:
+        """Returns the call of load_dataset(...) that a dataset is made of: by methods, splits and names that are assigned anew."""
+        if depth == 0:
+            return None
+        if isinstance(node, ast.Subscript):  # dataset["train"]
+            return self._loading(node.value, depth - 1)
+        if isinstance(node, ast.Name):
+            found = [
+                self._loading(value, depth - 1)
+                for value in self.assigned.get(node.id, ())
+                if not self._is_of(value, node.id)
+            ]
+            return found[0] if len(found) == 1 else None
+        if not isinstance(node, ast.Call):
+            return None
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if name == "load_dataset" and node.args:
+            return node
+        if isinstance(node.func, ast.Attribute):  # dataset.map(...)
+            return self._loading(node.func.value, depth - 1)
+        if name in self.functions and depth > 1:  # get_dataset(), which returns one
+            returned = [
+                inner.value for inner in ast.walk(self.functions[name]) if isinstance(inner, ast.Return) and inner.value
+            ]
+            return self._loading(returned[0], depth - 1) if len(returned) == 1 else None
+        return None
+
+    def _is_of(self, value: ast.expr, name: str) -> bool:
+        """Whether a value is the named one after some methods: dataset = dataset.map(...)."""
+        while isinstance(value, (ast.Call, ast.Attribute, ast.Subscript)):
+            value = value.func if isinstance(value, ast.Call) else value.value
+        return isinstance(value, ast.Name) and value.id == name
 
     def _literal(self, node: ast.expr) -> Any:
         node = self._followed(node)
@@ -160,6 +269,14 @@ class _Program:
                 return node.attr  # torch.bfloat16
             case ast.Call(args=[first, *_]) if ast.unparse(node.func).endswith(".from_pretrained"):
                 return self._literal(first)
+            case ast.Call() if ast.unparse(node.func).endswith(".from_pretrained"):
+                named = [
+                    word.value for word in node.keywords if word.arg in ("model_name", "pretrained_model_name_or_path")
+                ]
+                if named:
+                    return self._literal(named[0])
+            case ast.Call(args=[], func=ast.Name("dict")) if all(word.arg for word in node.keywords):
+                return {word.arg: self._literal(word.value) for word in node.keywords}
         line = f"line {node.lineno}: " if hasattr(node, "lineno") else ""
         if isinstance(node, ast.Name) and len(self.assigned.get(node.id, ())) > 1:
             raise _NotLiteral(f"{line}assigned more than once; it cannot be read without running the program")

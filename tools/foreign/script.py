@@ -15,9 +15,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
-from pa_npu.config.yaml_source import read_value
+from pa_npu.config.yaml_source import read_value, read_yaml
 from pa_npu.errors import ConfigError
 from tools.foreign.names import Origin
 
@@ -26,9 +27,18 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _OPENING, _CLOSING = ("if", "for", "while", "until", "case", "select"), ("fi", "done", "esac")
 _BEFORE_ASSIGNMENTS = ("export", "declare", "typeset", "readonly", "local", "then", "else", "do", "{")
 _COMMAND: dict[Origin, re.Pattern[str]] = {
-    "verl": re.compile(r"(^|[./])main_\w+$|/main_\w+\.py$|^main_\w+\.py$"),
-    "trl": re.compile(r"^grpo$|\.py$"),
+    "verl": re.compile(r"(^|[./])(main_\w+|\w+_main|\w*sft_trainer\w*)(\.py)?$"),
+    "trl": re.compile(r"^(grpo|rloo|dpo|sft|kto|reward)$|\.py$"),
 }
+# Programs of these systems that train otherwise, or do not train.
+_OTHER_PROGRAMS = re.compile(
+    r"(^|[./])(main_(?:generation\w*|eval\w*)|\w*sft_trainer\w*|sft\w*|dpo\w*|kto\w*|reward\w*|ppo\w*|bco|cpo|orpo|gkd|prm)(\.py)?$"
+)
+_TRAINERS = {"rloo": "RLOO", "async_grpo": "AsyncGRPO", "online_dpo": "OnlineDPO", "dpo_online": "OnlineDPO"}
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+# Options of accelerate, torchrun and deepspeed that say how many processes a node, and how many nodes, take part.
+_PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus")
+_NODES = ("num_machines", "nnodes", "num_nodes")
 _OPERATORS: dict[type, Callable[[Any, Any], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -49,33 +59,141 @@ class Arguments:
 
 
 def read_script(text: str, origin: Origin, where: str) -> Arguments:
-    """The arguments of the one training command in the script. Raises ConfigError where there is none, or more than one."""
+    """Reads the arguments of the one training command in the script.
+
+    Raises:
+        ConfigError: where there is no such command, more than one, or one that trains in another way.
+    """
     script = _Script(text)
+    commands = script.commands()
     found = []
-    for line, words in script.commands():
-        begin = next((number for number, word in enumerate(words) if _COMMAND[origin].search(word)), None)
-        if begin is not None and words[begin + 1 :]:
-            found.append((line, words[begin + 1 :]))
+    for number, (line, words) in enumerate(commands):
+        begin = next((at for at, word in enumerate(words) if _COMMAND[origin].search(word)), None)
+        if begin is not None and (words[begin + 1 :] or _starts_training(words, begin)):
+            found.append((number, line, begin))
     example = {"verl": "python3 -m verl.trainer.main_ppo KEY=VALUE ...", "trl": "trl grpo --NAME VALUE ..."}[origin]
     if not found:
         raise ConfigError(
             f"{where}: no training command with arguments is in it, such as `{example}`; give the script that has it"
         )
-    if len(found) > 1:
-        lines = ", ".join(str(line) for line, _ in found)
+    ours = [entry for entry in found if not _OTHER_PROGRAMS.search(commands[entry[0]][1][entry[2]])]
+    if not ours:
+        _, line, begin = found[0]
+        program = commands[found[0][0]][1][begin]
+        raise ConfigError(
+            f"{where}: line {line} starts {program}, which does not train by rewards; only reinforcement learning is translated"
+        )
+    if len(ours) > 1:
+        lines = ", ".join(str(line) for _, line, _ in ours)
         raise ConfigError(f"{where}: training commands begin at lines {lines}; give a script with one of them")
-    (_, words) = found[0]
-    pairs = _overrides(words) if origin == "verl" else _options(words)
+    number, _, begin = ours[0]
+    words = commands[number][1]
     given = Arguments()
+    if origin == "trl":
+        _read_launcher(given, script, number, words[:begin], words[begin], where)
+        _read_served(given, commands)
+    pairs = _overrides(words[begin + 1 :]) if origin == "verl" else _options(words[begin + 1 :])
+    if origin == "verl":
+        given.values.update(_configured(words[begin + 1 :], where))
+    _read_pairs(given, script, pairs, where)
+    return given
+
+
+def _starts_training(words: list[str], begin: int) -> bool:
+    """Whether a program without arguments is started by a launcher of training."""
+    return any(word.rpartition("/")[2] in ("accelerate", "torchrun", "deepspeed") for word in words[:begin])
+
+
+def _read_pairs(given: Arguments, script: _Script, pairs: list[tuple[str, str | list[str]]], where: str) -> None:
     for name, value in pairs:
         texts = [value] if isinstance(value, str) else value
         reasons = [script.unknown[int(number)] for part in (name, *texts) for number in _UNKNOWN.findall(part)]
         if reasons:
             given.unread[_UNKNOWN.sub("...", name)] = reasons[0]
-        else:
-            parsed = [_value(part, where) for part in texts]
-            given.values[name] = parsed[0] if isinstance(value, str) else parsed
-    return given
+            continue
+        parsed = [_value(part, where) for part in texts]
+        given.values.pop(name, None)
+        given.values[name] = parsed[0] if isinstance(value, str) else parsed
+
+
+def _read_launcher(given: Arguments, script: _Script, number: int, before: list[str], program: str, where: str) -> None:
+    """Reads how many devices train, from the launcher before the program, and what the program itself says, if it is here."""
+    directory = Path(where).parent
+    file = next(
+        (path for path in (directory / program, Path(program)) if path.suffix == ".py" and path.is_file()), None
+    )
+    if file is not None and re.search(r"\w+Config\(", text := file.read_text(encoding="utf-8", errors="replace")):
+        from tools.foreign.program import read_program
+
+        read = read_program(text, str(file))
+        given.values.update(read.values)
+        given.unread.update(read.unread)
+    trainer = _TRAINERS.get(Path(program).stem)
+    if trainer is not None:
+        given.values["trainer"] = trainer
+    options = dict(_options(before))
+    if (config := options.get("config_file")) and isinstance(config, str):
+        options = {**_accelerate(config, directory), **options}
+    counts = {
+        what: next((int(str(options[name])) for name in names if str(options.get(name, "")).isdigit()), None)
+        for what, names in (("processes", _PROCESSES), ("nodes", _NODES))
+    }
+    processes, nodes = counts["processes"], counts["nodes"] or 1
+    if processes is not None and not any(name in options for name in ("nproc_per_node", "nproc-per-node", "num_gpus")):
+        nodes_of_all, processes = nodes, max(1, processes // nodes)  # accelerate counts those of all nodes
+        nodes = nodes_of_all
+    if processes is None and (visible := script.visible[number]):
+        processes = len([name for name in visible.split(",") if name.strip()])
+    if processes is not None:
+        given.values |= {"num_processes": processes * nodes, "devices_per_node": processes}
+    elif before and before[0].rpartition("/")[2] in ("accelerate", "deepspeed", "torchrun", "trl"):
+        given.values["starts_on_all_devices"] = True
+
+
+def _accelerate(name: str, directory: Path) -> dict[str, Any]:
+    """Returns the settings of accelerate's file, where it is here."""
+    for path in (directory / name, Path(name)):
+        if path.is_file():
+            return {key: value for key, value in read_yaml(str(path))[0].items() if not isinstance(value, dict)}
+    return {}
+
+
+def _read_served(given: Arguments, commands: list[tuple[int, list[str]]]) -> None:
+    """Reads the sizes of the engines that `trl vllm-serve` or `vllm serve` starts in the same script."""
+    for _, words in commands:
+        at = next((n for n, word in enumerate(words) if word == "vllm-serve"), None)
+        if at is None:
+            at = next(
+                (n for n, word in enumerate(words[1:], 1) if word == "serve" and words[n - 1].endswith("vllm")), None
+            )
+        if at is None:
+            continue
+        given.values["vllm_serve"] = True
+        sizes = {"tensor_parallel_size": "tensor_parallel_size", "data_parallel_size": "data_parallel_size"}
+        for name, value in _options(words[at + 1 :]):
+            if name in sizes and str(value).isdigit():
+                given.values[f"vllm_serve.{name}"] = int(str(value))
+
+
+def _configured(words: list[str], where: str) -> dict[str, Any]:
+    """Returns what Hydra's --config-path and --config-name say, where that file is here and none of verl's own."""
+    named = dict(_hydra_options(words))
+    name = named.get("config-name", "").removesuffix(".yaml")
+    for directory in (Path(where).parent / named.get("config-path", ""), Path(named.get("config-path", ""))):
+        path = directory / f"{name}.yaml"
+        if name and path.is_file():
+            return dict(read_yaml(str(path))[0])
+    return {}
+
+
+def _hydra_options(words: list[str]) -> list[tuple[str, str]]:
+    """Returns the options of Hydra itself, `--name=value` and `--name value`."""
+    found = []
+    for number, word in enumerate(words):
+        name, sign, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in ("config-name", "config-path"):
+            found.append((name, value if sign else "".join(words[number + 1 : number + 2])))
+    return found
 
 
 def _overrides(words: list[str]) -> list[tuple[str, str | list[str]]]:
@@ -84,10 +202,12 @@ def _overrides(words: list[str]) -> list[tuple[str, str | list[str]]]:
     for number, word in enumerate(words):
         if word.startswith("--config-name") and "megatron" in " ".join(words[number : number + 2]):
             pairs.append(("actor_rollout_ref.actor.strategy", "megatron"))
+        if word.startswith("--config-name") and re.search("multi_?turn", " ".join(words[number : number + 2])):
+            pairs.append(("actor_rollout_ref.rollout.multi_turn.enable", "true"))
         name, sign, value = word.lstrip("+").partition("=")
         if sign and not name.startswith("-"):
             pairs.append((name, value))
-        elif _UNKNOWN.search(word):
+        elif _UNKNOWN.search(word) and not word.startswith("--config-"):
             pairs.append((word, ""))
     return pairs
 
@@ -126,11 +246,15 @@ class _Script:
         self.text, self.at, self.depth = text.replace("\r\n", "\n"), 0, 0
         self.variables: dict[str, list[str]] = {}
         self.unknown: list[str] = []
+        self.visible: list[
+            str
+        ] = []  # devices that each command sees, as the variable names them; empty where none does
 
     def commands(self) -> list[tuple[int, list[str]]]:
         """Line and words of each command, in order; assignments are made on the way."""
         found: list[tuple[int, list[str]]] = []
         words: list[str] = []
+        before: dict[str, list[str] | None] = {}  # values of variables that are set for one command alone
         line = 1
         while self.at < len(self.text):
             here = self.text[self.at]
@@ -140,13 +264,15 @@ class _Script:
                 self.at += 1
                 if words:
                     found.append((line, words))
-                words = []
+                    self._end_command(before)
+                words, before = [], {}
             elif here in "<>":
                 self._redirection()
                 words = words[:-1] if words and words[-1].isdigit() else words
             elif here.isspace() or self.text.startswith("\\\n", self.at):
                 self.at += 1 if here.isspace() else 2
             elif not words and (assigned := _ASSIGNMENT.match(self.text, self.at)):
+                before.setdefault(assigned[1], self.variables.get(assigned[1]))
                 self._assign(assigned[1], bool(assigned[2]), assigned.end())
             else:
                 line = line if words else self._line()
@@ -156,7 +282,21 @@ class _Script:
                     if words[0] == "for" and (loop := _NAME.search(self.text, self.at)):
                         self.variables[loop[0]] = [self._unknown(f"line {line}: `{loop[0]}` takes several values")]
                     words = [] if words[0] in _BEFORE_ASSIGNMENTS else words
-        return [*found, (line, words)] if words else found
+        if words:
+            found.append((line, words))
+            self._end_command(before)
+        return found
+
+    def _end_command(self, before: dict[str, list[str] | None]) -> None:
+        """Notes which devices a command sees, and takes back what was set for it alone."""
+        values = ["".join(self.variables.get(name, [])) for name in _VISIBLE]
+        visible = next(filter(None, values), "")
+        self.visible.append("" if _UNKNOWN.search(visible) else visible)
+        for name, value in before.items():
+            if value is None:
+                self.variables.pop(name, None)
+            else:
+                self.variables[name] = value
 
     def _line(self) -> int:
         return self.text.count("\n", 0, self.at) + 1
@@ -258,6 +398,8 @@ class _Script:
             return [self._arithmetic(self._until("(", ")", begin + 1), line)]
         if self.text[begin] == "`" or self.text.startswith("$(", begin):
             inner = self._until("`", "`", begin) if self.text[begin] == "`" else self._until("(", ")", begin + 1)
+            if inner.split() == ["pwd"]:
+                return [os.getcwd()]
             return [self._unknown(f"line {line}: the output of `{' '.join(inner.split())[:60]}`")]
         if self.text.startswith("${", begin):
             return self._parameter(self._until("{", "}", begin + 1), line)

@@ -1,8 +1,9 @@
 """How a model of transformers may be packed, found before a run by a trial of its real configuration with few layers.
 
-The model gets random weights large enough for its context to matter, fp32, and short sequences; its windows shrink with them where
-the run's sequences are longer than they. What it must give are the log-probs and gradients of its own forward over each sequence
-alone, by transformers' plainest attention. The first of these ways that does is the run's:
+The model gets random weights large enough for its context to matter, fp32, and short sequences. Its windows shrink with them where
+the run's sequences are longer than they, but not so far that a response no longer depends on the beginning of its prompt. What it
+must give are the log-probs and gradients of its own forward over each sequence alone, by transformers' plainest attention. The
+first of these ways that does is the run's:
     shared      prompts once, by this package's attention (separate, where attention.shared_prompt=false)
     packed      separate sequences in a row, by transformers' attention, which keeps them apart by their positions
     alone       one sequence at a time, without padding
@@ -11,6 +12,7 @@ Families with a file keep prompts apart by construction, and need no trial.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -28,12 +30,14 @@ from pa_npu.families.spec import ModelSpec
 
 # Equal ways differ by rounding in fp32, some 1e-6; another mask changes log-probs by some tenths.
 MOST_DIFFERENT = 1e-3
-_LAYERS, _VOCABULARY, _WINDOW, _INNER, _EXPERTS = 2, 160, 8, 128, 8
+_LAYERS, _VOCABULARY, _INNER, _EXPERTS = 2, 160, 128, 8
 # Sizes that no attention depends on.
 _INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 # (prompt, responses) of two groups.
 _GROUPS = ((20, (7, 12, 3)), (9, (5, 14)))
+# Through all layers together a window reaches back this much further than the longest prompt, so that whatever precedes it is seen.
+_REACH = 1.4
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,7 @@ def few_layers(spec: ModelSpec, longest: int) -> Any:
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     kept = sorted({kinds.index(kind) for kind in kinds} | {0, 1}) if kinds else range(_LAYERS)
+    layers = min(len(kept), text.num_hidden_layers)
     for part in {id(one): one for one in (config, text)}.values():
         for names, most in ((_INNER_SIZES, _INNER), (EXPERTS, _few_experts(part))):
             for name in names:
@@ -166,10 +171,10 @@ def few_layers(spec: ModelSpec, longest: int) -> Any:
                     setattr(part, name, min(value, most))
         for name in _WINDOWS:
             if isinstance(value := getattr(part, name, None), int) and value < longest:
-                setattr(part, name, min(value, _WINDOW))
+                setattr(part, name, _window(layers))
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             setattr(part, name, None)
-    text.vocab_size, text.num_hidden_layers = _VOCABULARY, min(len(kept), text.num_hidden_layers)
+    text.vocab_size, text.num_hidden_layers = _VOCABULARY, layers
     if kinds:
         text.layer_types = [kinds[index] for index in kept][: text.num_hidden_layers]
     with torch.random.fork_rng(devices=[]):
@@ -184,6 +189,15 @@ def few_layers(spec: ModelSpec, longest: int) -> Any:
                 else:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.eval()
+
+
+def _window(layers: int) -> int:
+    """Tokens that a window holds: the sequences exceed it, and yet a response sees all of its prompt through the layers.
+
+    Each layer reaches window - 1 tokens further back. A model whose layers all have windows sees nothing else.
+    """
+    longest = max(prompt for prompt, _ in _GROUPS)
+    return math.ceil(_REACH * longest / layers) + 1
 
 
 def _few_experts(config: Any) -> int:

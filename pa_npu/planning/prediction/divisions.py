@@ -16,12 +16,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pa_npu.config.mesh import Mesh, nodes_of
+from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import work
-from pa_npu.planning.memory import GIB, USABLE, engine_memory, kv_bytes_per_token, left_share, trainer_memory
+from pa_npu.planning.memory import GIB, USABLE, engine_memory, kv_bytes_per_token, trainer_memory
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.prediction.costs import GroupSeconds, computed_prompt_tokens
 from pa_npu.planning.prediction.virtual_run import Basis, Predicted
@@ -31,23 +31,19 @@ from pa_npu.platform.typical import TypicalSpeed
 _SIZES = (1, 2, 4, 8)
 _STAGES = (1, 2, 4, 8)
 # An engine that holds fewer sequences of mean length than this decodes far below what the device can.
-_LEAST_SEQUENCES = 32
-_SAMPLE = 48
+LEAST_SEQUENCES = 32
+SAMPLE = 48
 # Beyond it a decode step is arithmetic alone, and more sequences in it decode no faster.
 MOST_SEQS = 1024
 
 
 @dataclass(frozen=True)
 class Choices:
-    """Sizes that a division may have. engines, trainers: None for any. same_prompts: of an iteration, as the configuration has."""
+    """Sizes that a division may have."""
 
     tensor: Sequence[int] = _SIZES
     stages: Sequence[int] = _STAGES
     shards: Sequence[int] = _SIZES
-    engines: int | None = None
-    trainers: int | None = None
-    colocate: Sequence[bool] = (False,)
-    same_prompts: bool = False
 
 
 def best_divisions(
@@ -82,66 +78,43 @@ def device_bytes(typical: TypicalSpeed) -> int | None:
 def _divisions(basis: Basis, devices: int, choices: Choices) -> Iterator[tuple[float, Config]]:
     """(seconds per group by throughput alone, configuration) of what fits."""
     eighths = {max(1, min(devices - 1, round(devices * eighth / 8))) for eighth in range(1, 8)}
-    separate = sorted(eighths) if choices.trainers is None else [choices.trainers]
-    shares = [each for colocated in choices.colocate for each in ([devices] if colocated else separate)]
-    for for_trainers, stages, tensor in itertools.product(shares, choices.stages, choices.tensor):
+    for for_trainers, stages, tensor in itertools.product(sorted(eighths), choices.stages, choices.tensor):
         if Mesh.of(for_trainers, tensor, stages).size != for_trainers:
             continue
         config = _fitting(basis, devices, for_trainers, tensor, stages, choices)
         if config is not None:
-            yield _throughput_s(basis, config, together=for_trainers == devices), config
+            yield _throughput_s(basis, config), config
 
 
 def _fitting(
     basis: Basis, devices: int, for_trainers: int, tensor: int, stages: int, choices: Choices
 ) -> Config | None:
-    """With the smallest engines that hold enough; None where it does not fit, or a rule forbids it.
-
-    Trainers that take all devices share them with engines, which get what trainers leave.
-    """
-    bytes_of_device, colocated = device_bytes(basis.typical), for_trainers == devices
-    for_engines = devices if colocated else devices - for_trainers
+    """With the smallest engines that hold enough; None where it does not fit, or a rule forbids it."""
+    bytes_of_device, for_engines = device_bytes(basis.typical), devices - for_trainers
     for shards in choices.shards:
-        if for_engines % shards or choices.engines not in (None, for_engines // shards):
+        if for_engines % shards:
             continue
-        config = _config(basis, for_engines // shards, shards, for_trainers, tensor, stages, devices, choices)
-        if config is None or (colocated and not _within_nodes(config)):
+        config = _config(basis, for_engines // shards, shards, for_trainers, tensor, stages, devices)
+        if config is None:
             continue
         if bytes_of_device is None:
             return config
         if trainer_memory(config, basis.spec).total > USABLE * bytes_of_device:
             return None
-        if colocated:
-            share = left_share(config, basis.spec, bytes_of_device)
-            config = changed(config, {"rollout": {"memory_fraction": share}}) if share > 0 else None
-            if config is None:
-                return None
-        memory = engine_memory(config, basis.spec, bytes_of_device, shared=colocated)
+        memory = engine_memory(config, basis.spec, bytes_of_device)
         held = dict(memory.parts)["KV cache"] / kv_bytes_per_token(config, basis.spec) / _mean_held(basis, config)
-        if held >= _LEAST_SEQUENCES:
-            most = min(MOST_SEQS, 2 ** int(math.log2(held)))
-            if "max_num_seqs" in basis.base.rollout.model_fields_set and choices.same_prompts:
-                most = min(most, basis.base.rollout.max_num_seqs)
-            return changed(config, {"rollout": {"max_num_seqs": most}})
+        if held >= LEAST_SEQUENCES:
+            return changed(config, {"rollout": {"max_num_seqs": min(MOST_SEQS, 2 ** int(math.log2(held)))}})
     return None
 
 
-def _within_nodes(config: Config) -> bool:
-    """Whether each engine on the trainers' devices has those of one node, which are given in the order of ranks."""
-    beside = (config.ranks_beside(index) for index in range(config.rollout.engines))
-    return config.placement.nnodes == 1 or all(len(nodes_of(ranks, config.devices_per_node)) == 1 for ranks in beside)
-
-
 def _config(
-    basis: Basis, engines: int, shards: int, for_trainers: int, tensor: int, stages: int, devices: int, choices: Choices
+    basis: Basis, engines: int, shards: int, for_trainers: int, tensor: int, stages: int, devices: int
 ) -> Config | None:
     unit = Mesh.of(for_trainers, tensor, stages).data * work(basis.base).updates
     wanted = basis.base.schedule.prompts_per_iteration
     if basis.groups_per_device is not None:
         wanted = max(1, round(basis.groups_per_device * devices))
-    whole = max(1, round(wanted / unit)) * unit
-    if choices.same_prompts and whole != wanted:
-        return None
     changes: dict[str, dict[str, Any]] = {
         "rollout": {"engines": engines, "tensor_parallel": shards},
         "trainer": {
@@ -149,16 +122,14 @@ def _config(
             "tensor_parallel": tensor,
             "pipeline_parallel": stages,
         },
-        "schedule": {"prompts_per_iteration": whole},
+        "schedule": {"prompts_per_iteration": max(1, round(wanted / unit)) * unit},
     }
-    if for_trainers == devices:
-        changes["placement"] = {"colocate": True}
     return changed(basis.base, changes, basis.spec)
 
 
 def mean_response(basis: Basis, config: Config) -> float:
     """Mean tokens of a response, of some that are drawn."""
-    shapes = basis.workload.draw(config, 0, _SAMPLE)
+    shapes = basis.workload.draw(config, 0, SAMPLE)
     return statistics.mean(length for shape in shapes for length in shape.lengths)
 
 
@@ -167,11 +138,9 @@ def _mean_held(basis: Basis, config: Config) -> float:
     return mean_response(basis, config) + basis.workload.prompt_mean / config.rollout.responses_per_prompt
 
 
-def _throughput_s(basis: Basis, config: Config, *, together: bool) -> float:
-    """Seconds per group of the slower side, and a part of the faster one's, for what does not overlap; on the same devices both."""
+def _throughput_s(basis: Basis, config: Config) -> float:
+    """Seconds per group of the slower side, and a part of the faster one's, for what does not overlap."""
     generate_s, train_s = sides_s(basis, config)
-    if together:
-        return (generate_s + train_s) / config.schedule.prompts_per_iteration
     return (max(generate_s, train_s) + 0.2 * min(generate_s, train_s)) / config.schedule.prompts_per_iteration
 
 
@@ -179,7 +148,7 @@ def sides_s(basis: Basis, config: Config) -> tuple[float, float]:
     """Seconds that engines and trainers take for an iteration, without any waiting: engines as full as they can be, replicas
     equally loaded."""
     rollout, groups = config.rollout, config.schedule.prompts_per_iteration
-    shapes = basis.workload.draw(config, 0, _SAMPLE)
+    shapes = basis.workload.draw(config, 0, SAMPLE)
     engine = basis.costs.engine_for(config, basis.spec, basis.typical)
     seconds = GroupSeconds(
         config, basis.spec, basis.costs.trainer_for(config, basis.spec, basis.typical), basis.typical

@@ -78,10 +78,11 @@ class Basis:
     typical: TypicalSpeed
     groups_per_device: float | None
 
-    def predicted(self, config: Config, *, streams: bool = True) -> Predicted:
+    def predicted(self, config: Config, *, streams: bool = True, iterations: int | None = None) -> Predicted:
         """Predict iterations of config on such devices.
 
         streams: periodic, not synchronous; colocated engines and trainers have roles that follow the work, or take turns.
+        iterations: over which medians are taken; none: as many as a plan shows.
         """
         engine_cost = self.costs.engine_for(config, self.spec, self.typical)
         trainer_cost = self.costs.trainer_for(config, self.spec, self.typical)
@@ -94,7 +95,7 @@ class Basis:
         speeds = {name: config.rollout.settings_of(number).speed for number, name in enumerate(names)}
         mean, longest = self.workload.response_means(config)
         ran: list[_Ran] = []
-        for number in range(_ITERATIONS):
+        for number in range(iterations or _ITERATIONS):
             shapes = _drawn(self.workload, config, number, part.groups)
             groups = [
                 _virtual_group(index, shape, mean, engine_cost, seconds, part) for index, shape in enumerate(shapes)

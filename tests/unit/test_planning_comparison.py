@@ -1,0 +1,147 @@
+"""A plan says what the same devices take in other ways, what a change would gain, and where a prediction is too close to decide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pa_npu import platform as platforms
+from pa_npu.config.load import load_config
+from pa_npu.launcher.cli import main
+from pa_npu.planning import comparison
+from pa_npu.planning.comparison import Compared, Way, compare, comparison_lines
+from pa_npu.planning.known_models import known_spec
+from pa_npu.planning.prediction.virtual_run import assumed_basis
+from pa_npu.platform.typical import typical_speed
+from tests.helpers.recipes import ROOT
+
+MIXTURE = str(ROOT / "configs" / "grpo_qwen3_30b_a3b.yaml")
+DENSE = str(ROOT / "configs" / "grpo_qwen3_8b.yaml")
+SPLIT = [
+    "run.device=npu",
+    "placement.colocate=false",
+    "rollout.engines=1",
+    "rollout.tensor_parallel=4",
+    "trainer.devices=12",
+    "trainer.tensor_parallel=4",
+    "trainer.pipeline_parallel=3",
+    "trainer.expert_parallel=4",
+    "trainer.recompute=full",
+]
+pytestmark = pytest.mark.skipif(platforms.missing("npu") is None, reason="plans with the typical device, not this one")
+
+
+@pytest.fixture(scope="module")
+def split() -> Compared:
+    """A mixture whose trainers wait for one engine."""
+    config, spec = load_config([MIXTURE], SPLIT), known_spec("Qwen3-30B-A3B")
+    assert spec is not None
+    compared = compare(config, spec)
+    assert compared is not None
+    return compared
+
+
+def test_a_plan_says_what_the_same_devices_take_in_turns_split_with_roles_and_one_version_behind(
+    split: Compared,
+) -> None:
+    assert [way.name for way in split.ways] == ["in turns", "split", "with roles", "one version behind"]
+    lines = comparison_lines(split)
+    assert lines[0].startswith(
+        f"an iteration          {split.this.seconds:.3g} s: 1 engines x 4 beside 12 ranks of TP 4 PP 3 EP 4"
+    )
+    for way, line in zip(split.ways, lines[1:5], strict=True):
+        assert line.split("s (")[0].split() == [*way.name.split(), f"{way.seconds:.3g}"], line
+
+
+def test_no_way_is_worse_than_what_the_configuration_itself_would_take_in_it(split: Compared) -> None:
+    config, spec = load_config([MIXTURE], SPLIT), known_spec("Qwen3-30B-A3B")
+    assert spec is not None
+    own_s = assumed_basis(config, spec, typical_speed("npu")).predicted(config).iteration_s
+    by_name = {way.name: way.seconds for way in split.ways}
+    assert split.this.seconds == pytest.approx(own_s) and by_name["split"] <= own_s
+    assert by_name["with roles"] <= by_name["in turns"] * 1.001
+
+
+def test_a_side_that_idles_is_a_warning_with_what_would_not_idle(split: Compared) -> None:
+    (line,) = [line for line in comparison_lines(split) if line.startswith("note: trainers idle for ")]
+    assert split.this.trainers_idle > 0.5 and split.best.sizes in line and f"{split.best.seconds:.3g} s" in line
+    assert split.best.seconds < 0.9 * split.this.seconds
+    quiet = replace(split, this=replace(split.this, trainers_idle=0.1, engines_idle=0.1))
+    assert not [line for line in comparison_lines(quiet) if line.startswith("note:")]
+
+
+def test_the_change_of_a_key_that_gains_most_is_named_and_gains_it() -> None:
+    """Full recomputation, where everything fits without, costs a third more of all training."""
+    given = ["run.device=npu", "trainer.recompute=full", "optimizer.offload=false"]
+    config, spec = load_config([DENSE], given), known_spec("Qwen3-8B")
+    assert spec is not None
+    compared = compare(config, spec)
+    assert compared is not None and compared.change == {"trainer.recompute": "none"}
+    basis = assumed_basis(config, spec, typical_speed("npu"))
+    faster = load_config([DENSE], [*given, "trainer.recompute=none"])
+    gained = 1.0 - basis.predicted(faster).iteration_s / basis.predicted(config).iteration_s
+    assert compared.gain == pytest.approx(gained, abs=0.03) and compared.gain > 0.05
+    assert f"would gain most       trainer.recompute=none: {compared.gain:.0%} less" in comparison_lines(compared)
+
+
+THIS = Way("this", "8 engines x 1 on 8 ranks of TP 4", 100.0, 0.02, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("turns_s", "said"),
+    [
+        (
+            103.0,
+            "gain over turns       3.0%, below 5%: too little to decide by; schedule.compare_iterations measures both",
+        ),
+        (120.0, "gain over turns       20%"),
+        (80.0, "gain over turns       none: turns with other sizes are predicted to take 20% less"),
+    ],
+)
+def test_a_gain_over_turns_below_five_percent_is_said_to_decide_nothing(turns_s: float, said: str) -> None:
+    ways = (replace(THIS, name="in turns", seconds=turns_s),)
+    lines = comparison_lines(Compared(THIS, ways, None, 0.0, 100, together=True))
+    assert said in lines
+    assert "the whole run         2 h 47 min for 100 iterations" in lines
+
+
+def test_several_keys_are_named_where_no_single_one_gains_as_much() -> None:
+    ways = (replace(THIS, name="with roles", sizes="4 engines x 2 on 8 ranks of TP 2", seconds=70.0),)
+    lines = comparison_lines(Compared(THIS, ways, {"trainer.tensor_parallel": 2}, 0.06, 10, together=True))
+    (line,) = [line for line in lines if line.startswith("would gain most")]
+    assert "several keys, which auto finds: 30% less (4 engines x 2 on 8 ranks of TP 2, with roles)" in line
+
+
+def test_a_run_one_version_behind_is_as_long_as_its_longer_side() -> None:
+    given = ["run.device=npu", "placement.colocate=false", "rollout.engines=4", "trainer.devices=4"]
+    spec = known_spec("Qwen3-8B")
+    assert spec is not None
+    config = load_config([DENSE], [*given, "schedule.max_staleness=1"])
+    basis = assumed_basis(config, spec, typical_speed("npu"))
+    sides = basis.predicted(config, streams=False)
+    this = comparison._this(basis, config)
+    assert this.seconds == pytest.approx(max(sides.generate_s, sides.train_s) + sides.border_s)
+    assert min(this.engines_idle, this.trainers_idle) == pytest.approx(sides.border_s / this.seconds)
+
+
+def test_engines_that_run_already_are_not_compared_with_others() -> None:
+    config, spec = load_config([DENSE], ["run.device=npu"]), known_spec("Qwen3-8B")
+    assert spec is not None
+    attached = config.rollout.model_copy(update={"attach": ("http://a",)})
+    assert compare(config.model_copy(update={"rollout": attached}), spec) is None
+
+
+def test_the_command_prints_the_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", DENSE, "--device", "npu"]) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "an iteration  ",
+        "  in turns  ",
+        "  split  ",
+        "  with roles  ",
+        "  one version behind",
+        "the whole run  ",
+    ):
+        assert f"\n{line}" in printed
+    assert "\ngain over turns  " in printed and "\nwould gain most  " in printed
