@@ -56,6 +56,14 @@ class KeptResponse:
     turns: Sequence[Mapping[str, Any]] = ()
 
 
+def reward_names(rows: Sequence[KeptResponse]) -> list[str]:
+    """The names of all rewards in the rows, in the order in which they come first.
+
+    Groups may differ: agents reward some, reward functions the others.
+    """
+    return list(dict.fromkeys(name for row in rows for name in row.rewards))
+
+
 def kept_groups(setting: int | Literal["all"]) -> float:
     """How many groups of an iteration, those with the lowest numbers, telemetry.samples keeps."""
     return float("inf") if setting == "all" else setting
@@ -100,7 +108,7 @@ class SampleStore(_Tables):
         """All kept responses of an iteration; returns at once."""
         if rows:
             kept = list(rows)
-            self.submit(_file(iteration), lambda: ([self._row(row) for row in kept], _schema(kept[0].rewards)))
+            self.submit(_file(iteration), lambda: ([self._row(row) for row in kept], _schema(reward_names(kept))))
 
     def _row(self, row: KeptResponse) -> dict[str, Any]:
         return {**asdict(row), "pieces": [self._piece(token) for token in row.tokens]}
@@ -156,6 +164,7 @@ def read_samples(run_dir: Path | str, iteration: int) -> list[dict[str, Any]]:
         if number == iteration:
             trained.update({(row["index"], row["response"]): row["logprobs"] for row in read_table(file)})
     for row in rows:
+        row["rewards"] = {name: value for name, value in row["rewards"].items() if value is not None}
         found = trained.get((row["index"], row["response"]))
         row["trainer_logprobs"] = found if found is not None and len(found) == len(row["logprobs"]) else None
     return sorted(rows, key=lambda row: (row["index"], row["response"]))
@@ -171,7 +180,7 @@ def _files(directory: Path) -> Iterator[tuple[int, Path]]:
             yield int(found[1]), path
 
 
-def _schema(rewards: dict[str, float]) -> Any:
+def _schema(rewards: Sequence[str]) -> Any:
     import pyarrow as pa  # a third of a second, which only who writes or reads samples spends
 
     plain = {"int": pa.int32(), "str": pa.string(), "float": pa.float32(), "bool": pa.bool_()}
