@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import secrets
 from typing import Any
@@ -28,7 +27,7 @@ import aiohttp
 
 from pa_npu.agents.environment import SessionEnvironment, task_of
 from pa_npu.agents.openai_format import Asked, Refused
-from pa_npu.agents.session import Session
+from pa_npu.agents.session import Session, is_reward
 from pa_npu.control.bounded_http import bounded_request
 from pa_npu.data.prompts import Prompt
 from pa_npu.environments.protocol import EnvironmentContext, EnvironmentFailed, Generate
@@ -102,8 +101,7 @@ class RemoteEnvironment(SessionEnvironment):
                 return
             answer = await self._ask("step", {"id": session.id, "action": turn.answer.text})
             reward, terminated, truncated = (answer.get(name) for name in ("reward", "terminated", "truncated"))
-            is_number = isinstance(reward, (int, float)) and not isinstance(reward, bool) and math.isfinite(reward)
-            if not is_number or {type(terminated), type(truncated)} != {bool}:
+            if not is_reward(reward) or {type(terminated), type(truncated)} != {bool}:
                 raise self._wrong(
                     "step", "no finite number `reward`, or no true or false as `terminated` and `truncated`"
                 )

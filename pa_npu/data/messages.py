@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pa_npu.config.words import as_json
+from pa_npu.data.rows import is_text
 
 Message = dict[str, Any]
 
@@ -129,18 +130,19 @@ def _template_call(call: Any) -> dict[str, Any]:
         arguments = {}
     if isinstance(arguments, str):
         arguments = _parsed(arguments)
-    whole = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    return {**whole, "id": call["id"]} if call.get("id") is not None else whole
+    rest = {name: value for name, value in call.items() if value is not None} if "function" in call else {}
+    return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
 
 
 def _parsed(arguments: str) -> Any:
-    """The object whose JSON this is; a text that is no JSON, which a model may have written."""
+    """What this is the JSON of; the text itself where it is none, as a model may have written it."""
     try:
-        return json.loads(arguments)
+        value = json.loads(arguments)
     except RecursionError:
         raise BadMessage("tool_calls has arguments that are nested too deeply") from None
     except ValueError:
         return arguments
+    return value if is_text(value) else arguments
 
 
 def _list_of(value: Any, name: str) -> Sequence[Any]:

@@ -219,7 +219,7 @@ def _jsonl_rows(file: Path) -> Rows:
             except (ValueError, RecursionError) as error:
                 problem = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
                 raise DataError(f"{location}: not valid JSON ({problem}); each line must be one JSON object") from None
-            if rb"\ud" in line.lower() and not _is_text(row):
+            if rb"\ud" in line.lower() and not is_text(row):
                 raise DataError(
                     f"{location}: half of a surrogate pair (\\uD800 to \\uDFFF), which is no text; correct the row"
                 )
@@ -235,7 +235,7 @@ def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _is_text(row: Any) -> bool:
+def is_text(row: Any) -> bool:
     """Whether a JSON value can be written as UTF-8: escapes can name code points that are no characters."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
