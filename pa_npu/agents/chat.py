@@ -71,12 +71,15 @@ class Chat:
             try:
                 text = render(read, tools)
             except TemplateFailed:
-                if (plain := _with_odd_calls_as_text(read)) == read:
+                as_texts = _with_odd_calls_as_text(read)
+                if as_texts == read:
                     raise
-                text = render(plain, tools)
+                read = as_texts
+                text = render(read, tools)
+            lost = left_out(render, text, read, ())
         except TemplateFailed as failed:
             raise Refused(f"the chat template {failed}", param="messages") from None
-        if lost := left_out(render, text, read, ()):
+        if lost is not None:
             raise Refused(f"messages: the chat template leaves out {lost}", param="messages")
         return text
 

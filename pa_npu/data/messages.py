@@ -75,20 +75,19 @@ def left_out(
     for message in messages:
         if message["role"] not in _KNOWN_ROLES and message["content"].strip() not in text:
             return f"the message of role {message['role']}"
-    renamed = {_function_name(tool) for tool in tools}
-    renamed |= {_function_name(call) for message in messages for call in message.get("tool_calls", ())}
-    if not renamed:
-        return None
-    probes = {name: f"probe_{number}_of_a_function" for number, name in enumerate(sorted(renamed))}
-    in_calls = render([_with_renamed(message, probes) for message in messages], tools)
-    in_tools = render(messages, [_renamed(tool, probes) for tool in tools])
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            if probes[_function_name(call)] not in in_calls:
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    names = sorted({_function_name(entry) for entry in (*calls, *tools)})
+    probes = {name: f"probe_{number}_of_a_function" for number, name in enumerate(names)}
+    if calls:
+        probed = render([_with_renamed(message, probes) for message in messages], tools)
+        for call in calls:
+            if probes[_function_name(call)] not in probed:
                 return f"the call of {_function_name(call)} (tool_calls)"
-    for tool in tools:
-        if probes[_function_name(tool)] not in in_tools:
-            return f"the tool {_function_name(tool)} (tools)"
+    if tools:
+        probed = render(messages, [_renamed(tool, probes) for tool in tools])
+        for tool in tools:
+            if probes[_function_name(tool)] not in probed:
+                return f"the tool {_function_name(tool)} (tools)"
     return None
 
 

@@ -457,9 +457,9 @@ async def test_a_developers_message_is_the_systems_where_the_template_knows_no_o
         await client.chat([{"role": "critic", "content": "Too long."}, user("q")])
 
 
-ITEMS = (
-    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% for k, v in c.function.arguments.items() %}\
-{{ k }}={{ v }}{% endfor %}{% endfor %}|{% endfor %}"
+ITEMS = (  # as templates that go through a call's arguments
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}|{% endfor %}"
 )
 
 
