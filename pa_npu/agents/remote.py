@@ -70,6 +70,18 @@ class RemoteEnvironment(SessionEnvironment):
         if self._http is not None:
             await self._http.close()
 
+    async def trial(self, prompt: Prompt) -> None:
+        """Resets one episode before a run. Raises ConfigError where the server is not there."""
+        name = secrets.token_hex(8)
+        try:
+            answer = await self._ask("reset", {"id": name, "seed": prompt.prompt_id, "options": task_of(prompt)})
+        except OSError as error:
+            raise ConfigError(
+                f"environment.options: url: {error}; start the environment's server, or correct the address"
+            ) from None
+        self._messages("reset", answer)
+        await self._close_episode(name)
+
     async def _attempt(self, prompt: Prompt, number: int, generate: Generate) -> Session:
         session = Session(secrets.token_hex(8), number, {}, generate, self._chat, self._limits)
         session.reward = 0.0
@@ -96,8 +108,7 @@ class RemoteEnvironment(SessionEnvironment):
                 if refused.code is None:  # no limit of the run's
                     raise self._wrong("reset or step", f"messages that the policy cannot be shown: {refused}") from None
                 session.end("done")
-                with contextlib.suppress(OSError, EnvironmentFailed):  # it may have no such path
-                    await self._ask("close", {"id": session.id})
+                await self._close_episode(session.id)
                 return
             answer = await self._ask("step", {"id": session.id, "action": turn.answer.text})
             reward, terminated, truncated = (answer.get(name) for name in ("reward", "terminated", "truncated"))
@@ -110,6 +121,10 @@ class RemoteEnvironment(SessionEnvironment):
                 session.end("done" if terminated else "turns")
                 return
             messages = [*messages, turn.answer.message, *self._messages("step", answer)]
+
+    async def _close_episode(self, name: str) -> None:
+        with contextlib.suppress(OSError, EnvironmentFailed):  # it may have no such path
+            await self._ask("close", {"id": name})
 
     async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The server's answer, an object. Raises OSError where it is gone, EnvironmentFailed where it says something else."""

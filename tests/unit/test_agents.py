@@ -1087,6 +1087,23 @@ async def test_what_is_no_answer_of_an_environment_ends_the_run_in_one_line(
     assert "\n" not in str(failed.value)
 
 
+async def test_a_remote_server_that_is_not_there_is_one_line_before_the_run() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    async with opened(make_environment(remote(url), TOKENIZER), 30.0) as environment:
+        with pytest.raises(ConfigError, match=r"environment\.options: url: .*/reset gave no answer .*; start the"):
+            await environment.trial(PROMPT)  # type: ignore[attr-defined]
+
+
+async def test_a_remote_server_is_tried_with_one_episode_which_is_closed(counting: tuple[Counting, str]) -> None:
+    server, url = counting
+    async with opened(make_environment(remote(url), TOKENIZER), 30.0) as environment:
+        await environment.trial(PROMPT)  # type: ignore[attr-defined]
+    assert [path for path, _, _ in server.asked] == ["reset", "close"]
+    assert server.asked[0][1]["id"] == server.asked[1][1]["id"]
+
+
 @pytest.mark.parametrize("url", [None, 5, "localhost:80", "ftp://x", "http://"])
 def test_a_remote_environment_needs_an_address_and_a_key_that_is_set(url: Any) -> None:
     with pytest.raises(ConfigError, match=r"environment\.options: url must be"):
