@@ -30,7 +30,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from pa_npu.agents.openai_format import MODEL, Asked, Refused, events, model, models, read_request, whole_answer
+from pa_npu.agents.openai_format import Asked, Refused, events, models, named_model, read_request, whole_answer
 from pa_npu.agents.session import Session, Sessions, Turn
 from pa_npu.control.tasks import cancel
 from pa_npu.data.rows import is_text
@@ -113,9 +113,7 @@ class Gateway:
 
     async def _model(self, request: web.Request) -> web.Response:
         self._session(request)
-        if (name := request.match_info["model"]) != MODEL:
-            raise Refused(f"model: {name!r:.60} is not here; there is {MODEL}", status=404, param="model")
-        return web.json_response(model(None))
+        return web.json_response(named_model(request.match_info["model"], None))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)

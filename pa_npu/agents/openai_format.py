@@ -205,6 +205,13 @@ def model(version: int | None) -> dict[str, Any]:
     return {"id": MODEL, "object": "model", "created": 0, "owned_by": "pa_npu", "weight_version": version}
 
 
+def named_model(name: str, version: int | None) -> dict[str, Any]:
+    """The model of this name. Raises Refused where there is none."""
+    if name != MODEL:
+        raise Refused(f"model: {name!r:.60} is not here; there is {MODEL}", status=404, param="model")
+    return model(version)
+
+
 def models(version: int | None) -> dict[str, Any]:
     """The list of models."""
     return {"object": "list", "data": [model(version)]}
