@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from calculator_agent import post, serve
@@ -104,7 +105,10 @@ async def passing(files: Mapping[str, str], tests: list[str]) -> list[bool]:
 
 
 def main() -> None:
-    if (task := os.environ.get("TASK")) is None:
+    task = os.environ.get("TASK")
+    if task is None and (file := os.environ.get("TASK_FILE")):  # a long task is in a file alone
+        task = Path(file).read_text(encoding="utf-8")
+    if task is None:
         return serve(work)
     reward = work(json.loads(task), OpenAI(max_retries=0))
     post(os.environ["SESSION_URL"] + "/reward", os.environ["OPENAI_API_KEY"], {"reward": reward})

@@ -18,11 +18,15 @@ from typing import Any
 
 from pa_npu.agents.openai_format import Refused
 from pa_npu.config.schema import Config
+from pa_npu.data.messages import BadMessage, Message, left_out, template_message
+from pa_npu.data.rows import is_text
 from pa_npu.data.template import TemplateFailed, chosen_template, rendered
+from pa_npu.data.text_encoder import TextEncoder
 from pa_npu.engines.protocol import Generation
 from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import ConfigError
 
+_DEVELOPER = "developer"  # OpenAI's newer name of the role `system`
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -40,7 +44,9 @@ class Chat:
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self._encoder = TextEncoder(tokenizer)
         self._template = chosen_template(tokenizer, config.data)
+        self._knows_developer = isinstance(self._template, str) and _DEVELOPER in self._template
         self._options = config.data.template_options
         self._parse: Parser = make_parser(config.agent.tool_parser, tokenizer)
         self._special = frozenset(tokenizer.all_special_ids)
@@ -49,22 +55,54 @@ class Chat:
         """The text that the template makes of messages. generate: up to where the policy's answer begins. Raises Refused."""
         if self._template is None:
             raise Refused("this model has no chat template; use /v1/completions", code="no_chat_template")
-        try:
+        read = [self._readable(message) for message in messages]
+
+        def render(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
             return rendered(
                 self.tokenizer,
                 self._template,
-                [_for_template(message) for message in messages],
+                messages,
                 tools=list(tools) or None,
                 add_generation_prompt=generate,
                 **self._options,
             )
+
+        try:
+            try:
+                text = render(read, tools)
+            except TemplateFailed:
+                as_texts = _with_odd_calls_as_text(read)
+                if as_texts == read:
+                    raise
+                read = as_texts
+                text = render(read, tools)
+            lost = left_out(render, text, read, ())
         except TemplateFailed as failed:
             raise Refused(f"the chat template {failed}", param="messages") from None
+        if lost is not None:
+            raise Refused(f"messages: the chat template leaves out {lost}", param="messages")
+        return text
+
+    def _readable(self, message: Mapping[str, Any]) -> Message:
+        """A message as templates read it. Raises Refused."""
+        try:
+            read = template_message(message)
+        except BadMessage as bad:
+            raise Refused(f"messages: {bad}", param="messages") from None
+        if read["role"] == _DEVELOPER and not self._knows_developer:
+            read["role"] = "system"
+        return read
 
     def encode(self, text: str, *, begins: bool, templated: bool) -> list[int]:
         """Token ids. begins: it is the first text of a branch. A template brings its own special tokens, plain text gets them."""
+        _check_text(text)
         found: list[int] = self.tokenizer(text, add_special_tokens=begins and not templated)["input_ids"]
         return found
+
+    async def encode_aside(self, text: str, *, begins: bool, templated: bool, max_tokens: int) -> list[int] | None:
+        """The same without holding up the event loop; None for a text that has more than max_tokens in any case."""
+        _check_text(text)
+        return await self._encoder.encode(text, max_tokens=max_tokens, special=begins and not templated)
 
     def text_of(self, written: Generation, stop: Sequence[str]) -> tuple[str, str]:
         """The whole text of an answer, special tokens included, and what the client gets: without these and without stop texts."""
@@ -129,28 +167,26 @@ class Chat:
         return str(self.tokenizer.decode(tokens, **options))
 
 
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: content as a text, and calls' arguments as objects."""
-    found = {name: value for name, value in message.items() if value is not None}
-    content = found.get("content", "")
-    if isinstance(content, list):
-        if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
-            raise Refused("messages: only parts of type text can be read by this model", param="messages")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str) or not isinstance(found.get("role"), str):
-        raise Refused("messages: each needs a role and a content, both texts", param="messages")
-    found["content"] = content
-    if calls := found.get("tool_calls"):
-        try:
-            found["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
-        except (TypeError, KeyError, ValueError):
-            raise Refused("messages: tool_calls must be as they were answered", param="messages") from None
-    return found
+def _check_text(text: str) -> None:
+    if not is_text(text):
+        raise Refused("a text has half of a surrogate pair (\\uD800 to \\uDFFF), which no token stands for")
 
 
-def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function["arguments"]
-    return {**function, "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
+def _with_odd_calls_as_text(messages: Sequence[Message]) -> list[Message]:
+    """The messages with those calls in their content whose arguments are no object.
+
+    A parser may have answered such a call, and a template that goes through its arguments fails.
+    """
+    plain = []
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        odd = [call["function"] for call in calls if not isinstance(call["function"]["arguments"], Mapping)]
+        if odd:
+            said = [message["content"], *(f"{call['name']}({call['arguments']})" for call in odd)]
+            kept = [call for call in calls if isinstance(call["function"]["arguments"], Mapping)]
+            message = {**message, "content": "\n".join(filter(None, said)), "tool_calls": kept}
+        plain.append(message)
+    return plain
 
 
 @dataclass(frozen=True)
@@ -164,8 +200,8 @@ class Call:
     def canonical(self) -> tuple[str, str]:
         """Equal for calls that differ in the form of their JSON only."""
         try:
-            return self.name, json.dumps(json.loads(self.arguments), sort_keys=True)
-        except ValueError:
+            return self.name, json.dumps(json.loads(self.arguments or "{}"), sort_keys=True)
+        except (ValueError, RecursionError):
             return self.name, self.arguments
 
 
@@ -193,11 +229,12 @@ def hermes(text: str, tools: Sequence[dict[str, Any]] = (), prompt: str = "") ->
         try:
             call = json.loads(found[1])
             name, arguments = call["name"], call.get("arguments", {})
+            written = json.dumps(arguments, ensure_ascii=False)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return Parsed(text)
-        if not isinstance(name, str) or not isinstance(arguments, dict):
+        if not isinstance(name, str) or not isinstance(arguments, dict) or not is_text([name, written]):
             return Parsed(text)
-        calls.append(Call(name, json.dumps(arguments, ensure_ascii=False)))
+        calls.append(Call(name, written))
     return Parsed(text[: text.index("<tool_call>")], tuple(calls)) if calls else Parsed(text)
 
 

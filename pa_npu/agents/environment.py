@@ -15,6 +15,7 @@ import asyncio
 import logging
 import secrets
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -33,6 +34,7 @@ from pa_npu.samples.types import Sample
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 4  # at a session that is lost
+_GRACE_S = 10.0  # for the reward of an agent whose session has reached a limit
 _COME_S = 60.0  # for an agent whose session is over, or that starts, to ask for a task
 
 
@@ -61,12 +63,22 @@ class SessionEnvironment(ABC):
 
     async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
         written = await self.sessions_of(prompt, num_samples, generate)
-        rewarded = any(session.is_rewarded for session in written)
+        rewarded = self.are_rewarded(prompt, written)
         trained = [session for session in written if session.outcome not in self._settings.discards]
         samples = [one for session in trained or written for one in self.samples(session, rewarded)]
         generate.counted.update(tokens=sum(len(sample.tokens) for sample in samples), tokens_unique=num_unique(samples))
         # where nothing may be trained, equal rewards give the group no advantages
         return samples if trained else [replace(sample, reward=0.0) for sample in samples]
+
+    def are_rewarded(self, prompt: Prompt, sessions: Sequence[Session]) -> bool:
+        """Whether the agents have rewarded the group. Raises EnvironmentFailed where nobody can."""
+        rewarded = any(session.is_rewarded for session in sessions)
+        if not rewarded and not prompt.answer and self._config.rewards_read_answers:
+            raise EnvironmentFailed(
+                f"environment.name: {self._config.environment.name}: no session of prompt {prompt.prompt_id} was given a "
+                f"reward, and its row has no answer that reward.functions could compare with; give rewards, or answers"
+            )
+        return rewarded
 
     async def sessions_of(self, prompt: Prompt, num_sessions: int, generate: Generate) -> list[Session]:
         """Sessions that have ended and asked the policy for something. Raises EnvironmentFailed where there is none."""
@@ -167,10 +179,15 @@ class AgentEnvironment(SessionEnvironment):
                     f"environment.name: agents: no agent has taken a task for {limit_s + _COME_S:g} s (environment.timeout_s and "
                     f"{_COME_S:g} s) while some waited; look at the agents, which ask for them at {self.sessions.url}/tasks"
                 ) from None
+        working = asyncio.ensure_future(programs.run(session) if programs is not None else session.ended())
         try:
-            await asyncio.wait_for(programs.run(session) if programs is not None else session.ended(), limit_s)
-        except asyncio.TimeoutError:
-            session.end("time")
+            if not (await asyncio.wait([working], timeout=limit_s))[0]:
+                session.end("time")
+            await working  # a program has a grace period of its own
+        finally:
+            await cancel([working])
+        if programs is None and not session.was_lost and session.failure is None:
+            await session.finished(_GRACE_S)
 
 
 class EvaluatedSessions:
@@ -183,7 +200,7 @@ class EvaluatedSessions:
 
     async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
         sessions = await self._agents.sessions_of(prompt, num_samples, generate)
-        rewarded = any(session.is_rewarded for session in sessions)
+        rewarded = self._agents.are_rewarded(prompt, sessions)
         samples = []
         for session in sessions:
             place = list(session.tree.leaves()).index(session.last_leaf)

@@ -3,9 +3,10 @@
     GET  /health                                open to all
     POST /sessions/ID/v1/chat/completions       a session's key, or the run's; answered at once, or as a stream of events
     POST /sessions/ID/v1/completions            the same for a text or token ids
-    GET  /sessions/ID/v1/models
+    GET  /sessions/ID/v1/models, /v1/models/policy
     POST /sessions/ID/reward                    {"reward": number, "turn": id of a completion, or none}
-    POST /sessions/ID/end                       the agent has done its task
+    POST /sessions/ID/end                       the agent has done its task; until then, and for a
+                                                while, rewards are taken after a limit was reached
     GET  /tasks?wait_s=30                       a program's key, or the run's: the next task, or {"task": null}
     what agent.port adds for the run's key is in coordinator/served_run.py
 
@@ -19,6 +20,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -28,9 +30,10 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from pa_npu.agents.openai_format import Asked, Refused, events, models, read_request, whole_answer
+from pa_npu.agents.openai_format import Asked, Refused, events, models, named_model, read_request, whole_answer
 from pa_npu.agents.session import Session, Sessions, Turn
 from pa_npu.control.tasks import cancel
+from pa_npu.data.rows import is_text
 from pa_npu.engines.http_server import OPEN_PATH, authorised
 from pa_npu.errors import ConfigError, PaNpuError
 
@@ -42,6 +45,8 @@ MOST_CONNECTIONS = 4096
 _READ_S = 30.0  # of a body that drips, and of an event that is not read
 _IDLE_S = 60.0  # of a connection without a request
 _LONGEST_WAIT_S = 60.0
+_SHORT_BYTES = 2**16  # of a body with a reward
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 CHAT_FIELDS = ("messages", "tools")
 TEXT_FIELDS = ("prompt",)
 
@@ -65,6 +70,7 @@ class Gateway:
         add.add_post("/sessions/{id}/v1/chat/completions", self._chat)
         add.add_post("/sessions/{id}/v1/completions", self._completion)
         add.add_get("/sessions/{id}/v1/models", self._models)
+        add.add_get("/sessions/{id}/v1/models/{model}", self._model)
         add.add_post("/sessions/{id}/reward", self._reward)
         add.add_post("/sessions/{id}/end", self._end)
         add.add_get("/tasks", self._tasks)
@@ -89,6 +95,11 @@ class Gateway:
             return Refused(line, status=error.status).response()
         except asyncio.TimeoutError:
             return Refused(f"the body did not arrive within {_READ_S:g} s", status=408).response()
+        except ConnectionError:  # nobody is there to read an answer
+            return Refused("the connection was lost").response()
+        except Exception as error:  # a request's content is anything, and clients read errors in this form alone
+            logger.exception("%s %s", request.method, request.path)
+            return Refused(f"{type(error).__name__} while answering; see the log", status=500).response()
         finally:
             self._busy.discard(connection)
             self._seen[connection] = time.monotonic()
@@ -100,14 +111,20 @@ class Gateway:
         self._session(request)
         return web.json_response(models(None))
 
+    async def _model(self, request: web.Request) -> web.Response:
+        self._session(request)
+        return web.json_response(named_model(request.match_info["model"], None))
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = read_request(await read_json(request), temperature=self._temperature, endpoint_fields=CHAT_FIELDS)
+        body = await read_json(request, session.check_body)
+        asked = read_request(body, temperature=self._temperature, endpoint_fields=CHAT_FIELDS)
         return await self._answer(request, session, await session.chat_turn(asked), asked, "chatcmpl")
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        asked = read_request(await read_json(request), temperature=self._temperature, endpoint_fields=TEXT_FIELDS)
+        body = await read_json(request, session.check_body)
+        asked = read_request(body, temperature=self._temperature, endpoint_fields=TEXT_FIELDS)
         return await self._answer(request, session, await session.completion_turn(asked), asked, "cmpl")
 
     async def _answer(
@@ -119,7 +136,7 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        body = await read_json(request)
+        body = await read_json(request, _check_short)
         if (
             not isinstance(body, dict)
             or set(body) - {"reward", "turn"}
@@ -130,7 +147,7 @@ class Gateway:
         return web.json_response({})
 
     async def _end(self, request: web.Request) -> web.Response:
-        self._session(request).end("done")
+        self._session(request).finish()
         return web.json_response({})
 
     async def _tasks(self, request: web.Request) -> web.Response:
@@ -190,7 +207,7 @@ class Gateway:
             address = f"[{host}]" if ":" in host else host
             self.sessions.url = f"http://{address}:{server.sockets[0].getsockname()[1]}"
             if file is not None:
-                file.write_text(json.dumps({"url": self.sessions.url}) + "\n", encoding="utf-8")
+                _write_address(file, self.sessions.url)
             sweeper = asyncio.create_task(self._sweep(runner), name="idle connections of the gateway")
             logger.info("gateway at %s", self.sessions.url)
             yield
@@ -222,6 +239,16 @@ class Gateway:
                 connection.transport.abort()
 
 
+def _write_address(file: Path, url: str) -> None:
+    try:
+        file.write_text(json.dumps({"url": url}) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir: {file} cannot be written ({error.strerror or error}), which tells agents the gateway's address; "
+            f"move what is there away, or choose another run.dir"
+        ) from None
+
+
 def _alive(runner: web.AppRunner) -> list[Any]:
     """Connections without those that aiohttp keeps though they have been lost, as one is whose client did not read."""
     assert runner.server is not None
@@ -233,21 +260,41 @@ class _NotAccepted(asyncio.Protocol):
         transport.close()
 
 
-async def read_json(request: web.Request) -> Any:
-    """The body. Raises Refused where it is no JSON."""
+async def read_json(request: web.Request, check_size: Callable[[int], None] | None = None) -> Any:
+    """The body. check_size: raises Refused for a number of bytes that is too large to be parsed.
+
+    Raises Refused where it is no JSON, or holds what is no text.
+    """
+    if check_size is not None and (request.content_length or 0) <= LARGEST_REQUEST_BYTES:
+        check_size(request.content_length or 0)
     data = await asyncio.wait_for(request.read(), _READ_S)
+    if check_size is not None:  # of a body in chunks
+        check_size(len(data))
     try:
-        return json.loads(data)
+        body = json.loads(data)
     except (ValueError, RecursionError):
         raise Refused("the body is no JSON") from None
+    if _SURROGATE.search(data) and not is_text(body):
+        raise Refused("the body has half of a surrogate pair (\\uD800 to \\uDFFF), which is no text")
+    return body
+
+
+def _check_short(num_bytes: int) -> None:
+    if num_bytes > _SHORT_BYTES:
+        raise Refused(f"the body has {num_bytes} bytes, more than {_SHORT_BYTES}", status=413)
 
 
 async def send(request: web.Request, answer: dict[str, Any], asked: Asked) -> web.StreamResponse:
-    """An answer as the request wants it."""
+    """An answer as the request wants it. A client that hangs up, or reads nothing, ends its stream."""
     if not asked.stream:
         return web.json_response(answer)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    for event in events(answer, asked.usage):
-        await asyncio.wait_for(response.write(event), _READ_S)
+    try:
+        await response.prepare(request)
+        for event in events(answer, asked.usage):
+            await asyncio.wait_for(response.write(event), _READ_S)
+        await response.write_eof()
+    except (ConnectionError, asyncio.TimeoutError):
+        if request.transport is not None:
+            request.transport.abort()
     return response

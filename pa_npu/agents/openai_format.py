@@ -23,7 +23,21 @@ MODEL = "policy"
 
 # Accepted without effect.
 _IDLE = frozenset(
-    ("model", "user", "metadata", "store", "service_tier", "parallel_tool_calls", "stream_options", "safety_identifier")
+    {
+        "model",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "parallel_tool_calls",
+        "stream_options",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "cache_salt",
+        "verbosity",
+        "skip_special_tokens",
+    }
 )
 # What a request may say though it is not its choice.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -43,6 +57,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "min_p": (0, None),
     "repetition_penalty": (1, None),
     "reasoning_effort": ("medium", None),  # OpenAI's own default
+    "modalities": (["text"], None),
+    "min_tokens": (0, None),
+    "ignore_eos": (False, None),
 }
 _MOST_STOPS, _MOST_CHOICES = 16, 128
 
@@ -183,10 +200,21 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def models(version: int | None) -> dict[str, Any]:
+def model(version: int | None) -> dict[str, Any]:
     """The one model, and the version of its weights where that is known."""
-    model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "pa_npu", "weight_version": version}
-    return {"object": "list", "data": [model]}
+    return {"id": MODEL, "object": "model", "created": 0, "owned_by": "pa_npu", "weight_version": version}
+
+
+def named_model(name: str, version: int | None) -> dict[str, Any]:
+    """The model of this name. Raises Refused where there is none."""
+    if name != MODEL:
+        raise Refused(f"model: {name!r:.60} is not here; there is {MODEL}", status=404, param="model")
+    return model(version)
+
+
+def models(version: int | None) -> dict[str, Any]:
+    """The list of models."""
+    return {"object": "list", "data": [model(version)]}
 
 
 def whole_answer(

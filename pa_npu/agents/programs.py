@@ -2,7 +2,8 @@
 
     OPENAI_BASE_URL, OPENAI_API_KEY    of its session; with agent.programs the key is that for GET GATEWAY_URL/tasks, which is asked
                                        with the header x-program: PROGRAM
-    TASK                               JSON: the dataset's row and what follows from it; not with agent.programs
+    TASK, TASK_FILE                    JSON: the dataset's row and what follows from it, and a file of the same; not with
+                                       agent.programs. A task that is too long for a variable is in the file alone
     GATEWAY_URL, SESSION_URL           of the gateway, and of the session (reward, end)
 
 `python` in the command is the run's interpreter. It runs in a directory of its own, which goes with it, under a keeper that kills
@@ -23,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pa_npu.agents.session import Session, Sessions
 from pa_npu.config.sections.rollout import AgentConfig
@@ -38,6 +40,10 @@ _KILL_S = 15.0  # until a keeper has ended; it may have a container to remove
 _GRACE_S = 5.0  # of a program whose session has reached a limit, to end by itself
 _LAST_WORDS = 300  # characters
 _RESTARTS = 3  # of a program that stays, without a session done in between
+_TASK_FILE = "task.json"
+_LONGEST_VARIABLE = 2**17 - 2**10  # bytes of its value; Linux takes 128 KiB with its name
+_PROXIES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _STORE = "PA_NPU_STORE"  # the run's own address
 _PROGRAMS = ("docker", "podman")
 _USUAL = ("--memory=4g", "--cpus=2", "--pids-limit=512")  # of one that is given too, docker and podman take the last
@@ -68,7 +74,6 @@ class Programs:
             "OPENAI_BASE_URL": self._sessions.base_url(session),
             "OPENAI_API_KEY": self._sessions.key_of(f"session:{session.id}"),
             "SESSION_URL": f"{self._sessions.url}/sessions/{session.id}",
-            "TASK": json.dumps(session.task, ensure_ascii=False, default=str),
         }
         code = await self._run(variables, session)
         if session.outcome is None and code is not None:
@@ -95,11 +100,24 @@ class Programs:
     async def _run(self, variables: Mapping[str, str], session: Session | None) -> int | None:
         """The exit code, negative for a signal; None where the session ended before the program."""
         with tempfile.TemporaryDirectory(prefix="pa_npu-agent-", ignore_cleanup_errors=True) as directory:
-            command, own = self._command, {"GATEWAY_URL": self._sessions.url, **variables}
+            command, mounts = self._command, {}
+            given = {"GATEWAY_URL": self._sessions.url, **self._proxy_exceptions(), **variables}
+            if session is not None:
+                task = json.dumps(session.task, ensure_ascii=False, default=str).encode()
+                file = Path(directory) / _TASK_FILE
+                file.write_bytes(task)
+                fits = len(task) <= _LONGEST_VARIABLE
+                if fits:
+                    given["TASK"] = task.decode()
+                if self._containers is None:
+                    given["TASK_FILE"] = str(file)
+                elif not fits:
+                    given["TASK_FILE"] = f"/{_TASK_FILE}"
+                    mounts = {file: given["TASK_FILE"]}
             path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), os.getcwd())))
-            env = {**self._inherited(), "PYTHONPATH": path, **own}
+            env = {**self._inherited(), "PYTHONPATH": path, **given}
             if self._containers is not None:
-                command, removal = self._containers.commands(command, own)
+                command, removal = self._containers.commands(command, given, mounts)
                 env[keeper.LAST] = shlex.join(removal)
             output = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
             process, lifeline = await start_kept(
@@ -126,6 +144,19 @@ class Programs:
     def _inherited(self) -> dict[str, str]:
         """This process's environment without secrets, known by their names: the keys of hubs, trackers and judges."""
         return {name: value for name, value in os.environ.items() if name != _STORE and not is_secret(name)}
+
+    def _proxy_exceptions(self) -> dict[str, str]:
+        """The variables that keep requests to the gateway from a proxy, by both names that programs read."""
+        variables: dict[str, str] = {}
+        if self._containers is not None and not any(os.environ.get(name) for name in _PROXIES):
+            return variables  # containers have no variable of the run's, hence no proxy
+        for name in ("NO_PROXY", "no_proxy"):
+            names = [host.strip() for host in os.environ.get(name, "").split(",") if host.strip()]
+            if names != ["*"]:
+                gateway = urlsplit(self._sessions.url).hostname
+                names += [host for host in (*_LOOPBACK, gateway) if host and host not in names]
+            variables[name] = ",".join(dict.fromkeys(names))
+        return variables
 
     async def _read(self, process: asyncio.subprocess.Process, session: Session | None) -> bool:
         """Reads its output until its end (True) or its limit."""
@@ -176,15 +207,18 @@ class Containers:
         own = any(option.partition("=")[0] in _NETWORK for option in given)
         self._options = [*_USUAL, *([] if own else ["--network=host"]), *given]
 
-    def commands(self, command: Sequence[str], variables: Iterable[str]) -> tuple[list[str], list[str]]:
+    def commands(
+        self, command: Sequence[str], variables: Iterable[str], mounts: Mapping[Path, str]
+    ) -> tuple[list[str], list[str]]:
         """Returns the command that runs a program in a container of its own, and the one that removes it.
 
-        variables: names of what it inherits.
+        variables: names of what it inherits. mounts: files that it may read, with their paths in it.
         """
         assert self._program is not None
         name = f"pa_npu-agent-{secrets.token_hex(8)}"
         fixed = ["--rm", "--init", f"--name={name}", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
         given = [f"--env={variable}" for variable in variables]
+        given += [f"--volume={file}:{place}:ro" for file, place in mounts.items()]
         run = [self._program, "run", *fixed, *given, *self._options, self._image, *command]
         return run, [self._program, "rm", "--force", name]
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import secrets
 from typing import Any
@@ -28,7 +27,7 @@ import aiohttp
 
 from pa_npu.agents.environment import SessionEnvironment, task_of
 from pa_npu.agents.openai_format import Asked, Refused
-from pa_npu.agents.session import Session
+from pa_npu.agents.session import Session, is_reward
 from pa_npu.control.bounded_http import bounded_request
 from pa_npu.data.prompts import Prompt
 from pa_npu.environments.protocol import EnvironmentContext, EnvironmentFailed, Generate
@@ -71,6 +70,18 @@ class RemoteEnvironment(SessionEnvironment):
         if self._http is not None:
             await self._http.close()
 
+    async def trial(self, prompt: Prompt) -> None:
+        """Resets one episode before a run. Raises ConfigError where the server is not there."""
+        name = secrets.token_hex(8)
+        try:
+            answer = await self._ask("reset", {"id": name, "seed": prompt.prompt_id, "options": task_of(prompt)})
+        except OSError as error:
+            raise ConfigError(
+                f"environment.options: url: {error}; start the environment's server, or correct the address"
+            ) from None
+        self._messages("reset", answer)
+        await self._close_episode(name)
+
     async def _attempt(self, prompt: Prompt, number: int, generate: Generate) -> Session:
         session = Session(secrets.token_hex(8), number, {}, generate, self._chat, self._limits)
         session.reward = 0.0
@@ -97,13 +108,11 @@ class RemoteEnvironment(SessionEnvironment):
                 if refused.code is None:  # no limit of the run's
                     raise self._wrong("reset or step", f"messages that the policy cannot be shown: {refused}") from None
                 session.end("done")
-                with contextlib.suppress(OSError, EnvironmentFailed):  # it may have no such path
-                    await self._ask("close", {"id": session.id})
+                await self._close_episode(session.id)
                 return
             answer = await self._ask("step", {"id": session.id, "action": turn.answer.text})
             reward, terminated, truncated = (answer.get(name) for name in ("reward", "terminated", "truncated"))
-            is_number = isinstance(reward, (int, float)) and not isinstance(reward, bool) and math.isfinite(reward)
-            if not is_number or {type(terminated), type(truncated)} != {bool}:
+            if not is_reward(reward) or {type(terminated), type(truncated)} != {bool}:
                 raise self._wrong(
                     "step", "no finite number `reward`, or no true or false as `terminated` and `truncated`"
                 )
@@ -112,6 +121,10 @@ class RemoteEnvironment(SessionEnvironment):
                 session.end("done" if terminated else "turns")
                 return
             messages = [*messages, turn.answer.message, *self._messages("step", answer)]
+
+    async def _close_episode(self, name: str) -> None:
+        with contextlib.suppress(OSError, EnvironmentFailed):  # it may have no such path
+            await self._ask("close", {"id": name})
 
     async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The server's answer, an object. Raises OSError where it is gone, EnvironmentFailed where it says something else."""

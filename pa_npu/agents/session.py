@@ -15,9 +15,9 @@ requests come; equal requests are told apart by their number. So a deterministic
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
-import math
 import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -37,6 +37,10 @@ from pa_npu.environments.protocol import Generate
 from pa_npu.errors import PaNpuError
 
 _LONGEST_TOKEN = 64  # characters
+# A body's largest size: so much for each token of a branch, and for what is no text of it.
+_BYTES_OF_TOKEN, _OTHER_BYTES = 128, 2**16
+_LONGEST_NUMBER = 10  # digits of a turn's number
+LARGEST_REWARD = float(np.finfo(np.float32).max) / 2**20  # the sum of a million turns fits too
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Session:
     _was_parallel: bool = False
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _finished: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def is_rewarded(self) -> bool:
@@ -105,10 +110,24 @@ class Session:
             self.outcome = "tokens" if outcome == "done" and self._was_refused else outcome
         self._ended.set()
 
+    def finish(self) -> None:
+        """The agent says that it has done its task, and asks for nothing more."""
+        self.end("done")
+        self._finished.set()
+
+    async def finished(self, limit_s: float) -> None:
+        """Returns when the agent has said so, or can no more; after limit_s in any case.
+
+        An agent whose session has reached a limit may still give the reward of what it has done.
+        """
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._finished.wait(), limit_s)
+
     def lose(self) -> None:
         """Nobody is at it any more, through no fault of the agent: it begins again."""
         self.was_lost = True
         self._ended.set()
+        self._finished.set()
 
     async def close(self) -> None:
         """End it and what is under way in it."""
@@ -117,23 +136,32 @@ class Session:
 
     def give_reward(self, reward: Any, completion: str | None) -> None:
         """The session's reward, or that of the turn that a completion's id names. Raises Refused."""
-        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise Refused(f"reward: {reward!r:.40} must be a finite number", param="reward")
+        if not is_reward(reward):
+            raise Refused(
+                f"reward: {_shown(reward)} must be a number, its size at most {LARGEST_REWARD:.0e}", param="reward"
+            )
         if completion is None:
             self.reward = float(reward)
             return
         _, session_id, place = ["", "", *completion.split("-")][-3:]
-        if session_id != self.id or not place.isdecimal() or not 0 < int(place) < len(self.tree.nodes):
+        is_number = place.isascii() and place.isdecimal() and len(place) <= _LONGEST_NUMBER
+        if session_id != self.id or not is_number or not 0 < int(place) < len(self.tree.nodes):
             raise Refused(f"turn: {completion!r:.60} is no id of a completion of this session", param="turn")
         self.tree.nodes[int(place)].reward = float(reward)
+
+    def check_body(self, num_bytes: int) -> None:
+        """Refuses a request that is longer than what a branch may hold, before it is parsed."""
+        tokens = self.limits.prompt + self.limits.response
+        if num_bytes > _OTHER_BYTES + _BYTES_OF_TOKEN * tokens:
+            raise self._too_long(num_bytes // _BYTES_OF_TOKEN, "about")
 
     async def chat_turn(self, asked: Asked) -> Turn:
         """Answers a chat request. Raises Refused."""
         messages, tools = asked.messages, asked.tools
-        self._check_size(_num_characters([messages, tools]))
+        self._check_size(_num_characters([messages, tools], self._most_characters))
         text = self.chat.render(messages, tools)
         parent, begin = self.tree.find(text)
-        context = self._encode(text[begin:], parent, templated=True)
+        context = await self._encode(text[begin:], parent, templated=True)
         number, prompt_tokens, written = await self._write(parent, context, asked)
         ids = f"call_{hashlib.blake2b(number.to_bytes(8, 'little'), digest_size=4).hexdigest()}"
         answer = self.chat.answer(written, messages, tools, text, asked.stop, ids)
@@ -144,7 +172,8 @@ class Session:
         prompt = asked.prompt
         if isinstance(prompt, str):
             parent, begin = self.tree.find(prompt)
-            context, context_text = self._encode(prompt[begin:], parent, templated=False), prompt[begin:]
+            context_text = prompt[begin:]
+            context = await self._encode(context_text, parent, templated=False)
         else:
             tokens = self._checked(prompt)
             parent, begin = self.tree.find_tokens(tokens)
@@ -162,15 +191,23 @@ class Session:
             raise self._over()
         return self.tree.add(parent, context, text, written, answer.shown)
 
-    def _encode(self, text: str, parent: Node, *, templated: bool) -> npt.NDArray[np.int32]:
+    async def _encode(self, text: str, parent: Node, *, templated: bool) -> npt.NDArray[np.int32]:
         self._check_size(len(text))
         begins = parent is self.tree.root
-        return np.asarray(self.chat.encode(text, begins=begins, templated=templated), np.int32)
+        most = self.limits.prompt + self.limits.response
+        tokens = await self.chat.encode_aside(text, begins=begins, templated=templated, max_tokens=most)
+        if tokens is None:
+            raise self._too_long(most)
+        return np.asarray(tokens, np.int32)
 
     def _check_size(self, num_characters: int) -> None:
         """Refuses what has more tokens than any limit before it is rendered or tokenised, which would take long."""
-        if num_characters > _LONGEST_TOKEN * (self.limits.prompt + self.limits.response):
+        if num_characters > self._most_characters:
             raise self._too_long(num_characters // _LONGEST_TOKEN, "about")
+
+    @property
+    def _most_characters(self) -> int:
+        return _LONGEST_TOKEN * (self.limits.prompt + self.limits.response)
 
     def _checked(self, tokens: Sequence[int]) -> npt.NDArray[np.int32]:
         if len(tokens) > self.limits.prompt + self.limits.response:
@@ -248,14 +285,34 @@ class Session:
         return Refused(f"this session has ended: {self.outcome}", code="session_ended")
 
 
-def _num_characters(value: Any) -> int:
-    """Those of all texts in a JSON value, and one for whatever else is in it."""
+def _num_characters(value: Any, limit: int) -> int:
+    """Those of all texts in a JSON value, at least one for each thing in it; counts only until the limit is passed."""
     number, left = 0, [value]
-    while left:
-        one = left.pop()
-        number += len(one) if isinstance(one, str) else 1
-        left += one.values() if isinstance(one, Mapping) else one if isinstance(one, (list, tuple)) else ()
-    return number
+    while left and number + len(left) <= limit:
+        item = left.pop()
+        number += len(item) if isinstance(item, str) else 1
+        if isinstance(item, Mapping):
+            left += item.values()
+        elif isinstance(item, (list, tuple)):
+            left += item
+    return number + len(left)
+
+
+def is_reward(value: Any) -> bool:
+    """Whether a value is a number that can be a reward: finite in the type in which it is trained, in a sum too."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return bool(abs(value) <= LARGEST_REWARD)
+    except OverflowError:
+        return False
+
+
+def _shown(reward: Any) -> str:
+    try:
+        return f"{reward!r:.40}"
+    except ValueError:  # Python writes no number of thousands of digits
+        return "a number of thousands of digits"
 
 
 class Sessions:
@@ -322,6 +379,8 @@ class Sessions:
             was_useful |= session.is_done
             if session.outcome is None:
                 session.lose()
+            else:
+                session.finish()
         return was_useful
 
     def key_of(self, what: str) -> str:

@@ -25,6 +25,9 @@ from pa_npu.checkpoints.directories import CheckpointMeta, check_files, read_met
 from pa_npu.checkpoints.provenance import model_fingerprint
 from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
+from pa_npu.config.sections.inputs import DataConfig
+from pa_npu.data.prompt_format import FILE as PROMPTS_FILE
+from pa_npu.data.prompt_format import kept_template, template_text, write_prompt_format
 from pa_npu.errors import DataError, ExportError, UserError
 from pa_npu.families.model_directory import INDEX_FILE, SINGLE_FILE, read_header
 from pa_npu.families.spec import ModelSpec
@@ -32,18 +35,30 @@ from pa_npu.publish.publisher import WeightSource
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.manifest import Assembler, Manifest
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
+# Of the model's directory all files go into an export but these: weights in any form, and what is no
+# longer true of other weights, such as how these were quantised, or the card that describes them.
+_WEIGHT_ENDINGS = frozenset(
+    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".ot", ".npz"}
 )
+_NOT_COPIED = frozenset(
+    {
+        "config.json",
+        "README.md",
+        "adapter_config.json",
+        "quantize_config.json",
+        "quant_config.json",
+        "hf_quant_config.json",
+        "trainer_state.json",
+        "training_args.json",
+        "all_results.json",
+        "train_results.json",
+        "eval_results.json",
+        PROMPTS_FILE,
+    }
+)
+_INDEX_ENDING = ".index.json"
+_WEIGHT_DIRECTORIES = frozenset({"original", "onnx", "openvino", "metal", "gguf", "coreml", "runs", "__pycache__"})
+_CHECKPOINT = "checkpoint-"  # the directories that trainers leave in a model's
 BUCKET_BYTES = 64 * 2**20
 _TIMEOUT_S = 1800.0
 
@@ -55,14 +70,22 @@ def write_hf(
     place: Place,
     device: torch.device,
     *,
+    prompts: DataConfig | None = None,
+    template: str | None = None,
     max_file_bytes: int = 2 * 2**30,
     complete: Callable[[Path], None] | None = None,
 ) -> None:
     """Write this rank's share of the HF directory `directory`. source: its weights, None on a rank that sends none.
 
-    Collective over all trainer ranks. An existing directory is replaced. Tensors keep the source's type, which config.json then
-    names. A leader holds at most max_file_bytes (or one tensor, if that is larger) in host memory. device: of collectives.
-    complete: makes another kind of directory of the files of weights, on world rank 0.
+    Collective over all trainer ranks. An existing directory is replaced. Tensors keep the source's
+    type, which config.json then names.
+
+    Args:
+        device: of collectives.
+        prompts: the run's section `data`, where a run trained the model.
+        template: the text of the file that its chat_template names, where that was kept; None reads the file.
+        max_file_bytes: a leader holds at most so many, or one tensor if that is larger, in host memory.
+        complete: makes another kind of directory of the files of weights, on world rank 0.
     Raises ExportError on every rank when any rank fails.
     """
     target = Path(directory)
@@ -94,6 +117,8 @@ def write_hf(
                 assert source is not None, "world rank 0 publishes"
                 _copy_config(Path(spec.path), temporary, source.manifest.buckets[0].dtype)
             _copy_rest(Path(spec.path), temporary)
+            if prompts is not None:
+                write_prompt_format(temporary, prompts, template if template is not None else kept_template(prompts))
             _take_name(temporary, target)
 
     for step, action in (("preparing", prepare), ("writing", write), ("completing", finish)):
@@ -176,17 +201,32 @@ def _copy_config(source: Path, directory: Path, dtype: str) -> None:
 
 
 def _copy_rest(source: Path, directory: Path) -> None:
-    """The tokenizer's files, and the code that config.json or they may name (auto_map)."""
-    for file in source.iterdir():
-        if file.is_file() and (file.name in TOKENIZER_FILES or file.suffix == ".py"):
-            shutil.copyfile(file, directory / file.name)
+    """All files beside the weights: those of tokenizers and processors, templates, code (auto_map), a licence."""
+    for folder, subfolders, names in os.walk(source):
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if not name.startswith((".", _CHECKPOINT)) and name.lower() not in _WEIGHT_DIRECTORIES
+        ]
+        for name in names:
+            file = Path(folder) / name
+            target = directory / file.relative_to(source)
+            if _is_copied(file) and not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, target)
+
+
+def _is_copied(file: Path) -> bool:
+    is_weights = file.suffix.lower() in _WEIGHT_ENDINGS or file.name.endswith(_INDEX_ENDING)
+    return file.is_file() and not is_weights and file.name not in _NOT_COPIED and not file.name.startswith(".")
 
 
 def _take_name(temporary: Path, target: Path) -> None:
     """Put the complete directory in place of `target`, whose former content is deleted last."""
-    for file in temporary.iterdir():
-        with file.open("rb") as stream:
-            os.fsync(stream.fileno())
+    for file in temporary.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
     former = target.with_name(target.name + ".old")
     shutil.rmtree(former, ignore_errors=True)
     if target.exists():
@@ -212,6 +252,12 @@ def checked_run(checkpoint: Path, output: Path, model: str | None) -> tuple[Conf
         )
     check_files(checkpoint)
     return config, spec
+
+
+def trained_template(checkpoint: Path, config: Config) -> str | None:
+    """The template that the checkpoint's run was given in a file. Raises DataError where nobody has it any more."""
+    kept = read_meta(checkpoint).chat_template
+    return kept if kept is not None else template_text(config.data.chat_template)
 
 
 def _single_process(checkpoint: Path, meta: CheckpointMeta, model: str | None) -> Config:

@@ -55,6 +55,7 @@ class CheckpointMeta:
     digests alone.
     layout: trainer ranks and their TP and PP sizes. model: path and fingerprint of the HF model the run began with.
     reference: of which version the reference is (0: the HF model), and whether it is in the checkpoint; null without one.
+    chat_template: the text of the file that data.chat_template names; null where it names none.
     base: digest of the weights that adapters are trained beside; null where the weights themselves are trained.
     files: every other file of the directory with its size in bytes. digests: of these files; none in those
     of releases before it. In the file the whole has a digest too.
@@ -72,6 +73,7 @@ class CheckpointMeta:
     files: dict[str, int]
     digests: dict[str, str]
     base: str | None = None
+    chat_template: str | None = None
 
     def dump(self) -> str:
         values = asdict(self)

@@ -30,6 +30,7 @@ from pa_npu.checkpoints.provenance import config_digest, config_tree, model_fing
 from pa_npu.checkpoints.writer import Forked, WriteFailed, root_cause
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import CheckpointReport
+from pa_npu.data.prompt_format import kept_template
 from pa_npu.errors import CheckpointError, DataError, UserError
 from pa_npu.telemetry.records import read_evaluations
 from pa_npu.telemetry.timeline import Timeline, now
@@ -215,6 +216,7 @@ class Checkpointing:
             model={"path": config.model.path, "fingerprint": model_fingerprint(config.model.path)},
             config=shared_tree(config_tree(config)),
             config_digest=config_digest(config),
+            chat_template=kept_template(config.data),
             files=store.list_files(saving.directory),
             digests=found,
             **saving.plan.description,

@@ -85,7 +85,12 @@ class ConfigTree(Section):
 
     @property
     def needs_answers(self) -> bool:
-        """Whether a reward may compare responses with a reference answer, so that every row of the data has to have one."""
+        """Whether every row of the data has to have a reference answer: not where agents may give the rewards."""
+        return self.rewards_read_answers and self.environment.name not in ("agents", "remote")
+
+    @property
+    def rewards_read_answers(self) -> bool:
+        """Whether a reward may compare responses with a reference answer."""
         judged = "{answer}" in self.reward.judge.template
         return any(
             function.name == "math" or ":" in function.name or (function.name == "judge" and judged)

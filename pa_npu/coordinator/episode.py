@@ -157,12 +157,13 @@ async def score(
     given = [sample.reward for sample in samples if sample.reward is not None]
     if not given:
         return ScoredGroup(prompt, samples, await rewards.score(reward_input(prompt, samples)), counted)
-    if len(given) != len(samples) or not np.isfinite(given).all():
+    with np.errstate(over="ignore"):
+        total = np.asarray(given, np.float32)  # what float32 cannot hold becomes infinite
+    if len(given) != len(samples) or not np.isfinite(total).all():
         raise EnvironmentFailed(
             f"environment.name: rewards {[sample.reward for sample in samples]} of the samples of prompt {prompt.prompt_id} must "
             f"be finite numbers, or all None, which leaves them to the reward functions; correct the environment"
         )
-    total = np.asarray(given, np.float32)
     return ScoredGroup(prompt, samples, RewardResult(total, {"environment": total}, total > 0, ()), counted)
 
 

@@ -1,7 +1,7 @@
 """ServedRun: what a gateway with a port of its own (agent.port) offers beside sessions, for the run's key.
 
     POST /v1/chat/completions, /v1/completions    a sample of the version that the engines hold, which trains nothing
-    GET  /v1/models                               the model, and that version
+    GET  /v1/models, /v1/models/policy            the model, and that version
     POST /groups                                  copies of the run's groups, by columns; each task gets each group once
 
 Samples are written between two publishes: what is in flight when weights change begins again under the new ones. Copies are in
@@ -24,7 +24,7 @@ from aiohttp import web
 
 from pa_npu.agents.chat import Answer, Chat
 from pa_npu.agents.gateway import CHAT_FIELDS, TEXT_FIELDS, Gateway, read_json, send
-from pa_npu.agents.openai_format import Asked, Refused, models, read_request, whole_answer
+from pa_npu.agents.openai_format import Asked, Refused, models, named_model, read_request, whole_answer
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.episode import ScoredGroup
@@ -132,12 +132,16 @@ class ServedRun(Variant):
             return handle
 
         app.router.add_get("/v1/models", guarded(self._models))
+        app.router.add_get("/v1/models/{model}", guarded(self._model))
         app.router.add_post("/v1/chat/completions", guarded(self._chat_completion))
         app.router.add_post("/v1/completions", guarded(self._completion))
         app.router.add_post("/groups", guarded(self._groups))
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(models(self._version))
+
+    async def _model(self, request: web.Request) -> web.Response:
+        return web.json_response(named_model(request.match_info["model"], self._version))
 
     async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
         asked = await self._read(request, CHAT_FIELDS)

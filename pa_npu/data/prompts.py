@@ -15,13 +15,18 @@ import numpy.typing as npt
 from pa_npu.config.plain_file import reason
 from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
 from pa_npu.config.words import counted
-from pa_npu.data.records import Columns, Message, Record, read_records
+from pa_npu.data.messages import Message, left_out
+from pa_npu.data.records import Columns, Record, read_records
 from pa_npu.data.template import TemplateFailed, check_options, chosen_template, rendered
 from pa_npu.errors import DataError, printable
 
 RENDER_ALL_LIMIT_S, RENDER_ROW_S = 60.0, 0.02  # of a dataset: these, and so much more per row
 ENCODE_CHARACTERS = 4 << 20  # tokenised together
 _SHOWN_LINES, _SHOWN_CHARACTERS = 12, 400
+# A prompt of so many characters for each token that fits is too long whatever its tokens are. No
+# token of a vocabulary has more; normalisation, such as dropping spaces, may take some away.
+_SHORTEST_TOKEN_BOUND, _NORMALISED = 64, 4
+_REASONING = "reasoning_content"
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,12 +99,13 @@ def load_prompts(
     source = dataset.called if isinstance(dataset, TrainingDataset) else ""
     limit = config.max_prompt_tokens
     prompts: list[Prompt] = []
-    too_long: list[tuple[Record, int]] = []
+    too_long: list[_Encoded] = []
     shortest = sys.maxsize
-    for number, (record, text, tokens) in enumerate(_encoded(records, tokenizer, config)):
-        shortest = min(shortest, len(tokens))
-        if len(tokens) > limit:
-            too_long.append((record, len(tokens)))
+    for number, encoded in enumerate(_encoded(records, tokenizer, config)):
+        record, text, tokens = encoded.record, encoded.text, encoded.tokens
+        shortest = min(shortest, encoded.num_tokens)
+        if encoded.num_tokens > limit:
+            too_long.append(encoded)
             if config.overlong_prompt != "truncate":
                 continue
             tokens = tokens[-limit:]
@@ -107,11 +113,12 @@ def load_prompts(
         array = np.asarray(tokens, np.int32)
         prompts.append(Prompt(first_id + number, array, record.answer, text, record.row, source))
     if too_long and config.overlong_prompt == "refuse":
-        first, num_tokens = too_long[0]
+        first = too_long[0]
+        longest = max(too_long, key=lambda encoded: encoded.num_tokens)
         others = f" and {len(too_long) - 1} more" if len(too_long) > 1 else ""
         raise DataError(
-            f"{first.location}: the prompt has {num_tokens} tokens{others}, more than data.max_prompt_tokens = {limit}; "
-            f"raise it (longest: {max(tokens for _, tokens in too_long)}), or set data.overlong_prompt to truncate or skip"
+            f"{first.record.location}: the prompt has {first.size} tokens{others}, more than data.max_prompt_tokens = "
+            f"{limit}; raise it (longest: {longest.size}), or set data.overlong_prompt to truncate or skip"
         )
     if not prompts:
         raise DataError(
@@ -152,13 +159,33 @@ def first_prompt_lines(prompt: Prompt, tokenizer: Any) -> list[str]:
     ]
 
 
-def _encoded(
-    records: Sequence[Record], tokenizer: Any, config: DataConfig
-) -> Iterator[tuple[Record, str, Sequence[int]]]:
+@dataclass(frozen=True)
+class _Encoded:
+    """A rendered record and its tokens; of a text far too long the last ones, and how many it has at least."""
+
+    record: Record
+    text: str
+    tokens: Sequence[int]
+    least_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole text; a lower bound where it was not tokenised whole."""
+        return max(len(self.tokens), self.least_tokens)
+
+    @property
+    def size(self) -> str:
+        """num_tokens, for messages."""
+        return f"{'at least ' if self.least_tokens else ''}{self.num_tokens}"
+
+
+def _encoded(records: Sequence[Record], tokenizer: Any, config: DataConfig) -> Iterator[_Encoded]:
     """Every record with its text and tokens. What a template makes of all rows together need not fit in memory."""
     template = chosen_template(tokenizer, config)
     check_options(template, config)
     with_template = template is not None
+    longest_token = _longest_token(tokenizer)
+    bound = longest_token * _NORMALISED * config.max_prompt_tokens
     seconds_left = RENDER_ALL_LIMIT_S + RENDER_ROW_S * len(records)
     batch: list[tuple[Record, str]] = []
     num_characters = 0
@@ -173,18 +200,26 @@ def _encoded(
                 f"data.chat_template=never"
             )
         batch.append((record, text))
-        num_characters += len(text)
+        num_characters += min(len(text), bound)
         if num_characters < ENCODE_CHARACTERS and number < len(records):
             continue
         # A rendered template brings its own special tokens; plain text gets the tokenizer's (a llama's first token).
-        encoded = _tokens([text for _, text in batch], tokenizer, with_template)
-        for (encoded_record, encoded_text), tokens in zip(batch, encoded, strict=True):
+        # Tokenising megabytes takes seconds: the end of a text that cannot fit is all that truncation keeps of it.
+        encoded = _tokens([whole[-bound:] for _, whole in batch], tokenizer, with_template)
+        for (encoded_record, whole), tokens in zip(batch, encoded, strict=True):
             if not tokens:
                 raise DataError(
                     f"{encoded_record.location}: the prompt has no tokens; give a question or remove the row"
                 )
-            yield encoded_record, encoded_text, tokens
+            least = len(whole) // longest_token // _NORMALISED + 1 if len(whole) > bound else 0
+            yield _Encoded(encoded_record, whole, tokens, least)
         batch, num_characters = [], 0
+
+
+def _longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token, at least a usual bound."""
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else ()
+    return max((len(token) for token in vocabulary), default=0) or _SHORTEST_TOKEN_BOUND
 
 
 def _tokens(texts: list[str], tokenizer: Any, with_template: bool) -> list[list[int]]:
@@ -201,18 +236,43 @@ def _tokens(texts: list[str], tokenizer: Any, with_template: bool) -> list[list[
 
 
 def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -> str:
-    """The prompt's text up to the place where the response begins."""
+    """The prompt's text up to the place where the response begins, with all that the row says."""
     messages = compose_messages(record, config)
-    if template is None:
-        return "\n".join(message["content"] for message in messages)
+    if isinstance(template, str) and _REASONING not in template:
+        messages = [_with_reasoning(message) for message in messages]
+    ending = {"continue_final_message": True} if record.continues else {"add_generation_prompt": True}
+
+    def render(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
+        if template is None:
+            return "\n".join(message["content"] for message in messages)
+        described = {"tools": list(tools)} if tools else {}
+        return rendered(tokenizer, template, messages, **ending, **described, **config.template_options)
+
     try:
-        return rendered(tokenizer, template, messages, add_generation_prompt=True, **config.template_options)
+        text = render(messages, record.tools)
+        lost = left_out(render, text, messages, record.tools)
     except TemplateFailed as failed:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(
             f"{record.location}: the chat template {failed}, with the roles {roles}; correct the row, chat_template of model.path, "
             f"or data.system_prompt, or set data.chat_template=never"
         ) from None
+    if lost is not None:
+        renderer = "plain text (there is no chat template)" if template is None else "the chat template"
+        raise DataError(
+            f"{record.location}: {renderer} leaves out {lost}; correct the row, or name a template that renders it "
+            f"with data.chat_template"
+        )
+    return text
+
+
+def _with_reasoning(message: Message) -> Message:
+    """The message with its reasoning in the content, for a template that does not know the field."""
+    reasoning = message.get(_REASONING)
+    if not isinstance(reasoning, str) or not reasoning:
+        return message
+    rest = {name: value for name, value in message.items() if name != _REASONING}
+    return {**rest, "content": f"<think>\n{reasoning.strip()}\n</think>\n\n{message['content']}"}
 
 
 def compose_messages(record: Record, config: DataConfig) -> list[Message]:

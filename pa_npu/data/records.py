@@ -8,7 +8,10 @@ These layouts are understood, told apart by the columns of each row:
     messages, answer   chat messages; without an answer column the last message, an assistant's, is the reference
 
 and those of published benchmarks that `published` translates. A named column may be one inside another, such as
-reward_model.ground_truth.
+reward_model.ground_truth. Messages keep their fields (tool_calls, name, reasoning_content, ...), and
+functions that a column `tools` describes go with them to the chat template. A last message of the
+assistant in `messages` is what the policy has to write, so it is no part of the prompt; one in
+`prompt` is the beginning of the response, which goes on from there.
 """
 
 from __future__ import annotations
@@ -16,20 +19,33 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pa_npu.config.words import as_json
-from pa_npu.data.rows import read_rows
+from pa_npu.data.messages import BadMessage, Message, read_tools, template_message, without_nulls
+from pa_npu.data.rows import TableRow, read_rows
 from pa_npu.errors import DataError
 
 ANSWER_MARK = "####"  # GSM8K puts the final answer behind it
 _QUESTIONS = ("question", "problem", "prompt", "messages")
+_TOOLS = "tools"
+# Columns that hold the reference answer in datasets of this kind, for messages.
+_LIKELY_ANSWERS = (
+    "reward_model.ground_truth",
+    "final_answer",
+    "ground_truth",
+    "expected_answer",
+    "Answer",
+    "solution",
+    "target",
+    "label",
+)
+_BOXES = ("\\boxed", "\\fbox")
+_LONGEST_PLAIN_SOLUTION = 40  # characters of a solution that can be the final answer itself
 LETTERS = "ABCDEFGHIJ"
 CHOICE_COLUMN = "choice_letters"
 _GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-
-Message = dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -50,12 +66,23 @@ _BY_LAYOUT = Columns()
 
 @dataclass(frozen=True)
 class Record:
-    """One row. location: "file:line" (JSONL) or "file: row n" (parquet, from 1). messages: up to the turn to generate."""
+    """One row.
+
+    location: "file:line" (JSONL) or "file: row n" (parquet, from 1). messages: up to the turn to
+    generate; of the assistant at the end is only what that turn begins with. tools: functions that
+    the messages may call, as the row describes them.
+    """
 
     location: str
     messages: tuple[Message, ...]
     answer: str
     row: dict[str, Any]
+    tools: tuple[dict[str, Any], ...] = field(default=())
+
+    @property
+    def continues(self) -> bool:
+        """Whether the response goes on from the last message."""
+        return self.messages[-1]["role"] == "assistant"
 
 
 def read_records(
@@ -75,20 +102,76 @@ def _record(location: str, row: Any, columns: Columns) -> Record:
     question = _column(location, row, "question_column", columns.question, columns.optional)
     reference = _column(location, row, "answer_column", columns.answer, columns.optional)
     kept = published(row) if question is None else dict(row)
-    row = dict(kept)
-    if question is not None:
-        row = {name: value for name, value in row.items() if name not in _QUESTIONS} | {"prompt": question}
+    asked, name = _question(location, kept, columns.question, question)
+    is_table = isinstance(row, TableRow)
+    messages = _messages(location, asked, name, is_table)
     if reference is not None:
-        row["answer"] = int(reference) if isinstance(reference, float) and reference.is_integer() else reference
-    messages = _messages(location, row, columns.question if question is not None else None)
-    answer = row.get("answer")
-    if answer is None and row.get("question") is None and row.get("problem") is not None:
-        answer = row.get("solution")
-    if answer is None and "prompt" not in row and "question" not in row and messages[-1]["role"] == "assistant":
-        answer, messages = messages[-1]["content"], messages[:-1]
+        answer = reference
+    elif kept.get("answer") is None and name == "problem":
+        answer = _solution(location, kept, columns.needs_answer)
+    else:
+        answer = kept.get("answer")
+    if messages[-1]["role"] == "assistant" and name != "prompt":
+        if answer is None:
+            answer = messages[-1]["content"]
+        messages = messages[:-1]
         if not messages:
-            raise DataError(f"{location}: messages hold an answer but no question; add the user's message before it")
-    return Record(location, messages, _reference(location, answer, columns.needs_answer), kept)
+            raise DataError(f"{location}: {name} holds an answer but no question; add the user's message before it")
+    tools = read_tools(without_nulls(kept.get(_TOOLS)) if is_table else kept.get(_TOOLS))
+    final = _reference(location, answer, columns.needs_answer, kept)
+    return Record(location, messages, final, kept, tools)
+
+
+def _question(location: str, row: Mapping[str, Any], named: str | None, value: Any) -> tuple[Any, str]:
+    """The question and its column. value: of the column that the user named. Raises DataError.
+
+    Several columns are fine where they ask the same: which of two different texts is asked would
+    otherwise be a guess, and a system message could be lost with it.
+    """
+    if value is not None:
+        assert named is not None
+        return value, named
+    present = [name for name in _QUESTIONS if row.get(name) is not None]
+    if not present:
+        raise DataError(
+            f"{location}: no question, problem, prompt or messages (columns: {_column_names(row)}); add or rename a "
+            f"column, or name it with data.question_column"
+        )
+    chosen = present[0]
+    for name in present[1:]:
+        if _plain_question(row[name]) != _plain_question(row[chosen]):
+            raise DataError(
+                f"{location}: {chosen} and {name} ask different things (columns: {_column_names(row)}); name the one to "
+                f"ask with data.question_column"
+            )
+    return row[chosen], chosen
+
+
+def _plain_question(value: Any) -> Any:
+    """The text of a question: of messages, the user's where there is no other before the answer."""
+    if isinstance(value, str):
+        return value.strip()
+    if not isinstance(value, list):
+        return value
+    asked = value[:-1] if _role(value[-1:]) == "assistant" else value
+    if len(asked) == 1 and _role(asked) == "user" and isinstance(asked[0].get("content"), str):
+        return asked[0]["content"].strip()
+    return value
+
+
+def _role(messages: Sequence[Any]) -> Any:
+    return messages[0].get("role") if messages and isinstance(messages[0], Mapping) else None
+
+
+def _column_names(row: Mapping[str, Any]) -> str:
+    """The row's columns for messages, those inside others by their dotted names."""
+    names: list[str] = []
+    for name, value in row.items():
+        if isinstance(value, Mapping) and value:
+            names += [f"{name}.{inner}" for inner in value]
+        else:
+            names.append(str(name))
+    return ", ".join(names) or "none"
 
 
 def _column(location: str, row: Mapping[str, Any], key: str, name: str | None, optional: bool) -> Any:
@@ -102,47 +185,58 @@ def _column(location: str, row: Mapping[str, Any], key: str, name: str | None, o
             break
         value = value[part]
     if value is None and not optional:
-        columns = ", ".join(map(str, row)) or "none"
-        raise DataError(f"{location}: no value in {name} (columns: {columns}); correct the row or data's {key}")
+        raise DataError(
+            f"{location}: no value in {name} (columns: {_column_names(row)}); correct the row or data's {key}"
+        )
     return value
 
 
-def _messages(location: str, row: dict[str, Any], called: str | None) -> tuple[Message, ...]:
-    """called: the user's name of the column that is prompt here."""
-    for name in _QUESTIONS:
-        if row.get(name) is not None:
-            break
-    else:
-        columns = ", ".join(map(str, row)) or "none"
-        raise DataError(
-            f"{location}: no question, problem, prompt or messages (columns: {columns}); add or rename a column, or name it with "
-            f"data.question_column"
-        )
-    value = row[name]
+def _messages(location: str, value: Any, name: str, is_table: bool) -> tuple[Message, ...]:
+    """The messages of a question. name: of its column. is_table: nulls are fields that are not there."""
     if isinstance(value, str) and name != "messages":
         if not value.strip():
-            raise DataError(f"{location}: {called or name} is empty; give a text or remove the row")
+            raise DataError(f"{location}: {name} is empty; give a text or remove the row")
         return ({"role": "user", "content": value},)
     if name in ("question", "problem") or not isinstance(value, list) or not value:
-        wanted = {
-            "question": "a text",
-            "problem": "a text",
-            "prompt": "a text or a list of messages",
-            "messages": "a list of messages",
-        }[name]
-        raise DataError(f"{location}: {called or name} is {as_json(value)}, not {wanted}; correct the row")
+        wanted = {"question": "a text", "problem": "a text", "messages": "a list of messages"}
+        raise DataError(
+            f"{location}: {name} is {as_json(value)}, not {wanted.get(name, 'a text or a list of messages')}; correct "
+            f"the row"
+        )
+    messages = []
     for message in value:
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+        try:
+            read = template_message(without_nulls(message) if is_table else message)
+        except BadMessage as bad:
+            raise DataError(f"{location}: {name}: {bad}; correct the row") from None
+        is_assistant = read["role"] == "assistant"
+        if message.get("content") is None and not is_assistant:
             raise DataError(
-                f'{location}: {called or name} holds {as_json(message)}; each must be {{"role": text, "content": text}}'
+                f'{location}: {name} holds {as_json(message)}; each must be {{"role": text, "content": text}}'
             )
-    return tuple({"role": message["role"], "content": message["content"]} for message in value)
+        messages.append(read)
+    return tuple(messages)
 
 
-def _reference(location: str, answer: Any, needed: bool) -> str:
+def _solution(location: str, row: Mapping[str, Any], needed: bool) -> Any:
+    """The reference of a problem without an answer: its solution, where that says its final answer."""
+    solution = row.get("solution")
+    if not needed or not isinstance(solution, str) or len(solution.strip()) <= _LONGEST_PLAIN_SOLUTION:
+        return solution
+    if ANSWER_MARK in solution or any(box in solution for box in _BOXES):
+        return solution
+    raise DataError(
+        f"{location}: no answer, and solution has no \\boxed{{}} that says the final one (columns: {_column_names(row)}); "
+        f"name the column of the answer with data.answer_column"
+    )
+
+
+def _reference(location: str, answer: Any, needed: bool, row: Mapping[str, Any]) -> str:
     """The final answer as text: what follows the last `####`, or everything."""
     if isinstance(answer, float) and not math.isfinite(answer):
         raise DataError(f"{location}: answer is {answer}, which no response can equal; correct or remove the row")
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
     if answer is not None and not isinstance(answer, str):
@@ -150,8 +244,19 @@ def _reference(location: str, answer: Any, needed: bool) -> str:
     final = (answer or "").rpartition(ANSWER_MARK)[2].strip()
     if not final and needed:
         place = f" after {ANSWER_MARK}" if answer and ANSWER_MARK in answer else ""
-        raise DataError(f"{location}: no answer{place}; rewards need one, so add it or remove the row")
+        raise DataError(
+            f"{location}: no answer{place} (columns: {_column_names(row)}); rewards need one, so name its column with "
+            f"data.answer_column{_likely(row)}, add it, or remove the row"
+        )
     return final
+
+
+def _likely(row: Mapping[str, Any]) -> str:
+    """The column that probably holds the answer, for a message."""
+    for name in _LIKELY_ANSWERS:
+        if _column("", row, "", name, optional=True) is not None:
+            return f"={name}"
+    return ""
 
 
 def published(row: Mapping[str, Any]) -> dict[str, Any]:

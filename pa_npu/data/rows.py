@@ -1,9 +1,9 @@
 """Rows of a dataset on disk, each with the place it came from: a file, or a directory as libraries of datasets write them.
 
-    file.jsonl, file.csv, file.parquet     told apart by content and ending
+    file.jsonl, file.csv, .tsv, .parquet   told apart by content and ending, in any case
     DIR/dataset_dict.json, DIR/SPLIT/      datasets.DatasetDict.save_to_disk
     DIR/state.json, DIR/*.arrow            datasets.Dataset.save_to_disk
-    DIR/**/*.parquet (or .jsonl, .csv)     a hub's repository: files and directories named by split, train-00000-of-00002.parquet
+    DIR/**/*.parquet (or .jsonl, .csv, ...) a hub's repository: files and directories named by split, train-00000-of-00002.parquet
 
 pyarrow reads all of these; the library itself is not needed.
 """
@@ -13,11 +13,14 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from pa_npu.config.plain_file import open_plain, reason
+from pa_npu.config.words import as_json
 from pa_npu.errors import DataError
 
 PARQUET_MAGIC = b"PAR1"
@@ -25,9 +28,16 @@ ARROW_FILE_MAGIC = b"ARROW1"
 BATCH_ROWS = 4096
 LONGEST_ROW_BYTES = 16 << 20
 
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+
 Rows = Iterator[tuple[str, Any]]
 
-_ENDINGS = (".parquet", ".jsonl", ".csv", ".arrow")
+
+class TableRow(dict[str, Any]):
+    """A row of a typed table: a struct in it has all fields that any row's has, null where there is none."""
+
+
+_ENDINGS = (".parquet", ".jsonl", ".csv", ".tsv", ".arrow")
 _DEEPEST = 3  # DIR/CONFIGURATION/SPLIT/0000.parquet
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -64,9 +74,12 @@ def _file_rows(file: Path, key: str) -> Rows:
         raise DataError(f"{key}: {file} cannot be read ({reason(error)}); give a file that can be") from None
     if magic.startswith(PARQUET_MAGIC):
         return _table_rows(file, "parquet")
-    if file.suffix == ".arrow":
+    ending = file.suffix.lower()
+    if ending == ".arrow":
         return _table_rows(file, "arrow file" if magic == ARROW_FILE_MAGIC else "arrow stream")
-    return _csv_rows(file) if file.suffix == ".csv" else _jsonl_rows(file)
+    if ending in _SEPARATORS:
+        return _csv_rows(file, _SEPARATORS[ending])
+    return _jsonl_rows(file)
 
 
 def _parts(directory: Path, key: str, split: str | None, usual: Sequence[str]) -> list[Path]:
@@ -99,7 +112,7 @@ def _loose_files(directory: Path, key: str, split: str | None, usual: Sequence[s
         files = sorted(
             file
             for file in directory.rglob("*")
-            if file.suffix in _ENDINGS
+            if file.suffix.lower() in _ENDINGS
             and len(file.relative_to(directory).parts) <= _DEEPEST
             and not any(part.startswith((".", "_")) for part in file.relative_to(directory).parts)
         )
@@ -117,7 +130,7 @@ def _loose_files(directory: Path, key: str, split: str | None, usual: Sequence[s
         by_split = {split or usual[0]: files}  # nothing says what these are
     chosen = by_split[_choose([name for name in by_split if name], split, usual, directory, key)]
     for what, places in (
-        ("formats", {file.suffix for file in chosen}),
+        ("formats", {file.suffix.lower() for file in chosen}),
         ("directories", {file.parent for file in chosen}),
     ):
         if len(places) > 1:
@@ -155,19 +168,35 @@ def _read_json(file: Path, key: str, take: Callable[[Any], list[str]]) -> list[s
         ) from None
 
 
-def _csv_rows(file: Path) -> Rows:
+def _csv_rows(file: Path, separator: str) -> Rows:
     """A first line of names, then one row after another; cells are texts."""
+    csv.field_size_limit(LONGEST_ROW_BYTES)  # of the whole process; the library's own is 128 KiB
+    first_line = 1  # of the row that is being read, which may be several lines long
     try:
         with file.open(encoding="utf-8-sig", newline="") as stream:
-            reader = csv.DictReader(stream)
+            reader = csv.DictReader(stream, delimiter=separator, strict=True)
+            _refuse_repeated(f"{file}:1", [name for name in reader.fieldnames or () if name])
+            first_line = reader.line_num + 1
             for row in reader:
                 if None in row or None in row.values():
                     raise DataError(
                         f"{file}:{reader.line_num}: another number of cells than the first line; correct the row"
                     )
                 yield f"{file}:{reader.line_num}", row
-    except (csv.Error, UnicodeDecodeError) as error:
+                first_line = reader.line_num + 1
+    except UnicodeDecodeError as error:
         raise DataError(f"{file}: is no CSV in UTF-8 ({error}); write the file again") from None
+    except csv.Error as error:
+        raise DataError(
+            f"{file}:{first_line}: the row is no CSV ({error}); correct its quotes (a quote inside a quoted cell is "
+            f"written twice), or write the file again"
+        ) from None
+
+
+def _refuse_repeated(location: str, names: Sequence[str]) -> None:
+    """Of two columns of one name only one could be read."""
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"{location}: two columns are called {as_json(repeated[0])}; rename or remove one of them")
 
 
 def _jsonl_rows(file: Path) -> Rows:
@@ -181,7 +210,8 @@ def _jsonl_rows(file: Path) -> Rows:
                 continue
             location = f"{file}:{number}"
             try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                row = json.loads(text, object_pairs_hook=_without_repeated)
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"{location}: byte {error.start} is not UTF-8; save the file as UTF-8 JSONL or as parquet"
@@ -189,14 +219,23 @@ def _jsonl_rows(file: Path) -> Rows:
             except (ValueError, RecursionError) as error:
                 problem = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
                 raise DataError(f"{location}: not valid JSON ({problem}); each line must be one JSON object") from None
-            if rb"\ud" in line.lower() and not _is_text(row):
+            if rb"\ud" in line.lower() and not is_text(row):
                 raise DataError(
                     f"{location}: half of a surrogate pair (\\uD800 to \\uDFFF), which is no text; correct the row"
                 )
             yield location, row
 
 
-def _is_text(row: Any) -> bool:
+def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError where a name occurs twice, of which the first would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (repeated, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the name {as_json(repeated)} occurs twice in an object")
+    return found
+
+
+def is_text(row: Any) -> bool:
     """Whether a JSON value can be written as UTF-8: escapes can name code points that are no characters."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
@@ -212,9 +251,10 @@ def _table_rows(file: Path, form: str) -> Rows:
     number = 0
     try:
         for batch in _batches(file, form):
+            _refuse_repeated(str(file), batch.schema.names)
             for row in batch.to_pylist():
                 number += 1
-                yield f"{file}: row {number}", row
+                yield f"{file}: row {number}", TableRow(_plain_numbers(row))
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file}: after row {number}, a text column is not UTF-8 (byte {error.start} of a value); write the file again"
@@ -223,6 +263,20 @@ def _table_rows(file: Path, form: str) -> Rows:
         raise DataError(
             f"{file}: unreadable {form} after row {number} ({reason(error)}); write the file again"
         ) from None
+
+
+def _plain_numbers(value: Any) -> Any:
+    """The value without decimals, which JSON does not know: as numbers, as texts where a float is not exact."""
+    if isinstance(value, Decimal):
+        if value == value.to_integral_value():
+            return int(value)
+        nearest = float(value)
+        return nearest if Decimal(repr(nearest)) == value else format(value, "f")
+    if isinstance(value, dict):
+        return {name: _plain_numbers(item) for name, item in value.items()}
+    if isinstance(value, list) and value and not isinstance(value[0], (str, int, float)):
+        return [_plain_numbers(item) for item in value]
+    return value
 
 
 def _batches(file: Path, form: str) -> Iterator[Any]:

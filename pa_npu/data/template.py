@@ -31,7 +31,7 @@ def chosen_template(tokenizer: Any, config: DataConfig) -> Any:
         )
     if config.chat_template in ("auto", "always"):
         return own
-    return None if config.chat_template == "never" else _read(config.chat_template)
+    return None if config.chat_template == "never" else read_template(config.chat_template)
 
 
 class TemplateFailed(Exception):
@@ -72,7 +72,8 @@ def check_options(template: Any, config: DataConfig) -> None:
             )
 
 
-def _read(file: str) -> str:
+def read_template(file: str) -> str:
+    """The text of a template's file. Raises DataError."""
     try:
         text = read_plain(file, LONGEST_TEMPLATE_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

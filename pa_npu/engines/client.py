@@ -133,8 +133,10 @@ class EngineClient:
                 asked = [request, len(generations), given]
                 most = _FRAME_BYTES + sum(given + len(one.tokens) for one in generations) * routes.most_bytes
                 (first, *_), _ = await self._on_workers("pa_routes", asked, deadline_s, most_bytes=most)
-                shared = base64.b64decode(first["given"])
-                recorded = [np.frombuffer(shared + base64.b64decode(own), "<u2") for own in first["own"]]
+                shared = base64.b64decode(first["given"], validate=True)
+                recorded = [np.frombuffer(shared + base64.b64decode(own, validate=True), "<u2") for own in first["own"]]
+            if len(recorded) != len(generations):
+                raise ValueError(f"{len(recorded)} of {len(generations)} responses")
         except (KeyError, ValueError, TypeError) as error:
             raise EngineError(
                 f"engine {self.name}: its answer has no routes ({type(error).__name__}: {error}); does it record them?"

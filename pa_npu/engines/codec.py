@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -131,10 +132,38 @@ def recorded_routes(data: bytes, layers: Sequence[int]) -> tuple[str, list[npt.N
     texts = [choice.routed_experts for choice in sorted(answer.choices, key=lambda choice: choice.index)]
     if None in texts:
         return answer.id, None
-    arrays = [np.load(io.BytesIO(base64.b64decode(text or ""))) for text in texts]
-    return answer.id, [
-        one[:, layers if one.shape[1] > len(layers) else slice(None)].astype(np.uint16) for one in arrays
-    ]
+    arrays = []
+    for text in texts:
+        array = _routes_array(base64.b64decode(text or ""))
+        if len(array) and array.shape[1] < len(layers):
+            raise ValueError(f"rows of {array.shape[1]} layers, but {len(layers)} have experts")
+        if array.shape[1] > len(layers):
+            if array.shape[1] <= max(layers):
+                raise ValueError(f"rows of {array.shape[1]} layers, but layer {max(layers)} has experts")
+            array = array[:, layers]
+        arrays.append(array.astype(np.uint16))
+    return answer.id, arrays
+
+
+def _routes_array(data: bytes) -> npt.NDArray[Any]:
+    """The array of an .npy file that is exactly so long as its header says. Raises ValueError for anything else."""
+    stream = io.BytesIO(data)
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    elif version == (2, 0):
+        shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(stream)
+    else:
+        raise ValueError(f"an array of format {version}")
+    if len(shape) != 3 or dtype.kind not in "iu":
+        raise ValueError(f"an array of {dtype} and shape {list(shape)!r:.60}, not [tokens, layers, experts per token]")
+    size = math.prod(shape)
+    if size * dtype.itemsize != len(data) - stream.tell():
+        raise ValueError(f"{len(data) - stream.tell()} bytes of an array of {dtype} and shape {list(shape)!r:.60}")
+    array = np.frombuffer(data, dtype, size, stream.tell()).reshape(shape, order="F" if is_fortran else "C")
+    if size and not (array.min() >= -1 and array.max() <= NO_ROUTE):  # -1 is NO_ROUTE in 16 bits
+        raise ValueError("expert ids beyond 16 bits")
+    return array
 
 
 def checked_generations(

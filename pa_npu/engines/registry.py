@@ -33,11 +33,13 @@ class EngineCommand:
     """argv[0] is the interpreter; env holds what must be set on top of the inherited environment.
 
     scratch_env: the variable in which the server finds a directory of its own, which goes with it; None where it needs none.
+    own_tmpdir: that directory is its TMPDIR too.
     """
 
     argv: tuple[str, ...]
     env: dict[str, str]
     scratch_env: str | None = None
+    own_tmpdir: bool = False
 
 
 @dataclass(frozen=True)

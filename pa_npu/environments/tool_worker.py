@@ -36,11 +36,16 @@ def _answer(function: Any, call: str) -> dict[str, Any]:
     try:
         answer = function(call)
         if isinstance(answer, (str, int, float)):
-            return {"answer": str(answer)}
+            text = str(answer)
+            text.encode()  # raises UnicodeEncodeError for half of a surrogate pair
+            return {"answer": text}
         reason = f"returned {type(answer).__name__}, not a text or a number"
+    except UnicodeEncodeError:
+        reason = "returned half of a surrogate pair, which is no text"
     except BaseException as error:  # a tool's failure is what the policy reads, also where it would end its process
         reason = f"{type(error).__name__}: {error}"
-    return {"answer": "error: " + " ".join(reason.split())[:_LONGEST_REASON], "failure": True}
+    line = " ".join(reason.split())[:_LONGEST_REASON].encode("utf-8", "replace").decode()
+    return {"answer": f"error: {line}", "failure": True}
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import numpy as np
 from pa_npu.control.tasks import gather
 from pa_npu.control.worker_process import WorkerProcess, json_line
 from pa_npu.data.prompts import Prompt
+from pa_npu.data.text_encoder import TextEncoder
 from pa_npu.environments.protocol import EnvironmentContext, Generate, write
 from pa_npu.errors import ConfigError, DeadlineExceeded
 from pa_npu.samples.types import Sample, SampleBuilder
@@ -66,6 +67,7 @@ class ToolEnvironment:
         self._open, self._close = _pair(context, "call", ("<<", ">>"))
         self._answer = _pair(context, "answer", ("=", "\n"))
         self._tool: Tool = make_tool(context)
+        self._encoder = TextEncoder(context.tokenizer)
 
     async def close(self) -> None:
         """End the tool's process, where it has one."""
@@ -97,9 +99,11 @@ class ToolEnvironment:
             if call is None:
                 return sample.finish(generation.finished, text)
             answer = self._answer[0] + await self._tool(call) + self._answer[1]
-            tokens = self._context.tokenizer(answer, add_special_tokens=False)["input_ids"]
-            if turn == self._context.max_turns - 1 or len(tokens) >= left:
-                break  # no turn or token is left to read the answer
+            if turn == self._context.max_turns - 1:
+                break  # no turn is left to read the answer
+            tokens = await self._encoder.encode(answer, max_tokens=left)
+            if tokens is None or len(tokens) >= left:
+                break  # no token is left behind it
             sample.show(np.asarray(tokens, np.int32))
             text += answer
             left -= len(tokens)

@@ -12,7 +12,7 @@ raise DataError.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from pa_npu.config.plain_file import open_plain, reason
-from pa_npu.errors import DataError
+from pa_npu.errors import DataError, printable
 from pa_npu.families.config_json import read_json_object, token_ids
 from pa_npu.families.spec import ModelSpec
 
@@ -192,13 +192,35 @@ def _check_tensors(spec: ModelSpec, stored: dict[str, StoredTensor]) -> None:
 
 def check_end_tokens(spec: ModelSpec) -> None:
     _in_vocabulary(spec, "config.json: eos_token_id", spec.eos_token_ids)
-    file = Path(spec.path) / "generation_config.json"
-    if file.exists():
-        try:
-            tokens = token_ids(read_json_object(file, _LARGEST_INDEX_BYTES), "eos_token_id")
-        except ValueError as error:
-            raise DataError(f"model.path: {file} has a value that cannot be used ({error}); correct it") from None
-        _in_vocabulary(spec, "generation_config.json: eos_token_id", tokens)
+    _in_vocabulary(spec, "generation_config.json: eos_token_id", _generation_end_tokens(spec.path))
+
+
+def end_token_ids(path: str, config_tokens: Sequence[int], tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a response, as vLLM takes them together: of config.json, generation_config.json and the tokenizer.
+
+    config_tokens: those of config.json. Raises DataError.
+    """
+    tokens = {*config_tokens, *_generation_end_tokens(path)}
+    if tokenizer.eos_token_id is not None:
+        tokens.add(int(tokenizer.eos_token_id))
+    return tuple(sorted(tokens))
+
+
+def end_tokens_line(spec: ModelSpec, tokenizer: Any) -> str:
+    """The tokens that end a response, for the lines that a run begins with."""
+    tokens = end_token_ids(spec.path, spec.eos_token_ids, tokenizer)
+    names = [f"{printable(str(tokenizer.convert_ids_to_tokens(token)))} ({token})" for token in tokens]
+    return f"a response ends at {' or '.join(names)}" if names else "no token ends a response"
+
+
+def _generation_end_tokens(path: str) -> tuple[int, ...]:
+    file = Path(path) / "generation_config.json"
+    if not file.exists():
+        return ()
+    try:
+        return token_ids(read_json_object(file, _LARGEST_INDEX_BYTES), "eos_token_id")
+    except ValueError as error:
+        raise DataError(f"model.path: {file} has a value that cannot be used ({error}); correct it") from None
 
 
 def _in_vocabulary(spec: ModelSpec, what: str, tokens: tuple[int, ...]) -> None:

@@ -15,6 +15,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.coordinator.environment_trial import check_environment
 from pa_npu.coordinator.evaluate import Evaluation, Evaluator
+from pa_npu.data.prompt_format import read_prompt_format
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
@@ -44,7 +45,7 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
         from pa_npu.backends.registry import export_checkpoint
 
         export_checkpoint(Path(checkpoint), Path(config.model.path), None, merged=True)
-    config, platform = resolve_device(config)
+    config, platform = resolve_device(_asked_as_trained(config))
     spec = ModelSpec.of(config)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     check_tokenizer(spec, tokenizer)
@@ -63,6 +64,16 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
             say(line)
     say(f"results by question: {file}")
     return 0
+
+
+def _asked_as_trained(config: Config) -> Config:
+    """The configuration with the prompt format of the run that trained the model, where it does not set its own."""
+    prompts = read_prompt_format(Path(config.model.path))
+    data, changed = prompts.given_to(config.data)
+    if changed:
+        names = ", ".join(f"data.{name}" for name in changed)
+        say(f"{names}: as in the run that trained {config.model.path}; set a key to ask otherwise")
+    return config.model_copy(update={"data": data})
 
 
 def show(results: str, other: str | None = None) -> int:

@@ -29,6 +29,7 @@ from pa_npu.families.model_directory import (
     check_plain_files,
     check_tokenizer,
     check_weights,
+    end_tokens_line,
     load_tokenizer,
 )
 from pa_npu.families.peft_directory import check_adapters
@@ -189,6 +190,8 @@ def _check_data(config: Config, findings: Findings, tokenizer: Any, local: Calla
     sample: Prompt | None = None
     if findings.spec is not None:
         check_tokenizer(findings.spec, tokenizer)
+        if not config.rollout.ignore_eos:
+            findings.counts.append(end_tokens_line(findings.spec, tokenizer))
     loaded = local(lambda: check_training(tokenizer, config), *(one.path for one in config.data.datasets))
     for number, dataset in enumerate(config.data.datasets):
         findings.counts.append(f"{config.data.key_of(number)}: {loaded[number].summary if loaded else 'not here'}")

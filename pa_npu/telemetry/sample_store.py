@@ -56,6 +56,14 @@ class KeptResponse:
     turns: Sequence[Mapping[str, Any]] = ()
 
 
+def reward_names(rows: Sequence[KeptResponse]) -> list[str]:
+    """The names of all rewards in the rows, in the order in which they come first.
+
+    Groups may differ: agents reward some, reward functions the others.
+    """
+    return list(dict.fromkeys(name for row in rows for name in row.rewards))
+
+
 def kept_groups(setting: int | Literal["all"]) -> float:
     """How many groups of an iteration, those with the lowest numbers, telemetry.samples keeps."""
     return float("inf") if setting == "all" else setting
@@ -100,7 +108,7 @@ class SampleStore(_Tables):
         """All kept responses of an iteration; returns at once."""
         if rows:
             kept = list(rows)
-            self.submit(_file(iteration), lambda: ([self._row(row) for row in kept], _schema(kept[0].rewards)))
+            self.submit(_file(iteration), lambda: ([self._row(row) for row in kept], _schema(reward_names(kept))))
 
     def _row(self, row: KeptResponse) -> dict[str, Any]:
         return {**asdict(row), "pieces": [self._piece(token) for token in row.tokens]}
@@ -165,6 +173,9 @@ def read_samples(
             found, logprobs = trained.get(_place(row)), row.get("logprobs")
             equal = isinstance(found, list) and isinstance(logprobs, list) and len(found) == len(logprobs)
             row["trainer_logprobs"] = found if equal else None
+    for row in rows:
+        if isinstance(row.get("rewards"), dict):  # the table has every name that any of its groups was rewarded by
+            row["rewards"] = {name: value for name, value in row["rewards"].items() if value is not None}
     return sorted(rows, key=_place)
 
 
@@ -191,7 +202,7 @@ def _files(directory: Path) -> Iterator[tuple[int, Path]]:
             yield int(found[1]), path
 
 
-def _schema(rewards: dict[str, float]) -> Any:
+def _schema(rewards: Sequence[str]) -> Any:
     import pyarrow as pa  # a third of a second, which only who writes or reads samples spends
 
     plain = {"int": pa.int32(), "str": pa.string(), "float": pa.float32(), "bool": pa.bool_()}

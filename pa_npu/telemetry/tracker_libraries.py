@@ -90,6 +90,8 @@ class TensorBoard(Tracker):
 
 
 def _markdown_cell(value: Any) -> str:
+    if value is None:
+        return ""
     return " ".join(str(value).split()).replace("|", "\\|")
 
 

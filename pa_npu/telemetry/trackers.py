@@ -24,7 +24,7 @@ import msgspec
 
 from pa_npu.config.sections.operation import TelemetryConfig
 from pa_npu.telemetry.records import JsonLines, RecordFile, attempt, drop_records, json_line, note_lost, say
-from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
+from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse, reward_names
 from pa_npu.telemetry.secrets import flat
 from pa_npu.telemetry.tracker_libraries import TRACKERS, Identity, TrackedRun, Tracker
 
@@ -282,7 +282,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _table(name: str, iteration: int, rows: Sequence[KeptResponse]) -> dict[str, Any]:
-    functions = list(rows[0].rewards)
+    functions = reward_names(rows)
     columns = ["step", "prompt", "completion", "answer", *functions, "reward", "advantage", "correct", "tokens"]
     cells = [
         [
@@ -290,7 +290,7 @@ def _table(name: str, iteration: int, rows: Sequence[KeptResponse]) -> dict[str,
             _text(row.prompt),
             _text(row.text),
             _text(row.answer),
-            *(row.rewards[function] for function in functions),
+            *(row.rewards.get(function) for function in functions),
             row.reward,
             row.advantage,
             row.correct,

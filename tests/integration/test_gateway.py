@@ -43,6 +43,8 @@ def test_other_programs_sample_from_the_current_version_and_take_groups_as_colum
     assert (sent["n"], sent["temperature"], sent["top_p"], sent["max_tokens"]) == (3, 0.5, 0.9, 4)
     assert asked(run, "POST", "/v1/completions", body)[1]["choices"] == sampled["choices"], "by its seed"
     assert asked(run, "GET", "/v1/models")[1]["data"][0]["weight_version"] == 0
+    assert asked(run, "GET", "/v1/models/policy")[1]["weight_version"] == 0
+    assert asked(run, "GET", "/v1/models/another")[0] == 404
 
     first = {group.index: group for group in run.consume(0)}
     columns = ["about", "tokens", "trained", "logprobs", "versions", "lengths", "rewards", "advantages"]

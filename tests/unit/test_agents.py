@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from pa_npu.agents import environment as environment_module
 from pa_npu.agents import gateway
 from pa_npu.agents.chat import Parsed, hermes, make_parser
 from pa_npu.agents.environment import AgentEnvironment, evaluated
@@ -428,6 +429,208 @@ async def test_what_is_too_long_for_any_limit_is_refused_before_the_template_see
         await client.chat([user("q")], tools=[{"type": "function", "function": {"name": "x" * 64 * 400}}])
     await client.chat([user("q")])
     assert rendered
+
+
+async def test_what_real_clients_send_and_what_changes_nothing_is_accepted(agents: AgentEnvironment) -> None:
+    client = await client_of(agents, Policy(asks_then_answers))
+    harmless = {
+        "prompt_cache_key": "k", "prompt_cache_retention": "24h", "cache_salt": "s", "verbosity": "low",
+        "modalities": ["text"], "min_tokens": 0, "ignore_eos": False, "skip_special_tokens": True,
+    }  # fmt: skip
+    assert (await client.send("/v1/chat/completions", {"messages": [user("q")], **harmless}))[0] == 200
+    for changed in ({"modalities": ["audio"]}, {"min_tokens": 5}, {"ignore_eos": True}):
+        assert (await client.send("/v1/chat/completions", {"messages": [user("q")], **changed}))[0] == 400, changed
+    found = await client.openai.models.retrieve("policy")
+    assert found.id == "policy"
+    with pytest.raises(openai.NotFoundError, match="there is policy"):
+        await client.openai.models.retrieve("gpt-4o")
+
+
+async def test_a_developers_message_is_the_systems_where_the_template_knows_no_other(agents: AgentEnvironment) -> None:
+    shown: list[str] = []
+    client = await client_of(agents, Policy(lambda text: shown.append(text) or f"w{END_OF_TURN}"))
+    for role in ("system", "developer"):
+        await client.chat([{"role": role, "content": "Be brief."}, user("q")])
+    assert shown[0] == shown[1] and "Be brief." in shown[0]
+    agents._chat._template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(openai.BadRequestError, match="leaves out the message of role critic"):
+        await client.chat([{"role": "critic", "content": "Too long."}, user("q")])
+
+
+ITEMS = (  # as templates that go through a call's arguments
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}|{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("arguments", ['{"bad', "", "[1, 2]", '"text"', "\\ud800", '{"x": "\\ud800"}'])
+@pytest.mark.parametrize("template", [AGENT_TEMPLATE, ITEMS])
+async def test_calls_whose_arguments_are_no_object_are_a_text_of_the_conversation(
+    agents: AgentEnvironment, template: str, arguments: str
+) -> None:
+    agents._chat._template = template
+    shown: list[str] = []
+    client = await client_of(agents, Policy(lambda text: shown.append(text) or f"w{END_OF_TURN}"))
+    call = {"id": "c", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
+    asked = [user("q"), {"role": "assistant", "content": None, "tool_calls": [call]}, user("again")]
+    status, answer = await client.send("/v1/chat/completions", {"messages": asked, "tools": TOOLS})
+    assert status == 200, answer
+    if arguments.startswith("{") and "x" not in arguments:
+        assert "bad" in shown[-1], "it is shown, not dropped"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", '{"messages": [{"role": "user", "content": "x\\ud800"}]}'),
+        ("chat/completions", '{"messages": [{"role": "\\udfff", "content": "x"}]}'),
+        ("chat/completions", '{"messages": [{"role": "user", "content": "x"}], "\\uDC00": 1}'),
+        ("completions", '{"prompt": "x\\uDBff"}'),
+        ("chat/completions", '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "%s"}}]}]}'
+         % ("[" * 10_000)),
+        ("chat/completions", '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": %s}}]}]}'
+         % ("[" * 10_000 + "]" * 10_000)),
+        ("../reward", '{"reward": 1%s}' % ("0" * 400)),
+        ("../reward", '{"reward": 1%s}' % ("0" * 5_000)),
+        ("../reward", '{"reward": 1e308}'),
+        ("../reward", '{"reward": -4e38}'),
+        ("../reward", '{"reward": 1, "turn": "chatcmpl-%%s-%s"}' % ("1" * 5_000)),
+    ],
+)  # fmt: skip
+async def test_hostile_bodies_are_refused_in_openais_form(agents: AgentEnvironment, path: str, body: str) -> None:
+    client = await client_of(agents, Policy(lambda shown: f"w{END_OF_TURN}"))
+    await client.chat([user("q")])
+    headers = {"Authorization": f"Bearer {client.key}", "Content-Type": "application/json"}
+    data = (body.replace("%s", client.session.id)).encode()
+    url = f"{client.root}/v1/{path}".replace("/v1/../", "/")
+    async with aiohttp.ClientSession() as http, http.post(url, data=data, headers=headers) as reply:
+        answer = await reply.json()
+    assert reply.status == 400 and answer["error"]["message"] and "\n" not in answer["error"]["message"], answer
+    assert client.session.reward is None and len(client.session.tree.nodes) == 2
+
+
+async def test_a_body_longer_than_a_branch_may_hold_is_refused_before_it_is_parsed(
+    agents: AgentEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await client_of(agents, Policy(asks_then_answers))
+    parsed: list[int] = []
+    loads = gateway.json.loads
+    monkeypatch.setattr(gateway.json, "loads", lambda data: parsed.append(len(data)) or loads(data))
+    monkeypatch.setattr(agents._chat, "render", lambda *args, **more: pytest.fail("it must not be rendered"))
+    many = {"messages": [user("q")], "tools": [{}] * 10**6}
+    for path, body in (("/v1/completions", {"prompt": [0] * 10**6}), ("/v1/chat/completions", many)):
+        status, answer = await client.send(path, body)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+    assert (await client.send("/reward", {"reward": 1.0, "turn": "x" * 10**6}))[0] == 413
+    assert max(parsed, default=0) < 2**16, "the client's own answers are parsed here too"
+    # what is below that bound and still too much is not taken apart either
+    status, answer = await client.send("/v1/chat/completions", {"messages": [user("q")], "tools": [0] * 30_000})
+    assert status == 400
+
+
+async def test_a_reward_after_a_limit_is_taken_until_the_agent_says_that_it_has_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def reward_of(grace_s: float, *, gives: bool, ends: bool) -> float | None:
+        monkeypatch.setattr(environment_module, "_GRACE_S", grace_s)
+        async with opened(make_environment(config(), TOKENIZER), 30.0) as agents:
+            assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
+            policy = Policy(lambda shown: f"w{END_OF_TURN}")
+            going = asyncio.ensure_future(agents.rollout(PROMPT, 1, policy))
+            session = await agents.sessions.take("", 30.0)
+            assert session is not None
+            client = Client(agents.sessions, session)
+            with pytest.raises(openai.BadRequestError, match="ended: turns"):
+                for number in range(9):
+                    await client.chat([user(f"q{number}")])
+            if gives:
+                assert (await client.send("/reward", {"reward": 0.75}))[0] == 200
+            if ends:
+                assert (await client.send("/end", {}))[0] == 200
+            sample, *_ = await asyncio.wait_for(going, 30.0)
+            assert session.outcome == "turns", "the limit stays its outcome"
+            return sample.reward
+
+    assert await reward_of(300.0, gives=True, ends=True) == 0.75, "no longer than until /end"
+    assert await reward_of(0.2, gives=True, ends=False) == 0.75
+    assert await reward_of(0.2, gives=False, ends=False) is None
+
+
+async def test_rows_need_no_answer_where_agents_reward_and_a_session_without_either_is_one_line() -> None:
+    assert not config().needs_answers and config().rewards_read_answers
+    assert Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}).needs_answers
+    unanswered = replace(PROMPT, answer="")
+    for reward in (0.5, None):
+        async with opened(make_environment(config(), TOKENIZER), 30.0) as agents:
+            assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
+            going = asyncio.ensure_future(agents.rollout(unanswered, 1, Policy(lambda shown: f"w{END_OF_TURN}")))
+            session = await agents.sessions.take("", 30.0)
+            assert session is not None
+            client = Client(agents.sessions, session)
+            await client.chat([user("q")])
+            if reward is not None:
+                await client.send("/reward", {"reward": reward})
+            await client.send("/end", {})
+            if reward is not None:
+                assert [sample.reward for sample in await going] == [reward]
+                continue
+            with pytest.raises(
+                EnvironmentFailed, match="no session of prompt 4 was given a reward, and its row has no answer"
+            ):
+                await going
+
+
+async def test_a_stream_that_is_hung_up_logs_no_traceback(
+    agents: AgentEnvironment, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = await client_of(agents, Policy(lambda shown: "w" * 150 + END_OF_TURN))
+    host, port = client.sessions.url.removeprefix("http://").split(":")
+    body = json.dumps({"messages": [user("q")], "stream": True, "logprobs": True}).encode()
+    head = (
+        f"POST /sessions/{client.session.id}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    )
+    for _ in range(3):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"{head}Authorization: Bearer {client.key}\r\n\r\n".encode() + body)
+        await reader.readline()
+        writer.transport.abort()
+    fine = await client.chat([user("q")])
+    assert fine.choices and "Traceback" not in caplog.text and not caplog.records
+
+
+def test_a_gateways_file_that_is_a_directory_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / gateway.GATEWAY_FILE).mkdir()
+
+    async def serve() -> None:
+        async with gateway.Gateway(Sessions("key"), 1.0).serving("127.0.0.1", 0, tmp_path):
+            pass
+
+    with pytest.raises(ConfigError, match=r"run\.dir: .*gateway\.json cannot be written"):
+        asyncio.run(serve())
+    assert (tmp_path / gateway.GATEWAY_FILE).is_dir(), "it is not ours to remove"
+
+
+async def test_a_program_gets_a_task_of_any_length_and_asks_the_gateway_past_a_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "https_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
+    monkeypatch.setenv("no_proxy", "example.org")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    file = tmp_path / "agent.py"
+    lines = PROGRAM.replace('json.loads(os.environ["TASK"])', 'json.load(open(os.environ["TASK_FILE"]))')
+    lines += """
+same = json.loads(os.environ["TASK"]) == task if "TASK" in os.environ else None
+kept = "example.org" in os.environ["no_proxy"]
+ask(os.environ["SESSION_URL"] + "/reward", {"reward": len(task["row"]["text"]) + 0.5 * (same is True) + 0.25 * kept})
+"""
+    file.write_text(lines)
+    chosen = config(command=shlex.join([sys.executable, str(file)]))
+    for length, reward in ((180_000, 180_000.25), (10, 10.75)):
+        prompt = replace(PROMPT, row={**PROMPT.row, "text": "é" * length})
+        async with opened(make_environment(chosen, TOKENIZER), 30.0) as environment:
+            samples = await environment.rollout(prompt, 1, Policy(lambda shown: f"w{END_OF_TURN}"))
+        assert [sample.reward for sample in samples] == [reward]
 
 
 async def test_programs_inherit_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -884,6 +1087,23 @@ async def test_what_is_no_answer_of_an_environment_ends_the_run_in_one_line(
     assert "\n" not in str(failed.value)
 
 
+async def test_a_remote_server_that_is_not_there_is_one_line_before_the_run() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    async with opened(make_environment(remote(url), TOKENIZER), 30.0) as environment:
+        with pytest.raises(ConfigError, match=r"environment\.options: url: .*/reset gave no answer .*; start the"):
+            await environment.trial(PROMPT)  # type: ignore[attr-defined]
+
+
+async def test_a_remote_server_is_tried_with_one_episode_which_is_closed(counting: tuple[Counting, str]) -> None:
+    server, url = counting
+    async with opened(make_environment(remote(url), TOKENIZER), 30.0) as environment:
+        await environment.trial(PROMPT)  # type: ignore[attr-defined]
+    assert [path for path, _, _ in server.asked] == ["reset", "close"]
+    assert server.asked[0][1]["id"] == server.asked[1][1]["id"]
+
+
 @pytest.mark.parametrize("url", [None, 5, "localhost:80", "ftp://x", "http://"])
 def test_a_remote_environment_needs_an_address_and_a_key_that_is_set(url: Any) -> None:
     with pytest.raises(ConfigError, match=r"environment\.options: url must be"):
@@ -929,6 +1149,7 @@ async def test_a_container_has_the_gateways_variables_its_network_and_limits_and
     assert [sample.reward for sample in samples] == [0.5], "none of the coordinator's variables"
     (run, _), (removal, _) = docker()
     image = run.index("images/agent:1")
+    assert not [part for part in run if part.startswith("--volume")], "a task that fits is in the variable"
     assert run[0] == "run" and run[image + 1 :] == shlex.split(chosen.agent.command or "")
     names = {"GATEWAY_URL", "OPENAI_API_KEY", "OPENAI_BASE_URL", "SESSION_URL", "TASK"}
     assert {part.removeprefix("--env=") for part in run if part.startswith("--env=")} == names, (
@@ -938,6 +1159,22 @@ async def test_a_container_has_the_gateways_variables_its_network_and_limits_and
     assert expected <= set(run[:image])
     assert ["--name=" + removal[2]] == [part for part in run if part.startswith("--name=")]
     assert removal[:2] == ["rm", "--force"]
+
+
+async def test_a_container_reads_a_task_that_is_too_long_for_a_variable_from_a_file(
+    tmp_path: Path, docker: Callable[[], list[tuple[list[str], list[str]]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    prompt = replace(PROMPT, row={**PROMPT.row, "text": "x" * 180_000})
+    chosen = config(command=program(tmp_path, "pass"), container="images/agent:1")
+    async with opened(make_environment(chosen, TOKENIZER), 30.0) as environment:
+        with pytest.raises(EnvironmentFailed, match="asked the policy for anything"):  # it reads TASK
+            await environment.rollout(prompt, 1, Policy(lambda shown: f"w{END_OF_TURN}"))
+    (run, _), *_ = docker()
+    names = {part.removeprefix("--env=") for part in run if part.startswith("--env=")}
+    assert "TASK_FILE" in names and "TASK" not in names and {"NO_PROXY", "no_proxy"} <= names
+    (volume,) = [part for part in run if part.startswith("--volume=")]
+    assert volume.endswith("/task.json:/task.json:ro")
 
 
 async def test_a_container_that_is_killed_begins_again_and_one_at_a_limit_is_removed(

@@ -12,7 +12,10 @@ from safetensors.torch import load_file
 from pa_npu.backends import hf_directory as export
 from pa_npu.backends.megatron.weights.buckets import export_hf
 from pa_npu.config.mesh import Mesh
-from pa_npu.errors import ExportError
+from pa_npu.config.sections.inputs import DataConfig
+from pa_npu.data.prompt_format import PromptFormat, kept_template, read_prompt_format
+from pa_npu.errors import DataError, ExportError
+from pa_npu.families.spec import ModelSpec
 from tests.helpers.weights import Stage, make_checkpoint
 
 
@@ -82,6 +85,79 @@ def test_an_existing_directory_is_replaced_only_by_a_complete_one(
     export_hf(module, spec, target, Mesh().place(0))
     assert not (target / "old").exists() and (target / "model.safetensors").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "model"]
+
+
+COPIED = (
+    *("additional_chat_templates/tool_use.jinja", "spiece.model", "tekken.json", "qwen.tiktoken", "vocab.txt"),
+    *("preprocessor_config.json", "processor_config.json", "tokenization_own.py", "LICENSE", "chat_template.json"),
+)
+LEFT = (
+    *("pytorch_model.bin", "model.gguf", "pytorch_model.bin.index.json", "original/consolidated.00.pth"),
+    *("original/params.json", "onnx/model.onnx", "README.md", "hf_quant_config.json", ".gitattributes"),
+    *("checkpoint-500/config.json", "pa_npu_prompts.json"),
+)
+
+
+def make_source(directory: Path) -> ModelSpec:
+    spec = make_checkpoint(directory, "qwen2", tied=False)
+    for name in (*COPIED, *LEFT):
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(f"of {name}")
+    (directory / "tokenizer_config.json").write_text('{"chat_template": "own", "x": 1}')
+    return spec
+
+
+def test_all_files_of_the_model_that_are_no_weights_are_in_its_export(tmp_path: Path) -> None:
+    spec = make_source(tmp_path / "model")
+    target = tmp_path / "hf"
+    export_hf(Stage().load(spec, 0), spec, target, Mesh().place(0))
+    found = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()}
+    assert found == {*COPIED, "tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"}
+    assert all((target / name).read_text() == f"of {name}" for name in COPIED)
+
+
+def test_an_export_has_the_template_and_the_format_that_the_model_was_trained_with(tmp_path: Path) -> None:
+    spec = make_source(tmp_path / "model")
+    module, place = Stage().load(spec, 0), Mesh().place(0)
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages }} trained")
+    data = DataConfig(
+        train="t", chat_template=str(file), instruction="Box it.", template_options={"enable_thinking": False}
+    )
+    target = tmp_path / "hf"
+    for template in (None, "{{ messages }} kept"):
+        export_hf(module, spec, target, place, prompts=data, template=template)
+        text = template or "{{ messages }} trained"
+        assert (target / "chat_template.jinja").read_text() == text
+        assert json.loads((target / "tokenizer_config.json").read_text()) == {"chat_template": text, "x": 1}
+        assert not (target / "chat_template.json").exists(), "it would say another"
+    asked, changed = read_prompt_format(target).given_to(DataConfig(train="other"))
+    assert (asked.chat_template, asked.instruction, asked.template_options) == (
+        "auto",
+        "Box it.",
+        {"enable_thinking": False},
+    )
+    assert changed == ["instruction", "template_options"]
+    own, changed = read_prompt_format(target).given_to(DataConfig(train="other", instruction="Mine."))
+    assert own.instruction == "Mine." and changed == ["template_options"], "what is set goes before it"
+    export_hf(module, spec, target, place, prompts=DataConfig(train="t"))
+    assert not (target / "pa_npu_prompts.json").exists() and not (target / "chat_template.jinja").exists()
+    export_hf(module, spec, target, place, prompts=DataConfig(train="t", chat_template="never"))
+    assert read_prompt_format(target) == PromptFormat(chat_template="never")
+    (target / "pa_npu_prompts.json").write_text("[")
+    with pytest.raises(DataError, match=r"pa_npu_prompts\.json: cannot be read"):
+        read_prompt_format(target)
+
+
+def test_a_checkpoint_keeps_the_template_whatever_becomes_of_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("first")
+    data = DataConfig(train="t", chat_template=str(file))
+    assert kept_template(data) == "first"
+    file.write_text("another, while the run goes on")
+    assert kept_template(data) == "first", "what the run began with"
+    assert kept_template(DataConfig(train="t", chat_template=str(tmp_path / "gone.jinja"))) is None
+    assert kept_template(DataConfig(train="t")) is None
 
 
 def test_a_stage_that_is_missing_is_noticed(tmp_path: Path) -> None:

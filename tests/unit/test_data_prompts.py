@@ -129,10 +129,10 @@ def test_blank_lines_are_skipped_and_lines_still_counted(tmp_path: Path, tokeniz
         ("[1, 2]", "a JSON list, not an object"),
         ("42", "a JSON int, not an object"),
         ("[" * 100_000, "not valid JSON"),
-        ('{"question": "q"}', "no answer;"),
-        ('{"question": "q", "answer": null}', "no answer;"),
-        ('{"question": "q", "answer": "  "}', "no answer;"),
-        ('{"question": "q", "answer": "so 5\\n#### "}', "no answer after ####;"),
+        ('{"question": "q"}', "no answer (columns: question); "),
+        ('{"question": "q", "answer": null}', "no answer (columns: question, answer); "),
+        ('{"question": "q", "answer": "  "}', "no answer (columns: question, answer); "),
+        ('{"question": "q", "answer": "so 5\\n#### "}', "no answer after #### (columns: question, answer);"),
         ('{"question": "q", "answer": [5]}', "answer is [5], not a text or a number"),
         ('{"question": "q", "answer": true}', "answer is true, not a text or a number"),
         ('{"question": " ", "answer": "5"}', "question is empty"),
@@ -142,7 +142,7 @@ def test_blank_lines_are_skipped_and_lines_still_counted(tmp_path: Path, tokeniz
         ('{"messages": [], "answer": "5"}', "messages is [], not a list of messages"),
         ('{"messages": "q", "answer": "5"}', 'messages is "q", not a list of messages'),
         ('{"messages": [{"role": "user"}], "answer": "5"}', 'each must be {"role": text, "content": text}'),
-        ('{"messages": [{"role": "user", "content": "q"}]}', "no answer;"),
+        ('{"messages": [{"role": "user", "content": "q"}]}', "no answer (columns: messages); "),
         ('{"messages": [{"role": "assistant", "content": "q"}]}', "an answer but no question"),
     ],
 )
@@ -311,6 +311,164 @@ def test_variables_of_a_template_are_found_where_they_can_be_told() -> None:
     assert template_variables("{% generation %}{% endgeneration %}") is None
     assert template_variables({"default": THINKING}) is None
     assert template_variables("{{ " + "(" * 50_000) is None
+
+
+# As Qwen3's: tools before the conversation, calls and reasoning where they were written, names of tools with their answers.
+TOOL_TEMPLATE = (
+    "{%- if tools %}[tools]{% for tool in tools %}{{ tool | tojson }}{% endfor %}[/tools]{% endif %}"
+    "{%- for message in messages %}<|{{ message.role }}{% if message.name %}:{{ message.name }}{% endif %}"
+    "{% if message.tool_call_id %}#{{ message.tool_call_id }}{% endif %}|>"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<call>{{ call.function.name }}({{ call.function.arguments | tojson }})</call>"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": ["x"]}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 2, "y": null}'}}
+TOOL_ROW = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]},
+        {"role": "assistant", "content": None, "reasoning_content": "I add.", "tool_calls": [CALL]},
+        {"role": "tool", "content": "4", "name": "add", "tool_call_id": "c1"},
+    ],
+    "tools": [ADD],
+    "answer": "4",
+}
+TOOL_TEXT = (
+    '<|user|>2+2?<|assistant|><think>I add.</think><call>add({"x": 2, "y": null})</call><|tool:add#c1|>4<|assistant|>'
+)
+
+
+@pytest.fixture
+def tool_tokenizer() -> Any:
+    found = make_tokenizer()
+    found.chat_template = TOOL_TEMPLATE
+    return found
+
+
+def without_tools(text: str) -> str:
+    return text.partition("[/tools]")[2]
+
+
+def test_calls_reasoning_names_tools_and_parts_of_a_row_are_rendered_whole(tmp_path: Path, tool_tokenizer: Any) -> None:
+    (prompt,) = load(write(tmp_path / "a.jsonl", TOOL_ROW), tool_tokenizer)
+    assert without_tools(prompt.text) == TOOL_TEXT
+    assert '"name": "add"' in prompt.text.partition("[/tools]")[0], "the row's tools"
+    as_objects = json.loads(json.dumps(TOOL_ROW))
+    as_objects["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"x": 2, "y": None}
+    as_objects["messages"][1]["content"] = ""
+    as_objects["tools"] = json.dumps([ADD])  # as columns of a table hold them
+    (other,) = load(write(tmp_path / "b.jsonl", as_objects), tool_tokenizer)
+    assert other.text == prompt.text
+
+
+def test_a_tables_nulls_are_fields_that_a_message_does_not_have(tmp_path: Path, tool_tokenizer: Any) -> None:
+    first = json.loads(json.dumps(TOOL_ROW))
+    first["messages"][0]["content"] = "2+2?"
+    first["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"x": 2}
+    second = json.loads(json.dumps(first))
+    second["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"y": 2}
+    table = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([first, second]), table)
+    (user, called, _), _ = pyarrow.parquet.read_table(table)["messages"].to_pylist()
+    assert "tool_calls" in user and "y" in called["tool_calls"][0]["function"]["arguments"], "the table has nulls there"
+    texts = [without_tools(prompt.text) for prompt in load(str(table), tool_tokenizer)]
+    assert texts == [TOOL_TEXT.replace('{"x": 2, "y": null}', f'{{"{name}": 2}}') for name in "xy"]
+
+
+def test_what_a_template_would_drop_is_one_line_or_goes_into_the_text(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.jsonl", TOOL_ROW)
+    assert "the chat template leaves out the call of add (tool_calls)" in refusal(path, tokenizer)
+    assert "plain text (there is no chat template) leaves out the call" in refusal(
+        path, tokenizer, chat_template="never"
+    )
+    only_tools = {"question": "2+2?", "answer": "4", "tools": [ADD]}
+    assert "leaves out the tool add (tools)" in refusal(write(tmp_path / "t.jsonl", only_tools), tokenizer)
+    (named,) = load(write(tmp_path / "n.jsonl", only_tools | {"tools": ["add"]}), tokenizer)
+    assert named.row["tools"] == ["add"], "names are no functions that a template could describe; they stay the row's"
+    thinking = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
+    row = {"messages": [{"role": "user", "content": "q"}, thinking, {"role": "user", "content": "sure?"}], "answer": 4}
+    (prompt,) = load(write(tmp_path / "r.jsonl", row), tokenizer)
+    assert "<think>\n2 and 2\n</think>\n\n4" in prompt.text
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "only parts of type text can be read"),
+        ({"role": "user", "content": 5}, "content is 5, not a text or a list of text parts"),
+        ({"role": "assistant", "content": "", "tool_calls": [{"id": "c"}]}, "which names no function"),
+        ({"role": "assistant", "content": "", "tool_calls": "add"}, 'tool_calls is "add", not a list'),
+        ({"role": 1, "content": "q"}, "has no role that is a text"),
+    ],
+)
+def test_a_message_that_cannot_be_read_is_one_line(message: Any, expected: str, tmp_path: Path, tokenizer: Any) -> None:
+    row = {"messages": [message, {"role": "user", "content": "q"}], "answer": "1"}
+    assert expected in refusal(write(tmp_path / "a.jsonl", row), tokenizer)
+
+
+def test_a_last_message_of_the_assistant_is_the_answer_of_messages_and_the_beginning_of_one_in_a_prompt(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
+    (solved,) = load(write(tmp_path / "m.jsonl", {"messages": talk, "answer": "4"}), tokenizer)
+    assert (solved.text, solved.answer) == ("<|user|>2+2?<|assistant|>", "4"), "the solution is no part of the question"
+    (begun,) = load(write(tmp_path / "p.jsonl", {"prompt": talk, "answer": "4"}), tokenizer)
+    assert begun.text == "<|user|>2+2?<|assistant|>It is 4."
+
+
+def test_columns_that_ask_different_things_are_named(tmp_path: Path, tokenizer: Any) -> None:
+    asked = [{"role": "system", "content": "Box it."}, {"role": "user", "content": "2+2?"}]
+    row = {"question": "2+2?", "prompt": asked, "answer": "4"}
+    path = write(tmp_path / "a.jsonl", row)
+    message = refusal(path, tokenizer)
+    assert "question and prompt ask different things (columns: question, prompt, answer)" in message
+    assert "data.question_column" in message
+    (prompt,) = load(path, tokenizer, question_column="prompt")
+    assert prompt.text == "<|system|>Box it.<|user|>2+2?<|assistant|>"
+    (plain,) = load(path, tokenizer, question_column="question")
+    assert plain.text == "<|user|>2+2?<|assistant|>"
+    same = row | {"prompt": asked[1:], "messages": [asked[1], {"role": "assistant", "content": "4"}]}
+    (prompt,) = load(write(tmp_path / "s.jsonl", same), tokenizer)
+    assert prompt.text == "<|user|>2+2?<|assistant|>", "the same question in several forms is no doubt"
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "remedy"),
+    [
+        (VERL, "data_source, prompt, reward_model.style, ", "data.answer_column=reward_model.ground_truth"),
+        ({"question": "q", "final_answer": "5", "topic": "t"}, "question, final_answer, topic", "data.answer_column=final_answer"),
+        ({"prompt": "q", "solution": "5", "ability": "MATH"}, "prompt, solution, ability", "data.answer_column=solution"),
+        ({"problem": "q", "solution": "First add. " * 9}, "problem, solution", "data.answer_column"),
+    ],
+)  # fmt: skip
+def test_a_row_without_an_answer_names_its_columns_and_the_key(
+    row: dict[str, Any], columns: str, remedy: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    message = refusal(write(tmp_path / "a.jsonl", row), tokenizer)
+    assert "no answer" in message and f"(columns: {columns}" in message and remedy in message, message
+
+
+def test_a_row_that_cannot_fit_is_not_tokenised(tmp_path: Path, tokenizer: Any) -> None:
+    whole = "2 " * (1 << 20) + "the end"
+    path = write(tmp_path / "a.jsonl", {"question": whole, "answer": "1"}, QUESTION)
+    calls: list[int] = []
+
+    class Counting:
+        chat_template = tokenizer.chat_template
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def __call__(self, texts: list[str], **options: Any) -> Any:
+            calls.extend(map(len, texts))
+            return tokenizer(texts, **options)
+
+    message = refusal(path, Counting())
+    assert "a.jsonl:1: the prompt has at least" in message and "data.overlong_prompt" in message
+    assert max(calls) < 100_000, "a row of megabytes would take seconds"
+    assert len(load(path, Counting(), overlong_prompt="skip")) == 1
+    cut, _ = load(path, Counting(), overlong_prompt="truncate", max_prompt_tokens=64)
+    assert cut.tokens.tolist() == tokenizer("2 " * 999 + "the end<|assistant|>")["input_ids"][-64:]
 
 
 def test_the_first_prompt_is_shown_as_engines_get_it(tmp_path: Path, tokenizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,45 @@ def test_what_the_datasets_library_itself_writes_is_read(tmp_path: Path) -> None
     assert rows(tmp_path / "chosen") == whole.shuffle(seed=1).select(range(4)).to_list()
     datasets.DatasetDict({"train": whole, "test": whole.select([0])}).save_to_disk(tmp_path / "both")
     assert rows(tmp_path / "both") == ROWS and rows(tmp_path / "both", "test") == ROWS[:1]
+
+
+def test_cells_of_megabytes_and_files_by_their_ending_in_any_case(tmp_path: Path) -> None:
+    long = "x" * (1 << 18)
+    for name, separator in (("a.csv", ","), ("b.CSV", ","), ("c.tsv", "\t"), ("d.TSV", "\t")):
+        file = tmp_path / name
+        file.write_text(f'question{separator}answer\n{long}{separator}"1, ""2"""\n')
+        assert rows(file) == [{"question": long, "answer": '1, "2"'}], name
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "train.TSV").write_text("question\tanswer\n1+1?\t2\n")
+    assert rows(tmp_path / "hub") == [{"question": "1+1?", "answer": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.csv", "question,answer,answer\nq,1,2\n", 'a.csv:1: two columns are called "answer"'),
+        ("a.csv", 'question,answer\nq,1\n"open,2\nr,3\n', "a.csv:3: the row is no CSV"),
+        ("a.csv", 'question,answer\n"2"+"2",4\n', "a.csv:2: the row is no CSV"),
+        ("a.jsonl", '{"question": "q", "answer": 1, "answer": 2}\n', 'the name "answer" occurs twice'),
+    ],
+)
+def test_what_would_be_lost_without_a_word_is_one_line(tmp_path: Path, name: str, text: str, expected: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert expected in refusal(tmp_path / name)
+
+
+def test_columns_of_one_name_in_a_table_are_refused(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["q"]), pa.array(["1"]), pa.array(["2"])], ["question", "answer", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert 'two columns are called "answer"' in refusal(tmp_path / "a.parquet")
+
+
+def test_decimals_of_a_table_are_numbers(tmp_path: Path) -> None:
+    kinds = {
+        "whole": ("27.00", 27),
+        "part": ("12.50", 12.5),
+        "exact": ("0.12345678901234567890", "0.12345678901234567890"),
+    }
+    columns = {name: pa.array([Decimal(text)]) for name, (text, _) in kinds.items()}
+    pyarrow.parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    assert rows(tmp_path / "a.parquet") == [{name: value for name, (_, value) in kinds.items()}]

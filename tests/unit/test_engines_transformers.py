@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from pa_npu.config.schema import Config
 from pa_npu.engines.registry import engine_kind
-from pa_npu.errors import ConfigError
+from pa_npu.engines.transformers.server import load_server
+from pa_npu.errors import ConfigError, DataError
+from pa_npu.families.model_directory import end_token_ids, end_tokens_line, load_tokenizer
 from pa_npu.families.spec import ModelSpec
 from tests.helpers.engine_conformance import ModelConformance, Subject, make_engine_model
 from tests.helpers.engine_process import EngineProcess
@@ -70,6 +74,26 @@ def test_the_command_starts_its_server_with_the_lengths_of_the_configuration(sub
 def test_keys_that_it_would_not_read_are_refused(rollout, problem):
     with pytest.raises(ConfigError, match=rf"rollout.{problem}.*rollout.backend=vllm"):
         engine_kind("transformers").check_keys(config(rollout), None)
+
+
+def test_a_response_ends_at_the_tokens_of_both_files_and_of_the_tokenizer_as_vllm_ends_it(tmp_path: Path) -> None:
+    directory = make_engine_model(tmp_path / "model")
+    spec = ModelSpec.read(str(directory))
+    tokenizer = load_tokenizer(str(directory))
+    known = {*spec.eos_token_ids, tokenizer.eos_token_id} - {None}
+    assert set(end_token_ids(spec.path, spec.eos_token_ids, tokenizer)) == known
+    for value, more in ([1, 67], {1, 67}), (68, {68}), (None, set()):
+        (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        assert set(end_token_ids(spec.path, spec.eos_token_ids, tokenizer)) == known | more
+    (directory / "generation_config.json").write_text('{"eos_token_id": [1, 67]}')
+    server = load_server(str(directory), "fp32", torch.device("cpu"), "key", 64, 4)
+    server.close()
+    assert server._end_token_ids == known | {1, 67}
+    line = end_tokens_line(spec, tokenizer)
+    assert line.startswith("a response ends at ") and "(67)" in line and "(1)" in line
+    (directory / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(DataError, match="has a value that cannot be used"):
+        end_token_ids(spec.path, spec.eos_token_ids, tokenizer)
 
 
 def test_an_interpreter_without_what_it_needs_is_refused(tmp_path):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.episode import GroupGenerate, run_episode
 from pa_npu.data.prompts import Prompt
+from pa_npu.data.text_encoder import TextEncoder
 from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
@@ -267,6 +268,39 @@ class Broken:
         if self.kind == "alien":
             return [generation] * num_samples
         await generate(prompt.tokens, max_tokens=0)
+
+
+async def test_a_tool_that_answers_no_text_fails_and_one_that_answers_megabytes_ends_its_sample_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "huge_tool.py").write_text(
+        "def tool(call):\n"
+        "    if call == 'half': return 'x\\ud800'\n"
+        "    if call == 'raises': raise ValueError('\\ud800')\n"
+        "    return 'word 12 ' * 600_000\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    environment = ToolEnvironment(context(max_response_tokens=200, options={"tool": "huge_tool:tool"}))
+    engine = Scripted([["<<half>>", "w<end>"], ["<<raises>>", "w<end>"], ["<<all>>", "w<end>"]])
+    began_s = time.monotonic()
+    half, raises, huge = await episode(environment, engine, 3, 200)
+    assert "error: returned half of a surrogate pair" in half.text and half.finished
+    assert "error: ValueError" in raises.text and raises.finished
+    assert not huge.finished and huge.text == "<<all>>", "it cannot fit"
+    assert time.monotonic() - began_s < 20.0, "five megabytes take a minute to tokenise"
+    await environment.close()
+
+
+async def test_long_texts_are_tokenised_beside_the_event_loop_and_alike() -> None:
+    encoder, text = TextEncoder(TOKENIZER), "word 12 " * 20_000
+    task = asyncio.ensure_future(encoder.encode(text, max_tokens=10**6))
+    turns = 0
+    while not task.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns > 100, "the loop went on"
+    assert await task == TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    assert await encoder.encode(text, max_tokens=10) is None
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pa_npu.config.sections.inputs import DataConfig
+from pa_npu.data.prompt_format import write_prompt_format
+from pa_npu.data.prompts import PromptSet
+from pa_npu.errors import UserError
 from pa_npu.evaluation.results import read_results
+from pa_npu.launcher import evaluation
 from pa_npu.launcher.cli import main
 from tests.helpers.coordinator_run import write_model
 from tests.helpers.stand_in_engine import API_KEY, stand_in_engines
@@ -45,6 +51,39 @@ def test_a_model_is_evaluated_and_compared_by_question(
     shown = capsys.readouterr().out.splitlines()
     assert [line for line in shown if "against" not in line] == first.splitlines()[: len(shown) - 5]
     assert sum(" +0.000 (-0.500 to +0.500) against " in line for line in shown) == 5
+
+
+def test_a_trained_model_is_asked_as_its_run_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    check = evaluation.check_held_out
+
+    def noted(*arguments: Any) -> PromptSet:
+        prompts = check(*arguments)
+        asked.append(prompts.prompts[0].text)
+        return prompts
+
+    def stop(*_: Any) -> None:
+        raise UserError("enough")
+
+    monkeypatch.setattr(evaluation, "check_held_out", noted)
+    monkeypatch.setattr(evaluation, "_engines", stop)
+    write_model(tmp_path / "model")
+    write_prompt_format(
+        tmp_path / "model",
+        DataConfig(train="t", instruction="w9 w9", system_prompt="w8"),
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    )
+    (tmp_path / "a.jsonl").write_text('{"question": "w3 w4", "answer": "1"}\n')
+    command = ["evaluate", "--model", str(tmp_path / "model"), "--data", f"a={tmp_path / 'a.jsonl'}"]
+    command += ["--output", str(tmp_path / "out"), "run.device=cpu"]
+    assert main(command) == 2
+    assert main([*command, "data.instruction=w7"]) == 2
+    assert main([*command, "data.instruction=w7", "data.system_prompt=w6", "data.chat_template=never"]) == 2
+    assert asked == ["[system]w8[user]w3 w4\nw9 w9", "[system]w8[user]w3 w4\nw7", "w6\nw3 w4\nw7"]
+    said = capsys.readouterr().out
+    assert "data.instruction, data.system_prompt: as in the run that trained" in said
 
 
 def test_questions_are_read_before_engines_start(

@@ -189,9 +189,10 @@ def test_a_command_that_wants_a_directory_of_its_own_has_one_for_as_long_as_it_r
     tree: ProcessTree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     named = tmp_path / "named"
-    code = f"import os, time; open({str(named)!r}, 'w').write(os.environ['HERE']); time.sleep(60)"
+    code = "import os, tempfile, time; assert tempfile.gettempdir() == os.environ['HERE']; "
+    code += f"open({str(named)!r}, 'w').write(os.environ['HERE']); time.sleep(60)"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    process = start(tree, "busy", python(code), os.environ, scratch_env="HERE")
+    process = start(tree, "busy", python(code), os.environ, scratch_env="HERE", own_tmpdir=True)
     wait_until(lambda: named.exists() and named.read_text() != "", "it has started")
     directory = Path(named.read_text())
     assert directory.parent == tmp_path and directory.is_dir()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pa_npu.engines.client import EngineClient
 from pa_npu.engines.codec import encode_request, recorded_routes, with_routes
 from pa_npu.engines.group_session import joined
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
@@ -368,6 +369,65 @@ def test_the_plan_says_what_routes_take(model: Path) -> None:
         config = model_config(model, algorithm=algorithm, run={"device": "cpu"})
         lines = derived_lines(config, spec, 2**34, False)
         assert sum(line.startswith("routes                4 bytes per token, a shared") for line in lines) == expected
+
+
+def npy(array: np.ndarray, **header: Any) -> bytes:
+    """The array's file; header: what its header says otherwise."""
+    file = io.BytesIO()
+    said = {**np.lib.format.header_data_from_array_1_0(array), **header}
+    np.lib.format.write_array_header_1_0(file, said)
+    return file.getvalue() + array.tobytes()
+
+
+def npz() -> bytes:
+    np.savez(file := io.BytesIO(), a=np.zeros((2, 3, TAKEN), np.uint8))
+    return file.getvalue()
+
+
+RIGHT = np.zeros((2, 3, TAKEN), np.uint8)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"no array",
+        npz(),
+        npy(RIGHT[0]),
+        npy(RIGHT[None]),
+        npy(RIGHT.astype(np.float32)),
+        npy(RIGHT, shape=(2**40, 3, TAKEN)),
+        npy(RIGHT, shape=(2**62, 2**62, 2**62)),
+        npy(RIGHT, descr="|O"),
+        npy(RIGHT)[:-1],
+        npy(RIGHT.astype(np.int64) + 2**17),
+        npy(RIGHT[:, :0]),
+    ],
+)
+def test_routes_that_are_no_array_of_experts_are_one_error_of_their_engine(data: bytes) -> None:
+    text = base64.b64encode(data).decode()
+    choice = {"index": 0, "text": "", "token_ids": [1], "finish_reason": "stop", "routed_experts": text}
+    answer = json.dumps({"id": "cmpl-7", "choices": [choice]}).encode()
+    client = EngineClient("http://127.0.0.1:1", 100)
+    generation = [written(1, {})]
+    with pytest.raises(EngineError, match=r"engine http://127\.0\.0\.1:1:? .*"):
+        asyncio.run(client._with_routes(generation, answer, 1, ROUTES, 1.0))
+
+
+@pytest.mark.parametrize(
+    "results", [[], [{}], [{"given": "", "own": []}], [{"given": "!", "own": [""]}], [{"given": 1, "own": [1]}]]
+)
+def test_workers_that_say_no_routes_are_one_error_of_their_engine(
+    results: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answers(*_: Any, **__: Any) -> Any:
+        return results, {}
+
+    client = EngineClient("http://127.0.0.1:1", 100)
+    monkeypatch.setattr(client, "_on_workers", answers)
+    answer = json.dumps({"id": "cmpl-7", "choices": [{"index": 0, "text": "", "token_ids": [1]}]}).encode()
+    with pytest.raises(EngineError, match="its answer has no routes"):
+        asyncio.run(client._with_routes([written(1, {})], answer, 1, ROUTES, 1.0))
 
 
 def test_vllms_own_answer_with_routes_has_a_row_for_every_layer_and_the_workers_has_none() -> None:

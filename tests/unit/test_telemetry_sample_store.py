@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.dataset
@@ -89,3 +90,14 @@ def test_trainers_keep_the_groups_that_the_coordinator_keeps_and_begin_anew_with
     ]
     assert second == [{"index": 0, "response": 0, "logprobs": [-6.0]}]
     assert kept_groups("all") > 10**9 and kept_groups(0) == 0
+
+
+def test_groups_that_agents_and_reward_functions_reward_are_kept_together(tmp_path: Path) -> None:
+    by_functions, by_agents = kept_responses(0)[0], replace(kept_responses(0)[4], rewards={"environment": 0.5})
+    store = SampleStore(tmp_path, 0, piece)
+    store.write(0, [by_agents, by_functions])
+    store.close()
+    assert [row["rewards"] for row in read_samples(tmp_path, 0)] == [
+        pytest.approx(by_functions.rewards),
+        {"environment": 0.5},
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,15 @@ def test_a_tracker_gets_every_record_and_the_samples_and_a_resumed_run_goes_on_u
             trackers.write_iteration(metrics.write(record(iteration)))
     assert fake.steps() == [6], "iterations that ran again are not told again"
     assert lost_records() == 0
+
+
+def test_a_table_has_all_rewards_of_groups_that_agents_and_reward_functions_reward(fake: Fake, tmp_path: Path) -> None:
+    by_agents = replace(response(0, 0), rewards={"environment": 0.5})
+    with MetricsWriter(tmp_path) as metrics, Trackers(tmp_path, telemetry(), {}) as trackers:
+        trackers.write_iteration(metrics.write(record(0)), [by_agents, response(0, 1)])
+    columns, rows = next(told["tables"]["completions"] for told in fake.told() if told.get("tables"))
+    assert columns[4:6] == ["environment", "math"]
+    assert [row[4:6] for row in rows] == [[0.5, None], [None, 1.0]]
 
 
 def test_a_record_that_is_refused_is_counted_and_said_once_and_the_others_arrive(

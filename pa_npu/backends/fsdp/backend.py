@@ -185,7 +185,7 @@ class FsdpBackend:
             write_adapters(self._policy, self._config, self._spec, directory, self.place, self._shard_group)
             return
         source = self._whole(self._policy, BUCKET_BYTES, self._shard_group) if self.place.sends else None
-        write_hf(source, self._spec, directory, self.place, self.device)
+        write_hf(source, self._spec, directory, self.place, self.device, prompts=self._config.data)
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -106,10 +106,11 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, 
     from pa_npu.backends.fsdp.lora_weights import Merged, write_adapters
     from pa_npu.backends.fsdp.model import ScoredModel, load_model
     from pa_npu.backends.fsdp.weights import ShardedWeights, Weights
-    from pa_npu.backends.hf_directory import BUCKET_BYTES, checked_run, write_hf
+    from pa_npu.backends.hf_directory import BUCKET_BYTES, checked_run, trained_template, write_hf
     from pa_npu.backends.protocol import DTYPES
 
     config, spec = checked_run(checkpoint, output, model)
+    template = trained_template(checkpoint, config)
     place = LONE_RANK.place(0)
     if config.has_adapters:
         adapters = adapted(ModelWithAdapters(config, spec), config)["policy"]
@@ -117,7 +118,7 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, 
         weights = adapters.named_weights()
         load_state({MODEL + name: weight.detach() for name, weight in weights.items()}, checkpoint, alone=True)
         if not merged and config.checkpoint.export_hf != "merged":
-            write_adapters(adapters, config, spec, output, place, None)
+            write_adapters(adapters, config, spec, output, place, None, template)
             return
         policy: Weights = Merged(adapters)
     else:
@@ -127,4 +128,4 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, 
         ).requires_grad_(False)
         load_state({MODEL + name: weight for name, weight in policy.named_weights().items()}, checkpoint, alone=True)
     source = ShardedWeights(policy, spec, place, BUCKET_BYTES, DTYPES[config.model.dtype], None)
-    write_hf(source, spec, output, place, torch.device("cpu"))
+    write_hf(source, spec, output, place, torch.device("cpu"), prompts=config.data, template=template)

@@ -103,16 +103,32 @@ class _MergedRows(Rows):
 
 
 def write_adapters(
-    policy: Adapted, config: Config, spec: ModelSpec, directory: Path, place: Place, group: dist.ProcessGroup | None
+    policy: Adapted,
+    config: Config,
+    spec: ModelSpec,
+    directory: Path,
+    place: Place,
+    group: dist.ProcessGroup | None,
+    template: str | None = None,
 ) -> None:
     """Write the adapters in fp32, with the tokenizer's files, as a directory of peft, which peft, transformers and vLLM load.
 
-    Collective over all trainer ranks; raises ExportError on all.
+    Collective over all trainer ranks; raises ExportError on all. template: as write_hf.
     """
     source = ShardedWeights(policy, spec, place, BUCKET_BYTES, torch.float32, group) if place.sends else None
     device = next(policy.parameters()).device
     # one file, as peft has it: the adapters are small
-    write_hf(source, spec, directory, place, device, max_file_bytes=2**62, complete=partial(_complete, policy, config))
+    write_hf(
+        source,
+        spec,
+        directory,
+        place,
+        device,
+        prompts=config.data,
+        template=template,
+        max_file_bytes=2**62,
+        complete=partial(_complete, policy, config),
+    )
 
 
 def _complete(policy: Adapted, config: Config, directory: Path) -> None:

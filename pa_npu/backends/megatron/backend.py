@@ -206,7 +206,8 @@ class MegatronBackend:
         return meta
 
     def export(self, directory: Path) -> None:
-        export_hf(self._stage.policy, self._spec, directory, self.place, self._shard_group)
+        shards = self._shard_group
+        export_hf(self._stage.policy, self._spec, directory, self.place, shards, prompts=self._config.data)
 
     def close(self) -> None:
         parallel.shutdown_parallel()

@@ -65,7 +65,7 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, 
 
     Needs the model's size in host memory. Raises as checked_run does; ExportError when it cannot be written.
     """
-    from pa_npu.backends.hf_directory import checked_run
+    from pa_npu.backends.hf_directory import checked_run, trained_template
 
     config, spec = checked_run(checkpoint, output, model)
     platform = platforms.get("cpu")
@@ -79,6 +79,7 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, 
     try:
         stage = build_stage(spec, config, platform)
         load_policy_only(stage, checkpoint)
-        export_hf(stage.policy, spec, output, place)
+        template = trained_template(checkpoint, config)
+        export_hf(stage.policy, spec, output, place, prompts=config.data, template=template)
     finally:
         shutdown_parallel()

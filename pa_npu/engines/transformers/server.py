@@ -35,7 +35,8 @@ from pa_npu import platform
 from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, Identity, authorised
 from pa_npu.engines.transformers.decoding import NO_ROUTES, Busy, Decoder, Response, Scheduler, Wish
 from pa_npu.engines.transformers.weights import ModelWorker
-from pa_npu.families.model_directory import load_tokenizer
+from pa_npu.families.config_json import token_ids
+from pa_npu.families.model_directory import end_token_ids, load_tokenizer
 from pa_npu.families.wire_names import use_dtype
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -112,7 +113,8 @@ class Server:
         self._api_key = api_key
         self._max_model_len = max_model_len
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
-        self._end_token_ids = _end_token_ids(model.config)
+        config_tokens = token_ids(vars(model.config.get_text_config()), "eos_token_id")
+        self._end_token_ids = frozenset(end_token_ids(path, config_tokens, tokenizer))
         self._identity = Identity()
         decoder = Decoder(model, device)
         self._worker = ModelWorker(model, device, path, decoder.records_routes)
@@ -235,11 +237,6 @@ class Server:
 
 def _json(answer: object) -> web.Response:
     return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
-
-
-def _end_token_ids(config: Any) -> frozenset[int]:
-    ids = config.get_text_config().eos_token_id
-    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)
 
 
 @asynccontextmanager

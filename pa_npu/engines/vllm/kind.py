@@ -142,10 +142,17 @@ def server_command(
     else:
         argv += ["--gpu-memory-utilization", str(config.memory_fraction)]
         argv += ["--enable-sleep-mode"] if config.engines_sleep else []
+    # a cache, which is to outlast the directory that is TMPDIR below
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", _compiled_code_directory()))
     env |= rollout.env
-    # vLLM leaves the sockets between its processes behind when it is killed
+    # vLLM leaves the sockets between its processes behind when it is killed, and a file of each start in any case
     own = _SOCKETS not in os.environ | env and len(tempfile.gettempdir()) <= _LONGEST_TEMPORARY_DIRECTORY
-    return EngineCommand((*argv, *rollout.extra_args), env, scratch_env=_SOCKETS if own else None)
+    return EngineCommand((*argv, *rollout.extra_args), env, scratch_env=_SOCKETS if own else None, own_tmpdir=own)
+
+
+def _compiled_code_directory() -> str:
+    """The directory that torch would take in the machine's temporary directory."""
+    return os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
 
 
 def check_model(config: Config, spec: ModelSpec) -> None:

@@ -118,6 +118,8 @@ class ProcessTree:
         scratch = Path(tempfile.mkdtemp(prefix="pa-")) if command.scratch_env else None
         if command.scratch_env:
             env |= {command.scratch_env: str(scratch), keeper.SCRATCH: str(scratch)}
+        if command.own_tmpdir:
+            env["TMPDIR"] = str(scratch)
         log = self._log_dir / f"{command.name}.log"
         numbers = [str(self._lifeline), str(self._grace_s), ",".join(map(str, command.cores))]
         # -I -S: the keeper needs the standard library only, and starts in 15 ms this way

@@ -100,8 +100,8 @@ def export_hf(
     directory: str | Path,
     place: Place,
     shard_group: dist.ProcessGroup | None = None,
-    **limits: Any,
+    **options: Any,
 ) -> None:
     """Write the stage in `module` (one GPT stage, wrappers are fine) as its share of `directory`; collective, see write_hf."""
     source = StageTensors(module, spec, place, BUCKET_BYTES, shard_group) if place.sends else None
-    write_hf(source, spec, directory, place, next(module.parameters()).device, **limits)
+    write_hf(source, spec, directory, place, next(module.parameters()).device, **options)

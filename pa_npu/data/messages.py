@@ -1,0 +1,157 @@
+"""Chat messages of a dataset's row or of a client's request, in the one form that chat templates read.
+
+    content       a text; a list of text parts becomes one, and null is the empty text
+    tool_calls    objects of {"type": "function", "function": {"name", "arguments"}}; arguments that
+                  are the JSON of an object become that object, other arguments stay the text they are
+    tools         a list of objects, or the JSON of one, as columns of a table hold it
+
+All other fields (name, tool_call_id, reasoning_content, ...) reach the template unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pa_npu.config.words import as_json
+from pa_npu.data.rows import is_text
+
+Message = dict[str, Any]
+
+_KNOWN_ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+
+class BadMessage(Exception):
+    """A message that no template can be given; says why, without the place of the message."""
+
+
+def template_message(message: Any) -> Message:
+    """The message as templates read it. Raises BadMessage."""
+    if not isinstance(message, Mapping):
+        raise BadMessage(f"{as_json(message)} is not an object")
+    fields = {name: value for name, value in message.items() if value is not None}
+    if not isinstance(fields.get("role"), str):
+        raise BadMessage(f"{as_json(message)} has no role that is a text")
+    fields["content"] = _content_text(fields.get("content", ""))
+    if calls := fields.pop("tool_calls", None):
+        fields["tool_calls"] = [_template_call(call) for call in _list_of(calls, "tool_calls")]
+    return fields
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without null fields: a table's structs have every field that any of its rows has."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
+    """The functions of a row's column `tools`. Empty where these are not described, as by names."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return ()
+    if not isinstance(value, (list, tuple)) or not all(_function_name(tool) for tool in value):
+        return ()
+    return tuple(dict(tool) for tool in value)
+
+
+def left_out(
+    render: Callable[[Sequence[Message], Sequence[dict[str, Any]]], str],
+    text: str,
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+) -> str | None:
+    """What `text`, which `render` made of messages and tools, lacks of them; None for nothing.
+
+    Looks for what a template that does not know it passes over: messages of an unusual role, by
+    their content, and calls and tools. Their functions get other names in a second rendering, since
+    a name such as `add` may stand in the text for another reason.
+    """
+    for message in messages:
+        if message["role"] not in _KNOWN_ROLES and message["content"].strip() not in text:
+            return f"the message of role {message['role']}"
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    names = sorted({_function_name(entry) for entry in (*calls, *tools)})
+    probes = {name: f"probe_{number}_of_a_function" for number, name in enumerate(names)}
+    if calls:
+        probed = render([_with_renamed(message, probes) for message in messages], tools)
+        for call in calls:
+            if probes[_function_name(call)] not in probed:
+                return f"the call of {_function_name(call)} (tool_calls)"
+    if tools:
+        probed = render(messages, [_renamed(tool, probes) for tool in tools])
+        for tool in tools:
+            if probes[_function_name(tool)] not in probed:
+                return f"the tool {_function_name(tool)} (tools)"
+    return None
+
+
+def _with_renamed(message: Message, names: Mapping[str, str]) -> Message:
+    if "tool_calls" not in message:
+        return message
+    return {**message, "tool_calls": [_renamed(call, names) for call in message["tool_calls"]]}
+
+
+def _renamed(entry: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """An entry of tools or tool_calls whose function has the other name."""
+    name = names[_function_name(entry)]
+    if "function" in entry:
+        return {**entry, "function": {**entry["function"], "name": name}}
+    return {**entry, "name": name}
+
+
+def _content_text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        raise BadMessage(f"content is {as_json(content)}, not a text or a list of text parts")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else part
+        kind = part.get("type") or "text" if isinstance(part, Mapping) else "text"
+        if not isinstance(text, str) or not str(kind).endswith("text"):
+            raise BadMessage(f"content has the part {as_json(part)}; only parts of type text can be read")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _template_call(call: Any) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadMessage(f"tool_calls has {as_json(call)}, which names no function")
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = {}
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments)
+    rest = {name: value for name, value in call.items() if value is not None} if "function" in call else {}
+    return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
+
+
+def _parsed(arguments: str) -> Any:
+    """What this is the JSON of; the text itself where it is none, as a model may have written it."""
+    try:
+        value = json.loads(arguments)
+    except RecursionError:
+        raise BadMessage("tool_calls has arguments that are nested too deeply") from None
+    except ValueError:
+        return arguments
+    return value if is_text(value) else arguments
+
+
+def _list_of(value: Any, name: str) -> Sequence[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise BadMessage(f"{name} is {as_json(value)}, not a list")
+    return value
+
+
+def _function_name(tool: Any) -> str:
+    """The name of the function that an entry of tools describes; empty where it describes none."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else ""
