@@ -27,6 +27,7 @@ from typing import Any
 
 from pa_npu.config.load import dump_config, load_config
 from pa_npu.config.schema import Config
+from pa_npu.config.yaml_source import KeyPath
 from pa_npu.errors import DataError, DeadlineExceeded, PaNpuError, UserError
 from pa_npu.rewards.functions import RewardInput
 from pa_npu.telemetry.records import read_evaluations, read_records
@@ -214,28 +215,21 @@ class Run:
 
 
 def _load(config: Config | str | Path | Sequence[str | Path], keys: Mapping[str, Any]) -> Config:
-    overrides = [f"{name}={_yaml(value)}" for name, value in keys.items()]
-    if not isinstance(config, Config):
+    values: dict[KeyPath, Any] = {}
+    files: Sequence[str | Path] = ()
+    if isinstance(config, Config):
+        values = {(section,): tree for section, tree in config.model_dump(mode="json").items()}
+    else:
         files = [config] if isinstance(config, (str, Path)) else config
-        return load_config(map(str, files), overrides)
-    changed = config.model_dump(mode="json")
     for name, value in keys.items():
-        section, _, key = name.partition(".")
-        if key not in changed.get(section, {}):
-            load_config([], [f"{name}=0"])  # raises, and names the nearest key
-        changed[section][key] = value
-    return Config.model_validate(changed)
+        values[tuple(name.split("."))] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return load_config([os.path.expanduser(file) for file in files], values=values)
 
 
 def _run_dir(config: Config | str | Path | Sequence[str | Path], keys: Mapping[str, Any]) -> str:
     """Returns the directory of the run; its other required keys may still be missing."""
     needed = {"data.train": "unknown", **keys}
     return _load(config, needed).run.dir
-
-
-def _yaml(value: Any) -> str:
-    """As YAML reads it back: JSON is YAML, and text is itself unless it would be read as something else."""
-    return json.dumps(value) if not isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _write_rows(file: Path, rows: Rows, name: str) -> None:

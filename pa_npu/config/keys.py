@@ -112,7 +112,7 @@ def _annotation_text(annotation: Any) -> str:
     if origin is Literal:
         return " | ".join(str(argument) for argument in arguments)
     if origin is Annotated:
-        marks = [mark for info in arguments[1:] for mark in info.metadata]
+        marks = [mark for info in arguments[1:] for mark in getattr(info, "metadata", ())]
         return " ".join([_annotation_text(arguments[0]), _bounds(marks)]).strip()
     if origin is tuple:
         return f"[{_annotation_text(arguments[0])}, ...]"

@@ -122,10 +122,11 @@ def _host(text: str) -> str:
 
 
 def _path(text: str) -> str:
-    problem = path_problem(text) if text else "is empty"
+    path = os.path.expanduser(text)
+    problem = path_problem(path) if path else "is empty"
     if problem:
-        raise argparse.ArgumentTypeError(f"{shown(text)} {problem}; give the path of an interpreter")
-    return text
+        raise argparse.ArgumentTypeError(f"{shown(path)} {problem}; give the path of an interpreter")
+    return path
 
 
 def _indices(text: str) -> tuple[int, ...]:

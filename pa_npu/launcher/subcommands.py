@@ -19,6 +19,7 @@ from pa_npu.config.keys import keys_help
 from pa_npu.config.load import dump_config, load_config
 from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
+from pa_npu.launcher.arguments import existing_path, new_path
 from pa_npu.planning import automatic
 from pa_npu.telemetry.report import WARMUP_ITERATIONS
 
@@ -116,15 +117,28 @@ def evaluate_options(parser: argparse.ArgumentParser) -> None:
     configuration_options(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="HF", help="HF model directory")
-    source.add_argument("--checkpoint", metavar="DIR", help="a directory .../iteration_NNNNNN; it is exported for this")
     source.add_argument(
-        "--results", metavar="FILE", help="results of an evaluation that was made; nothing is asked anew"
+        "--checkpoint",
+        type=existing_path,
+        metavar="DIR",
+        help="a directory .../iteration_NNNNNN; it is exported for this",
+    )
+    source.add_argument(
+        "--results",
+        type=existing_path,
+        metavar="FILE",
+        help="results of an evaluation that was made; nothing is asked anew",
     )
     parser.add_argument(
         "--data", action="append", default=[], metavar="NAME=FILE", help="a set of questions; repeatable"
     )
     parser.add_argument("--output", default="runs/evaluate", metavar="DIR", help="where results and logs go")
-    parser.add_argument("--compare", metavar="FILE", help="results of another evaluation to compare with, by question")
+    parser.add_argument(
+        "--compare",
+        type=existing_path,
+        metavar="FILE",
+        help="results of another evaluation to compare with, by question",
+    )
 
 
 def evaluate(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -156,16 +170,23 @@ def _evaluated(options: argparse.Namespace, rest: Sequence[str]) -> Config:
         if name in (other for other, _ in sets):
             raise UserError(f"command line: --data {text}: a set is called {name} already; give each a name of its own")
         sets.append((name, file))
-    given += [f"run.dir={options.output}", f"data.train={sets[0][1]}"]  # a configuration needs one; it is not read
-    given += [f"evaluate.sets.{name}={file}" for name, file in sets]
-    given += [f"model.path={options.model or f'{options.output}/model'}"]
-    return load_config(options.config, given)
+    values = {
+        ("run", "dir"): options.output,
+        ("data", "train"): sets[0][1],  # a configuration needs one; it is not read
+        ("model", "path"): options.model or f"{options.output}/model",
+        **{("evaluate", "sets", name): file for name, file in sets},
+    }
+    return load_config(options.config, given, values)
 
 
 def export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a directory .../iteration_NNNNNN")
-    parser.add_argument("--output", required=True, metavar="DIR", help="the HF directory to write")
-    parser.add_argument("--model", metavar="DIR", help="the HF model that the run began with, if it has moved")
+    parser.add_argument(
+        "--checkpoint", required=True, type=existing_path, metavar="DIR", help="a directory .../iteration_NNNNNN"
+    )
+    parser.add_argument("--output", required=True, type=new_path, metavar="DIR", help="the HF directory to write")
+    parser.add_argument(
+        "--model", type=existing_path, metavar="DIR", help="the HF model that the run began with, if it has moved"
+    )
     parser.add_argument(
         "--merged", action="store_true", help="merge adapters (LoRA) into the model, as export_hf=merged"
     )
@@ -183,7 +204,7 @@ def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def report_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
+    parser.add_argument("runs", nargs="+", type=existing_path, metavar="RUN", help="run directory")
     parser.add_argument(
         "--warmup",
         type=_count,
@@ -217,7 +238,12 @@ def _count(text: str) -> int:
 def configuration_options(parser: argparse.ArgumentParser) -> None:
     """The options that name a configuration, the same for every sub-command that reads one: files, device, overrides."""
     parser.add_argument(
-        "--config", action="append", default=[], metavar="YAML", help="configuration file; later ones win"
+        "--config",
+        type=existing_path,
+        action="append",
+        default=[],
+        metavar="YAML",
+        help="configuration file; later ones win",
     )
     parser.add_argument("--device", choices=("auto", "npu", "cuda", "cpu"), help="short for run.device=KIND")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of a configuration key")

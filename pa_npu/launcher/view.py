@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pa_npu.errors import UserError
+from pa_npu.launcher.arguments import existing_path, new_path
 from pa_npu.launcher.subcommands import refuse
 from pa_npu.viewer.run import RunDirectory
 from pa_npu.viewer.server import ViewServer, export
@@ -20,10 +21,14 @@ from pa_npu.viewer.server import ViewServer, export
 def view_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = __doc__
     parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="run directory; further ones are compared with the first"
+        "runs",
+        nargs="+",
+        type=existing_path,
+        metavar="RUN",
+        help="run directory; further ones are compared with the first",
     )
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port on loopback; default: a free one")
-    parser.add_argument("--export", metavar="FILE", help="write one HTML file instead of serving")
+    parser.add_argument("--export", type=new_path, metavar="FILE", help="write one HTML file instead of serving")
 
 
 def view(options: argparse.Namespace, rest: Sequence[str]) -> int:

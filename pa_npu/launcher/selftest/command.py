@@ -14,6 +14,7 @@ from pathlib import Path
 from pa_npu import __version__
 from pa_npu.engines.registry import distributions
 from pa_npu.errors import FAILED, UserError
+from pa_npu.launcher.arguments import existing_path, new_path
 from pa_npu.launcher.doctor import device_line
 from pa_npu.launcher.selftest.parts import ACCEPTANCE, PARTS, Bench, Part, Result, run_part
 from pa_npu.launcher.trainer_versions import installed_versions
@@ -31,7 +32,12 @@ def selftest_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "parts: " + "; ".join(f"{part.name}: {part.shows}" for part in PARTS)
     parser.add_argument("--device", choices=KINDS, default="npu", help="what to test; default: npu")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="new folder for the report; default: selftest_TIME")
+    parser.add_argument(
+        "--out",
+        type=lambda text: Path(new_path(text)),
+        metavar="DIR",
+        help="new folder for the report; default: selftest_TIME",
+    )
     parser.add_argument(
         "--only",
         type=lambda text: text.split(","),
@@ -41,11 +47,17 @@ def selftest_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--acceptance",
         nargs=2,
+        type=existing_path,
         metavar=("MODEL", "DATA"),
         help="instead: a recipe's run in both modes, with what the community asks of a contributed recipe",
     )
     parser.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="of --acceptance: the recipe; the last one wins"
+        "--config",
+        type=existing_path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="of --acceptance: the recipe; the last one wins",
     )
     parser.add_argument("--iterations", type=int, default=100, metavar="N", help="of --acceptance; default: 100")
 
