@@ -5,13 +5,14 @@
             print(record["iteration"], record["reward_mean"])
     run.hf          the final weights, an HF directory
 
-The launcher is a child in a session of its own, so that engines, trainers and signals of a run never meet the caller's interpreter;
-leaving the block stops it. Reward functions are imported by the run's workers, which are processes of their own; datasets are
-written to a file beside the run directory.
+The launcher is a child in a session of its own, so that engines, trainers and signals of a run never meet the caller's interpreter.
+Leaving the block ends the run after its iteration, with a checkpoint and an export; an exception stops it at once.
+Reward functions are imported by the run's workers, which are processes of their own; datasets are written to a file beside the run directory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -76,6 +77,7 @@ class Run:
         self._reader: threading.Thread | None = None
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._started = 0.0
+        self._is_stopped = False
         chosen = dict(keys or {})
         for name, rows in (("train", train), ("test", test)):
             if rows is not None:
@@ -92,8 +94,13 @@ class Run:
 
     @property
     def hf(self) -> Path:
-        """The final weights as an HF directory, once the run is done."""
-        return self.dir / "hf"
+        """The final weights as an HF directory. Raises UserError while there are none."""
+        directory = self.dir / "hf"
+        if not (directory / "config.json").exists() and not (directory / "adapter_config.json").exists():
+            raise UserError(
+                f"Run.hf: {directory} is not there; a run writes it when it is done or ended by stop(), with checkpoint.export_hf"
+            )
+        return directory
 
     @property
     def is_running(self) -> bool:
@@ -114,7 +121,7 @@ class Run:
         )
         self._started = time.time()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pa_npu.launcher", "run", "--config", str(file)],
+            [sys.executable, "-m", "pa_npu.launcher", "run", "--on-interrupt", "finish", "--config", str(file)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -128,7 +135,7 @@ class Run:
         return self
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The iterations' records as they are written, until the run ends. Raises RunFailed where it ends otherwise than done."""
+        """The iterations' records as they are written, until the run ends. Raises RunFailed if it failed and was not stopped."""
         seen = self._started
         while True:
             ended = not self.is_running
@@ -137,7 +144,8 @@ class Run:
                     seen = record["time"]
                     yield record
             if ended:
-                self.wait()
+                if not self._is_stopped:
+                    self.wait()
                 return
             time.sleep(_POLL_S)
 
@@ -166,14 +174,28 @@ class Run:
         if code:
             raise RunFailed(code, list(self._lines))
 
-    def stop(self) -> None:
-        """Ask the run to end, and wait for it; one that does not is killed. Idempotent, and no error for one that has ended."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """End the run after the iteration that it is in, with a checkpoint and an export (`hf`), and wait for its end.
+
+        A run that trains nothing yet is stopped, as is one that has not ended within the deadlines of an iteration. Idempotent,
+        and no error for a run that has ended.
+
+        Args:
+            at_once: stop it where it is; only its earlier checkpoints remain.
+        """
+        self._is_stopped = True
         process = self._process
         if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
+            deadlines_s = self.config.border_timeout_s + 2 * self.config.wait_timeout_s
+            asked = (
+                [(signal.SIGTERM, _STOP_S)] if at_once else [(signal.SIGINT, deadlines_s), (signal.SIGTERM, _STOP_S)]
+            )
+            for number, within_s in asked:
+                process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(within_s)
+                    break
+            else:
                 process.kill()
                 process.wait()
         if self._reader is not None:
@@ -211,7 +233,7 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.stop()
+        self.stop(at_once=error is not None)
 
 
 def _load(config: Config | str | Path | Sequence[str | Path], keys: Mapping[str, Any]) -> Config:

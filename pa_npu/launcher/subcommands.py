@@ -38,10 +38,16 @@ _OWN_NAMES = {
 def run_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "pa-npu run --config YAML [--config YAML ...] [--device KIND] "
-        "[--dry-run [--full] [--device-memory-gib GIB]] [key=value ...]"
+        "[--on-interrupt stop|finish] [--dry-run [--full] [--device-memory-gib GIB]] [key=value ...]"
     )
     parser.epilog = f"configuration keys (in YAML files, or as key=value on the command line):\n\n{keys_help()}"
     parser.add_argument("--dry-run", action="store_true", help="what `pa-npu plan` does")
+    parser.add_argument(
+        "--on-interrupt",
+        choices=("stop", "finish"),
+        default="stop",
+        help="on the first SIGINT (Ctrl-C): stop at once, or finish the iteration and leave a checkpoint and an export",
+    )
     plan_options(parser)
 
 
@@ -62,7 +68,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     print("checking model, data, rewards and devices", flush=True)
     from pa_npu.launcher import run as launcher
 
-    return launcher.run(config)
+    return launcher.run(config, ends_early=options.on_interrupt == "finish")
 
 
 def plan_options(parser: argparse.ArgumentParser) -> None:
@@ -170,7 +176,7 @@ def _evaluated(options: argparse.Namespace, rest: Sequence[str]) -> Config:
         if name in (other for other, _ in sets):
             raise UserError(f"command line: --data {text}: a set is called {name} already; give each a name of its own")
         sets.append((name, file))
-    values = {
+    values: dict[tuple[str, ...], str] = {
         ("run", "dir"): options.output,
         ("data", "train"): sets[0][1],  # a configuration needs one; it is not read
         ("model", "path"): options.model or f"{options.output}/model",
