@@ -7,7 +7,8 @@
 
 The launcher is a child in a session of its own, so that engines, trainers and signals of a run never meet the caller's interpreter.
 Leaving the block ends the run after its iteration, with a checkpoint and an export; an exception stops it at once.
-Reward functions are imported by the run's workers, which are processes of their own; datasets are written to a file beside the run directory.
+Reward functions are imported by the run's workers, which are processes of their own; datasets are written to a file beside the run
+directory.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from pa_npu.control.channel import StoreChannel, attempt_prefix, connect, host_s
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.engines.http_server import KEY_VARIABLE
-from pa_npu.errors import ConfigError, DataError
+from pa_npu.errors import BAD_INPUT, ConfigError, DataError
 from pa_npu.launcher.cluster.cluster import Cluster, local_cluster
 from pa_npu.launcher.cluster.ray_cluster import ray_cluster
 from pa_npu.launcher.cluster.ray_connection import RayConnection, connected
@@ -44,7 +44,13 @@ from pa_npu.launcher.process.processes import Awaited, engine_answers, trainers_
 from pa_npu.launcher.process.recovery import Attempt, Recovery
 from pa_npu.launcher.process.supervisor import EarlyEndRequest, StopSignals, Supervisor, stop_signals
 from pa_npu.launcher.run_checks import check_engines, check_surroundings, resolve_device, settle_places
-from pa_npu.launcher.run_directory import begin_attempt, checkpoints_directory, own_run_directory, resolve_resume
+from pa_npu.launcher.run_directory import (
+    begin_attempt,
+    checkpoints_directory,
+    hint_to_continue,
+    own_run_directory,
+    resolve_resume,
+)
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.chrome_trace import MERGED, merge
 from pa_npu.telemetry.progress import format_duration
@@ -243,6 +249,8 @@ def finish(config: Config, run_dir: Path, console: Console, code: int, seconds: 
     attempt(run_dir / MERGED, lambda: merge(run_dir))
     if code:
         console.complain(f"logs: {run_dir / 'logs'}")
+        if code != BAD_INPUT:
+            console.complain(hint_to_continue(config))
         return
     try:
         console.say("\n" + summarise(run_dir))

@@ -53,7 +53,7 @@ def run_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """A run from its configuration, or with --dry-run only its plan."""
-    from pa_npu.launcher.run_directory import resolve_resume
+    from pa_npu.launcher.run_directory import check_run_directory, done_line, resolve_resume
 
     if options.dry_run:
         return plan(options, rest)
@@ -64,7 +64,14 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     ):
         if given_there:
             raise UserError(f"command line: {option} is for planning; add --dry-run, or remove it")
-    config = resolve_resume(given, lambda line: print(line, file=sys.stderr))
+    lines: list[str] = []
+    config = resolve_resume(given, lines.append)
+    check_run_directory(config)  # first: a run that is refused continues from nothing
+    if done := done_line(config):
+        print(done)
+        return 0
+    for line in lines:
+        print(line, file=sys.stderr)
     print("checking model, data, rewards and devices", flush=True)
     from pa_npu.launcher import run as launcher
 
