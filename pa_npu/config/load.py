@@ -175,7 +175,12 @@ def _first_line(error: ValidationError, places: Places) -> str:
     details = error.errors(include_url=False)
     for detail in details:
         if detail["type"] in ("extra_forbidden", "invalid_key"):
-            return _unknown_key((*_real_path(detail["loc"][:-1]), str(detail["loc"][-1])), places)
+            path = (*_real_path(detail["loc"][:-1]), str(detail["loc"][-1]))
+            below = detail["input"]
+            while isinstance(below, dict) and len(below) == 1:  # the whole name, which may be another system's
+                (name,) = below
+                path, below = (*path, str(name)), below[name]
+            return _unknown_key(path, places)
     paths = [_real_path(detail["loc"]) for detail in details]
     # of the members of a union, the one that goes deepest into the value knows what is wrong with it
     below = [number for number, path in enumerate(paths) if path[: len(paths[0])] == paths[0]]

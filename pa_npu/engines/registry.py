@@ -33,11 +33,13 @@ class EngineCommand:
     """argv[0] is the interpreter; env holds what must be set on top of the inherited environment.
 
     scratch_env: the variable in which the server finds a directory of its own, which goes with it; None where it needs none.
+    scratch_parent: where that is made; None is the usual directory for temporary files.
     """
 
     argv: tuple[str, ...]
     env: dict[str, str]
     scratch_env: str | None = None
+    scratch_parent: str | None = None
 
 
 @dataclass(frozen=True)

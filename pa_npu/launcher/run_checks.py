@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from packaging.requirements import Requirement
 
 from pa_npu import platform as platforms
+from pa_npu.agents.parser_trial import check_tool_parser
 from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
@@ -157,6 +158,7 @@ def check_surroundings(
     check_engine_keys(config, findings.spec)
     backend_module(config.trainer.backend)
     if tokenizer is not None:
+        check_tool_parser(config)
         check_environment(config, sample)
     interpreter_check = engine_kind(config.rollout.backend).check
     local(lambda: check_attached(config) if config.rollout.attach else interpreter_check(config))

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pa_npu.config.keys import keys_help
+from pa_npu.config.keys import keys_help, sections_help
 from pa_npu.config.load import dump_config, load_config
 from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
@@ -40,7 +40,11 @@ def run_options(parser: argparse.ArgumentParser) -> None:
         "pa-npu run --config YAML [--config YAML ...] [--device KIND] "
         "[--on-interrupt stop|finish] [--dry-run [--full] [--device-memory-gib GIB]] [key=value ...]"
     )
-    parser.epilog = f"configuration keys (in YAML files, or as key=value on the command line):\n\n{keys_help()}"
+    parser.epilog = (
+        "sections of the configuration (in YAML files, or as section.key=value on the command line):\n\n"
+        f"{sections_help()}\n\n`pa-npu run --help SECTION` has the keys of a section, `pa-npu run --help all` those of all; "
+        "docs/configuration.md too"
+    )
     parser.add_argument("--dry-run", action="store_true", help="what `pa-npu plan` does")
     parser.add_argument(
         "--on-interrupt",
@@ -49,6 +53,14 @@ def run_options(parser: argparse.ArgumentParser) -> None:
         help="on the first SIGINT (Ctrl-C): stop at once, or finish the iteration and leave a checkpoint and an export",
     )
     plan_options(parser)
+
+
+def run_help(section: str) -> str | None:
+    """What `run --help SECTION` prints: the keys of a section, or of all; None where there is no such section."""
+    name = section.partition(".")[0]
+    if name == "all":
+        return keys_help()
+    return keys_help(name) if name in Config.model_fields else None
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:

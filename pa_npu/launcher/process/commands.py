@@ -26,13 +26,17 @@ from pa_npu.weight_transfer import collectives
 
 @dataclass(frozen=True)
 class Command:
-    """scratch_env: the variable in which it finds a directory of its own, which is removed when it has ended."""
+    """scratch_env: the variable in which it finds a directory of its own, which is removed when it has ended.
+
+    scratch_parent: where that is made; None is the usual directory for temporary files.
+    """
 
     name: str
     argv: tuple[str, ...]
     env: dict[str, str]
     cores: tuple[int, ...] = ()
     scratch_env: str | None = None
+    scratch_parent: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,14 @@ def engine_command(
     env = _common_env(config, platform) | {KEY_VARIABLE: key}
     env |= visible_devices(platform.visible_devices_env, placement.engine_devices[local], os.environ)
     env |= command.env
-    return Command(f"engine-{index}", command.argv, env, placement.engine_cores[local], scratch_env=command.scratch_env)
+    return Command(
+        f"engine-{index}",
+        command.argv,
+        env,
+        placement.engine_cores[local],
+        scratch_env=command.scratch_env,
+        scratch_parent=command.scratch_parent,
+    )
 
 
 def coordinator_command(config: Config, platform: Platform, store: Store, key: str) -> Command:
