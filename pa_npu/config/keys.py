@@ -69,7 +69,7 @@ def _below(annotation: Any, part: str) -> Any:
     if origin is dict:
         return arguments[1]
     if origin is tuple:
-        return arguments[0] if part.isdigit() else None
+        return arguments[0] if part.isascii() and part.isdigit() else None
     if origin is Annotated:
         return _below(arguments[0], part)
     if is_union(annotation):  # a section, or a list of sections, beside a text or nothing

@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -352,7 +353,10 @@ def check_rewards(config: Config, sample: Prompt | None, ask_judge: bool = True)
 
     size = config.rollout.responses_per_prompt
     group = sample_group(sample.text, sample.answer, sample.row, size) if sample else None
-    return check_reward_functions(config, group, ask_judge)
+    # a judge's scores are kept in run.dir, which a run that is refused has not
+    with tempfile.TemporaryDirectory(prefix="pa_npu-check-") as directory:
+        tried = config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
+        return check_reward_functions(tried, group, ask_judge)
 
 
 def check_attached(config: Config) -> None:

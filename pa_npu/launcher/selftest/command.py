@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pa_npu import __version__
+from pa_npu import platform as platforms
 from pa_npu.engines.registry import distributions
 from pa_npu.errors import FAILED, UserError
 from pa_npu.launcher.arguments import existing_path, new_path
@@ -73,6 +74,8 @@ def selftest(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise UserError("--config: goes with --acceptance alone; give the runs of the self-test single keys")
     if options.iterations < 1:
         raise UserError(f"--iterations: {options.iterations} is below 1; give how many the runs have")
+    if reason := platforms.missing(options.device):
+        raise UserError(f"--device: {options.device} cannot be tested: {reason}, or name another kind of device")
     folder = (options.out or Path(time.strftime("selftest_%Y%m%d_%H%M%S"))).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--out: {folder} is there already and not empty; name a new folder")
