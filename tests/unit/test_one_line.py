@@ -51,7 +51,8 @@ def test_the_terminal_is_kept_from_native_code_only_while_that_runs(capfd: pytes
 
 
 def test_an_unreadable_configuration_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_model_of_this_name"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": "x"}))
+    (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match=r"transformers cannot read its config\.json"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
