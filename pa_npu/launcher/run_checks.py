@@ -179,7 +179,7 @@ def check_surroundings(
     if platform is not None:
         findings.notes += [f"versions: {problem}" for problem in trainer_problems(platform.name)]
         findings.notes += device_notes(platform, findings.placement) if findings.placement else []
-        if findings.placement:
+        if findings.placement and not forgive:  # who plans measures nothing yet
             findings.notes += core_notes(config, platform, len(available_cores()))
     return findings
 
