@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 
 from pa_npu import Run
 
@@ -51,9 +50,8 @@ def main() -> None:
                 flush=True,
             )
             if record["reward_mean"] > options.good_enough:
-                print("good enough; stopping")
+                print("good enough; stopping after this iteration")
                 run.stop()
-                sys.exit(0)
     print(f"the final weights are in {run.hf}")
 
 

@@ -5,13 +5,15 @@
             print(record["iteration"], record["reward_mean"])
     run.hf          the final weights, an HF directory
 
-The launcher is a child in a session of its own, so that engines, trainers and signals of a run never meet the caller's interpreter;
-leaving the block stops it. Reward functions are imported by the run's workers, which are processes of their own; datasets are
-written to a file beside the run directory.
+The launcher is a child in a session of its own, so that engines, trainers and signals of a run never meet the caller's interpreter.
+Leaving the block ends the run after its iteration, with a checkpoint and an export; an exception stops it at once.
+Reward functions are imported by the run's workers, which are processes of their own; datasets are written to a file beside the run
+directory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -27,6 +29,7 @@ from typing import Any
 
 from pa_npu.config.load import dump_config, load_config
 from pa_npu.config.schema import Config
+from pa_npu.config.yaml_source import KeyPath
 from pa_npu.errors import DataError, DeadlineExceeded, PaNpuError, UserError
 from pa_npu.rewards.functions import RewardInput
 from pa_npu.telemetry.records import read_evaluations, read_records
@@ -75,6 +78,7 @@ class Run:
         self._reader: threading.Thread | None = None
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._started = 0.0
+        self._is_stopped = False
         chosen = dict(keys or {})
         for name, rows in (("train", train), ("test", test)):
             if rows is not None:
@@ -91,8 +95,13 @@ class Run:
 
     @property
     def hf(self) -> Path:
-        """The final weights as an HF directory, once the run is done."""
-        return self.dir / "hf"
+        """The final weights as an HF directory. Raises UserError while there are none."""
+        directory = self.dir / "hf"
+        if not (directory / "config.json").exists() and not (directory / "adapter_config.json").exists():
+            raise UserError(
+                f"Run.hf: {directory} is not there; a run writes it when it is done or ended by stop(), with checkpoint.export_hf"
+            )
+        return directory
 
     @property
     def is_running(self) -> bool:
@@ -113,7 +122,7 @@ class Run:
         )
         self._started = time.time()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pa_npu.launcher", "run", "--config", str(file)],
+            [sys.executable, "-m", "pa_npu.launcher", "run", "--on-interrupt", "finish", "--config", str(file)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -127,7 +136,7 @@ class Run:
         return self
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The iterations' records as they are written, until the run ends. Raises RunFailed where it ends otherwise than done."""
+        """The iterations' records as they are written, until the run ends. Raises RunFailed if it failed and was not stopped."""
         seen = self._started
         while True:
             ended = not self.is_running
@@ -136,7 +145,8 @@ class Run:
                     seen = record["time"]
                     yield record
             if ended:
-                self.wait()
+                if not self._is_stopped:
+                    self.wait()
                 return
             time.sleep(_POLL_S)
 
@@ -165,14 +175,28 @@ class Run:
         if code:
             raise RunFailed(code, list(self._lines))
 
-    def stop(self) -> None:
-        """Ask the run to end, and wait for it; one that does not is killed. Idempotent, and no error for one that has ended."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """End the run after the iteration that it is in, with a checkpoint and an export (`hf`), and wait for its end.
+
+        A run that trains nothing yet is stopped, as is one that has not ended within the deadlines of an iteration. Idempotent,
+        and no error for a run that has ended.
+
+        Args:
+            at_once: stop it where it is; only its earlier checkpoints remain.
+        """
+        self._is_stopped = True
         process = self._process
         if process is not None and process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
+            deadlines_s = self.config.border_timeout_s + 2 * self.config.wait_timeout_s
+            asked = (
+                [(signal.SIGTERM, _STOP_S)] if at_once else [(signal.SIGINT, deadlines_s), (signal.SIGTERM, _STOP_S)]
+            )
+            for number, within_s in asked:
+                process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(within_s)
+                    break
+            else:
                 process.kill()
                 process.wait()
         if self._reader is not None:
@@ -210,32 +234,25 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.stop()
+        self.stop(at_once=error is not None)
 
 
 def _load(config: Config | str | Path | Sequence[str | Path], keys: Mapping[str, Any]) -> Config:
-    overrides = [f"{name}={_yaml(value)}" for name, value in keys.items()]
-    if not isinstance(config, Config):
+    values: dict[KeyPath, Any] = {}
+    files: Sequence[str | Path] = ()
+    if isinstance(config, Config):
+        values = {(section,): tree for section, tree in config.model_dump(mode="json").items()}
+    else:
         files = [config] if isinstance(config, (str, Path)) else config
-        return load_config(map(str, files), overrides)
-    changed = config.model_dump(mode="json")
     for name, value in keys.items():
-        section, _, key = name.partition(".")
-        if key not in changed.get(section, {}):
-            load_config([], [f"{name}=0"])  # raises, and names the nearest key
-        changed[section][key] = value
-    return Config.model_validate(changed)
+        values[tuple(name.split("."))] = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return load_config([os.path.expanduser(file) for file in files], values=values)
 
 
 def _run_dir(config: Config | str | Path | Sequence[str | Path], keys: Mapping[str, Any]) -> str:
     """Returns the directory of the run; its other required keys may still be missing."""
     needed = {"data.train": "unknown", **keys}
     return _load(config, needed).run.dir
-
-
-def _yaml(value: Any) -> str:
-    """As YAML reads it back: JSON is YAML, and text is itself unless it would be read as something else."""
-    return json.dumps(value) if not isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _write_rows(file: Path, rows: Rows, name: str) -> None:

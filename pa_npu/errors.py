@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import logging
+import re
+
+# What stands between a user and the machine in a URL; a port with a path behind it is none.
+_URL_PASSWORD = re.compile(r"(://[^\s/@:\"']*:)(?!\d{1,5}[/,])[^\s\"'<>]*(?=@)")
 
 
 class PaNpuError(Exception):
-    """Base of every error this package raises on purpose. Its message is one printable line, whatever is quoted in it."""
+    """Base of every error this package raises on purpose. Its message is one printable line, whatever is quoted in it.
+
+    A password in a URL is not part of it.
+    """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(printable(message))
+        super().__init__(_URL_PASSWORD.sub(r"\1(not shown)", printable(message)))
 
 
 class UserError(PaNpuError):

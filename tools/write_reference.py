@@ -23,6 +23,11 @@ Keys are written in YAML files, one section per heading, and as `section.key=val
 earlier ones, and the command line over files. `pa-npu plan --full --config FILE [key=value ...]` prints the whole resolved tree. An
 unknown key is an error that names the nearest one. Names of TRL and verl are on [a page of their own](names.md).
 
+On the command line a text is taken as it is, `#`, `&`, `*` and spaces included: `'data.instruction=Put the answer after ####'`.
+`null` is no value, for keys that may have none. A text that stands in quotes of its own may hold YAML's escapes:
+`'data.instruction="line one\\nline two"'`. Other values are YAML: `3`, `true`, `[a, b]`. In YAML files texts follow YAML's rules,
+so one with ` #` or with a `:` followed by a space needs quotes there. Paths may begin with `~` or `~user`.
+
 """
 
 

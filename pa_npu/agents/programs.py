@@ -32,7 +32,7 @@ from pa_npu.control import keeper
 from pa_npu.control.tasks import cancel
 from pa_npu.control.worker_process import start_kept
 from pa_npu.errors import ConfigError
-from pa_npu.telemetry.secrets import is_secret
+from pa_npu.telemetry.secrets import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -142,8 +142,10 @@ class Programs:
                 await _reap(process)
 
     def _inherited(self) -> dict[str, str]:
-        """This process's environment without secrets, known by their names: the keys of hubs, trackers and judges."""
-        return {name: value for name, value in os.environ.items() if name != _STORE and not is_secret(name)}
+        """This process's environment without secrets: the keys of hubs, trackers and judges, and URLs with a password."""
+        inherited = without_secrets(os.environ)
+        inherited.pop(_STORE, None)
+        return inherited
 
     def _proxy_exceptions(self) -> dict[str, str]:
         """The variables that keep requests to the gateway from a proxy, by both names that programs read."""

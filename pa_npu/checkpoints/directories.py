@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 META_FILE = "pa_npu.json"
 _PREFIX = "iteration_"
+_MOST_DIGITS = 10  # of a version, above what a run can count
 _INCOMPLETE, _REPLACED, _DELETED = ".incomplete", ".replaced", ".deleted"
 
 _SEAL = "digest"  # of the other values of META_FILE
@@ -87,7 +88,8 @@ def directory_name(version: int) -> str:
 def version_of(directory: Path) -> int | None:
     """The version in a checkpoint directory's name; None for anything else."""
     digits = directory.name.removeprefix(_PREFIX)
-    return int(digits) if directory.name.startswith(_PREFIX) and digits.isdigit() else None
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS
+    return int(digits) if directory.name.startswith(_PREFIX) and is_number else None
 
 
 def read_meta(directory: Path) -> CheckpointMeta:

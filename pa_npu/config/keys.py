@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from pa_npu.config.foreign_names import FOREIGN
 from pa_npu.config.presets import PRESETS, PresetName
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import Section
@@ -68,7 +69,7 @@ def _below(annotation: Any, part: str) -> Any:
     if origin is dict:
         return arguments[1]
     if origin is tuple:
-        return arguments[0] if part.isdigit() else None
+        return arguments[0] if part.isascii() and part.isdigit() else None
     if origin is Annotated:
         return _below(arguments[0], part)
     if is_union(annotation):  # a section, or a list of sections, beside a text or nothing
@@ -78,10 +79,18 @@ def _below(annotation: Any, part: str) -> Any:
 
 
 def nearest_key(path: tuple[str, ...], siblings: list[str]) -> str | None:
-    """The key that `path` was probably meant to be: a sibling nearly alike, or a key of another section; None for no such key."""
+    """The key that `path` was probably meant to be; None for no such key.
+
+    One that other systems call so, a sibling nearly alike, or a key of another section.
+    """
+    if ours := FOREIGN.get(".".join(path)):
+        return ours
     *parents, last = path
     if alike := difflib.get_close_matches(last, siblings, n=1, cutoff=0.7):
         return ".".join([*parents, alike[0]])
+    for first in range(1, len(path)):
+        if ours := FOREIGN.get(".".join(path[first:])):
+            return ours
     by_last: dict[str, str] = {}
     for key in all_keys():
         by_last.setdefault(key.name.rpartition(".")[2], key.name)
@@ -112,7 +121,7 @@ def _annotation_text(annotation: Any) -> str:
     if origin is Literal:
         return " | ".join(str(argument) for argument in arguments)
     if origin is Annotated:
-        marks = [mark for info in arguments[1:] for mark in info.metadata]
+        marks = [mark for info in arguments[1:] for mark in getattr(info, "metadata", ())]
         return " ".join([_annotation_text(arguments[0]), _bounds(marks)]).strip()
     if origin is tuple:
         return f"[{_annotation_text(arguments[0])}, ...]"
@@ -132,12 +141,25 @@ ENTRIES: dict[str, type[Section]] = {
 """Sections that are entries of a key's list."""
 
 
-def keys_help() -> str:
-    """All sections and keys, one key per two lines, and the fields of list entries below their key."""
-    lines: list[str] = []
+def sections_help() -> str:
+    """A line per section: its name, how many keys it has, and the first of them."""
+    lines = []
     for section, field in Config.model_fields.items():
         model = section_of(field.annotation)
         if model is None:
+            continue
+        names = [key.name.removeprefix(f"{section}.") for key in all_keys(model, f"{section}.")]
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        lines.append(f"  {section:<12} {len(names):>3} keys: {shown}")
+    return "\n".join(lines)
+
+
+def keys_help(only: str | None = None) -> str:
+    """All sections and keys, one key per two lines, and the fields of list entries below their key. only: one section."""
+    lines: list[str] = []
+    for section, field in Config.model_fields.items():
+        model = section_of(field.annotation)
+        if model is None or only not in (None, section):
             continue
         lines += ["", f"{section}:"]
         for key in all_keys(model, f"{section}."):

@@ -1,11 +1,16 @@
 """Load the configuration: YAML files in order, then `a.b=c` overrides, validated into one `Config`.
 
+An override of a key that holds text is that text, every character of it: `data.instruction=Answer after ####`. It is YAML only
+where it is `null` or `~` and the key may have no value, and where all of it stands in YAML's quotes, which may hold escapes.
+Values of other keys are YAML, such as `3`, `true` and `[a, b]`.
+
 A mistake ends in one ConfigError line: where it was written, the key, the value, the rule, the remedy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ValidationError
@@ -16,15 +21,24 @@ from pa_npu.config.removed import removed
 from pa_npu.config.schema import Config
 from pa_npu.config.texts import leaves
 from pa_npu.config.words import as_json
-from pa_npu.config.yaml_source import KeyPath, Places, dump_yaml, read_value, read_yaml
+from pa_npu.config.yaml_source import KeyPath, Places, dump_yaml, read_quoted, read_value, read_yaml
 from pa_npu.errors import ConfigError
 
 COMMAND_LINE = "command line"
+_NO_VALUE = ("null", "~")
 
 
-def load_config(paths: Iterable[str], overrides: Sequence[str] = ()) -> Config:
-    """Merge the YAML files (later ones win), apply the overrides and validate. Raises ConfigError with one line."""
-    return validated(*merged(paths, overrides))
+def load_config(
+    paths: Iterable[str], overrides: Sequence[str] = (), values: Mapping[KeyPath, Any] | None = None
+) -> Config:
+    """Merge the YAML files (later ones win), apply the overrides, then `values`, and validate.
+
+    values: by the parts of their keys, as Python has them. Raises ConfigError with one line.
+    """
+    tree, places = merged(paths, overrides)
+    for path, value in (values or {}).items():
+        _put(tree, places, path, value)
+    return validated(tree, places)
 
 
 def merged(paths: Iterable[str], overrides: Sequence[str]) -> tuple[dict[str, Any], Places]:
@@ -82,46 +96,62 @@ def _merge(tree: dict[str, Any], values: dict[str, Any], places: Places, written
 
 
 def _apply_override(tree: dict[str, Any], places: Places, override: str) -> None:
-    if not override.isprintable():
-        raise ConfigError(f"{COMMAND_LINE}: {override!r}: not printable text; write special characters as YAML escapes")
     name, sign, text = override.partition("=")
+    if not name.isprintable() or any(not _may_be_given(character) for character in text):
+        raise ConfigError(f"{COMMAND_LINE}: {override!r}: holds control characters; write plain text, or a YAML file")
     path = tuple(name.strip().split("."))
     if not sign or not all(path):
         raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form section.key=value; write it so")
-    value = read_value(text, f"{COMMAND_LINE}: {name.strip()}")
-    if not isinstance(value, str) and _takes_text(find_annotation(path), value):
-        value = text  # `run.dir=2024` means the text
+    _put(tree, places, path, _value_of(find_annotation(path), text, f"{COMMAND_LINE}: {name.strip()}"))
+
+
+def _may_be_given(character: str) -> bool:
+    """Whether an override's value may hold it: line ends and tabs, no control characters and no halves of characters."""
+    return character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cs")
+
+
+def _value_of(annotation: Any, text: str, where: str) -> Any:
+    """Returns what an override's text means for a key of this annotation. Raises ConfigError that begins with `where`."""
+    members = {get_args(member)[0] if get_origin(member) is Annotated else member for member in _members(annotation)}
+    is_text = str in members and not members & {int, float, bool}
+    if not is_text:
+        return read_value(text, where)
+    if text.strip() in _NO_VALUE and type(None) in members:
+        return None
+    if (quoted := read_quoted(text)) is not None:
+        return quoted
+    has_structure = not members <= {str, type(None)}
+    if has_structure and text.strip()[:1] + text.strip()[-1:] in ("[]", "{}"):
+        return read_value(text, where)
+    return text
+
+
+def _put(tree: dict[str, Any], places: Places, path: KeyPath, value: Any) -> None:
+    """Puts a value at its key, and makes the sections on the way. Raises ConfigError where there is a value instead of one."""
+    name = ".".join(path)
     node: Any = tree
     for depth, part in enumerate(path[:-1]):
         if isinstance(node, dict) and node.get(part) is None:
             node[part] = {}
-        node = node[_key_in(node, part, override)]
+        node = node[_key_in(node, part, name)]
         if not isinstance(node, (dict, list)):
             prefix = ".".join(path[: depth + 1])
             raise ConfigError(f"{COMMAND_LINE}: {name}: {prefix} is a value, not a section; see --help for all keys")
-    node[_key_in(node, path[-1], override)] = value
+    node[_key_in(node, path[-1], name)] = value
     for known in [known for known in places if known[: len(path)] == path]:
         del places[known]
     places[path] = COMMAND_LINE
 
 
-def _key_in(node: dict[str, Any] | list[Any], part: str, override: str) -> Any:
+def _key_in(node: dict[str, Any] | list[Any], part: str, name: str) -> Any:
     """Find what a part of a dotted key is in a section, or in a list."""
     if isinstance(node, dict):
         return part
-    if not part.isdigit() or int(part) >= len(node):
+    if not (part.isascii() and part.isdigit()) or int(part) >= len(node):
         raise ConfigError(
-            f"{COMMAND_LINE}: {override!r}: {part!r} is not an index below {len(node)}, the list's length; correct it"
+            f"{COMMAND_LINE}: {name}: {part!r} is not an index below {len(node)}, the list's length; correct it"
         )
     return int(part)
-
-
-def _takes_text(annotation: Any, value: Any) -> bool:
-    """Whether the key holds text, so that a value YAML reads as a number or boolean is meant literally."""
-    members = {get_args(member)[0] if get_origin(member) is Annotated else member for member in _members(annotation)}
-    if str not in members or members & {int, float, bool} or (value is None and type(None) in members):
-        return False
-    return not isinstance(value, (dict, list)) or members <= {str, type(None)}
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -145,7 +175,12 @@ def _first_line(error: ValidationError, places: Places) -> str:
     details = error.errors(include_url=False)
     for detail in details:
         if detail["type"] in ("extra_forbidden", "invalid_key"):
-            return _unknown_key((*_real_path(detail["loc"][:-1]), str(detail["loc"][-1])), places)
+            path = (*_real_path(detail["loc"][:-1]), str(detail["loc"][-1]))
+            below = detail["input"]
+            while isinstance(below, dict) and len(below) == 1:  # the whole name, which may be another system's
+                (name,) = below
+                path, below = (*path, str(name)), below[name]
+            return _unknown_key(path, places)
     paths = [_real_path(detail["loc"]) for detail in details]
     # of the members of a union, the one that goes deepest into the value knows what is wrong with it
     below = [number for number, path in enumerate(paths) if path[: len(paths[0])] == paths[0]]

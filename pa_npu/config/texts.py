@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +30,8 @@ _USERS_OWN = frozenset(
 )
 _NAMES = ("telemetry.project", "data.train.", "data.question_column", "data.answer_column",
           "reward.functions.", "reward.judge.model", "reward.code.tests", "evaluate.metric", "environment.name")  # fmt: skip
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_SHELL_VARIABLE = re.compile(r"\$[A-Za-z_{(]|`")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -37,14 +40,17 @@ def broken_texts(c: ConfigTree) -> Iterator[str]:
     for key, path in (
         ("run.dir", c.run.dir),
         ("model.path", c.model.path),
+        ("model.adapter", c.model.adapter),
         *((c.data.key_of(number), dataset.path) for number, dataset in enumerate(c.data.datasets)),
         *((c.key_of_set(name), dataset.path) for name, dataset in c.evaluation_sets.items()),
         ("rollout.python", c.rollout.python),
         ("checkpoint.load", c.checkpoint.load),
     ):
-        problem = path_problem(path) if path is not None else None
+        if path is None:
+            continue
+        problem = new_path_problem(path) if key == "run.dir" else path_problem(path)
         if problem:
-            yield f"{key}: {shown(path or '')} {problem}; give the path of a file or directory"
+            yield f"{key}: {shown(path)} {problem}; give the path of a file or directory"
     for name, value in c.rollout.env.items():
         if not _VARIABLE.fullmatch(name):
             yield (
@@ -76,7 +82,14 @@ def _broken_leaves(c: ConfigTree) -> Iterator[str]:
     for key, value in leaves(c.model_dump(), ""):
         if isinstance(value, int) and abs(value) > _LARGEST_COUNT:
             yield f"{key}: {shown(str(value))} is beyond any run; set it to {_LARGEST_COUNT} or less"
-        if not isinstance(value, str) or key.rpartition(".")[2] in _ANY_TEXT:
+        if not isinstance(value, str):
+            continue
+        if key.rpartition(".")[2] in _ANY_TEXT:
+            if unusual := next((c for c in value if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\r\t"), ""):
+                yield (
+                    f"{key}: {shown(value)} holds the control character {unusual!r}; in YAML's double quotes a backslash begins an "
+                    f"escape (\\b, \\f), so use single quotes, or write it twice"
+                )
             continue
         if value and (not value.strip() or not value.isprintable()):
             yield f"{key}: {shown(value)} is blank or holds line ends or control characters; write a printable text"
@@ -101,10 +114,21 @@ def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
+def new_path_problem(path: str) -> str | None:
+    """Says why nothing should be written to this path, which need not exist; None where it may be."""
+    if _SHELL_VARIABLE.search(path):
+        return "holds a variable that no shell has replaced"
+    return path_problem(path)
+
+
 def path_problem(path: str) -> str | None:
     """Why no file can have this path; None when one can."""
     if not path.strip():
         return "is blank"
+    if _URL.match(path):
+        return "is a URL, and files are read and written on this machine alone"
+    if path.startswith("~"):
+        return "begins with ~, but there is no such home directory (./~ is a file's name)"
     if any(ord(character) < 32 or ord(character) == 127 for character in path):
         return "holds control characters"
     try:

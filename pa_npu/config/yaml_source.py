@@ -80,8 +80,39 @@ def read_text(path: str) -> str:
 
 
 def read_value(text: str, where: str) -> Any:
-    """The value of one YAML scalar or flow collection, such as `3`, `true`, `[a, b]`. Raises ConfigError."""
-    return _parse(text, where, {})
+    """The value of one YAML scalar or flow collection, such as `3`, `true`, `[a, b]`.
+
+    All of the text is the value: a comment, an anchor or an alias in it would be lost in silence. Raises ConfigError.
+    """
+    value = _parse(text, where, {})
+    end = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if getattr(event, "anchor", None) is not None:
+            raise ConfigError(
+                f"{where}: {text!r:.80}: & and * begin YAML's anchors and aliases; put the text in quotes"
+            )
+        if isinstance(event, (yaml.ScalarEvent, yaml.SequenceEndEvent, yaml.MappingEndEvent)):
+            end = _end_of(event)
+    if text[end:].strip():
+        raise ConfigError(f"{where}: {text!r:.80}: YAML takes what follows # for a comment; put the text in quotes")
+    return value
+
+
+def read_quoted(text: str) -> str | None:
+    """Returns the text that stands in YAML's quotes, its escapes replaced; None where not all of it is one quoted text."""
+    if text[:1] not in ("'", '"'):
+        return None
+    try:
+        events = list(yaml.parse(text, Loader=_Loader))
+    except yaml.YAMLError:
+        return None
+    scalars = [event for event in events if isinstance(event, yaml.ScalarEvent)]
+    is_all = len(scalars) == 1 and scalars[0].style and _end_of(scalars[0]) == len(text)
+    return str(scalars[0].value) if is_all else None
+
+
+def _end_of(event: yaml.Event) -> int:
+    return event.end_mark.index if event.end_mark is not None else 0
 
 
 def dump_yaml(value: dict[str, Any]) -> str:

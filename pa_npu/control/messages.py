@@ -268,6 +268,14 @@ CARRIED = Topic(
 
 
 @dataclass(frozen=True)
+class EarlyEnd:
+    """The launcher wants the run to end after the iteration that is being trained, with a checkpoint and an export."""
+
+
+EARLY_END = Topic("early_end", EarlyEnd, "the launcher to ask for an early end")
+
+
+@dataclass(frozen=True)
 class ShardAddress:
     """The address at which a shard of the rollout buffer listens (samples/rollout_buffer.py)."""
 

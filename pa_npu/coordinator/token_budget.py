@@ -25,7 +25,7 @@ import numpy as np
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
-from pa_npu.control.messages import CARRIED, UPDATE_SIZE, CarriedGroups, UpdateSize
+from pa_npu.control.messages import CARRIED, EARLY_END, UPDATE_SIZE, CarriedGroups, UpdateSize
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.updates import EveryGroup, Updates
 from pa_npu.data.prompts import Prompt
@@ -89,7 +89,8 @@ class BudgetedUpdates(Updates):
 
     def save(self, version: int) -> None:
         """Put what no update until `version` trains, and no iteration that is produced until then, where checkpoints find it."""
-        if not self.config.saves(version) or version > self._last:
+        is_saved = self.config.saves(version) or EARLY_END.exists(self.channel)
+        if not is_saved or version > self._last:
             return
         iteration = min(version + self.freshness.iterations_ahead, self._last + 1)
         buffer = self.buffer.written(version)

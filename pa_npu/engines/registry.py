@@ -34,12 +34,14 @@ class EngineCommand:
 
     scratch_env: the variable in which the server finds a directory of its own, which goes with it; None where it needs none.
     own_tmpdir: that directory is its TMPDIR too.
+    scratch_parent: where that is made; None is the usual directory for temporary files.
     """
 
     argv: tuple[str, ...]
     env: dict[str, str]
     scratch_env: str | None = None
     own_tmpdir: bool = False
+    scratch_parent: str | None = None
 
 
 @dataclass(frozen=True)

@@ -240,6 +240,10 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     except BaseException as error:  # transformers raises anything from OSError to Exception, its native code panics
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
+        if (Path(path) / "config.json").exists():
+            from pa_npu.families.any_model import config_of
+
+            config_of(path, trust_remote_code)  # which tokenizers read too: it raises where that is what is wrong
         reason = " ".join(str(error).split())[:200]
         raise DataError(
             f"model.path: {path}: its tokenizer cannot be loaded ({reason}); add the model's tokenizer files"
@@ -279,6 +283,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         with open_plain(file) as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(length))
+    except PermissionError:
+        raise DataError(
+            f"model.path: {file} cannot be read (permission denied); let the user of the run read it"
+        ) from None
     except (OSError, ValueError, SafetensorError) as error:
         raise DataError(f"model.path: {file} is damaged or incomplete ({reason(error)}); copy it again") from None
     found = {}

@@ -115,3 +115,8 @@ def _refused(raw: Any) -> Iterator[str]:
     is_list = isinstance(targets, list) and targets and all(isinstance(name, str) for name in targets)
     if not is_list and not (isinstance(targets, str) and targets):
         yield f"target_modules = {targets!r:.60} names no layers; name a directory that peft wrote"
+    elif isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except (re.error, OverflowError, RecursionError) as error:
+            yield f"target_modules = {targets!r:.60} is no regular expression ({error}); name a directory that peft wrote"

@@ -30,6 +30,8 @@ SUBCOMMANDS = {
     "evaluate": "answer sets of questions with a model or checkpoint, and say how many are right",
     "view": "show a run as a page: live on this machine, or as one HTML file",
 }
+# Those that take a configuration; `--help SECTION` prints its keys.
+_CONFIGURED = ("run", "plan", "doctor", "engines")
 # Where their functions are, if not in subcommands.py.
 _MODULES = {"join": "join", "selftest": "selftest.command", "view": "view"}
 
@@ -39,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         _check_working_directory()
+        if (text := _help_of_section(arguments)) is not None:
+            print(text)
+            return 0
         options, rest = _parser(arguments).parse_known_args(arguments)
         return int(options.main(options, rest))
     except UserError as error:
@@ -57,6 +62,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {_met(error)}", file=sys.stderr)
         return BAD_INPUT
+
+
+def _help_of_section(arguments: Sequence[str]) -> str | None:
+    """The keys that `run --help SECTION` asks for, also of the other sub-commands with a configuration; None for other help.
+
+    Raises UserError for a section that there is not.
+    """
+    if not arguments or arguments[0] not in _CONFIGURED or not {"--help", "-h"} & set(arguments):
+        return None
+    named = [word for word in arguments[1:] if not word.startswith("-") and "=" not in word and "/" not in word]
+    if not named or "--config" in arguments:
+        return None
+    from pa_npu.launcher.subcommands import run_help
+
+    text = run_help(named[0])
+    if text is None:
+        raise UserError(f"command line: {named[0]}: no section of the configuration; see pa-npu {arguments[0]} --help")
+    return text
 
 
 def _check_working_directory() -> None:

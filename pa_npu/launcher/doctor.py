@@ -76,9 +76,8 @@ def doctor(config: Config | None, device: str | None = None) -> int:
             for index, users in busy_devices(kind).items():
                 print(f"  {kind} {index} in use: {users}")
     trainer = config.trainer.backend if config else DEFAULT_TRAINER
-    print(f"\nchanges of {trainer} to other packages in the trainers' processes")
-    for change in backend_module(trainer).changes():
-        print(f"  {change}")
+    changes = backend_module(trainer).changes()
+    print(f"\nchanges of {trainer} to other packages in the trainers' processes: {len(changes)}")
     print("\noperators")
     print(f"  {'ascendc':<14} {_ascendc()}")
     problem = port_problem("127.0.0.1", 0)

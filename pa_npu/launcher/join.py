@@ -16,8 +16,10 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -122,10 +124,11 @@ def _host(text: str) -> str:
 
 
 def _path(text: str) -> str:
-    problem = path_problem(text) if text else "is empty"
+    path = os.path.expanduser(text)
+    problem = path_problem(path) if path else "is empty"
     if problem:
-        raise argparse.ArgumentTypeError(f"{shown(text)} {problem}; give the path of an interpreter")
-    return text
+        raise argparse.ArgumentTypeError(f"{shown(path)} {problem}; give the path of an interpreter")
+    return path
 
 
 def _indices(text: str) -> tuple[int, ...]:
@@ -137,13 +140,15 @@ def _indices(text: str) -> tuple[int, ...]:
 
 def find_run(address: tuple[str, int], run_name: str, asked: BoundedCalls) -> tuple[Roster, Config, str]:
     """Roster and configuration of the run whose store is there, and its API key, with which both are signed."""
+    where = ""
     try:
-        # whoever listens there may be no store, and say nothing
-        store = asked(lambda: connect(*address, _CONNECT_TIMEOUT_S))
-        channel = StoreChannel(store, ROSTER_PREFIX)
-        key, where = find_key(asked(lambda: claimed_config(channel, _CONNECT_TIMEOUT_S)), run_name)
-        roster = Roster(channel, key)
-        tree = with_environment(asked(lambda: roster.wait_config(_CONNECT_TIMEOUT_S)), run_name)
+        with _without_traces():
+            # whoever listens there may be no store, and say nothing
+            store = asked(lambda: connect(*address, _CONNECT_TIMEOUT_S))
+            channel = StoreChannel(store, ROSTER_PREFIX)
+            key, where = find_key(asked(lambda: claimed_config(channel, _CONNECT_TIMEOUT_S)), run_name)
+            roster = Roster(channel, key)
+            tree = with_environment(asked(lambda: roster.wait_config(_CONNECT_TIMEOUT_S)), run_name)
     except Unsigned:
         raise UserError(
             f"{where}: is not the API key of {run_name}, whose configuration is signed with another; {_KEY_REMEDY.format(run_name)}"
@@ -155,6 +160,20 @@ def find_run(address: tuple[str, int], run_name: str, asked: BoundedCalls) -> tu
         ) from None
     config = load_tree(tree, f"configuration of {run_name} (is its version of pa_npu another than here?)")
     return roster, config, key
+
+
+@contextmanager
+def _without_traces() -> Iterator[None]:
+    """Keeps the C++ stack traces of torch's store off the terminal: what goes wrong with it is said in one line of ours."""
+    sys.stderr.flush()
+    terminal, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 2)
+    os.close(nothing)
+    try:
+        yield
+    finally:
+        os.dup2(terminal, 2)
+        os.close(terminal)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pa_npu.config.schema import Config
+from pa_npu.control.scratch import LONGEST_DIRECTORY_BYTES, short_directories
 from pa_npu.errors import UserError
 
 _MIB = 2**20
@@ -90,6 +91,11 @@ def _temporary_directory() -> Iterator[str]:
         yield f"TMPDIR: no temporary directory can be written ({error.strerror or error}); {remedy}"
         return
     yield from _room(directory, _TEMPORARY_BYTES, "TMPDIR", remedy)
+    if not list(short_directories()):
+        yield (
+            f"TMPDIR: {directory} has {len(os.fsencode(directory))} bytes, and no socket fits behind more than "
+            f"{LONGEST_DIRECTORY_BYTES}; name a shorter directory in TMPDIR, or let /tmp be written"
+        )
 
 
 def _room(directory: Path, needed: int, name: str, remedy: str) -> Iterator[str]:

@@ -32,7 +32,7 @@ from pa_npu.control.channel import StoreChannel, attempt_prefix, connect, host_s
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.engines.http_server import KEY_VARIABLE
-from pa_npu.errors import ConfigError, DataError
+from pa_npu.errors import BAD_INPUT, ConfigError, DataError
 from pa_npu.launcher.cluster.cluster import Cluster, local_cluster
 from pa_npu.launcher.cluster.ray_cluster import ray_cluster
 from pa_npu.launcher.cluster.ray_connection import RayConnection, connected
@@ -43,9 +43,15 @@ from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 from pa_npu.launcher.process.processes import Awaited, engine_answers, trainers_announced
 from pa_npu.launcher.process.recovery import Attempt, Recovery
-from pa_npu.launcher.process.supervisor import StopSignals, Supervisor, stop_signals
+from pa_npu.launcher.process.supervisor import EarlyEndRequest, StopSignals, Supervisor, stop_signals
 from pa_npu.launcher.run_checks import check_engines, check_surroundings, resolve_device, settle_places
-from pa_npu.launcher.run_directory import begin_attempt, checkpoints_directory, own_run_directory, resolve_resume
+from pa_npu.launcher.run_directory import (
+    begin_attempt,
+    checkpoints_directory,
+    hint_to_continue,
+    own_run_directory,
+    resolve_resume,
+)
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.chrome_trace import MERGED, merge
 from pa_npu.telemetry.progress import format_duration
@@ -57,17 +63,20 @@ from pa_npu.telemetry.timeline import Timeline, now
 from pa_npu.weight_transfer.transport import Abandonment
 
 
-def run(config: Config) -> int:
-    """Check everything, run, and return the exit code. Raises UserError before anything starts."""
+def run(config: Config, *, ends_early: bool = False) -> int:
+    """Check everything, run, and return the exit code. Raises UserError before anything starts.
+
+    ends_early: the first SIGINT lets the run end after its iteration, with a checkpoint and an export, instead of stopping it.
+    """
     config, platform = resolve_device(config)
     if config.placement.cluster == "local":
-        return _run(config, platform, None)
+        return _run(config, platform, None, ends_early)
     with connected() as connection:
         placement = config.placement.model_copy(update={"host": config.placement.host or connection.address})
-        return _run(config.model_copy(update={"placement": placement}), platform, connection)
+        return _run(config.model_copy(update={"placement": placement}), platform, connection, ends_early)
 
 
-def _run(config: Config, platform: Platform, connection: RayConnection | None) -> int:
+def _run(config: Config, platform: Platform, connection: RayConnection | None, ends_early: bool) -> int:
     """connection: to the Ray cluster that engines and trainers run on; None where that is this machine alone."""
     start_s = time.monotonic()
     findings = check_surroundings(config, platform)
@@ -107,7 +116,8 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None) -
                     record_end(timeline, begun_s, RunEnd("stopped", signal.Signals(number).name))
                     code = 128 + number
                 else:
-                    plan = Plan(config, platform, cluster, store, key, console)
+                    early_end = EarlyEndRequest() if ends_early else None
+                    plan = Plan(config, platform, cluster, store, key, console, early_end)
                     code = supervise(plan, timeline, signals)
         finish(config, run_dir, console, code, time.monotonic() - start_s)
         return code
@@ -127,7 +137,7 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
     )
     for engine in cluster.extra_engines():
         recovery.expect(engine)
-    supervisor = Supervisor(cluster.processes, console, timeline, signals, recovery)
+    supervisor = Supervisor(cluster.processes, console, timeline, signals, recovery, plan.early_end)
     first = plan.attempt(config, 0)
     return supervisor.run(engines, first.commands, [*await_engines(config, urls), *first.awaited])
 
@@ -164,12 +174,15 @@ class Plan:
     store: Store
     key: str
     console: Console
+    early_end: EarlyEndRequest | None = None
     damaged: dict[Path, str] = field(default_factory=dict)  # checkpoints, and what is wrong with their content
 
     def attempt(self, config: Config, number: int) -> Attempt:
         """The commands of an attempt that has `config` in the run directory."""
         store, limit_s = replace(self.store, attempt=number), config.run.startup_timeout_s
         channel = StoreChannel(connect(store.host, store.port, limit_s), store.prefix)
+        if self.early_end is not None:
+            self.early_end.attempt_begins(channel)
         announced = partial(trainers_announced, channel, config.trainer.pipeline_parallel)
         coordinator = coordinator_command(config, self.platform, store, self.key)
         commands: list[Startable] = [coordinator, *self.cluster.trainers(number)]
@@ -242,6 +255,8 @@ def finish(config: Config, run_dir: Path, console: Console, code: int, seconds: 
     attempt(run_dir / MERGED, lambda: merge(run_dir))
     if code:
         console.complain(f"logs: {run_dir / 'logs'}")
+        if code != BAD_INPUT:
+            console.complain(hint_to_continue(config))
         return
     try:
         console.say("\n" + summarise(run_dir))

@@ -9,6 +9,7 @@ import contextlib
 import math
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from packaging.requirements import Requirement
 
 from pa_npu import platform as platforms
+from pa_npu.agents.parser_trial import check_tool_parser
 from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
@@ -32,7 +34,7 @@ from pa_npu.families.model_directory import (
     end_tokens_line,
     load_tokenizer,
 )
-from pa_npu.families.peft_directory import check_adapters
+from pa_npu.families.peft_directory import AdapterShape, check_adapters
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.engine_key import engine_key
 from pa_npu.launcher.machine_limits import check_limits
@@ -51,7 +53,7 @@ from pa_npu.launcher.run_directory import check_checkpoint, check_run_directory,
 from pa_npu.launcher.trainer_versions import trainer_problems
 from pa_npu.planning.automatic import with_places, with_share
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.memory import without_adapters
+from pa_npu.planning.memory import adapter_parameters, without_adapters
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.base import Platform
@@ -158,6 +160,7 @@ def check_surroundings(
     check_engine_keys(config, findings.spec)
     backend_module(config.trainer.backend)
     if tokenizer is not None:
+        check_tool_parser(config)
         check_environment(config, sample)
     interpreter_check = engine_kind(config.rollout.backend).check
     local(lambda: check_attached(config) if config.rollout.attach else interpreter_check(config))
@@ -166,7 +169,7 @@ def check_surroundings(
     local(lambda: check_trackers(config))
     changed = local(lambda: check_checkpoint(config))
     findings.notes += [changed] if changed else []
-    check_run_directory(config)
+    local(lambda: check_run_directory(config))
     here = findings.placement or Placement((), (), (), ())
     local(lambda: check_limits(config, 1 + len(here.engines) + len(here.ranks)))
     if config.placement.host in _EVERYWHERE:
@@ -177,6 +180,8 @@ def check_surroundings(
     if platform is not None:
         findings.notes += [f"versions: {problem}" for problem in trainer_problems(platform.name)]
         findings.notes += device_notes(platform, findings.placement) if findings.placement else []
+        if findings.placement and not forgive:  # who plans measures nothing yet
+            findings.notes += core_notes(config, platform, len(available_cores()))
     return findings
 
 
@@ -213,7 +218,7 @@ def settle_places(config: Config, findings: Findings) -> Config:
     if findings.spec is None:
         return config
     config, found = backend_module(config.trainer.backend).fit(config, findings.spec)
-    findings.counts += [*found, *without_adapters(config, findings.spec)]
+    findings.counts += [*found, *_adapter_lines(config, findings.spec), *without_adapters(config, findings.spec)]
     known = (findings.spec, findings.device_bytes, findings.own_memory)
     settled = with_share(config, *known)
     if settled is not config:
@@ -226,6 +231,17 @@ def settle_places(config: Config, findings: Findings) -> Config:
             f"rollout.max_num_seqs: {settled.rollout.max_num_seqs}, since the KV cache holds so many sequences at their longest"
         )
     return settled
+
+
+def _adapter_lines(config: Config, spec: ModelSpec) -> list[str]:
+    """How much of the model adapters train; nothing where all weights are trained."""
+    if not config.has_adapters:
+        return []
+    rank, trained = AdapterShape.of(config).rank, adapter_parameters(config, spec)
+    share = trained / spec.num_parameters
+    return [
+        f"adapters (LoRA): rank {rank}, {trained:,} trained parameters beside {spec.num_parameters:,} ({share:.2%})"
+    ]
 
 
 def check_share(config: Config, platform: Platform, node: int, extra_engine: int | None = None) -> Placement:
@@ -347,7 +363,10 @@ def check_rewards(config: Config, sample: Prompt | None, ask_judge: bool = True)
 
     size = config.rollout.responses_per_prompt
     group = sample_group(sample.text, sample.answer, sample.row, size) if sample else None
-    return check_reward_functions(config, group, ask_judge)
+    # a judge's scores are kept in run.dir, which a run that is refused has not
+    with tempfile.TemporaryDirectory(prefix="pa_npu-check-") as directory:
+        tried = config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
+        return check_reward_functions(tried, group, ask_judge)
 
 
 def check_attached(config: Config) -> None:
@@ -397,6 +416,17 @@ def device_notes(platform: Platform, placement: Placement) -> list[str]:
         f"device {name} is in use: {busy[int(name)]}; end these processes, or choose others with placement.devices"
         for name in physical
         if name.isdecimal() and int(name) in busy
+    ]
+
+
+def core_notes(config: Config, platform: Platform, num_cores: int) -> list[str]:
+    """A note where processes that compute on cores have to take turns on these."""
+    num_processes = config.num_devices + 1
+    if platform.visible_devices_env is not None or num_processes <= num_cores:
+        return []
+    return [
+        f"run.device: {num_processes} processes (engines, trainer ranks, the coordinator) share {counted(num_cores, 'core')} and "
+        f"take turns on them, so that seconds and idle ratios say little; give the run {num_processes} cores to measure it"
     ]
 
 

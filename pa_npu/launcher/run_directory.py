@@ -13,18 +13,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pa_npu.checkpoints import directories
-from pa_npu.checkpoints.directories import CHECKPOINTS, clean, version_of
+from pa_npu.checkpoints.directories import CHECKPOINTS, META_FILE, clean, version_of
 from pa_npu.checkpoints.provenance import changes_the_run, check_continuation, differences, model_fingerprint
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
+from pa_npu.config.words import counted
 from pa_npu.config.yaml_source import read_yaml
 from pa_npu.engines.http_server import KEY_FILE
 from pa_npu.errors import ConfigError, UserError
+from pa_npu.telemetry.records import read_evaluations
 
 CONFIG_FILE = "config.yaml"
 EARLIER = "earlier"
+HF_DIRECTORY = "hf"
 LOCK = ".lock"
-_DIRECTORIES = (CHECKPOINTS, EARLIER, "logs", "timeline", "samples", "profile", "tensorboard")
+_DIRECTORIES = (
+    CHECKPOINTS,
+    EARLIER,
+    HF_DIRECTORY,
+    "logs",
+    "timeline",
+    "samples",
+    "profile",
+    "tensorboard",
+    "evaluations",
+)
+_FILES = (LOCK, KEY_FILE, "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "runs_on.json", "gateway.json")
+_LOGS = "logs"
 
 
 def resolve_resume(
@@ -104,23 +119,69 @@ def check_run_directory(config: Config) -> None:
     different = changes_the_run(differences(found, config), continues=continues_own_run(config))
     if different:
         some = ", ".join(different[:3]) + (", ..." if len(different) > 3 else "")
+        newest = directories.newest(checkpoints_directory(config))[0]
+        onward = f" (run.dir=NEW checkpoint.load={newest} goes on from its newest checkpoint)" if newest else ""
         raise ConfigError(
             f"run.dir: {directory} holds a run with another configuration (different: {some}); "
-            f"choose another run.dir, or delete that directory"
+            f"choose another run.dir{onward}, or delete that directory"
         )
+
+
+def done_line(config: Config) -> str | None:
+    """Says that the run which `config` continues has nothing left to do; None where it has.
+
+    Its last version is saved, evaluated where there are questions, and exported behind the checkpoint.
+    """
+    last, load = config.schedule.iterations, config.checkpoint.load
+    if not load or not continues_own_run(config) or version_of(Path(load)) != last:
+        return None
+    directory = Path(config.run.dir)
+    if config.evaluation_sets and all(record["version"] != last for record in read_evaluations(directory)):
+        return None
+    if config.checkpoint.export_hf and not _is_exported_behind(directory / HF_DIRECTORY, Path(load)):
+        return None
+    weights = f", and its final weights are in {directory / HF_DIRECTORY}" if config.checkpoint.export_hf else ""
+    return (
+        f"the run in {directory} is done: its {counted(last, 'iteration')} are trained (checkpoint {load}){weights}; more "
+        f"schedule.iterations continue it"
+    )
+
+
+def _is_exported_behind(exported: Path, checkpoint: Path) -> bool:
+    """Whether there are final weights, written later than the checkpoint: those of an earlier end are another version's."""
+    files = [file for name in ("config.json", "adapter_config.json") if (file := exported / name).exists()]
+    written_s = (checkpoint / META_FILE).stat().st_mtime
+    return any(file.stat().st_mtime >= written_s for file in files)
+
+
+def hint_to_continue(config: Config) -> str:
+    """Says how a run that was stopped or has failed goes on, and what is lost."""
+    newest, _ = directories.newest(checkpoints_directory(config))
+    if newest is None:
+        return (
+            "no checkpoint was written: the same command starts from the beginning; checkpoint.every=N saves every N iterations, "
+            "and --on-interrupt finish what is trained when Ctrl-C comes"
+        )
+    done = f"{version_of(newest)} of {counted(config.schedule.iterations, 'iteration')}"
+    return f"to go on from {newest} ({done}): the same command with checkpoint.resume=auto"
 
 
 def _check_kinds(directory: Path) -> None:
     """Refuses a directory where a file that the run writes exists as another kind, such as a directory."""
     for name, has_kind, kind in (
-        (LOCK, Path.is_file, "regular file"),
-        (KEY_FILE, Path.is_file, "regular file"),
+        *((name, Path.is_file, "regular file") for name in _FILES),
         *((name, Path.is_dir, "directory") for name in _DIRECTORIES),
     ):
         path = directory / name
         if os.path.lexists(path) and not has_kind(path):
             raise UserError(
                 f"run.dir: {path} is no {kind}, which the run needs there; remove it, or choose another run.dir"
+            )
+    logs = directory / _LOGS
+    for path in sorted(logs.glob("*.log")) if logs.is_dir() else ():
+        if not path.is_file():
+            raise UserError(
+                f"run.dir: {path} is no regular file, which the run needs there; remove it, or choose another run.dir"
             )
 
 
@@ -138,8 +199,12 @@ def own_run_directory(config: Config, say: Callable[[str], None] = print) -> Ite
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(f"run.dir: another run is at work in {directory}; choose another run.dir") from None
-        if not continues_own_run(config):
-            _set_aside(directory)
+        if not continues_own_run(config) and (target := _set_aside(directory)):
+            begin = config.checkpoint.load or "the beginning"
+            say(
+                f"{directory} held a run of this configuration, which moves to {target}; this run starts from {begin} "
+                f"(checkpoint.resume=auto continues a run)"
+            )
         begin_attempt(config, say)
         yield directory
 
@@ -177,16 +242,17 @@ def _write(file: Path, text: str) -> None:
         ) from None
 
 
-def _set_aside(directory: Path) -> None:
-    if (directory / CONFIG_FILE).exists():  # else it is not a run's: leave what is there alone
-        _move_to_earlier(
-            directory, [path for path in directory.iterdir() if path.name not in (CONFIG_FILE, EARLIER, LOCK)]
-        )
+def _set_aside(directory: Path) -> Path | None:
+    """Moves what an earlier run left to earlier/<n>, which it returns; None where the directory was no run's, or had nothing."""
+    if not (directory / CONFIG_FILE).exists():
+        return None
+    kept = (CONFIG_FILE, EARLIER, LOCK)
+    return _move_to_earlier(directory, [path for path in directory.iterdir() if path.name not in kept])
 
 
-def _move_to_earlier(directory: Path, paths: Sequence[Path]) -> None:
+def _move_to_earlier(directory: Path, paths: Sequence[Path]) -> Path | None:
     if not paths:
-        return
+        return None
     number = 1
     while (directory / EARLIER / str(number)).exists():
         number += 1
@@ -195,6 +261,7 @@ def _move_to_earlier(directory: Path, paths: Sequence[Path]) -> None:
         destination = target / path.relative_to(directory)
         destination.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(str(path), str(destination))
+    return target
 
 
 def _writable(directory: Path) -> bool:

@@ -15,10 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pa_npu.config.keys import keys_help
+from pa_npu.config.keys import keys_help, sections_help
 from pa_npu.config.load import dump_config, load_config
 from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
+from pa_npu.launcher.arguments import existing_path, new_path
 from pa_npu.planning import automatic
 from pa_npu.telemetry.report import WARMUP_ITERATIONS
 
@@ -37,16 +38,34 @@ _OWN_NAMES = {
 def run_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
         "pa-npu run --config YAML [--config YAML ...] [--device KIND] "
-        "[--dry-run [--full] [--device-memory-gib GIB]] [key=value ...]"
+        "[--on-interrupt stop|finish] [--dry-run [--full] [--device-memory-gib GIB]] [key=value ...]"
     )
-    parser.epilog = f"configuration keys (in YAML files, or as key=value on the command line):\n\n{keys_help()}"
+    parser.epilog = (
+        "sections of the configuration (in YAML files, or as section.key=value on the command line):\n\n"
+        f"{sections_help()}\n\n`pa-npu run --help SECTION` has the keys of a section, `pa-npu run --help all` those of all; "
+        "docs/configuration.md too"
+    )
     parser.add_argument("--dry-run", action="store_true", help="what `pa-npu plan` does")
+    parser.add_argument(
+        "--on-interrupt",
+        choices=("stop", "finish"),
+        default="stop",
+        help="on the first SIGINT (Ctrl-C): stop at once, or finish the iteration and leave a checkpoint and an export",
+    )
     plan_options(parser)
+
+
+def run_help(section: str) -> str | None:
+    """What `run --help SECTION` prints: the keys of a section, or of all; None where there is no such section."""
+    name = section.partition(".")[0]
+    if name == "all":
+        return keys_help()
+    return keys_help(name) if name in Config.model_fields else None
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """A run from its configuration, or with --dry-run only its plan."""
-    from pa_npu.launcher.run_directory import resolve_resume
+    from pa_npu.launcher.run_directory import check_run_directory, done_line, resolve_resume
 
     if options.dry_run:
         return plan(options, rest)
@@ -57,11 +76,18 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     ):
         if given_there:
             raise UserError(f"command line: {option} is for planning; add --dry-run, or remove it")
-    config = resolve_resume(given, lambda line: print(line, file=sys.stderr))
+    lines: list[str] = []
+    config = resolve_resume(given, lines.append)
+    check_run_directory(config)  # first: a run that is refused continues from nothing
+    if done := done_line(config):
+        print(done)
+        return 0
+    for line in lines:
+        print(line, file=sys.stderr)
     print("checking model, data, rewards and devices", flush=True)
     from pa_npu.launcher import run as launcher
 
-    return launcher.run(config)
+    return launcher.run(config, ends_early=options.on_interrupt == "finish")
 
 
 def plan_options(parser: argparse.ArgumentParser) -> None:
@@ -119,15 +145,28 @@ def evaluate_options(parser: argparse.ArgumentParser) -> None:
     configuration_options(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", metavar="HF", help="HF model directory")
-    source.add_argument("--checkpoint", metavar="DIR", help="a directory .../iteration_NNNNNN; it is exported for this")
     source.add_argument(
-        "--results", metavar="FILE", help="results of an evaluation that was made; nothing is asked anew"
+        "--checkpoint",
+        type=existing_path,
+        metavar="DIR",
+        help="a directory .../iteration_NNNNNN; it is exported for this",
+    )
+    source.add_argument(
+        "--results",
+        type=existing_path,
+        metavar="FILE",
+        help="results of an evaluation that was made; nothing is asked anew",
     )
     parser.add_argument(
         "--data", action="append", default=[], metavar="NAME=FILE", help="a set of questions; repeatable"
     )
     parser.add_argument("--output", default="runs/evaluate", metavar="DIR", help="where results and logs go")
-    parser.add_argument("--compare", metavar="FILE", help="results of another evaluation to compare with, by question")
+    parser.add_argument(
+        "--compare",
+        type=existing_path,
+        metavar="FILE",
+        help="results of another evaluation to compare with, by question",
+    )
 
 
 def evaluate(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -159,16 +198,23 @@ def _evaluated(options: argparse.Namespace, rest: Sequence[str]) -> Config:
         if name in (other for other, _ in sets):
             raise UserError(f"command line: --data {text}: a set is called {name} already; give each a name of its own")
         sets.append((name, file))
-    given += [f"run.dir={options.output}", f"data.train={sets[0][1]}"]  # a configuration needs one; it is not read
-    given += [f"evaluate.sets.{name}={file}" for name, file in sets]
-    given += [f"model.path={options.model or f'{options.output}/model'}"]
-    return load_config(options.config, given)
+    values: dict[tuple[str, ...], str] = {
+        ("run", "dir"): options.output,
+        ("data", "train"): sets[0][1],  # a configuration needs one; it is not read
+        ("model", "path"): options.model or f"{options.output}/model",
+        **{("evaluate", "sets", name): file for name, file in sets},
+    }
+    return load_config(options.config, given, values)
 
 
 def export_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a directory .../iteration_NNNNNN")
-    parser.add_argument("--output", required=True, metavar="DIR", help="the HF directory to write")
-    parser.add_argument("--model", metavar="DIR", help="the HF model that the run began with, if it has moved")
+    parser.add_argument(
+        "--checkpoint", required=True, type=existing_path, metavar="DIR", help="a directory .../iteration_NNNNNN"
+    )
+    parser.add_argument("--output", required=True, type=new_path, metavar="DIR", help="the HF directory to write")
+    parser.add_argument(
+        "--model", type=existing_path, metavar="DIR", help="the HF model that the run began with, if it has moved"
+    )
     parser.add_argument(
         "--merged", action="store_true", help="merge adapters (LoRA) into the model, as export_hf=merged"
     )
@@ -186,7 +232,7 @@ def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def report_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
+    parser.add_argument("runs", nargs="+", type=existing_path, metavar="RUN", help="run directory")
     parser.add_argument(
         "--warmup",
         type=_count,
@@ -220,7 +266,12 @@ def _count(text: str) -> int:
 def configuration_options(parser: argparse.ArgumentParser) -> None:
     """The options that name a configuration, the same for every sub-command that reads one: files, device, overrides."""
     parser.add_argument(
-        "--config", action="append", default=[], metavar="YAML", help="configuration file; later ones win"
+        "--config",
+        type=existing_path,
+        action="append",
+        default=[],
+        metavar="YAML",
+        help="configuration file; later ones win",
     )
     parser.add_argument("--device", choices=("auto", "npu", "cuda", "cpu"), help="short for run.device=KIND")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of a configuration key")

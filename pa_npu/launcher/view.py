@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pa_npu.errors import UserError
+from pa_npu.launcher.arguments import existing_path, new_path
 from pa_npu.launcher.subcommands import refuse
 from pa_npu.viewer.run import RunDirectory, is_run_directory
 from pa_npu.viewer.server import MAX_COMPARED, ViewServer, export, export_table
@@ -24,11 +25,12 @@ def view_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs",
         nargs="+",
+        type=existing_path,
         metavar="RUN",
         help="run directory, with further ones to compare it with; or one folder of runs",
     )
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port on loopback; default: a free one")
-    parser.add_argument("--export", metavar="FILE", help="write one HTML file instead of serving")
+    parser.add_argument("--export", type=new_path, metavar="FILE", help="write one HTML file instead of serving")
 
 
 def view(options: argparse.Namespace, rest: Sequence[str]) -> int:

@@ -93,15 +93,19 @@ def read_evaluations(run_dir: Path | str) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path, key: str) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines, up to a last line that is torn. Raises DataError with file:line of another one."""
     try:
         text = read_plain(path, _LARGEST_BYTES).decode("utf-8", "replace")
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({reason(error)}); give the directory of a run") from None
     records = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break  # a run that was killed, or that is writing it, has not written it to its end
             raise DataError(f"{path}:{number}: is not JSON ({error}); remove the line") from error
         if not _has_index(record, key):
             raise DataError(f"{path}:{number}: is no object with an integer {key!r} of at least 0; remove the line")

@@ -289,7 +289,9 @@ def table_rows(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
         for name, (title, layout) in _FIGURES.items()
     ]
     return [
-        (title, cells) for name, title, cells in rows if name not in _OPTIONAL or any(cell != "-" for cell in cells)
+        (title, cells)
+        for name, title, cells in rows
+        if (name not in _OPTIONAL or any(cell != "-" for cell in cells)) and (name != "ratio" or len(reports) > 1)
     ]
 
 
@@ -325,8 +327,28 @@ def summarise(run_dir: Path | str) -> str:
         parts.append(f"Throughput: none ({error})")
     listing = [f"  {run_dir / name!s:<40} {meaning}" for name, meaning in _WRITTEN if (run_dir / name).exists()]
     parts.append("\n".join(["Written:", *listing]))
-    parts += [line for line in (overlap_line(records), saved_publishes_line(records)) if line]
+    lines = (nothing_learned_line(records, run_dir), overlap_line(records), saved_publishes_line(records))
+    parts += [line for line in lines if line]
     return "\n\n".join(parts)
+
+
+def nothing_learned_line(records: Sequence[Mapping[str, Any]], run_dir: Path) -> str | None:
+    """Says that no iteration of the run had anything to learn from, and where to look; None where one had.
+
+    A policy learns from the differences of rewards inside a group: where there are none, all advantages are zero.
+    """
+    if not records or any(record.get("reward_std") != 0 for record in records):
+        return None
+    look = f"look at responses in {run_dir / 'samples.jsonl'}"
+    if all(record.get("reward_mean") == 0 for record in records):
+        return (
+            f"Note: every reward of the run is 0, so that nothing was learned from rewards; {look}: whether they end within "
+            f"rollout.max_response_tokens and state their answer as reward.functions reads it (docs/rewards.md)."
+        )
+    return (
+        f"Note: all rewards inside each group were equal, so that nothing was learned from them; {look}: the questions are too "
+        f"easy or too hard for the model, or reward.functions tells no response from another."
+    )
 
 
 def saved_publishes_line(records: list[dict[str, Any]]) -> str | None:

@@ -16,6 +16,7 @@ HIDDEN = "(not shown)"
 Mask = Callable[[str], str]
 # Below these the names are the user's; all others are this package's, and hold no secrets.
 _OPEN = ("rollout.env", "environment.options", "data.template_options", "reward.judge.request")
+_VARIABLES = "rollout.env"
 # A name is secret where one of its words is or ends in one of these ...
 _WORD = re.compile(
     ".*(?:password|passwd|passphrase|passcode|pwd|secret|credential|(?<!sa)cred|authorization|bearer|cookie|apikey|auth|webhook)s*"
@@ -127,7 +128,10 @@ class Secrets:
         users = next((name[len(prefix) :] for prefix in _OPEN if f"{name}.".startswith(f"{prefix}.")), None)
         if isinstance(value, list):  # in mappings of a list the names are the user's
             return list(self._items(value, _OPEN[0] if users is None else name))
-        if any(map(is_secret, (users or "").split("."))) and not isinstance(value, bool) and value not in (None, ""):
+        words = (users or "").split(".")
+        # a shell's working directory is among variables, not among options
+        is_password = not name.startswith(_VARIABLES) and any(word.lower() == "pwd" for word in words)
+        if (is_password or any(map(is_secret, words))) and not isinstance(value, bool) and value not in (None, ""):
             return self._masked(str(value))
         if isinstance(value, str):
             self._found.update(value[start:end] for start, end in _secret_spans(value))
@@ -148,6 +152,11 @@ class Secrets:
             return value
         self._found.add(value)
         return self._mask(value)
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of an environment without a secret: in their names, or in a value, such as a URL with a password."""
+    return {name: value for name, value in environment.items() if not is_secret(name) and hide(value) == value}
 
 
 def hide(text: str, mask: Mask = lambda value: HIDDEN) -> str:

@@ -13,6 +13,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 
 from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
@@ -24,6 +26,7 @@ from pa_npu.control.messages import (
     CARRIED_KEY,
     DATA_POSITION,
     DISPATCHED,
+    EARLY_END,
     PRODUCED_AHEAD,
     REPORT,
     BorderReport,
@@ -98,6 +101,20 @@ class Border:
             self._when.published(version, probe_microbatches(first, version, self._config, replica))
             found = self._agreement.check_requests(version, microbatches)
             return ProbeReport(found.largest, found.absolute_mean)
+
+    def ends(self, version: int) -> bool:
+        """Whether the run ends with `version`, earlier than configured, because the launcher asks for it; the same on all ranks.
+
+        Collective; call it when `version` is published. Groups that are carried over the version must be there for a checkpoint.
+        """
+        asked = False
+        if self._rank == 0:
+            asked = EARLY_END.exists(self._channel)
+            if asked and self._config.trained_groups is None:
+                asked = CARRIED.exists(self._channel, version=version)
+        answer = torch.tensor([int(asked)])
+        dist.broadcast(answer, src=0)
+        return bool(answer.item())
 
     def before_step(self) -> None:
         """The weights are about to change: engines that swap later have swapped by then, so that late ones get what they have."""

@@ -57,8 +57,12 @@ def train(
     timeline: Timeline,
     profiler: Callable[[int], AbstractContextManager[Any]],
     checks: IterationChecks,
+    ends: Callable[[int], bool] | None = None,
 ) -> None:
-    """Run from the loaded checkpoint (or version 0) to `schedule.iterations`; leaves a checkpoint and an HF export behind."""
+    """Run from the loaded checkpoint (or version 0) to `schedule.iterations`; leaves a checkpoint and an HF export behind.
+
+    ends: says of a version that is published whether the run is to end with it, earlier than that.
+    """
     checkpoints = Checkpointing(config, learner, border.data_position, timeline, border.ahead)
     first = checkpoints.load()
     report: IterationReport | None = None
@@ -66,7 +70,7 @@ def train(
     last = config.schedule.iterations
     for version in range(first, last + 1):
         probe = border.cross(version, report, checkpoints.at_border)
-        if version == last:
+        if version == last or (ends is not None and ends(version)):
             break
         with timeline.span("iteration", iteration=version), profiler(version):
             rides = config.probe_rides and probe == ProbeReport()
@@ -79,7 +83,7 @@ def train(
         agreement = checks(version, consumed)
         report = IterationReport(version, consumed.report, probe, agreement)
 
-    leave_behind(config, learner, checkpoints, last)
+    leave_behind(config, learner, checkpoints, version)
 
 
 def leave_behind(config: Config, learner: Learner, checkpoints: Checkpointing, version: int) -> None:

@@ -52,7 +52,16 @@ def run_rank(config: Config, rank: int) -> None:
         parts = assemble_rank(config, spec, platform, store, rank, local_rank, timeline)
         profiler = partial(profiled, config, platform, rank)
         with parts.late_engines or nullcontext():
-            train(config, parts.learner, parts.border, parts.rollouts, timeline, profiler, parts.checks)
+            train(
+                config,
+                parts.learner,
+                parts.border,
+                parts.rollouts,
+                timeline,
+                profiler,
+                parts.checks,
+                parts.border.ends,
+            )
         parts.close()
 
 

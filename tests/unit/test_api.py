@@ -153,6 +153,39 @@ def test_leaving_the_block_stops_the_run(fake: Any) -> None:
         os.kill(pid, signal.SIGTERM)
 
 
+def test_stop_asks_for_an_end_after_the_iteration_and_is_no_failure(fake: Any, tmp_path: Path) -> None:
+    said: list[str] = []
+    with fake(2, "working", "time.sleep(600)", said) as run:
+        for record in run:
+            if record["iteration"] == 1:
+                while "working" not in said:
+                    time.sleep(0.01)
+                run.stop()
+    assert said[-1] == "stopping", "SIGINT, which the launcher was started to finish the iteration on"
+    arguments = run._process.args
+    assert arguments[arguments.index("--on-interrupt") + 1] == "finish"
+    with pytest.raises(RunFailed):  # only who waits for a good end hears of it
+        run.wait()
+
+
+def test_an_exception_in_the_block_stops_the_run_at_once(fake: Any) -> None:
+    said: list[str] = []
+    with pytest.raises(ZeroDivisionError), fake(1, "working", "time.sleep(600)", said) as run:
+        while "working" not in said:
+            time.sleep(0.01)
+        1 / 0  # noqa: B018
+    assert run._process.returncode == -signal.SIGTERM and "stopping" not in said
+
+
+def test_the_final_weights_are_named_only_where_they_are(fake: Any, tmp_path: Path) -> None:
+    run = fake(1, "done", "", [])
+    (tmp_path / "r" / "hf").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"Run\.hf: .* is not there; a run writes it when it is done or ended by stop"):
+        run.hf  # noqa: B018
+    (tmp_path / "r" / "hf" / "config.json").touch()
+    assert run.hf == tmp_path / "r" / "hf"
+
+
 def test_the_names_of_the_package_are_those_of_its_parts() -> None:
     from pa_npu.config.schema import Config
 

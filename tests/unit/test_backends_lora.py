@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
 
-from pa_npu.backends.fsdp.lora import add_adapters
+from pa_npu.backends.fsdp.lora import add_adapters, check_adapters
 from pa_npu.backends.fsdp.optimizer import local
 from pa_npu.backends.registry import backend_module, export_checkpoint
 from pa_npu.checkpoints.directories import directory_name
@@ -282,6 +282,11 @@ def tensors_with(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
     return changed
 
 
+def cut_short(directory: Path) -> None:
+    file = directory / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
@@ -302,6 +307,17 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (config_with(target_modules=["nothing"]), "model.adapter: .*nothing"),
         (config_with(target_modules=["embed_tokens"]), "no linear layer"),
         (config_with(target_modules=["lm_head"]), "the LM head"),
+        (config_with(target_modules="("), "is no regular expression"),
+        (config_with(r=3), r"and \[3, 64\] in the model"),
+        (lambda directory: (directory / "adapter_model.safetensors").write_bytes(b""), "cannot be read"),
+        (cut_short, "cannot be read"),
+        (
+            tensors_with(lambda stored: stored.update({NAME: stored[NAME] * float("nan")})),
+            f"{NAME} holds values that are not",
+        ),
+        (tensors_with(lambda stored: stored.update({NAME: stored[NAME].long()})), f"{NAME} holds torch.int64"),
+        (tensors_with(lambda stored: stored.clear()), "misses base_model"),
+        (tensors_with(lambda stored: stored.update({f"{NAME}.x": stored[NAME].clone()})), f"has {NAME}.x"),
         (tensors_with(lambda stored: stored.pop(NAME)), f"misses {NAME}"),
         (tensors_with(lambda stored: stored.update({NAME: torch.zeros(4, 8)})), r"is \[4, 8\], and \[4, 64\]"),
     ],
@@ -311,9 +327,54 @@ def test_what_is_no_adapter_of_the_model_is_refused_in_a_line(
 ) -> None:
     directory = shutil.copytree(adapter, tmp_path / "adapter")
     change(directory)
+    config = model_config(model, model={"adapter": str(directory)}, trainer={"backend": "fsdp"})
+    spec = ModelSpec.read(str(model))
+    for refused in (
+        lambda: add_adapters(plain(model), config),
+        lambda: settle_places(config, Findings(spec)),  # before anything starts, and without the weights
+    ):
+        with pytest.raises(DataError, match=message) as raised:
+            refused()
+        assert "\n" not in str(raised.value) and "model.adapter" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["nothing_of_the_model"], "the model has none of these"),
+        (["lm_head"], "the LM head"),
+        (["embed_tokens"], "no linear layer"),
+        ([".*"], "the model has none of these"),
+        (["self_attn"], "name linear layers of the model"),
+        (["input_layernorm"], "name linear layers of the model"),
+    ],
+)
+def test_targets_that_choose_no_layer_to_train_are_refused_before_anything_starts(
+    targets: list[str], message: str, model: Path
+) -> None:
+    config = model_config(model, lora={"rank": 4, "targets": targets}, **FSDP)
     with pytest.raises(DataError, match=message) as raised:
-        add_adapters(plain(model), model_config(model, model={"adapter": str(directory)}, trainer={"backend": "fsdp"}))
-    assert "\n" not in str(raised.value) and "model.adapter" in str(raised.value)
+        settle_places(config, Findings(ModelSpec.read(str(model))))
+    assert str(raised.value).startswith("lora.targets: ") and "\n" not in str(raised.value)
+
+
+def test_adapters_that_fit_are_accepted_without_the_models_weights_and_their_size_is_said(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    bare = shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    for sections in ({"lora": {"rank": 4}}, {"model": {"adapter": str(adapter)}}):
+        check_adapters(model_config(bare, **sections, **FSDP), ModelSpec.read(str(bare)))
+    findings = Findings(ModelSpec.read(str(model)))
+    config = model_config(model, lora={"rank": 4, "targets": ["q_proj", "v_proj"]}, **FSDP)
+    settle_places(config, findings)
+    trained = sum(parameter.numel() for parameter in trained_of(model, config))
+    assert f"adapters (LoRA): rank 4, {trained:,} trained parameters beside" in findings.counts[0]
+
+
+def trained_of(model: Path, config: Any) -> list[torch.Tensor]:
+    causal = plain(model)
+    add_adapters(causal, config)
+    return [parameter for parameter in causal.parameters() if parameter.requires_grad]
 
 
 @pytest.mark.parametrize(

@@ -227,3 +227,11 @@ def test_deletion_leaves_nothing_that_looks_like_a_checkpoint(tmp_path: Path) ->
 def test_the_module_needs_no_torch() -> None:
     code = "import sys, pa_npu.checkpoints.directories; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["iteration_²", "iteration_٣", f"iteration_{'9' * 5000}", "iteration_", "iteration_-1"]
+)
+def test_a_name_that_only_looks_like_a_checkpoints_is_none(name: str) -> None:
+    assert store.version_of(Path(name)) is None
+    assert store.version_of(Path("iteration_000012")) == 12, "a control"

@@ -11,6 +11,9 @@ import pytest
 import yaml
 
 from pa_npu import __version__
+from pa_npu.config.foreign_names import FOREIGN
+from pa_npu.config.keys import all_keys, keys_help
+from pa_npu.config.schema import Config
 from pa_npu.launcher.cli import _MODULES, SUBCOMMANDS, _parser, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,3 +105,49 @@ def test_plan_is_a_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     full = capsys.readouterr().out
     assert full.splitlines()[0] == f"# {planned.splitlines()[0]}"
     assert yaml.safe_load(full)["rollout"]["responses_per_prompt"] > 0, "a file that --config takes"
+
+
+def test_help_is_short_and_that_of_a_section_has_its_keys_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) < 60
+    for section in Config.model_fields:
+        assert f"  {section} " in short
+    assert main(["run", "--help", "rollout"]) == 0
+    of_a_section = capsys.readouterr().out
+    named = [line.split()[0] for line in of_a_section.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert named == [key.name for key in all_keys() if key.name.startswith("rollout.")]
+    assert main(["plan", "rollout", "--help"]) == 0 and capsys.readouterr().out == of_a_section
+    assert main(["run", "--help", "all"]) == 0 and capsys.readouterr().out == keys_help() + "\n"
+    assert main(["run", "--help", "rolout"]) == 2
+    assert capsys.readouterr().err.startswith("error: command line: rolout: no section of the configuration")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("rollout.n", "rollout.responses_per_prompt"),
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("actor_rollout_ref.actor.optim.lr", "optimizer.learning_rate"),
+        ("actor_rollout_ref.rollout.n", "rollout.responses_per_prompt"),
+        ("actor_rollout_ref.model.lora_rank", "lora.rank"),
+        ("num_generations", "rollout.responses_per_prompt"),
+        ("trainer.total_training_steps", "schedule.iterations"),
+        ("trainer.n_gpus_per_node", "placement.devices_per_node"),
+        ("beta", "algorithm.kl_coef"),
+        ("optimizer.beta", "optimizer.betas"),
+        ("algorithm.kl_coeff", "algorithm.kl_coef"),
+    ],
+)
+def test_the_names_of_other_systems_lead_to_the_key_itself(
+    theirs: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "model.path=m", "data.train=t", f"{theirs}=1"]) == 2
+    assert f"{theirs}: unknown key; did you mean {ours}?" in capsys.readouterr().err
+
+
+def test_every_name_of_another_system_leads_to_a_key_that_exists_and_is_none_of_ours() -> None:
+    ours = {key.name for key in all_keys()}
+    assert set(FOREIGN.values()) <= ours and not FOREIGN.keys() & ours
+    assert not FOREIGN.keys() & {name.rpartition(".")[2] for name in ours}

@@ -116,7 +116,7 @@ def test_a_mistake_in_a_file_is_one_line_with_its_place(base: str, line: str, nu
         ("reward.functions.3.weight=2", "reward.functions"),
         ("rollout.engines.x=1", "rollout.engines is a value, not a section"),
         ("rollout", "is not of the form section.key=value"),
-        ("run.dir=[", "command line: run.dir:1: not valid YAML"),
+        ("rollout.extra_args=[", "command line: rollout.extra_args:1: not valid YAML"),
         ("algorithm.advantage=batch-std", "set schedule.stream=false"),
         ("rollout.max_num_batched_tokens=767", "512 + 256, so that a sequence would be prefilled in chunks"),
         ("rollout.max_num_seqs=40000", "rollout.max_num_seqs: 40000 exceeds rollout.max_num_batched_tokens = 32768"),

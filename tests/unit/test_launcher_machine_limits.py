@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
+from pa_npu.control.scratch import short_directories
 from pa_npu.launcher import machine_limits
 from pa_npu.launcher.machine_limits import limit_problems
 
@@ -88,3 +92,29 @@ def test_the_control_groups_limit_of_processes_counts_threads(tmp_path: Path, mo
     assert line.startswith(
         "processes: 200 more may start in this control group (pids.max 1000), and the run needs up to 256"
     )
+
+
+def test_sockets_of_engines_go_into_a_short_directory_whatever_tmpdir_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    places = list(short_directories())
+    assert places and str(long) not in places
+    with socket.socket(socket.AF_UNIX) as server, tempfile.TemporaryDirectory(prefix="pa-", dir=places[0]) as scratch:
+        server.bind(f"{scratch}/{uuid.uuid4()}")
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    assert next(short_directories()) == "/tmp", "a control: a short TMPDIR is taken"
+
+
+def test_a_long_tmpdir_is_one_line_where_no_short_directory_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setattr("pa_npu.control.scratch._SHORT", ())
+    config = load_config([], ["model.path=m", "data.train=t", f"run.dir={tmp_path}"])
+    (line,) = list(limit_problems(config, 1))
+    assert line.startswith(f"TMPDIR: {long} has ") and "name a shorter directory" in line

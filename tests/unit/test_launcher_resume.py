@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,8 +28,16 @@ from pa_npu.config.schema import Config
 from pa_npu.coordinator.main import first_version
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.errors import ConfigError, UserError
+from pa_npu.launcher.cli import main
 from pa_npu.launcher.run import Plan
-from pa_npu.launcher.run_directory import check_checkpoint, check_run_directory, own_run_directory, resolve_resume
+from pa_npu.launcher.run_directory import (
+    check_checkpoint,
+    check_run_directory,
+    done_line,
+    hint_to_continue,
+    own_run_directory,
+    resolve_resume,
+)
 
 
 @pytest.fixture
@@ -274,3 +283,107 @@ def test_keys_that_an_earlier_version_did_not_have_count_with_their_defaults(mod
     assert differences(saved, config) == ["placement.gone"] and check_continuation(saved, config, "C") is None
     changed = make_config(model, tmp_path, optimizer={"betas": [0.5, 0.95]})
     assert differences(saved, changed) == ["optimizer.betas", "placement.gone"]
+
+
+def test_another_learning_rate_is_refused_first_and_the_way_on_is_named(model: Path, tmp_path: Path) -> None:
+    config = make_config(model, tmp_path, checkpoint=AUTO)
+    newest = write(config, 4)
+    with own_run_directory(config):
+        pass
+    changed = resolve_resume(make_config(model, tmp_path, checkpoint=AUTO, optimizer={"learning_rate": 1e-3}), print)
+    with pytest.raises(ConfigError) as refused:
+        check_run_directory(changed)
+    assert "different: optimizer.learning_rate" in str(refused.value)
+    assert f"run.dir=NEW checkpoint.load={newest} goes on" in str(refused.value)
+
+
+def test_run_says_nothing_of_continuing_before_it_refuses(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(model, tmp_path, checkpoint=AUTO)
+    write(config, 4)
+    with own_run_directory(config):
+        pass
+    keys = [f"run.dir={config.run.dir}", f"model.path={model}", "data.train=t", "checkpoint.resume=auto"]
+    assert main(["run", *keys, "optimizer.learning_rate=1e-3"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and len(captured.err.splitlines()) == 1 and "continues" not in captured.err
+
+
+def finish(config: Config, version: int) -> Path:
+    """What a run leaves that has ended with this version."""
+    checkpoint = write(config, version)
+    exported = Path(config.run.dir) / "hf"
+    exported.mkdir(exist_ok=True)
+    (exported / "config.json").write_text("{}")
+    return checkpoint
+
+
+def test_a_finished_run_that_is_resumed_says_so_and_starts_nothing(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(model, tmp_path, checkpoint=AUTO, schedule={"iterations": 4})
+    with own_run_directory(config):
+        pass
+    checkpoint = finish(config, 4)
+    keys = [f"run.dir={config.run.dir}", f"model.path={model}", "data.train=t", "checkpoint.resume=auto"]
+    assert main(["run", *keys, "schedule.iterations=4"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        f"the run in {config.run.dir} is done: its 4 iterations are trained (checkpoint {checkpoint})"
+    )
+    assert "more schedule.iterations continue it" in out and len(out.splitlines()) == 1
+
+
+@pytest.mark.parametrize("left", ["an iteration", "the export", "an export of now", "the evaluation"])
+def test_a_run_with_something_left_to_do_is_not_done(left: str, model: Path, tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"checkpoint": AUTO, "schedule": {"iterations": 5 if left == "an iteration" else 4}}
+    if left == "the evaluation":
+        sections["data"] = {"test": "t"}
+    config = make_config(model, tmp_path, **sections)
+    checkpoint = finish(config, 4)
+    exported = Path(config.run.dir) / "hf" / "config.json"
+    if left == "the export":
+        exported.unlink()
+    if left == "an export of now":  # of an earlier end
+        long_ago = (checkpoint / store.META_FILE).stat().st_mtime - 100
+        os.utime(exported, (long_ago, long_ago))
+    assert done_line(resolve_resume(config, print)) is None
+    if left == "the evaluation":
+        (Path(config.run.dir) / "evaluations.jsonl").write_text(json.dumps({"version": 4, "accuracy": 1.0}) + "\n")
+        assert done_line(resolve_resume(config, print)) is not None, "a control"
+
+
+def test_the_same_command_again_says_where_the_old_run_goes(model: Path, tmp_path: Path) -> None:
+    config = make_config(model, tmp_path)
+    said: list[str] = []
+    with own_run_directory(config, said.append) as directory:
+        (directory / "metrics.jsonl").write_text("{}\n")
+    assert said == [], "a first run has nothing to tell"
+    with own_run_directory(config, said.append):
+        pass
+    (line,) = said
+    assert line.startswith(
+        f"{directory} held a run of this configuration, which moves to {directory / 'earlier' / '1'}"
+    )
+    assert "starts from the beginning" in line and "checkpoint.resume=auto continues" in line
+    assert (directory / "earlier" / "1" / "metrics.jsonl").exists()
+
+
+def test_a_run_that_was_stopped_says_how_to_go_on(model: Path, tmp_path: Path) -> None:
+    config = make_config(model, tmp_path, schedule={"iterations": 20})
+    assert hint_to_continue(config).startswith("no checkpoint was written: the same command starts from the beginning")
+    newest = write(config, 4)
+    hint = hint_to_continue(config)
+    assert hint == f"to go on from {newest} (4 of 20 iterations): the same command with checkpoint.resume=auto"
+
+
+@pytest.mark.parametrize("name", ["logs/coordinator.log", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"])
+def test_a_directory_where_a_file_belongs_is_refused_before_anything_starts(
+    name: str, model: Path, tmp_path: Path
+) -> None:
+    config = make_config(model, tmp_path)
+    check_run_directory(config)
+    (Path(config.run.dir) / name).mkdir(parents=True)
+    with pytest.raises(UserError, match="is no regular file, which the run needs there"):
+        check_run_directory(config)

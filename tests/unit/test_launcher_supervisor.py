@@ -11,12 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.messages import EARLY_END
 from pa_npu.launcher.process.commands import Command
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import ProcessTree
 from pa_npu.launcher.process.processes import Awaited
-from pa_npu.launcher.process.supervisor import Supervisor, stop_signals
+from pa_npu.launcher.process.supervisor import EarlyEndRequest, Supervisor, stop_signals
 from pa_npu.telemetry.records import JsonLines
 from pa_npu.telemetry.run_end import RunEnd, read_end
 from pa_npu.telemetry.timeline import Timeline
@@ -36,6 +39,7 @@ def supervise(
     awaited: list[Awaited] | None = None,
     meanwhile: Callable[[], None] = int,
     grace_s: float = 1.0,
+    early_end: EarlyEndRequest | None = None,
 ) -> int:
     """Run fake commands under the real supervisor; returns its exit code."""
     commands = [
@@ -48,7 +52,7 @@ def supervise(
         ProcessTree(logs, grace_s, signals.insisted) as tree,
         Timeline.for_run(directory, "launcher") as timeline,
     ):
-        supervisor = Supervisor(tree, console, timeline, signals)
+        supervisor = Supervisor(tree, console, timeline, signals, early_end=early_end)
         thread = threading.Thread(target=meanwhile, name="meanwhile")
         thread.start()
         engines = [command for command in commands if command.name.startswith("engine-")]
@@ -172,3 +176,78 @@ def test_a_process_that_the_machine_does_not_let_start_ends_the_run_in_one_line(
     (tmp_path / "logs" / "trainer-0.log").mkdir(parents=True)
     assert supervise(tmp_path, {"engine-0": SLEEP, "coordinator": SLEEP, "trainer-0": SLEEP}) == 1
     assert "failed: trainer-0 cannot be started: Is a directory (" in capsys.readouterr().err
+
+
+class RequestInAFile(EarlyEndRequest):
+    """A request that the fake trainer finds as a file, where real ones ask the store."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+
+    def make(self) -> None:
+        super().make()
+        self._file.touch()
+
+
+def trainer_that_saves(directory: Path) -> str:
+    return (
+        f"import pathlib, time; asked = pathlib.Path({str(directory / 'asked')!r})\n"
+        f"while not asked.exists(): time.sleep(0.01)\n"
+        f"time.sleep(0.3); pathlib.Path({str(directory / 'saved')!r}).touch()"
+    )
+
+
+def interrupt_when(said: Path, times: int) -> Callable[[], None]:
+    def interrupt() -> None:
+        for number in range(times):
+            word = "ready after" if number == 0 else "ends after this iteration"
+            while word not in said.read_text():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return interrupt
+
+
+def test_an_early_end_waits_for_the_trainers_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The coordinator, whose next iteration nobody trains, is stopped."""
+    request = RequestInAFile(tmp_path / "asked")
+    log = tmp_path / "logs" / "launcher.log"
+    codes = {"engine-0": SLEEP, "coordinator": SLEEP, "trainer-0": trainer_that_saves(tmp_path)}
+    awaited = [Awaited("trainers", lambda: True, 30.0, "trainer-0")]
+    assert supervise(tmp_path, codes, awaited, interrupt_when(log, 1), early_end=request) == 0
+    assert (tmp_path / "saved").exists()
+    out = capsys.readouterr().out
+    assert "SIGINT: the run ends after this iteration, with a checkpoint and an export" in out
+    assert "the run has ended early, as asked" in out
+
+
+def test_a_second_interrupt_stops_an_early_end(tmp_path: Path) -> None:
+    request = RequestInAFile(tmp_path / "nobody looks")
+    log = tmp_path / "logs" / "launcher.log"
+    codes = {"engine-0": SLEEP, "coordinator": SLEEP, "trainer-0": SLEEP}
+    awaited = [Awaited("trainers", lambda: True, 30.0, "trainer-0")]
+    assert supervise(tmp_path, codes, awaited, interrupt_when(log, 2), early_end=request) == 128 + signal.SIGINT
+
+
+def test_an_interrupt_before_anything_trains_stops_the_run(tmp_path: Path) -> None:
+    request = RequestInAFile(tmp_path / "asked")
+
+    def interrupt() -> None:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    codes = {"engine-0": SLEEP, "coordinator": SLEEP, "trainer-0": SLEEP}
+    assert supervise(tmp_path, codes, [_never()], interrupt, early_end=request) == 128 + signal.SIGINT
+    assert not request.is_made
+
+
+def test_a_new_attempt_hears_of_an_early_end_that_was_asked_of_the_one_before() -> None:
+    store = dist.HashStore()
+    first, second = StoreChannel(store, "pa/0/"), StoreChannel(store, "pa/1/")
+    request = EarlyEndRequest()
+    request.attempt_begins(first)
+    assert not EARLY_END.exists(first)
+    request.make()
+    request.attempt_begins(second)
+    assert EARLY_END.exists(first) and EARLY_END.exists(second)

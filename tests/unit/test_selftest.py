@@ -143,3 +143,14 @@ def test_a_limit_is_a_floor_or_a_ceiling() -> None:
     assert Finding("a", 1.0, 1.0).ok and not Finding("a", 1.1, 1.0).ok
     assert Finding("a", 1.0, 1.0, least=True).ok and not Finding("a", 0.9, 1.0, least=True).ok
     assert [part.name for part in parts.PARTS][:2] == ["versions", "attention"], "what others need comes first"
+
+
+def test_a_kind_of_device_that_is_not_here_is_one_line_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pa_npu.platform.missing", lambda kind: "there is none")
+    assert main(["selftest", "--device", "npu", "--out", str(tmp_path / "report")]) == 2
+    assert capsys.readouterr().err == (
+        "error: --device: npu cannot be tested: there is none, or name another kind of device\n"
+    )
+    assert not (tmp_path / "report").exists()

@@ -10,8 +10,17 @@ from pathlib import Path
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.telemetry.records import MetricsWriter
-from pa_npu.telemetry.report import each_run, load_report, overlap_line, render_text, summarise, table_rows
+from pa_npu.errors import DataError
+from pa_npu.telemetry.records import MetricsWriter, read_records
+from pa_npu.telemetry.report import (
+    each_run,
+    load_report,
+    nothing_learned_line,
+    overlap_line,
+    render_text,
+    summarise,
+    table_rows,
+)
 from tools import plot_runs
 from tools.plot_runs import iteration_parts
 
@@ -207,3 +216,28 @@ def test_pictures_and_a_page_of_runs_side_by_side(tmp_path: Path) -> None:
     }
     page = (tmp_path / "out" / "throughput.html").read_text()
     assert page.count("<svg") == 2 and "<td>TPSPD</td><td>250.0</td><td>400.0</td>" in page
+
+
+def test_a_last_line_that_is_torn_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 0}\n{"iteration": 1}\n{"iteration": 2, "rew')
+    assert [record["iteration"] for record in read_records(tmp_path)] == [0, 1]
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 0}\n{"iteration": 1, "rew\n{"iteration": 2}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2: is not JSON"):
+        read_records(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([(0.0, 0.0), (0.0, 0.0)], "Note: every reward of the run is 0"),
+        ([(1.0, 0.0), (0.5, 0.0)], "Note: all rewards inside each group were equal"),
+        ([(0.0, 0.0), (0.5, 0.1)], None),
+        ([], None),
+    ],
+)
+def test_a_run_that_could_learn_nothing_says_so_once(
+    rewards: list[tuple[float, float]], said: str | None, tmp_path: Path
+) -> None:
+    records = [{"reward_mean": mean, "reward_std": deviation} for mean, deviation in rewards]
+    line = nothing_learned_line(records, tmp_path)
+    assert (line is None) if said is None else (line is not None and line.startswith(said))

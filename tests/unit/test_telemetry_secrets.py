@@ -13,8 +13,9 @@ import yaml
 
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.record import tracked_config
+from pa_npu.errors import UserError
 from pa_npu.telemetry.report import read_config
-from pa_npu.telemetry.secrets import HIDDEN, Secrets, hide, is_secret
+from pa_npu.telemetry.secrets import HIDDEN, Secrets, hide, is_secret, without_secrets
 from pa_npu.viewer.run import RunDirectory
 from pa_npu.viewer.server import answer, export
 from tests.helpers.finished_run import make_run
@@ -179,3 +180,43 @@ def test_no_secret_of_a_run_leaves_it_by_page_export_report_or_tracker_and_no_li
     assert "S3CRET" not in json.dumps(Secrets(read_config(run_dir)).config)
     config = Config.model_validate({key: value for key, value in tree().items() if key != "reward"})
     assert "S3CRET" not in json.dumps(tracked_config(config))
+
+
+def test_an_environment_that_is_handed_on_has_no_variable_with_a_password_in_its_value() -> None:
+    handed_on = {
+        "PATH": "/usr/bin:/bin",
+        "LS_COLORS": "rs=0:di=01;34",
+        "PWD": "/home",
+        "ENDPOINT": "http://host:80/a@b",
+    }
+    secret = {
+        "DATABASE_URL": "postgres://user:hunter22@host/db",
+        "MONGO_URI": "mongodb://user:hunter22@host",
+        "DB_URL": "mysql://user:hunter22@host",
+        "CONNECTION_STRING": "Server=host;Password=hunter22;",
+        "WANDB_API_KEY": "x",
+    }
+    assert without_secrets({**handed_on, **secret}) == handed_on
+
+
+def test_pwd_is_a_password_among_options_and_a_directory_among_variables() -> None:
+    tree = {
+        "environment": {"options": {"pwd": "hunter22", "db": {"PWD": "other22"}}},
+        "rollout": {"env": {"PWD": "/x"}},
+    }
+    shown = Secrets(tree)
+    assert shown.tree["environment"]["options"] == {"pwd": HIDDEN, "db": {"PWD": HIDDEN}}
+    assert shown.tree["rollout"]["env"] == {"PWD": "/x"} and "hunter22" not in shown.hide("login hunter22")
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("http://user:hunter22@host:80/reset does not answer", "http://user:(not shown)@host:80/reset does not answer"),
+        ("'postgres://u:p/w@host'", "'postgres://u:(not shown)@host'"),
+        ("http://host:80/a@b", "http://host:80/a@b"),
+        ("http://a:1,http://b@c", "http://a:1,http://b@c"),
+    ],
+)
+def test_an_error_message_has_no_password_of_a_url(message: str, shown: str) -> None:
+    assert str(UserError(message)) == shown

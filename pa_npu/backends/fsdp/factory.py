@@ -36,13 +36,17 @@ def changes() -> list[str]:
 
 
 def fit(config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
-    """See BackendModule: by a trial. Raises ConfigError where torch is too old."""
+    """See BackendModule: by a trial. Raises ConfigError where torch is too old, DataError where adapters do not fit the model."""
     missing = [name for name in _NEEDED if not hasattr(FSDPModule, name)]
     if missing:
         raise ConfigError(
             f"trainer.backend: fsdp needs FSDPModule.{missing[0]}, which torch {torch.__version__} lacks; install torch 2.10 or "
             f"later"
         )
+    if config.has_adapters and Path(spec.path).is_dir():
+        from pa_npu.backends.fsdp.lora import check_adapters
+
+        check_adapters(config, spec)
     if not spec.is_any:  # families with a file share prompts, as tests show
         return config, []
     from pa_npu.backends.fsdp.trial import fit

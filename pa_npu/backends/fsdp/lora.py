@@ -23,8 +23,10 @@ from safetensors.torch import load_file
 from pa_npu.backends.fsdp.model import ScoredModel, load_model
 from pa_npu.backends.fsdp.weights import Weights, rows_of
 from pa_npu.backends.protocol import DTYPES
+from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
+from pa_npu.families.any_model import bare_model, config_of
 from pa_npu.families.peft_directory import WEIGHTS_FILE, AdapterShape
 from pa_npu.families.spec import ModelSpec
 from pa_npu.families.wire_names import WireWeight, stored_tensors, wire_weights
@@ -55,6 +57,13 @@ class ModelWithAdapters(ScoredModel):
         return [(name, weight, tensors[weight.source]) for name, weight in self._wire.items()]
 
 
+def check_adapters(config: Config, spec: ModelSpec) -> None:
+    """Raises DataError where the run's adapters cannot be put into the model: before a run, and without memory for its weights."""
+    causal = bare_model(config_of(spec.path, spec.trust_remote_code), spec.trust_remote_code)
+    with torch.device("meta"):
+        add_adapters(causal, config)
+
+
 def add_adapters(causal: Any, config: Config) -> None:
     """Put the run's adapters into a model of transformers on the host, equally on every rank, and freeze all the rest.
 
@@ -78,8 +87,8 @@ def add_adapters(causal: Any, config: Config) -> None:
                 # by the names that were chosen: of a mixture that it knows, peft would make adapters of experts' tensors
                 inject_adapter_in_model(options, whole, name)
             except ValueError as error:  # of targets that are no layers with weights
-                reason = str(error).partition("\n")[0].partition(". ")[0]
-                raise DataError(f"{_key(config)}: {shape.targets}: {reason}; name linear layers of the model") from None
+                cause = str(error).partition("\n")[0].partition(". ")[0]
+                raise DataError(f"{_key(config)}: {shape.targets}: {cause}; name linear layers of the model") from None
             _check_layers(causal, config)
             _start(causal, name)
         del whole.peft_config  # peft warns of a model that has one when it gets the next set
@@ -204,9 +213,19 @@ def _start(causal: Any, adapters: str) -> None:
 def _load(causal: Any, directory: Path, sets: tuple[str, ...]) -> None:
     where = f"model.adapter: {directory / WEIGHTS_FILE}"
     try:
-        stored = load_file(directory / WEIGHTS_FILE)
+        open_plain(directory / WEIGHTS_FILE).close()
+        stored = load_file(directory / WEIGHTS_FILE, device="cpu")
     except (OSError, SafetensorError) as error:
-        raise DataError(f"{where} cannot be read ({error}); name a directory that peft wrote") from None
+        raise DataError(f"{where} cannot be read ({reason(error)}); name a directory that peft wrote") from None
+    for name, tensor in stored.items():
+        if not tensor.is_floating_point():
+            raise DataError(
+                f"{where}: {name} holds {tensor.dtype}, which is no weight; name a directory that peft wrote"
+            )
+        if not torch.isfinite(tensor).all():
+            raise DataError(
+                f"{where}: {name} holds values that are not finite; train the adapter again, or name another"
+            )
     for adapters in sets:
         own = _weights(_layers(causal), adapters)
         if odd := sorted(own.keys() ^ stored.keys()):

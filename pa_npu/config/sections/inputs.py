@@ -7,11 +7,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pa_npu.config.sections import Section, Several
+from pa_npu.config.sections import FilePath, Section, Several
 
 
 class RunConfig(Section):
-    dir: str = Field("runs/default", min_length=1, description="Run directory; everything the run writes goes there.")
+    dir: FilePath = Field(
+        "runs/default", min_length=1, description="Run directory; everything the run writes goes there."
+    )
     seed: int = Field(1, ge=0, lt=2**31, description="Seed of data order, sampling and initialisation.")
     device: Literal["auto", "npu", "cuda", "cpu"] = Field(
         "auto", description="Device kind of trainers and engines; auto takes npu, then cuda, then cpu."
@@ -20,8 +22,8 @@ class RunConfig(Section):
         3,
         ge=0,
         description="How often coordinator and trainers are started again, from the newest checkpoint, when one of them ends; "
-        "counted within an hour, and as long as no newer checkpoint has been written. As often within an hour each engine that "
-        "ends or hangs; beyond that the run goes on without it where others serve.",
+        "counted within an hour, and as long as no newer checkpoint has been written. Each engine has the same limit; after that "
+        "the run continues without it if others remain.",
     )
     startup_timeout_s: float = Field(
         600.0,
@@ -33,8 +35,8 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    path: str = Field(..., min_length=1, description="HF model directory (config.json, safetensors, tokenizer).")
-    adapter: str | None = Field(
+    path: FilePath = Field(..., min_length=1, description="HF model directory (config.json, safetensors, tokenizer).")
+    adapter: FilePath | None = Field(
         None,
         min_length=1,
         description="Directory of peft with adapters (LoRA) of this model to go on from, which says their rank, alpha and targets.",
@@ -57,7 +59,7 @@ _EVERYWHERE = frozenset({"train", "training", "test", "data", "rows", "prompts"}
 class Dataset(Section):
     """A dataset with options of its own, where a path alone does not say enough."""
 
-    path: str = Field(..., min_length=1, description="File or directory, as data.train.")
+    path: FilePath = Field(..., min_length=1, description="File or directory, as data.train.")
     split: str | None = Field(
         None,
         min_length=1,
@@ -91,12 +93,12 @@ class TrainingDataset(Dataset):
 
 
 class DataConfig(Section):
-    train: Annotated[str, Field(min_length=1)] | Annotated[Several[TrainingDataset], Field(min_length=1)] = Field(
+    train: Annotated[FilePath, Field(min_length=1)] | Annotated[Several[TrainingDataset], Field(min_length=1)] = Field(
         ...,
         description="Training prompts: a JSONL, CSV or parquet file (question/answer, prompt/answer or messages), or a directory "
         "of the datasets library; or a list of several, mixed by weight.",
     )
-    test: str | Dataset | None = Field(
+    test: Annotated[FilePath, Field(min_length=1)] | Dataset | None = Field(
         None, description="Held-out prompts in the same formats; none disables evaluation."
     )
     question_column: str | None = Field(
@@ -108,7 +110,7 @@ class DataConfig(Section):
     answer_column: str | None = Field(
         None, min_length=1, description="Column with the reference answer; null goes by the row's layout."
     )
-    chat_template: str = Field(
+    chat_template: FilePath = Field(
         "auto",
         description="Render prompts with the tokenizer's chat template: auto does where it has one; always; never; or another "
         "template, by its file's name, which ends in .jinja.",

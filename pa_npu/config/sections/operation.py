@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from pa_npu.config.sections import Section, Several
+from pa_npu.config.sections import FilePath, Section, Several
 from pa_npu.config.sections.inputs import Dataset
 
 AgreementCheck = Literal["mean", "square", "slope", "strays"]
@@ -62,7 +62,7 @@ class ScheduleConfig(Section):
 
 
 class EvaluateConfig(Section):
-    sets: dict[str, str | Dataset] = Field(
+    sets: dict[str, Annotated[FilePath, Field(min_length=1)] | Dataset] = Field(
         default_factory=dict,
         description="Further held-out sets beside data.test, by name: files in its formats, and those of published benchmarks.",
     )
@@ -134,7 +134,7 @@ class PublishConfig(Section):
 
 class CheckpointConfig(Section):
     every: int = Field(0, ge=0, description="Save every n iterations; 0 only after the last one.")
-    load: str | None = Field(None, description="Checkpoint directory (.../iteration_000010) to continue from.")
+    load: FilePath | None = Field(None, description="Checkpoint directory (.../iteration_000010) to continue from.")
     resume: Literal["auto"] | None = Field(
         None,
         description="auto: continue from the newest complete checkpoint of run.dir; where there is none, start from "

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from pa_npu.config.sections import Section, Several
+from pa_npu.config.sections import FilePath, Section, Several
 
 SLOWEST_TOKEN_S = 0.25
 """An engine that takes longer per token of a response than this, on top of its deadline, is not worth waiting for."""
@@ -73,7 +73,9 @@ class RolloutConfig(Section):
         "entry names are alike.",
     )
     tensor_parallel: int = Field(1, ge=1, le=1024, description="Devices per engine; auto goes by prediction.")
-    python: str | None = Field(None, description="Interpreter of the engines' own environment; none means this one.")
+    python: FilePath | None = Field(
+        None, description="Interpreter of the engines' own environment; none means this one."
+    )
     responses_per_prompt: int = Field(8, ge=2, description="G, the number of responses per prompt (one group).")
     max_response_tokens: int = Field(256, ge=1, description="Longest response in tokens.")
     temperature: float = Field(1.0, gt=0.0, le=10.0, description="Sampling temperature; the trainer applies the same.")
@@ -270,8 +272,8 @@ class AgentConfig(Section):
     command: str | None = Field(
         None,
         min_length=1,
-        description="Program of one session, as in a shell but without one: it has OPENAI_BASE_URL, OPENAI_API_KEY and TASK (JSON) "
-        "in its environment and ends by itself; none leaves sessions to agents that come and take tasks.",
+        description="Command line of the agent, run without a shell for one session: it has OPENAI_BASE_URL, OPENAI_API_KEY and "
+        "TASK (JSON) in its environment and ends by itself. If unset, agents connect by themselves and take tasks.",
     )
     programs: int | None = Field(
         None,
@@ -308,5 +310,6 @@ class AgentConfig(Section):
         ge=0,
         le=65535,
         description="Port of the gateway at placement.host, also for other programs with the run's key (docs/agents.md); 0 takes a "
-        "free one, which RUN/gateway.json names; none is loopback for environment.name=agents, and no gateway otherwise.",
+        "free one, which RUN/gateway.json names. Unset: with environment.name=agents the gateway listens on loopback; otherwise "
+        "there is none.",
     )

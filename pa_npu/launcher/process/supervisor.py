@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.messages import EARLY_END, EarlyEnd
 from pa_npu.errors import BAD_INPUT, FAILED
 from pa_npu.launcher.process.commands import Startable
 from pa_npu.launcher.process.console import Console
@@ -31,16 +33,24 @@ _AFTERMATH_S = 1.0
 
 
 class StopSignals:
-    """SIGINT and SIGTERM as a wish to stop; a second one insists on stopping at once."""
+    """SIGINT and SIGTERM as a wish to stop; a second one insists on stopping at once.
+
+    received: the signals, but for one that asks for an early end: the first SIGINT, while `can_end_early` is set.
+    """
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self.can_end_early = False
+        self.early_end_wanted = False
 
     def insisted(self) -> bool:
         return len(self.received) > 1
 
     def record(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
+        if number == signal.SIGINT and self.can_end_early and not self.early_end_wanted:
+            self.early_end_wanted = True
+        else:
+            self.received.append(number)
 
 
 @contextmanager
@@ -55,6 +65,25 @@ def stop_signals() -> Iterator[StopSignals]:
             signal.signal(number, handler)
 
 
+class EarlyEndRequest:
+    """Asks the trainers of a run to end it after the iteration that they train, in whichever attempt the run is."""
+
+    def __init__(self) -> None:
+        self._channel: StoreChannel | None = None
+        self.is_made = False
+
+    def attempt_begins(self, channel: StoreChannel) -> None:
+        """channel: the attempt's, whose trainers have heard of no earlier request."""
+        self._channel = channel
+        if self.is_made:
+            self.make()
+
+    def make(self) -> None:
+        self.is_made = True
+        if self._channel is not None:
+            EARLY_END.put(self._channel, EarlyEnd())
+
+
 class Supervisor:
     """Watches all processes of a run, or engines alone, which serve until a signal comes."""
 
@@ -65,10 +94,12 @@ class Supervisor:
         timeline: Timeline,
         signals: StopSignals,
         recovery: Recovery | None = None,
+        early_end: EarlyEndRequest | None = None,
     ) -> None:
-        """recovery: None where nothing is started again."""
+        """recovery: None where nothing is started again. early_end: None where a first SIGINT stops everything at once."""
         self._tree = tree
         self._recovery = recovery
+        self._early_end = early_end
         self._recovers = False
         self._console = console
         self._timeline = timeline
@@ -87,7 +118,8 @@ class Supervisor:
                 self._start(command)
             if self._until_done(awaited):
                 record_end(self._timeline, start_s, RunEnd("finished"))
-                self._stop("the run is done")
+                ends_early = any(process.exit_code is None for process in self._workers())
+                self._stop("the run has ended early, as asked" if ends_early else "the run is done")
                 return 0
         except (Failure, StartError) as error:
             if not self._signals.received:
@@ -148,7 +180,8 @@ class Supervisor:
                 if not self._until_ready(awaited):
                     return False
                 self._recovers = self._recovery is not None
-                while not self._workers() or any(process.exit_code is None for process in self._workers()):
+                self._signals.can_end_early = self._early_end is not None
+                while not self._is_over():
                     if not self._tick():
                         return False
                 return True
@@ -158,6 +191,15 @@ class Supervisor:
                 for command in attempt.commands:
                     self._start(command)
                 awaited = attempt.awaited
+
+    def _is_over(self) -> bool:
+        """Whether coordinator and trainers have ended; of a run that ends early the trainers alone, which leave the model."""
+        workers = self._workers()
+        if self._early_end is not None and self._early_end.is_made:
+            trainers = [process for process in workers if process.name != "coordinator"]
+            if trainers and all(process.exit_code == 0 for process in trainers):
+                return True
+        return bool(workers) and all(process.exit_code is not None for process in workers)
 
     def _next_attempt(self, failure: Failure) -> Attempt | None:
         failed = failure.process
@@ -174,6 +216,11 @@ class Supervisor:
         self._relay()
         if self._signals.received:
             return False
+        if self._early_end is not None and self._signals.early_end_wanted and not self._early_end.is_made:
+            self._early_end.make()
+            self._console.say(
+                "SIGINT: the run ends after this iteration, with a checkpoint and an export (once more: without)"
+            )
         if self._recovery is not None and self._recovers:
             self._recovery.restart_engines()
         if self._failed():

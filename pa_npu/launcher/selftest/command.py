@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pa_npu import __version__
+from pa_npu import platform as platforms
 from pa_npu.engines.registry import distributions
 from pa_npu.errors import FAILED, UserError
+from pa_npu.launcher.arguments import existing_path, new_path
 from pa_npu.launcher.doctor import device_line
 from pa_npu.launcher.selftest.parts import ACCEPTANCE, PARTS, Bench, Part, Result, run_part
 from pa_npu.launcher.trainer_versions import installed_versions
@@ -31,7 +33,12 @@ def selftest_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "parts: " + "; ".join(f"{part.name}: {part.shows}" for part in PARTS)
     parser.add_argument("--device", choices=KINDS, default="npu", help="what to test; default: npu")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="new folder for the report; default: selftest_TIME")
+    parser.add_argument(
+        "--out",
+        type=lambda text: Path(new_path(text)),
+        metavar="DIR",
+        help="new folder for the report; default: selftest_TIME",
+    )
     parser.add_argument(
         "--only",
         type=lambda text: text.split(","),
@@ -41,11 +48,17 @@ def selftest_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--acceptance",
         nargs=2,
+        type=existing_path,
         metavar=("MODEL", "DATA"),
         help="instead: a recipe's run in both modes, with what the community asks of a contributed recipe",
     )
     parser.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="of --acceptance: the recipe; the last one wins"
+        "--config",
+        type=existing_path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="of --acceptance: the recipe; the last one wins",
     )
     parser.add_argument("--iterations", type=int, default=100, metavar="N", help="of --acceptance; default: 100")
 
@@ -61,6 +74,8 @@ def selftest(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise UserError("--config: goes with --acceptance alone; give the runs of the self-test single keys")
     if options.iterations < 1:
         raise UserError(f"--iterations: {options.iterations} is below 1; give how many the runs have")
+    if reason := platforms.missing(options.device):
+        raise UserError(f"--device: {options.device} cannot be tested: {reason}, or name another kind of device")
     folder = (options.out or Path(time.strftime("selftest_%Y%m%d_%H%M%S"))).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--out: {folder} is there already and not empty; name a new folder")
