@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import math
 import secrets
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -35,8 +34,10 @@ from pa_npu.control.tasks import cancel
 from pa_npu.engines.protocol import Generation
 from pa_npu.environments.protocol import Generate
 from pa_npu.errors import PaNpuError
+from pa_npu.rewards.values import NotAReward, as_reward
 
 _LONGEST_TOKEN = 64  # characters
+_LONGEST_TURN_NUMBER = 9  # digits
 
 
 @dataclass(frozen=True)
@@ -117,15 +118,20 @@ class Session:
 
     def give_reward(self, reward: Any, completion: str | None) -> None:
         """The session's reward, or that of the turn that a completion's id names. Raises Refused."""
-        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise Refused(f"reward: {reward!r:.40} must be a finite number", param="reward")
+        if isinstance(reward, bool):
+            raise Refused(f"reward: {reward} must be a finite number", param="reward")
+        try:
+            value = as_reward(reward)
+        except NotAReward as error:
+            raise Refused(f"reward: must be a finite number; {error}", param="reward") from None
         if completion is None:
-            self.reward = float(reward)
+            self.reward = value
             return
         _, session_id, place = ["", "", *completion.split("-")][-3:]
-        if session_id != self.id or not place.isdecimal() or not 0 < int(place) < len(self.tree.nodes):
+        is_number = place.isdecimal() and len(place) <= _LONGEST_TURN_NUMBER
+        if session_id != self.id or not is_number or not 0 < int(place) < len(self.tree.nodes):
             raise Refused(f"turn: {completion!r:.60} is no id of a completion of this session", param="turn")
-        self.tree.nodes[int(place)].reward = float(reward)
+        self.tree.nodes[int(place)].reward = value
 
     async def chat_turn(self, asked: Asked) -> Turn:
         """Answers a chat request. Raises Refused."""

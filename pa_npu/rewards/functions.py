@@ -6,7 +6,6 @@ Those that wait (judge, code, and a user's `async def`) are built here too.
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from pa_npu.config.user_code import ERROR_CHARACTERS, describe, import_function,
 from pa_npu.data.records import CHOICE_COLUMN
 from pa_npu.errors import ConfigError, DataError
 from pa_npu.rewards.answers import chosen_letter, is_correct
+from pa_npu.rewards.values import NotAReward, as_rewards
 
 if TYPE_CHECKING:
     from pa_npu.config.sections.rollout import RewardConfig
@@ -208,15 +208,11 @@ def call_function(function: Function, group: RewardInput) -> tuple[list[float], 
 
 
 def checked_rewards(function: Any, group: RewardInput, returned: Any) -> tuple[list[float], str | None]:
-    """Returns a function's rewards; zeros and the reason if they are not one finite number per response."""
+    """Returns a function's rewards; zeros and the reason if they are not one reward per response."""
+    zeros = [0.0] * len(group.responses)
     try:
-        rewards = [float(reward) for reward in returned]
-    except BaseException as error:
-        return [0.0] * len(group.responses), describe(error)
-    if len(rewards) != len(group.responses):
-        reason = f"returned {len(rewards)} rewards for {len(group.responses)} responses"
-    elif not all(map(math.isfinite, rewards)):
-        reason = f"returned a reward that is not finite: {rewards}"
-    else:
-        return rewards, None
-    return [0.0] * len(group.responses), f"{reason[:ERROR_CHARACTERS]}, {source_of(function)}"
+        return as_rewards(returned, len(group.responses)), None
+    except NotAReward as error:
+        return zeros, f"{' '.join(str(error).split())[:ERROR_CHARACTERS]}, {source_of(function)}"
+    except BaseException as error:  # a generator is users' code
+        return zeros, describe(error)

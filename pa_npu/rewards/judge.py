@@ -31,6 +31,7 @@ from pa_npu.control.tasks import Turns
 from pa_npu.errors import DataError
 from pa_npu.rewards.answers import final_text
 from pa_npu.rewards.functions import RewardInput
+from pa_npu.rewards.values import NotAReward, as_reward
 
 _FIELD = re.compile(r"\{(prompt|answer|response|lowest|highest|row\.[\w-]+)\}")
 _NOBODY_MAY = frozenset({401, 403, 404, 405})  # the address or the key is wrong: asking again changes nothing
@@ -82,8 +83,16 @@ class JudgeReward:
             elif isinstance(score, BaseException):
                 raise score
             else:
-                rewards.append((score - self._lowest) / (self._highest - self._lowest))
+                rewards.append(self._reward(score))
         return rewards
+
+    def _reward(self, score: float) -> float | None:
+        """The score's place between lowest and highest; None for one so far beyond that it is no reward."""
+        try:
+            return as_reward((score - self._lowest) / (self._highest - self._lowest))
+        except NotAReward as error:
+            self.problem = f"its score {score:g} gives no reward: {error}"
+            return None
 
     async def close(self) -> None:
         if self._session is not None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from pa_npu.config.sections.rollout import RewardConfig
+from pa_npu.config.sections.rollout import MAX_REWARD, RewardConfig
 from pa_npu.control.tasks import gather
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, DeadlineExceeded, PaNpuError
@@ -58,7 +58,7 @@ class RewardPool:
         self.timeout_s = config.timeout_s
         self._neutral = config.judge.on_failure == "neutral"
         self._failing = FailingShare([spec.label for spec in self.specs])
-        self._weights = np.array([function.weight for function in config.functions], np.float32)
+        self._weights = np.array([function.weight for function in config.functions])
         # The verdict on a response is that of the first function that judges its content.
         self._judge = next((number for number, spec in enumerate(self.specs) if spec.name not in SHAPING), 0)
         self._count = config.workers
@@ -135,9 +135,16 @@ class RewardPool:
                         f"reward.judge.on_failure=neutral"
                     )
             row[:] = neutral(found)
+        total = self._weights @ rewards.astype(np.float64)
+        if (largest := float(np.abs(total).max(initial=0.0))) > MAX_REWARD:
+            reason = f"a weighted sum of {largest:g} is beyond {MAX_REWARD:g}"
+            errors.update({spec.label: reason for spec in self.specs if spec.label not in errors})
+            reasons.append((_outcome(judges=False), reason))
+            log.warning("rewards: zero for the responses to %.80r: %s", group.prompt, reason)
+            total = np.zeros_like(total)
         self._failing.note(errors)
         return RewardResult(
-            total=self._weights @ rewards,
+            total=total.astype(np.float32),
             functions={spec.label: row for spec, row in zip(self.specs, rewards, strict=True)},
             correct=rewards[self._judge] >= _RIGHT_FROM.get(self.specs[self._judge].name, _RIGHT_FROM_HALF),
             errors=tuple(reason for _, reason in reasons),

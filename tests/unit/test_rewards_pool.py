@@ -22,7 +22,7 @@ from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, PaNpuError
 from pa_npu.rewards import pool as pool_module
 from pa_npu.rewards.check import check_reward_functions
-from pa_npu.rewards.functions import RewardInput
+from pa_npu.rewards.functions import RewardInput, call_function
 from pa_npu.rewards.pool import LEAST, WINDOW, FailingShare, RewardPool
 
 USERS_MODULE = '''
@@ -155,8 +155,8 @@ async def test_what_a_function_prints_or_reads_does_not_disturb_the_protocol() -
         ({"own": True}, "users_rewards:by_row: Own: x, "),
         ({"rewards": [1.0]}, "returned 1 rewards for 2 responses"),
         ({"rewards": [1.0, float("nan")]}, "not finite"),
-        ({"rewards": None}, "TypeError"),
-        ({"rewards": "ab"}, "ValueError"),
+        ({"rewards": None}, "returned a NoneType, not a list"),
+        ({"rewards": "ab"}, "returned a str, not a list"),
         ({"exit": 3}, "its reward worker died 3 times (last: exit code 3)"),
     ],
 )
@@ -351,7 +351,7 @@ async def test_a_worker_dies_with_its_parent(tmp_path: Path) -> None:
 import asyncio
 from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.rewards.functions import RewardInput
+from pa_npu.rewards.functions import RewardInput, call_function
 async def main():
     async with RewardPool(RewardConfig(functions=(RewardFunction(name="users_rewards:by_row"),))) as pool:
         await pool.score(RewardInput("", "4", ["a"], [1], {{"pid_file": {str(pid_file)!r}, "endless": True}}))
@@ -446,3 +446,56 @@ async def test_entering_a_pool_with_an_unusable_function_says_the_same() -> None
     with pytest.raises(DataError, match="no_such_module"):
         async with RewardPool(users_config("no_such_module:f")):
             pytest.fail("the pool must not start")
+
+
+NO_REWARDS = [
+    ([1e39, 1.0], "1e+39 is beyond 1e+15"),
+    ([1e308, 1.0], "beyond 1e+15"),
+    ([-1e16, 1.0], "-1e+16 is beyond 1e+15"),
+    ([10**400, 1], "more than 300 digits"),
+    ([float("inf"), 1.0], "inf is not finite"),
+    ([["1"], 1.0], "is a list, not a number"),
+    (["1", "2"], "'1' is a str, not a number"),
+    ([None, 1.0], "None is a NoneType, not a number"),
+    ([1j, 1.0], "is a complex, not a number"),
+    ({"a": 1.0, "b": 2.0}, "returned a dict, not a list"),
+    ({0: 1.0, 1: 2.0}, "returned a dict, not a list"),
+    ({1.0, 2.0}, "returned a set, not a list"),
+    ({"a": 1, "b": 2}.values(), None),
+    ("12", "returned a str, not a list"),
+    (b"12", "returned a bytes, not a list"),
+    (5.0, "returned a float, not a list"),
+    ([[1.0, 2.0]], "returned 1 rewards for 2 responses"),
+    (np.ones((2, 2)), "is not one number"),
+    ([1e15, -1e15], None),
+    ([True, False], None),
+    (np.array([0.5, 1.0]), None),
+    ((value for value in (0.5, 1.0)), None),
+    (map(float, (0.5, 1.0)), None),
+    ([np.float32(0.5), np.int64(1)], None),
+]
+
+
+@pytest.mark.parametrize(("returned", "reason"), NO_REWARDS, ids=lambda value: f"{value!r:.40}")
+def test_a_reward_is_one_finite_number_that_float32_holds_for_each_response_in_order(
+    returned: Any, reason: str | None
+) -> None:
+    rewards, problem = call_function(lambda _: returned, group())
+    if reason is None:
+        assert problem is None and len(rewards) == 2
+    else:
+        assert rewards == [0.0, 0.0] and problem is not None and reason in problem and "\n" not in problem
+
+
+async def test_a_weighted_sum_beyond_the_range_is_zero_and_counted_as_a_failure() -> None:
+    functions = (RewardFunction(name="users_rewards:by_row", weight=1e15),)
+    async with RewardPool(RewardConfig(functions=functions)) as pool:
+        result = await pool.score(group(rewards=[1e3, 1.0]))
+        assert result.total.tolist() == [0.0, 0.0] and "weighted sum of 1e+18 is beyond" in result.errors[0]
+        assert (await pool.score(group(rewards=[0.5, -1.0]))).total.tolist() == pytest.approx([5e14, -1e15])
+
+
+@pytest.mark.parametrize("weight", [1e39, -1e16, float("inf"), float("nan")])
+def test_a_weight_beyond_the_range_is_refused_with_the_configuration(weight: float) -> None:
+    with pytest.raises(ValueError, match="weight"):
+        RewardFunction(name="math", weight=weight)

@@ -155,11 +155,15 @@ class EnvironmentConfig(Section):
     )
 
 
+MAX_REWARD = 1e15
+"""Largest magnitude of a reward, a weight and their sum: squares of it still fit into float32, in which trainers compute."""
+
+
 class RewardFunction(Section):
     name: str = Field(
         ..., min_length=1, description="math, format, overlong, judge, code, or module:function of your own."
     )
-    weight: float = Field(1.0, description="Factor of this reward in the sum.")
+    weight: float = Field(1.0, ge=-MAX_REWARD, le=MAX_REWARD, description="Factor of this reward in the sum.")
     pattern: str | None = Field(None, description="Regular expression a response must match (format only).")
     buffer_tokens: int | None = Field(
         None,
