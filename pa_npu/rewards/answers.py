@@ -1,48 +1,53 @@
 r"""Final answers: found in a response, and compared with the reference.
 
-The thinking block is no part of a response (`<think>...</think>`; one that never closes leaves nothing), and of the last
-`<answer>...</answer>` the content counts. The answer is, first that applies:
+A thought is no part of a response (thoughts.py), and of the last `<answer>...</answer>` the content counts. The answer is, first
+that applies:
 
-1. behind the last `####` (GSM8K): the last box there, else the expression in the rest of the line. A line without a digit is a
-   heading when the reference is a number, and the answer is looked for below it.
+1. behind the last `####` (GSM8K): the last box there, else the expression in the rest of the line. A heading (`#### Step 2: Sum`)
+   is no answer: the answer is looked for below it.
 2. the content of the last `\boxed{...}` or `\fbox{...}` that is closed and not empty.
-3. the expression behind the last "answer is" or "answer:", else the last one in that sentence, else in the response. An
-   expression is all of the formula around a number: of `2\sqrt{3}`, `minus 7` and `3 1/2` no part is the answer. A number
-   that the words around it turn into another ("not 5", "at least 5", "half of 10", "5 or more", "5th") is none. Without any digit
-   a number in words counts, behind "answer is" or as all that a sentence says.
-4. for a reference that is no number: also the words behind "answer is", or what math-verify finds in the response.
+3. the expression behind the last "answer is" or "answer:" in one of the languages of phrases.py, else the last one in that
+   sentence, else in the response. An expression is all of the formula around a number: of `2\sqrt{3}`, `minus 7` and `3 1/2` no
+   part is the answer. A number that the words around it turn into another ("not 5", "at least 5", "half of 10", "5 or more",
+   "5th") is none. Without any digit a number in words counts, behind "answer is" or as all that a sentence says.
+4. for a reference in words: the words behind "answer is", all of an <answer>, or the last line.
+5. for a reference that is a formula: also what math-verify finds in the response.
 
 A number is compared exactly (numbers.py), the right-hand side of an equation counts, and a relation, several answers or the task
-left undone (`12+34` for 46) equal no number. Anything else is compared as text, then by math-verify
-(https://github.com/huggingface/Math-Verify).
+left undone (`12+34` for 46) equal no number. Words and dates are compared as such (words.py), anything else as text, then by
+math-verify (https://github.com/huggingface/Math-Verify) in a process of its own (comparer.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import re
-from functools import lru_cache
-from typing import Any
+from typing import Literal
 
-from pa_npu.data.limits import TimeLimitReached, time_limit
-from pa_npu.data.records import ANSWER_MARK
+from pa_npu.data.records import ANSWER_MARK, LETTERS
+from pa_npu.rewards.comparer import equal_expressions
 from pa_npu.rewards.numbers import DIGITS, TEXT, in_base, is_in_words, plain_text, read_number, same_number, with_digits
+from pa_npu.rewards.phrases import SENTENCE_END, behind_number, first_sentences, is_heading, last_phrase
+from pa_npu.rewards.thoughts import without_thought
+from pa_npu.rewards.words import equal_words, is_text
 
 _MOST_BOXES = 4  # how many \boxed from the end are tried, which bounds the time for a response full of open ones
 _SEARCHED_CHARACTERS = 10_000  # at the end of a response, for an answer without a mark
 _COMPARED_CHARACTERS = 2000  # of an answer or reference that math-verify gets
-_COMPARED_S = 1.0  # of one judgement by math-verify
 
-_THOUGHT = re.compile(r"<(/?)think(?:ing)?>")
-_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
+_TAGGED = re.compile(
+    r"<(?:final_)?answer>((?:(?!<(?:final_)?answer>).)*?)</(?:final_)?answer>", re.DOTALL | re.IGNORECASE
+)
+_OPEN_TAG = re.compile(r"<(?:final_)?answer>\s*([^\n<>]{1,200})\s*\Z", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_SIMPLE_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_BETWEEN_BOXES = re.compile(
+    r"(?:[\s$,;&*]|\\[,;: ]|\\\\|\\q?quad|\\text\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\\[()\[\]]|[A-Za-z](?:_\{?\d+\}?)?\s*=)*"
+)
+_ANSWER_MARK = re.compile(rf"{ANSWER_MARK}#*")
+_CLOSED_HEADING = re.compile(r"(?<=\S)[ \t]+#+[ \t]*$", re.MULTILINE)  # #### 46 ####
+_MAX_MARKS = 20  # of #### that are looked at
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$.,;]+)|\\boxed(\d+)")
 _LABEL = re.compile(r"\(?([A-Z])\)\s*(?=\S)")  # (B) 5: a choice with its value
-_PHRASE = re.compile(
-    r"answer\s*(?:is\s*:?|:|=|[-\u2013\u2014](?=\s))[\s*_]*(?:(?:about|approximately|exactly|simply|just|equal to)\s+)?",
-    re.IGNORECASE,
-)
 _WORDS = (
     "plus|minus|negative|times|divided by|over|squared|cubed|factorial|mod|percent|per cent|dozen|hundred|thousand|million|"
     "billion|trillion|and a half|and one half|pi|sqrt|log|ln|sin|cos|tan|exp|infinity"
@@ -82,7 +87,6 @@ _DENIED = re.compile(
 _ORDINAL = re.compile(r"\d(?:st|nd|rd|th)$")
 _NOUN = re.compile(r"\s+(?!(?:of|in|and|or|from|to|at|on|by)\b)[A-Za-z]")  # the 5th floor says which
 _OPERATOR = re.compile(r"[/^×·÷]|(?:times|divided by|over|mod)(?![a-z])")
-_SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n|;\s")
 _ASIDE = re.compile(r"(?<=\S)\s+\((?=[^()]{0,200}[A-Za-z]{3})[^()]{1,200}\)(?=[.!*\s]*$)")
 _REMARK = re.compile(r"(?<=[\w%}$])\s+\((?!\s*[-+]?\d+\s*\)\s*[=^*/])")
 _ARITHMETIC = re.compile(
@@ -100,6 +104,7 @@ _BASE_WORD = re.compile(
 )
 _BASES = {"binary": "2", "octal": "8", "hexadecimal": "16"}
 _VARIABLE = re.compile(r"\s*\\?[A-Za-z]+(?:_\{?\w+\}?)?\s*")
+_CHOICE = re.compile(r"\(?[A-J]\)?")
 _MARKED_LETTER = re.compile(
     r"(?:####|\b(?:answer|choice|option)\b(?:\s+is)?\s*:?)[\s*_:]*\(?([A-Za-z])(?![A-Za-z0-9'])(?!\s+[a-z])",
     re.IGNORECASE,
@@ -109,12 +114,24 @@ _BOXED_LETTER = re.compile(r"\s*\(?([A-Za-z])(?![A-Za-z0-9])")
 _LETTER_ALONE = re.compile(r"^[\s*_$(\[]*([A-Z])[\s*_$)\].:]*$")
 
 
-def final_text(response: str) -> str:
-    """Returns the part of a response that counts: nothing of its thinking block, and only the inside of an <answer>."""
-    for tag in list(_THOUGHT.finditer(response))[-1:]:
-        response = response[tag.end() :] if tag[1] else ""
-    tagged = _TAGGED.findall(response[-_SEARCHED_CHARACTERS:])
-    return str(tagged[-1]) if tagged else response
+def final_text(response: str, prompt: str = "") -> str:
+    """Returns the part of a response that counts: nothing of its thought, and only the inside of an <answer>.
+
+    prompt: as the model read it; it may have opened the thought.
+    """
+    text = without_thought(prompt, response)
+    tagged = _tagged(text)
+    return text if tagged is None else tagged
+
+
+def _tagged(text: str) -> str | None:
+    """The content of the last <answer>; None without one. One that a stop string left open counts where a line ends it."""
+    end = text[-_SEARCHED_CHARACTERS:]
+    closed = _TAGGED.findall(end)
+    if closed:
+        return str(closed[-1])
+    opened = _OPEN_TAG.search(end)
+    return opened[1] if opened else None
 
 
 def _with_base(text: str) -> str:
@@ -122,26 +139,110 @@ def _with_base(text: str) -> str:
     return _BASE_WORD.sub(lambda found: f"_{{{with_digits(found['base'] or _BASES[found['name']])}}}", text)
 
 
-def extract_answer(response: str, reference: str) -> str | None:
-    """The final answer of a response as text, None without one. reference: decides if any number may count."""
-    response = _with_base(final_text(response))
-    numeric = read_number(reference) is not None
-    if ANSWER_MARK in response:
-        below = response.rpartition(ANSWER_MARK)[2]
-        line = below.strip().partition("\n")[0].strip()
-        boxed = last_boxed(below)
-        if boxed is not None:
-            return boxed
-        if line and not numeric:
-            return line
-        if _VALUE.search(line):
-            return _of_line(line)
-        if line:
-            return _stated(below, numeric) or line
-    boxed = last_boxed(response)
+def extract_answer(response: str, reference: str, prompt: str = "") -> str | None:
+    """Returns the final answer of a response as text, None without one.
+
+    reference: decides whether any number may count, or words. prompt: as the model read it.
+    """
+    text = without_thought(prompt, response)
+    tagged = _tagged(text)
+    text = _with_base(text if tagged is None else tagged)
+    kind = _kind(reference)
+    marked = _marked(text, kind, reference)
+    if marked is not None:
+        return marked
+    boxed = _several_boxes(text) if _is_several(reference) else last_boxed(text)
     if boxed is not None:
         return boxed
-    return _stated(response, numeric)
+    if kind != "words":
+        stated = _stated(text, kind == "number", reference)
+        is_all = tagged is not None or "\n" not in text.strip()
+        return (text.strip() or None) if stated is None and kind == "formula" and is_all else stated
+    phrase = last_phrase(text[-_SEARCHED_CHARACTERS:])
+    if phrase is None and tagged is not None:
+        return text.strip() or None
+    return _in_words(text, reference)
+
+
+def _kind(reference: str) -> Literal["number", "words", "formula"]:
+    """What a reference is."""
+    if read_number(reference) is not None:
+        return "number"
+    return "words" if is_text(reference) else "formula"
+
+
+def _marked(text: str, kind: str, reference: str) -> str | None:
+    """The answer behind the last #### that is no heading, or below one; None where there is neither."""
+    text = _CLOSED_HEADING.sub("", text)
+    marks = list(_ANSWER_MARK.finditer(text))[-_MAX_MARKS:]
+    for mark in reversed(marks):
+        behind = text[mark.end() :]
+        if not behind.strip(" \t\n#*"):
+            continue
+        boxed = last_boxed(behind)
+        if boxed is not None:
+            return boxed
+        line, _, below = behind.strip().partition("\n")
+        if not _is_heading(line, below, kind):
+            return _of_line(line.strip(), kind, reference)
+        if below.strip():
+            return _in_words(below, reference) if kind == "words" else _stated(below, kind == "number", reference)
+        if rest := behind_number(plain_text(line)):
+            return _of_line(rest, kind, reference)
+        if kind == "number" and is_in_words(plain_text(line)):
+            return line.strip()
+    return None
+
+
+def _is_heading(line: str, below: str, kind: str) -> bool:
+    """Whether the line behind #### is a heading, not the answer. below: the lines that follow."""
+    plain = plain_text(line)
+    phrase = last_phrase(line)
+    if phrase is not None and line[phrase[1] :].strip(" *_:"):
+        return False
+    if is_heading(plain):
+        return True
+    if kind == "number" and not _VALUE.search(plain):
+        return True
+    if kind == "number" and _EXPRESSION.match(plain):
+        return False
+    phrase = last_phrase(below[-_SEARCHED_CHARACTERS:])
+    return phrase is not None and bool(below[-_SEARCHED_CHARACTERS:][phrase[1] :].strip())
+
+
+def _in_words(text: str, reference: str) -> str | None:
+    """The words behind the last "answer is" that nothing denies, else those of the last line; None without any."""
+    text = text[-_SEARCHED_CHARACTERS:]
+    phrase = last_phrase(text)
+    if phrase is None:
+        lines = [line for line in text.splitlines() if line.strip(" *_`#$")]
+        return lines[-1].strip() if lines else None
+    begin, end = phrase
+    if _DENIED.search(text[max(0, begin - 200) : end]):
+        return None
+    line = next((line for line in text[end:].splitlines() if line.strip(" *_`#$:")), "")
+    return first_sentences(line, like=reference) or None
+
+
+def _is_several(reference: str) -> bool:
+    """Whether a reference lists several values, `2, -3`."""
+    return bool(_SEVERAL.search(reference)) and read_number(reference) is None and not is_text(reference)
+
+
+def _several_boxes(text: str) -> str | None:
+    """The contents of the last boxes that only a comma, "and" or "or" separates, as a list; the last one's otherwise."""
+    last = last_boxed(text)
+    if last is None or _SEVERAL.search(last):
+        return last
+    boxes = list(_SIMPLE_BOX.finditer(text))
+    contents: list[str] = []
+    begin = None
+    for box in reversed(boxes):
+        if begin is not None and not _BETWEEN_BOXES.fullmatch(text[box.end() : begin]):
+            break
+        contents.insert(0, box[1])
+        begin = box.start()
+    return ", ".join(contents) if len(contents) > 1 and contents[-1].strip() == last else last
 
 
 def last_boxed(text: str) -> str | None:
@@ -162,13 +263,13 @@ def last_boxed(text: str) -> str | None:
     return (bare[-1][1] or bare[-1][2]) if bare else None
 
 
-def chosen_letter(response: str, letters: str) -> str | None:
+def chosen_letter(response: str, letters: str, prompt: str = "") -> str | None:
     r"""The letter that a response to a multiple choice ends with; None where the response does not commit itself.
 
     The last \boxed{C}; else the last #### C, "answer is (C)" or "Answer: C"; else a last line that is nothing but the letter.
     Letters in running text are not answers: "A good start" is none.
     """
-    text = final_text(response)[-_SEARCHED_CHARACTERS:]
+    text = final_text(response, prompt)[-_SEARCHED_CHARACTERS:]
     boxed = last_boxed(text)
     if boxed is not None:
         found = _BOXED_LETTER.match(_LETTER_DECORATION.sub(r"\1", boxed))
@@ -182,27 +283,36 @@ def chosen_letter(response: str, letters: str) -> str | None:
     return alone[1] if alone and alone[1] in letters else None
 
 
-def _of_line(line: str) -> str:
-    """The answer in a marked line: `46, because ...`, `46 (12+34)`, `The answer is 46`."""
-    if not _PHRASE.search(line) and (first := _expression_at(line, 0)):
+def _of_line(line: str, kind: str, reference: str) -> str:
+    """The answer in a marked line: `46, because ...`, `46 (12+34)`, `The answer is 46`, `Answer: Paris`."""
+    phrase = last_phrase(line)
+    if kind == "words":
+        return line if phrase is None else (_in_words(line, reference) or line)
+    if kind == "formula":
+        return line if phrase is None else (_stated(line, False, reference) or line)
+    if phrase is None and (first := _expression_at(line, 0)):
         return first
-    return _stated(line, True) or line
+    return _stated(line, True, reference) or line
 
 
-def _stated(text: str, numeric: bool) -> str | None:
+def _stated(text: str, numeric: bool, reference: str) -> str | None:
     """The expression behind the last "answer is", else the last one in its sentence, else in the text."""
     text = text[-_SEARCHED_CHARACTERS:]
-    for phrase in list(_PHRASE.finditer(text))[-1:]:
-        if (found := _expression_at(text, phrase.end())) is not None:
+    phrase = last_phrase(text)
+    if phrase is not None:
+        _, behind = phrase
+        if (found := _expression_at(text, behind)) is not None:
             return found
-        end = _SENTENCE_END.search(text, phrase.end())
-        sentence = text[phrase.end() : end.start() if end else len(text)]
+        end = SENTENCE_END.search(text, behind)
+        sentence = text[behind : end.start() if end else len(text)]
         if _VALUE.search(sentence):
-            return _last_expression(text[: phrase.end() + len(sentence)])
-        if not numeric or read_number(sentence) is not None:  # in words
+            return _last_expression(text[: behind + len(sentence)])
+        if not numeric:
+            return first_sentences(text[behind:], like=reference) or None
+        if read_number(sentence) is not None:  # in words
             return sentence.strip() or None
     if numeric and not _VALUE.search(text):
-        last = next((part for part in reversed(_SENTENCE_END.split(text)) if part.strip(" *.!")), "")
+        last = next((part for part in reversed(SENTENCE_END.split(text)) if part.strip(" *.!")), "")
         words = re.split(r"\b(?:is|are|equals)\s", last)[-1].strip(" *.!")
         return words if is_in_words(words) else None
     aside = _ASIDE.search(text)
@@ -267,16 +377,22 @@ def _trimmed(expression: str) -> str | None:
     return expression.strip(" \t,;*~").rstrip("-!") or None  # no factorial: the end of a sentence
 
 
-def is_correct(response: str, reference: str) -> bool:
-    """Whether the response's final answer equals the reference."""
+def is_correct(response: str, reference: str, prompt: str = "") -> bool:
+    """Whether the response's final answer equals the reference. prompt: as the model read it; it may have opened a thought."""
     reference = last_boxed(reference) or reference.rpartition(ANSWER_MARK)[2].strip()
-    answer = extract_answer(response, reference)
+    answer = extract_answer(response, reference, prompt)
     if answer is not None and equal_answers(answer, reference):
         return True
-    if read_number(reference) is not None or in_base(_with_base(reference)) or last_boxed(response) is not None:
+    kind = _kind(reference)
+    if kind == "number" or in_base(_with_base(reference)):
         return False
-    # No mark, not a number: math-verify searches the response for expressions by itself.
-    return _equal_expressions(final_text(response)[-_SEARCHED_CHARACTERS:], reference)
+    text = final_text(response, prompt)
+    if _CHOICE.fullmatch(reference):
+        return chosen_letter(text, LETTERS) == reference.strip("() ")
+    if kind == "words" or last_boxed(response) is not None:
+        return False
+    # No mark and a formula: math-verify searches the response for expressions by itself.
+    return equal_expressions(text[-_SEARCHED_CHARACTERS:], reference)
 
 
 def equal_answers(answer: str, reference: str) -> bool:
@@ -291,7 +407,7 @@ def equal_answers(answer: str, reference: str) -> bool:
         return bases[0] == bases[1]
     expected = read_number(reference)
     if expected is None:
-        return _normalised(answer) == _normalised(reference) or _equal_expressions(f"\\boxed{{{answer}}}", reference)
+        return _equal_to_no_number(answer, reference)
     stated = _stated_value(answer)
     if stated is None:
         return False
@@ -301,7 +417,29 @@ def equal_answers(answer: str, reference: str) -> bool:
     # The task left undone ("12+34" for 46) is no answer, though math-verify would work it out; nor are several.
     if _ARITHMETIC.fullmatch(stated) or _SEVERAL.search(stated) or _OTHER_AFTER.search(plain_text(stated)):
         return False
-    return _equal_expressions(f"\\boxed{{{stated}}}", reference)
+    return equal_expressions(f"\\boxed{{{stated}}}", reference)
+
+
+def _equal_to_no_number(answer: str, reference: str) -> bool:
+    """Whether an answer equals a reference in words or a formula."""
+    if _normalised(answer) == _normalised(reference):
+        return True
+    if is_text(reference):
+        return equal_words(answer, reference)
+    if _CHOICE.fullmatch(reference):
+        return False
+    brackets = [_bracket(text) for text in (answer, reference)]
+    if all(brackets) and brackets[0] != brackets[1]:
+        return False  # {1, 2} is no pair
+    return equal_expressions(f"\\boxed{{{answer}}}", reference)
+
+
+def _bracket(text: str) -> str:
+    """What a list of values stands in: "set" for braces, "tuple" for parentheses; empty for anything else."""
+    plain = plain_text(text).strip("$ ")
+    if plain.startswith("\\{") and plain.endswith("\\}"):
+        return "set"
+    return "tuple" if re.fullmatch(r"\([^()\[\]]*,[^()\[\]]*\)", plain) else ""
 
 
 def _stated_value(answer: str) -> str | None:
@@ -322,33 +460,3 @@ def _stated_value(answer: str) -> str | None:
 def _normalised(text: str) -> str:
     plain = re.sub(r"\s+", "", plain_text(text[:_COMPARED_CHARACTERS]).strip("$")).lower()
     return plain[1:-1] if re.fullmatch(r"\([a-z]\)", plain) else plain  # (B), a choice
-
-
-@lru_cache(maxsize=1)
-def preload() -> None:
-    """Imports math-verify and lets it prepare itself, which takes seconds, before any time limit runs."""
-    import math_verify
-
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceback per expression it cannot read
-    math_verify.verify(_parsed("\\boxed{x+1}"), _parsed("\\boxed{1+x}"), timeout_seconds=None)
-
-
-@lru_cache(maxsize=4096)
-def _equal_expressions(response: str, reference: str) -> bool:
-    """Whether math-verify finds them equal; False for what it cannot read, or not in time."""
-    import math_verify
-
-    preload()
-    with contextlib.suppress(TimeLimitReached), time_limit(_COMPARED_S):
-        expected = _parsed(f"\\boxed{{{reference}}}")
-        return bool(expected) and bool(
-            math_verify.verify(expected, _parsed(response), timeout_seconds=None, allow_set_relation_comp=True)
-        )
-    return False
-
-
-@lru_cache(maxsize=4096)
-def _parsed(text: str) -> list[Any]:
-    import math_verify
-
-    return math_verify.parse(text, parsing_timeout=None)

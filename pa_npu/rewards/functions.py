@@ -5,6 +5,7 @@ Those that wait (judge, code, and a user's `async def`) are built here too.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.config.user_code import ERROR_CHARACTERS, describe, import_function, source_of
+from pa_npu.data.limits import TimeLimitReached, time_limit
 from pa_npu.data.records import CHOICE_COLUMN
 from pa_npu.errors import ConfigError, DataError
 from pa_npu.rewards.answers import chosen_letter, is_correct
+from pa_npu.rewards.thoughts import opened_thought
 from pa_npu.rewards.values import NotAReward, as_rewards
 
 if TYPE_CHECKING:
@@ -90,6 +93,7 @@ class FunctionSpec:
     programs: int = 0
 
 
+_RESPONSE_CPU_S = 5.0  # in this process, beside what a comparison has (comparer.py); usual are milliseconds
 _OVERLONG_SHARE = 5  # DAPO, section 4.1: of 20,480 tokens the last 4,096
 CONCURRENT = frozenset({"judge", "code"})
 """Built-in functions that wait more than they compute: many groups at once, in a process of their own (pool.py)."""
@@ -137,22 +141,57 @@ def build_function(spec: FunctionSpec) -> Function:
     return import_reward(spec.name)
 
 
+def is_users(spec: FunctionSpec) -> bool:
+    """Whether the function is a user's module:function."""
+    return ":" in spec.name
+
+
 def math_reward(group: RewardInput) -> list[float]:
-    """1 for a response whose final answer equals the reference, else 0; of a multiple choice (data/records.py) its letter."""
-    if letters := group.row.get(CHOICE_COLUMN):
-        return [float(chosen_letter(response, str(letters)) == group.answer) for response in group.responses]
-    return [float(is_correct(response, group.answer)) for response in group.responses]
+    """1 for a response whose final answer equals the reference, else 0; of a multiple choice (data/records.py) its letter.
+
+    A response whose answer is not found within _RESPONSE_CPU_S of processor time has 0.
+    """
+    letters = str(group.row.get(CHOICE_COLUMN) or "")
+    rewards = [0.0] * len(group.responses)
+    for number, response in enumerate(group.responses):
+        with contextlib.suppress(TimeLimitReached), time_limit(_RESPONSE_CPU_S):
+            if letters:
+                right = chosen_letter(response, letters, group.prompt) == group.answer
+            else:
+                right = is_correct(response, group.answer, group.prompt)
+            rewards[number] = float(right)
+    return rewards
 
 
 def format_reward(pattern: str) -> Function:
-    """1 for a response in which the pattern is found (a dot also matches line ends), else 0."""
+    """1 for a response in which the pattern is found (a dot also matches line ends), else 0.
+
+    A thought that the prompt opened begins with the prompt's <think>: found with it or without it, the pattern is found.
+    """
     try:
         expression = re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise DataError(
             f"reward.functions: format pattern {pattern!r} is not a regular expression ({error}); correct it"
         ) from None
-    return lambda group: [float(expression.search(response) is not None) for response in group.responses]
+
+    def is_found(text: str) -> bool:
+        try:
+            with time_limit(_RESPONSE_CPU_S):
+                return expression.search(text) is not None
+        except TimeLimitReached:
+            raise ValueError(
+                f"format: the pattern {pattern!r:.200} is not done with a response within {_RESPONSE_CPU_S:g} s of processor "
+                f"time; write one that tries fewer ways"
+            ) from None
+
+    def score(group: RewardInput) -> list[float]:
+        opened = opened_thought(group.prompt)
+        return [
+            float(is_found(response) or (bool(opened) and is_found(opened + response))) for response in group.responses
+        ]
+
+    return score
 
 
 def overlong_reward(max_tokens: int, buffer_tokens: int) -> Function:

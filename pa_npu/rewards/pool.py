@@ -1,13 +1,14 @@
 """RewardPool: rewards of finished groups from reward functions in worker processes, from asyncio.
 
     score(group) ──> waiting ──> worker ──> its reply
-                        ▲           │ says nothing for too long: it is killed
+                        ▲           │ a user's function takes too long: it is killed, and the group has zero
                         └───────────┘ died: what it was scoring is scored again, and fails when a worker dies of it a third time;
                                       the worker is started anew
 
 So a worker that somebody kills changes no reward (I6), and a function that kills its worker every time costs its group.
 
-Functions that compute run in reward.workers processes (worker.py), each of which has one group at a time. Functions that wait (a
+Functions that compute run in reward.workers processes (worker.py), each of which has one group at a time. The wall clock limits users'
+functions alone: `math` and `format` have processor time for each response, so that a busy machine changes no verdict. Functions that wait (a
 judge, the sandbox, a user's `async def`) run beside these in one process, which has all groups at once and says every second that
 its event loop turns.
 """
@@ -39,6 +40,7 @@ _RIGHT_FROM = {"code": 1.0}  # what counts as right
 _RIGHT_FROM_HALF = 0.5  # of a judge and of graded functions: 0.128 is no right answer
 ATTEMPTS = 3  # workers that may die of one group
 FAILED_STARTS = 3  # in a row, then the pool gives up
+OWN_SILENCE_S = 600.0  # of a built-in function, which has processor time: the process was stopped, or has no processor
 SILENCE_S = 30.0  # beyond the time of a user's function that waits; a machine may be busy
 
 log = logging.getLogger(__name__)
@@ -296,6 +298,7 @@ class _Worker:
         self._timer: asyncio.TimerHandle | None = None
         self._overdue: list[_Job] = []
         self._closing = False
+        self._runs_users_code = False
 
     @property
     def has_room(self) -> bool:
@@ -321,6 +324,7 @@ class _Worker:
         self._process.write(job.line)
         self.jobs[job.identity] = job
         if len(self.jobs) == 1:
+            self._runs_users_code = self._all.waits
             self._restart_clock()
 
     async def _serve(self) -> None:
@@ -351,6 +355,8 @@ class _Worker:
     async def _read_replies(self, process: WorkerProcess) -> None:
         """Until there are no more."""
         while (reply := await process.read()) is not None:
+            if "running" in reply:
+                self._runs_users_code = reply["running"] == "users"
             job = self.jobs.pop(reply.get("id", 0), None)
             if job is not None:
                 self._resolve(job, reply)
@@ -365,11 +371,13 @@ class _Worker:
         self.jobs.clear()
         scored = [job for job in jobs if not overdue or job in overdue]
         limit_s = self._all.timeout_s
-        if overdue and self._all.waits:
+        if overdue and not self._runs_users_code:
+            cause = f"it said nothing for {OWN_SILENCE_S:g} s"
+        elif overdue and self._all.waits:
             cause = f"its event loop stood still for {limit_s + SILENCE_S:g} s, blocked by a function"
         for job in scored:
             job.deaths += 1
-            if overdue and not self._all.waits:
+            if overdue and not self._all.waits and self._runs_users_code:
                 reason = f"not done within reward.timeout_s = {limit_s:g} s, so its worker was killed"
                 self._resolve(job, {"failure": reason})
             elif job.deaths >= ATTEMPTS:
@@ -385,7 +393,9 @@ class _Worker:
     def _restart_clock(self) -> None:
         """Starts the time in which the process has to say something, where it has anything to score."""
         self._stop_clock()
-        limit_s = self._all.timeout_s + (SILENCE_S if self._all.waits else 0.0)
+        limit_s = OWN_SILENCE_S
+        if self._runs_users_code:
+            limit_s = self._all.timeout_s + (SILENCE_S if self._all.waits else 0.0)
         if self.jobs:
             self._timer = asyncio.get_running_loop().call_later(limit_s, self._on_time_limit)
 

@@ -499,3 +499,47 @@ async def test_a_weighted_sum_beyond_the_range_is_zero_and_counted_as_a_failure(
 def test_a_weight_beyond_the_range_is_refused_with_the_configuration(weight: float) -> None:
     with pytest.raises(ValueError, match="weight"):
         RewardFunction(name="math", weight=weight)
+
+
+SLOW = r"\boxed{\left(10^{10}\right)!}"  # one call of C that no exception ends
+
+
+async def test_slow_answers_get_zero_and_the_right_ones_of_their_group_keep_one_whatever_the_clock_says() -> None:
+    responses = [SLOW, *[r"\boxed{2x+1}"] * 3, SLOW.replace("10}", "11}"), SLOW.replace("10}", "12}"), *["$1+2x$"] * 2]
+    config = RewardConfig(timeout_s=0.05)  # of wall-clock: for users' functions alone
+    async with RewardPool(config) as pool:
+        start_s = time.monotonic()
+        result = await pool.score(RewardInput("p", "2x+1", responses, [3] * 8, {}))
+        assert time.monotonic() - start_s > 1.0, "not slow: the test shows nothing"
+        again = await pool.score(RewardInput("p", "2x+1", responses, [3] * 8, {}))
+    for outcome in (result, again):
+        assert outcome.total.tolist() == [0, 1, 1, 1, 0, 0, 1, 1] and outcome.errors == ()
+
+
+async def test_a_pattern_that_tries_too_many_ways_costs_its_response_alone() -> None:
+    config = RewardConfig(functions=(RewardFunction(name="format", pattern=r"^(a+)+$"),), timeout_s=0.05)
+    async with RewardPool(config) as pool:
+        result = await pool.score(group(["a" * 40 + "b", "aaa", "b"]))
+    assert result.total.tolist() == [0, 1, 0]
+    assert "5 s of processor time; write one that tries fewer ways" in result.errors[0]
+
+
+async def test_the_wall_clock_of_a_users_function_starts_with_that_function() -> None:
+    functions = (RewardFunction(name="math"), RewardFunction(name="users_rewards:by_row"))
+    async with RewardPool(RewardConfig(functions=functions, timeout_s=1.0)) as pool:
+        slow_math = await pool.score(RewardInput("p", "2x+1", [SLOW, "2x+1"], [3, 3], {}))
+        endless = await pool.score(RewardInput("p", "2x+1", ["2x+1", "x"], [3, 3], {"endless": True}))
+    assert slow_math.total.tolist() == [29, 5] and slow_math.errors == ()
+    assert endless.total.tolist() == [0, 0] and "reward.timeout_s = 1 s" in endless.errors[0]
+
+
+@pytest.mark.parametrize(("prompt", "reward"), [("Why?<|assistant|><think>\n", [0, 0, 1]), ("Why?", [1, 0, 1])])
+async def test_an_answer_in_a_thought_that_the_prompt_opened_and_nobody_closed_is_none(
+    prompt: str, reward: list[int]
+) -> None:
+    responses = [r"Maybe \boxed{42}. Wait, let me check", r"<think>\boxed{42}", r"so</think>\boxed{42}"]
+    functions = (RewardFunction(name="math"), RewardFunction(name="format", pattern="^<think>"))
+    async with RewardPool(RewardConfig(functions=functions)) as pool:
+        result = await pool.score(RewardInput(prompt, "42", responses, [3] * 3, {}))
+    assert result.functions["math"].tolist() == reward
+    assert result.functions["format"].tolist() == ([1, 1, 1] if "<think>" in prompt else [0, 1, 0])
