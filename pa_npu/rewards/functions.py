@@ -20,8 +20,9 @@ import numpy.typing as npt
 from pa_npu.config.user_code import ERROR_CHARACTERS, describe, import_function, source_of
 from pa_npu.data.limits import TimeLimitReached, time_limit
 from pa_npu.data.records import CHOICE_COLUMN
-from pa_npu.errors import ConfigError, DataError
+from pa_npu.errors import DataError
 from pa_npu.rewards.answers import chosen_letter, is_correct
+from pa_npu.rewards.signatures import adapted
 from pa_npu.rewards.thoughts import opened_thought
 from pa_npu.rewards.values import NotAReward, as_rewards
 
@@ -205,18 +206,8 @@ def overlong_reward(max_tokens: int, buffer_tokens: int) -> Function:
 
 
 def import_reward(name: str) -> Function:
-    """`module:function` of the user's, taking one argument."""
-    function = import_function("reward.functions", name)
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError as error:
-        raise ConfigError(
-            f"reward.functions: {name} ({source_of(function)}) cannot be called with one group ({error}); give it one "
-            f"parameter, the group"
-        ) from None
-    except ValueError:
-        pass  # built-in functions have no signature to check; a wrong call shows as a logged zero reward
-    return function
+    """`module:function` of the user's as a function of a group, also one that is written for verl or TRL (signatures.py)."""
+    return adapted(name, import_function("reward.functions", name))
 
 
 def is_concurrent(function: Any) -> bool:
@@ -242,16 +233,20 @@ def call_function(function: Function, group: RewardInput) -> tuple[list[float], 
     try:
         returned = function(group)
     except BaseException as error:  # whatever a reward function raises costs its reward, not the run
-        return [0.0] * len(group.responses), describe(error)
+        return [0.0] * len(group.responses), reason_of(function, error)
     return checked_rewards(function, group, returned)
 
 
 def checked_rewards(function: Any, group: RewardInput, returned: Any) -> tuple[list[float], str | None]:
     """Returns a function's rewards; zeros and the reason if they are not one reward per response."""
-    zeros = [0.0] * len(group.responses)
     try:
         return as_rewards(returned, len(group.responses)), None
-    except NotAReward as error:
-        return zeros, f"{' '.join(str(error).split())[:ERROR_CHARACTERS]}, {source_of(function)}"
     except BaseException as error:  # a generator is users' code
-        return zeros, describe(error)
+        return [0.0] * len(group.responses), reason_of(function, error)
+
+
+def reason_of(function: Any, error: BaseException) -> str:
+    """Returns in one line why a function gave no rewards, with its place."""
+    if isinstance(error, NotAReward):
+        return f"{' '.join(str(error).split())[:ERROR_CHARACTERS]}, {source_of(function)}"
+    return describe(error)

@@ -68,7 +68,7 @@ class JudgeReward:
         self._asked: dict[str, asyncio.Task[float]] = {}
         self._session: Any = None
         self._pattern = re.compile(config.score_pattern)
-        self._key = os.environ.get(JUDGE_KEY_VARIABLE, "")
+        self._key = judge_key()
         self.problem: str | None = None
 
     async def __call__(self, group: RewardInput) -> list[float | None]:
@@ -210,6 +210,18 @@ class JudgeReward:
         if not math.isfinite(score) or not self._within(score):
             raise _NoScore(f"its score {score:g} is not within {self._lowest:g} and {self._highest:g}")
         return score
+
+
+def judge_key() -> str:
+    """Returns the key of the judge's server, empty without one. Raises DataError for one that no request can hold."""
+    key = os.environ.get(JUDGE_KEY_VARIABLE, "")
+    if key.isascii() and key.isprintable() and key.strip() == key:
+        return key
+    if key.strip().isascii() and key.strip().isprintable():
+        problem = "begins or ends with a space or a line end"
+    else:
+        problem = "holds a line end or another character that no header of a request can hold"
+    raise DataError(f"{JUDGE_KEY_VARIABLE}: the environment variable {problem}; set it to the key alone")
 
 
 def _question(group: RewardInput) -> list[dict[str, str]]:

@@ -30,6 +30,7 @@ from pa_npu.config.sections.rollout import MAX_REWARD, RewardConfig
 from pa_npu.control.tasks import gather
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, DeadlineExceeded, PaNpuError
+from pa_npu.rewards import loading
 from pa_npu.rewards.functions import CONCURRENT, SHAPING, FunctionSpec, RewardInput, RewardResult, function_specs
 
 STARTUP_TIMEOUT_S = 120.0  # importing math-verify and a user's module on a busy machine
@@ -212,7 +213,12 @@ class Workers:
     """
 
     def __init__(self, specs: Sequence[FunctionSpec], timeout_s: float, *, waits: bool, count: int = 1) -> None:
-        self.first = {"functions": [asdict(spec) for spec in specs], "waits": waits, "timeout_s": timeout_s}
+        self.first = {
+            "functions": [asdict(spec) for spec in specs],
+            "waits": waits,
+            "timeout_s": timeout_s,
+            "patience_s": loading.PATIENCE_S,
+        }
         self.waits = waits
         self.timeout_s = timeout_s
         self.others: set[str] = set()

@@ -1,6 +1,6 @@
 """A process of reward functions: groups in, rewards out, one JSON object per line.
 
-    stdin   {"functions": [FunctionSpec's fields, ...], "waits", "timeout_s"}            first line
+    stdin   {"functions": [FunctionSpec's fields, ...], "waits", "timeout_s", "patience_s"}   first line
             {"id", "group": {prompt, answer, responses, response_tokens, row}}           one line per group
     stdout  {"others": [label, ...]} or {"unusable": reason}                             first line
             {"running": "own" | "users"}                             without waits, at the start of a function and as it goes on
@@ -23,7 +23,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,7 +43,9 @@ from pa_npu.rewards.functions import (
     checked_rewards,
     is_concurrent,
     is_users,
+    reason_of,
 )
+from pa_npu.rewards.loading import watched
 
 _ALIVE_S = 1.0
 _GROUPS_AT_ONCE = 64  # of a user's function; the time of one begins when it is called
@@ -58,7 +60,7 @@ def main() -> int:
     reply = partial(send, replies)
     try:
         specs = [FunctionSpec(**fields) for fields in first["functions"]]
-        built = [(spec, (build_concurrent if spec.name in CONCURRENT else build_function)(spec)) for spec in specs]
+        built = [(spec, _built(spec, first["patience_s"], reply)) for spec in specs]
     except UserError as error:
         reply({"unusable": str(error)})
         return 1
@@ -73,6 +75,16 @@ def main() -> int:
         request = json.loads(line)
         reply({"id": request["id"], **compute(functions, RewardInput(**request["group"]), reply)})
     return 0
+
+
+def _built(spec: FunctionSpec, patience_s: Sequence[float], reply: Callable[[dict[str, Any]], None]) -> Any:
+    """Returns the function that a spec names. reply: is told where a user's module stands still while it is imported."""
+    if spec.name in CONCURRENT:
+        return build_concurrent(spec)
+    if not is_users(spec):
+        return build_function(spec)
+    with watched(spec.name, patience_s, lambda reason: reply({"unusable": reason})):
+        return build_function(spec)
 
 
 def compute(functions: Functions, group: RewardInput, reply: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -176,7 +188,7 @@ class _Waiting:
             return [0.0] * len(nothing), f"not done within reward.timeout_s = {self._timeout_s:g} s", False
         returned, failed = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
         if failed is not None:
-            return [0.0] * len(nothing), describe(failed), False
+            return [0.0] * len(nothing), reason_of(function, failed), False
         rewards, problem = checked_rewards(function, group, returned)
         return list(rewards), problem, False
 

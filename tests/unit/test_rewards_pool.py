@@ -20,6 +20,7 @@ from pa_npu.config.sections.inputs import DataConfig, ModelConfig
 from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, PaNpuError
+from pa_npu.rewards import loading
 from pa_npu.rewards import pool as pool_module
 from pa_npu.rewards.check import check_reward_functions
 from pa_npu.rewards.functions import RewardInput, call_function
@@ -398,6 +399,7 @@ def full_config(*functions: RewardFunction) -> Config:
         ("broken_rewards:f", "SyntaxError"),
         ("exiting_rewards:f", "SystemExit: 0"),
         ("raising_rewards:f", "Own: x, "),
+        ("interrupting_rewards:f", "KeyboardInterrupt: , "),
         ("dying_rewards:f", "the reward worker died while loading them"),
     ],
 )
@@ -405,6 +407,7 @@ def test_the_check_before_a_run_refuses_functions_that_cannot_be_used(name: str,
     (tmp_path / "broken_rewards.py").write_text("def f(:")
     (tmp_path / "exiting_rewards.py").write_text("raise SystemExit(0)")
     (tmp_path / "raising_rewards.py").write_text("class Own(BaseException): pass\nraise Own('x')")
+    (tmp_path / "interrupting_rewards.py").write_text("raise KeyboardInterrupt")
     (tmp_path / "dying_rewards.py").write_text("import os; os._exit(1)")
     with pytest.raises(DataError) as caught:
         check_reward_functions(full_config(RewardFunction(name=name)))
@@ -543,3 +546,36 @@ async def test_an_answer_in_a_thought_that_the_prompt_opened_and_nobody_closed_i
         result = await pool.score(RewardInput(prompt, "42", responses, [3] * 3, {}))
     assert result.functions["math"].tolist() == reward
     assert result.functions["format"].tolist() == ([1, 1, 1] if "<think>" in prompt else [0, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [("time.sleep(3600)", "has waited for 1.5 s without an end"), ("while True: pass", "has computed for 1 s without")],
+)
+def test_a_module_whose_import_never_ends_is_refused_in_one_line_that_names_it(
+    body: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "PATIENCE_S", (1.5, 1.0))
+    (tmp_path / "endless_rewards.py").write_text(f"import time\n{body}\n")
+    with pytest.raises(DataError, match=rf"reward\.functions: endless_rewards:f cannot be imported.*{reason}") as refused:
+        check_reward_functions(full_config(RewardFunction(name="endless_rewards:f")))
+    assert "\n" not in str(refused.value)
+
+
+def test_an_import_that_loads_modules_or_computes_now_and_then_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"wall": 0.0, "processor": 0.0}
+    modules: dict[str, Any] = {}
+    monkeypatch.setattr(loading.time, "monotonic", lambda: clock["wall"])
+    monkeypatch.setattr(loading.time, "process_time", lambda: clock["processor"])
+    monkeypatch.setattr(loading.sys, "modules", modules)
+    progress = loading._Progress(20.0, 60.0)
+    for step in range(100):  # a slow disk: a module every 15 s
+        clock["wall"] += 15.0
+        modules[f"module{step}"] = None
+        assert not progress.stands_still()
+    for _ in range(8):  # a busy machine: a tenth of a processor, and no new module
+        clock["wall"] += 60.0
+        clock["processor"] += 6.0
+        assert not progress.stands_still()
+    clock["wall"], clock["processor"] = clock["wall"] + 600.0, clock["processor"] + 20.0
+    assert "has computed for 60 s" in progress.stands_still()
