@@ -53,7 +53,7 @@ _WORDS = (
     "billion|trillion|and a half|and one half|pi|sqrt|log|ln|sin|cos|tan|exp|infinity"
 )
 _ATOM = (
-    rf"\{{,\}}|{TEXT}\{{[^{{}}]{{0,100}}\}}|\\[A-Za-z]+|\\[^\sA-Za-z]|(?<![A-Za-z])(?:{DIGITS})[A-Za-z]*|[½¼-¾⅐-⅞²³]"
+    rf"\{{,\}}|{TEXT}\{{[^{{}}]{{0,100}}\}}|\\[dtc]?frac\d{{2}}|\\sqrt\d|\\[A-Za-z]+|\\[^\sA-Za-z]|(?<![A-Za-z])(?:{DIGITS})[A-Za-z]*|[½¼-¾⅐-⅞²³]"
     rf"|(?<![A-Za-z])(?:{_WORDS}|USD|EUR|GBP|INR|Rs\.?)(?![A-Za-z])"
     r"|(?<![A-Za-z])(?![aAI]\s+[^-+*/=^<>])[A-Za-z](?![A-Za-z0-9'\u2019])"
     r"|[-+*/^_=<>()\[\]{}|!%'$€£¥₹°√π∞±×·÷≤≥≠≈~\u2212\u2013\u2044]"
@@ -62,18 +62,26 @@ _ATOM = (
 _EXPRESSION = re.compile(rf"(?:{_ATOM})(?:(?:[ \t]|[,;](?=[ \d\\])|(?:and|or)(?![A-Za-z]))*(?:{_ATOM}))*")
 _VALUE = re.compile(r"[\d½¼-¾⅐-⅞]")
 _BOUND = r"at (?:the )?(?:very )?(?:least|most)"
+_OR_ELSEWHERE = r"\b(?:oder|ou|o|или|або|lub|of|eller|veya)\b|或者?|または|혹은"
 _OTHER_BEFORE = re.compile(
     r"(?:\b(?:not|never|nor|cannot be|than|half|twice|double|triple|out of|\d of)|n't|(?:root|square|cube|log|logarithm|power"
     r"|factorial|reciprocal|opposite|inverse|half|third|quarter|percent|%|\w+th|sine|cosine|tangent) of"
     rf"|\b(?:{_BOUND}|under|over|above|below|beyond|exceed(?:s|ed|ing)?|up to|within|as (?:many|much|few|little) as)"
     r"|\b(?:no longer|anything but|far from|instead of|except(?: for)?|without|neither)"
-    r"|(?:not|n't|never) (?:be|equal|equal to|exactly))(?: the| a| an)?[\s*$]*$",
+    r"|(?:not|n't|never) (?:be|equal|equal to|exactly))(?: the| a| an)?[\s*$]*$"
+    r"|(?:不是|并非|不等于|以外|分之|ではなく|아니라|(?:至少|至多|最多|大于|小于|超过|不到|不足)(?:是|为|等于)?"
+    r"|\b(?:nicht|kein|mindestens|höchstens|weniger als|mehr als|über|unter|keineswegs|pas|au moins|au plus|plus de|moins de"
+    r"|no es|al menos|como (?:mucho|máximo|mínimo)|más de|menos de|não é|pelo menos|no máximo|mais de|non è|almeno|più di|meno di"
+    r"|не|не менее|не более|более|менее|больше|меньше|минимум|максимум)"
+    rf"|\d[\s*$]*(?:{_OR_ELSEWHERE}))[\s*$]*$",
     re.IGNORECASE,
 )
 _OTHER_AFTER = re.compile(
     r"[\s*$]*(?:(?:more|less|fewer|greater) than\b|or (?:more|less|fewer|greater|higher|lower|above|below|over|under)\b"
     rf"|and (?:above|below|up)\b|{_BOUND}\b|(?:halves|thirds|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths)\b"
     r"|(?:is|was)(?:n't| (?:not|wrong|incorrect|false|unlikely|impossible|invalid)\b| too (?:large|small|big|high|low|many|few)\b)"
+    rf"|(?:{_OR_ELSEWHERE})[\s*$]*[-\d]|以上|以下|以内|左右|oder (?:mehr|weniger)|ou (?:plus|moins)|o (?:más|menos)"
+    r"|или (?:более|менее|больше|меньше)"
     r"|can(?:not|'t| not) be\b|do(?:es)?(?:n't| not) (?:work|fit|hold|satisfy)\b)",
     re.IGNORECASE,
 )
@@ -84,6 +92,8 @@ _DENIED = re.compile(
     r"|would|could|be|equals?))*[\s*$]*$",
     re.IGNORECASE,
 )
+_PERCENT_OF = re.compile(r"[^%\n]{0,40}(?:\\?%|percent)[\s*$]*of[\s$]+\d", re.IGNORECASE)
+_LONGEST_OF = 12
 _ORDINAL = re.compile(r"\d(?:st|nd|rd|th)$")
 _NOUN = re.compile(r"\s+(?!(?:of|in|and|or|from|to|at|on|by)\b)[A-Za-z]")  # the 5th floor says which
 _OPERATOR = re.compile(r"[/^×·÷]|(?:times|divided by|over|mod)(?![a-z])")
@@ -330,6 +340,8 @@ def _is_other(text: str, found: re.Match[str]) -> bool:
     """Whether the words around an expression, or its own form, say that it is not the answer."""
     if _ORDINAL.search(found[0]) and not _NOUN.match(text, found.end()):
         return True
+    if _PERCENT_OF.match(text[found.start() : found.end() + _LONGEST_OF]) is not None:  # 50% of 8
+        return True
     if _OPERATOR.match(found[0]):  # the rest of an expression in words
         return True
     before = text[max(0, found.start() - 200) : found.start()]
@@ -397,6 +409,9 @@ def is_correct(response: str, reference: str, prompt: str = "") -> bool:
 
 def equal_answers(answer: str, reference: str) -> bool:
     """Whether two final answers mean the same."""
+    phrase = last_phrase(plain_text(answer[:_COMPARED_CHARACTERS]))
+    if phrase is not None and (stated_answer := plain_text(answer)[phrase[1] :].strip()):
+        answer = stated_answer
     label = _LABEL.match(plain_text(answer[:_COMPARED_CHARACTERS]))
     if label and not _LABEL.match(plain_text(reference)):
         if _normalised(reference) == label[1].lower():
@@ -427,7 +442,7 @@ def _equal_to_no_number(answer: str, reference: str) -> bool:
     if is_text(reference):
         return equal_words(answer, reference)
     if _CHOICE.fullmatch(reference):
-        return False
+        return equal_words(answer.strip("() "), reference.strip("() "))
     brackets = [_bracket(text) for text in (answer, reference)]
     if all(brackets) and brackets[0] != brackets[1]:
         return False  # {1, 2} is no pair

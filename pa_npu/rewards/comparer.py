@@ -4,8 +4,8 @@ r"""Expressions compared by math-verify, in a process of its own that the system
                                          │ too long, or too much memory: the system ends it. The verdict is "not equal"
     keeper of the comparer ──fork──> another one, which has math-verify loaded already
 
-A comparison can take for ever inside one call of C (`\left(10^{10}\right)!`), which no exception ends. Only the comparer's own processor
-time counts, so that no verdict depends on how busy the machine is.
+A comparison can take for ever inside one call of C (`\left(10^{10}\right)!`), which no exception ends. Only the comparer's
+own processor time counts, so that no verdict depends on how busy the machine is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The deadline of loading users' modules: one whose import never ends is named in one line, while one that goes on is waited for."""
+"""The deadline of importing users' modules.
+
+One whose import never ends is named in one line within seconds; one that is slow but goes on is waited for.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 PATIENCE_S = (20.0, 60.0)
-"""Wall clock without a new module and with hardly any processor time, since it waits for something; and processor time without one."""
+"""Without a new module: wall clock with hardly any processor time, since it waits for something; and processor time."""
 _HARDLY_ANY = 0.05  # of a processor
 _STEP_S = 0.25
 

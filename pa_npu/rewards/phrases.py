@@ -34,6 +34,7 @@ _PHRASE = re.compile(
 )
 _MARKUP_BEFORE_COLON = re.compile(r"(?<=\w)(?:\*\*|__)(?=\s*[:：])")  # **Answer**: 5
 SENTENCE_END = re.compile(r"[.!?](?:\s|$)|[。！？]|\n|;\s")
+_DAY_AND_MONTH = re.compile(r"\d\. [^\W\d]+\.? \d{3,4}")  # 29. Februar 2024
 _STEP = (
     "step|part|case|section|method|approach|solution|phase|stage|question|problem|exercise|example|claim|lemma|theorem|note|figure|"
     "table|option|scenario|round|check|chapter|task|point|schritt|teil|fall|aufgabe|étape|partie|cas|paso|parte|caso|etapa|passo|"
@@ -46,7 +47,11 @@ _NUMBERED = re.compile(
     r"|\d+\s*단계)\s*[:：.)\-\u2013\u2014,]?\s*",
     re.IGNORECASE,
 )
-_LISTED = re.compile(r"\(?(?:\d+(?:\.\d+)*|[IVX]+|[a-h])[.):、]\s*(?:[^\W\d]+(?:['\u2019-][^\W\d]+)?[\s,:&/()\-\u2013]*){1,8}$")
+_TITLE_WORD = r"[^\W\d]+(?:['\u2019][^\W\d]+)?"
+_LISTED = re.compile(
+    r"\(?(?:\d+(?:\.\d+)*|[IVX]+|[a-h])[.):、]\s*"
+    rf"{_TITLE_WORD}(?:[\s,:&/()\-\u2013]+{_TITLE_WORD}){{0,7}}[\s,:&/()\-\u2013]*$"
+)
 _TITLE = re.compile(
     r"(?:the\s+)?(?:(?:final|short|correct|full|complete)\s+)?(?:answer|conclusion|summary|result|solution|verification|check|"
     r"explanation|reasoning|analysis|overview|setup|steps|calculation|computation|final step|wrap-?up|step-by-step solution|"
@@ -85,7 +90,8 @@ def first_sentences(text: str, like: str) -> str:
     like: an answer; as many ends of sentences as it holds are taken to be inside the text, such as that of "St. Louis".
     """
     inside = len(SENTENCE_END.findall(like.strip().rstrip(".!?。！？")))
-    for number, end in enumerate(SENTENCE_END.finditer(text)):
+    ends = [end for end in SENTENCE_END.finditer(text) if not _DAY_AND_MONTH.match(text, max(0, end.start() - 1))]
+    for number, end in enumerate(ends):
         if number == inside:
             return text[: end.start()].strip()
     return text.strip()

@@ -1,14 +1,16 @@
 """RewardPool: rewards of finished groups from reward functions in worker processes, from asyncio.
 
     score(group) ──> waiting ──> worker ──> its reply
-                        ▲           │ a user's function takes too long: it is killed, and the group has zero
+                        ▲           │ a user's function takes too long: it is killed, the group has zero
                         └───────────┘ died: what it was scoring is scored again, and fails when a worker dies of it a third time;
                                       the worker is started anew
 
 So a worker that somebody kills changes no reward (I6), and a function that kills its worker every time costs its group.
 
-Functions that compute run in reward.workers processes (worker.py), each of which has one group at a time. The wall clock limits users'
-functions alone: `math` and `format` have processor time for each response, so that a busy machine changes no verdict. Functions that wait (a
+Functions that compute run in reward.workers processes (worker.py), each of which has one group at a time. The wall clock limits
+users' functions alone: `math` and `format` have processor time for each response, so that a busy machine changes no verdict.
+
+Functions that wait (a
 judge, the sandbox, a user's `async def`) run beside these in one process, which has all groups at once and says every second that
 its event loop turns.
 """

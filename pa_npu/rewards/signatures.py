@@ -5,8 +5,8 @@
             f(data_sources, solution_strs, ground_truths, extra_infos)      -> G of these (verl's batch manager)
     TRL     f(prompts, completions, **columns)                              -> G rewards, None for "does not apply"
 
-verl's and TRL's are known by the names of their parameters, by which they are called; each may be an `async def`. docs/porting_rewards.md
-says what the arguments hold.
+verl's and TRL's are known by the names of their parameters, by which they are called; each may be an `async def`.
+docs/porting_rewards.md says what the arguments hold.
 """
 
 from __future__ import annotations
@@ -75,9 +75,7 @@ def _verl(name: str, function: Callable[..., Any], signature: inspect.Signature)
 
         @functools.wraps(function)
         async def score_group(group: RewardInput) -> list[Any]:
-            results = await asyncio.gather(
-                *(function(**arguments(group, response)) for response in group.responses)
-            )
+            results = await asyncio.gather(*(function(**arguments(group, response)) for response in group.responses))
             return [_score(result) for result in results]
 
         return score_group

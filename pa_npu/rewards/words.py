@@ -12,9 +12,9 @@ _MAX_CHARACTERS = 2000
 _COMMAND = re.compile(r"\\(?:begin|end)\{[A-Za-z]+\*?\}|\\[A-Za-z]+")
 _LETTERS = re.compile(r"[^\W\d_]{2,}")
 _WRITTEN_TEXT = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|textrm)\s*\{([^{}]*)\}")
-_OF_FORMULAS = frozenset(
+_OF_FORMULAS = (
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt pi mod gcd lcm min max det or and if for "
-    "where infinity inf cm mm km kg deg dx dy dt re im ker dim tr rank sup lim arg".split()
+    "where infinity inf cm mm km kg deg dx dy dt re im ker dim tr rank sup lim arg"
 )
 _VARIABLES = frozenset("abcdkmnpqrxyz")
 _FULL_WIDTH = {0xFF01 + offset: 0x21 + offset for offset in range(94)} | {0x3000: " ", 0x3001: ","}
@@ -48,6 +48,11 @@ _MONTHS = {
     )
     for name in names.split()
 }
+_TIME = re.compile(
+    r"(?<![\d:])(?P<hour>\d{1,2}):(?P<minute>\d{2})(?::(?P<second>\d{2}))?(?!\d|:\d)(?:\s*(?P<half>[ap]\.?m)\b\.?)?",
+    re.IGNORECASE,
+)
+_DENIAL = re.compile(r"\b(?:not|never|or|nicht|pas|oder|ou)\b|n't|不是|或")
 _WEEKDAY = re.compile(r"^(?:mon|tues|wednes|thurs|fri|satur|sun)day,?\s+")
 _DATES = (
     re.compile(r"(?P<year>\d{4})-(?P<month>\d{1,2})-(?P<day>\d{1,2})"),
@@ -65,7 +70,7 @@ _DATES = (
 def is_text(reference: str) -> bool:
     r"""Returns True for an answer in words or a date, False for a formula: `Paris`, 北京, `\text{even}`, not `ab`, `\sin x`."""
     plain = plain_text(reference[:_MAX_CHARACTERS])
-    if _date(plain) is not None:
+    if _date(plain) is not None or _TIME.fullmatch(plain):
         return True
     words = _LETTERS.findall(_COMMAND.sub(" ", plain))
     return any(_is_word(word) for word in words)
@@ -74,7 +79,7 @@ def is_text(reference: str) -> bool:
 def _is_word(word: str) -> bool:
     if not word.isascii():
         return not all("GREEK" in unicodedata.name(letter, "") for letter in word)
-    return word.lower() not in _OF_FORMULAS and not _VARIABLES.issuperset(word.lower())
+    return word.lower() not in _OF_FORMULAS.split() and not _VARIABLES.issuperset(word.lower())
 
 
 def equal_words(answer: str, reference: str) -> bool:
@@ -88,9 +93,12 @@ def equal_words(answer: str, reference: str) -> bool:
         return False
     if first == second:
         return True
-    days = _date(first), _date(second)
-    if all(days):
-        return days[0] == days[1]
+    day = _date(second)
+    if day is not None:
+        return _dates_in(first) == [day]
+    if time := _TIME.fullmatch(second):
+        times = list(_TIME.finditer(first))
+        return len(times) == 1 and not _DENIAL.search(first) and _same_time(times[0], time)
     if _squeezed(first) == _squeezed(second):
         return True
     reason = _REASON.search(first)
@@ -98,6 +106,35 @@ def equal_words(answer: str, reference: str) -> bool:
         return True
     verdict = _VERDICT.match(first)
     return second in _VERDICTS and verdict is not None and verdict[1] == second
+
+
+def _dates_in(text: str) -> list[date]:
+    """Returns the days that a normalised text names; none where it denies something."""
+    if (whole := _date(text)) is not None:
+        return [whole]
+    days = []
+    for pattern in _DATES:
+        for found in pattern.finditer(text):
+            if (day := _date(found[0])) is not None and day not in days:
+                days.append(day)
+    return [] if _DENIAL.search(text) else days
+
+
+def _same_time(first: re.Match[str], second: re.Match[str]) -> bool:
+    """Returns whether two times of day are equal; one without am and pm may be either, unless both are."""
+    if first["minute"] != second["minute"] or (first["second"] or "00") != (second["second"] or "00"):
+        return False
+    if not first["half"] and not second["half"]:
+        return int(first["hour"]) == int(second["hour"])
+    return bool(_hours(first) & _hours(second))
+
+
+def _hours(time: re.Match[str]) -> set[int]:
+    """Returns the hours of the day that a time may mean."""
+    hour = int(time["hour"])
+    if not time["half"]:
+        return {hour, hour + 12} if hour < 12 else {hour, hour % 12}
+    return {hour % 12 + (12 if time["half"].lower().startswith("p") else 0)}
 
 
 def normalised(text: str) -> str:

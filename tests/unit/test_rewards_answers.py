@@ -137,7 +137,7 @@ def test_is_correct_with_math_verify(response: str, reference: str, correct: boo
 
 @pytest.mark.parametrize("row", ANSWERS, ids=lambda row: f"{row.response[:40]}-{row.reference}")
 def test_every_answer_of_the_table_is_judged_rightly(row: Row) -> None:
-    assert is_correct(row.response, row.reference) is row.truth
+    assert is_correct(row.response, row.reference, row.prompt) is row.truth
 
 
 def test_the_published_table_is_what_the_command_prints_and_math_verify_alone_has_more_of_both_errors() -> None:
@@ -147,8 +147,9 @@ def test_the_published_table_is_what_the_command_prints_and_math_verify_alone_ha
     assert ours.strip() == "0 / 0"
     # Controls: the pairs are hard enough to tell a judge from another, and there are enough of both kinds.
     assert min(map(int, theirs.split("/"))) >= 20
-    assert len(ANSWERS) >= 700 and len({row[1:3] for row in ANSWERS}) == len(ANSWERS)
-    assert min(Counter(row.truth for row in ANSWERS).values()) >= 300
+    pairs = {(row.prompt, row.response, row.reference) for row in ANSWERS}
+    assert len(ANSWERS) >= 1300 and len(pairs) == len(ANSWERS)
+    assert min(Counter(row.truth for row in ANSWERS).values()) >= 500
 
 
 @given(value=st.fractions(max_denominator=10**6), other=st.fractions(max_denominator=10**6))

@@ -557,7 +557,9 @@ def test_a_module_whose_import_never_ends_is_refused_in_one_line_that_names_it(
 ) -> None:
     monkeypatch.setattr(loading, "PATIENCE_S", (1.5, 1.0))
     (tmp_path / "endless_rewards.py").write_text(f"import time\n{body}\n")
-    with pytest.raises(DataError, match=rf"reward\.functions: endless_rewards:f cannot be imported.*{reason}") as refused:
+    with pytest.raises(
+        DataError, match=rf"reward\.functions: endless_rewards:f cannot be imported.*{reason}"
+    ) as refused:
         check_reward_functions(full_config(RewardFunction(name="endless_rewards:f")))
     assert "\n" not in str(refused.value)
 

@@ -15,7 +15,7 @@ from pa_npu.rewards.check import check_reward_functions
 from pa_npu.rewards.functions import RewardInput
 from pa_npu.rewards.pool import RewardPool
 
-THEIRS = '''
+THEIRS = """
 import asyncio, functools, re
 
 # as in verl's documentation and recipes
@@ -100,7 +100,7 @@ def keywords(**kwargs):
 
 def of_the_group(group, scale=2.0):
     return [scale] * len(group.responses)
-'''
+"""
 
 VERL_ROW = {
     "data_source": "openai/gsm8k",
