@@ -50,14 +50,15 @@ _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$.,;]+)|\\boxed(\d+)")
 _LABEL = re.compile(r"\(?([A-Z])\)\s*(?=\S)")  # (B) 5: a choice with its value
 _WORDS = (
     "plus|minus|negative|times|divided by|over|squared|cubed|factorial|mod|percent|per cent|dozen|hundred|thousand|million|"
-    "billion|trillion|and a half|and one half|pi|sqrt|log|ln|sin|cos|tan|exp|infinity"
+    "billion|trillion|tausend|millionen|milliarden?|mille|millions|milliards?|mil|millones|milhões|milioni|тысяч[аи]?|"
+    "миллион(?:а|ов)?|миллиард(?:а|ов)?|and a half|and one half|pi|sqrt|log|ln|sin|cos|tan|exp|infinity"
 )
 _ATOM = (
     rf"\{{,\}}|{TEXT}\{{[^{{}}]{{0,100}}\}}|\\[dtc]?frac\d{{2}}|\\sqrt\d|\\[A-Za-z]+|\\[^\sA-Za-z]|(?<![A-Za-z])(?:{DIGITS})[A-Za-z]*|[½¼-¾⅐-⅞²³]"
     rf"|(?<![A-Za-z])(?:{_WORDS}|USD|EUR|GBP|INR|Rs\.?)(?![A-Za-z])"
     r"|(?<![A-Za-z])(?![aAI]\s+[^-+*/=^<>])[A-Za-z](?![A-Za-z0-9'\u2019])"
     r"|[-+*/^_=<>()\[\]{}|!%'$€£¥₹°√π∞±×·÷≤≥≠≈~\u2212\u2013\u2044]"
-    r"|(?<=\d):(?=\d)|(?<=\d ):(?= \d)|(?:mm|cm|dm|km|in|ft|yd|mi)\s?\^\s?\{?[23]\}?"
+    r"|(?<=\d)[百千万萬亿億만억]|(?<=\d):(?=\d)|(?<=\d ):(?= \d)|(?:mm|cm|dm|km|in|ft|yd|mi)\s?\^\s?\{?[23]\}?"
 )
 _EXPRESSION = re.compile(rf"(?:{_ATOM})(?:(?:[ \t]|[,;](?=[ \d\\])|(?:and|or)(?![A-Za-z]))*(?:{_ATOM}))*")
 _VALUE = re.compile(r"[\d½¼-¾⅐-⅞]")
@@ -92,6 +93,11 @@ _DENIED = re.compile(
     r"|would|could|be|equals?))*[\s*$]*$",
     re.IGNORECASE,
 )
+_UNIT_BEHIND = re.compile(
+    r"[\s$*]*((?:(?:square|cubic|sq|cu)\.? )?[A-Za-z]+(?: per [A-Za-z]+| ?/ ?[A-Za-z]+)?(?:\^[23]|[²³])?)"
+)
+_LONGEST_UNIT = 40
+_HEADING = re.compile(r"^[ \t]*#{1,6}[ \t]*(\S.*)$", re.MULTILINE)
 _PERCENT_OF = re.compile(r"[^%\n]{0,40}(?:\\?%|percent)[\s*$]*of[\s$]+\d", re.IGNORECASE)
 _LONGEST_OF = 12
 _ORDINAL = re.compile(r"\d(?:st|nd|rd|th)$")
@@ -165,13 +171,21 @@ def extract_answer(response: str, reference: str, prompt: str = "") -> str | Non
     if boxed is not None:
         return boxed
     if kind != "words":
-        stated = _stated(text, kind == "number", reference)
+        stated = _stated(_without_headings(text), kind == "number", reference)
         is_all = tagged is not None or "\n" not in text.strip()
         return (text.strip() or None) if stated is None and kind == "formula" and is_all else stated
     phrase = last_phrase(text[-_SEARCHED_CHARACTERS:])
     if phrase is None and tagged is not None:
         return text.strip() or None
     return _in_words(text, reference)
+
+
+def _without_headings(text: str) -> str:
+    """The text without Markdown headings such as `### Step 2: Sum`, whose number is no answer."""
+    end = text[-_SEARCHED_CHARACTERS:]
+    if "#" not in end:
+        return text
+    return _HEADING.sub(lambda line: "" if is_heading(plain_text(line[1])) else line[0], end)
 
 
 def _kind(reference: str) -> Literal["number", "words", "formula"]:
@@ -333,7 +347,19 @@ def _stated(text: str, numeric: bool, reference: str) -> str | None:
 def _expression_at(text: str, position: int) -> str | None:
     """The expression that begins there."""
     found = _EXPRESSION.match(text, position)
-    return None if not found or not _VALUE.search(found[0]) or _is_other(text, found) else _trimmed(found[0])
+    if not found or not _VALUE.search(found[0]) or _is_other(text, found):
+        return None
+    return _with_unit(_trimmed(found[0]), found[0], text[found.end() : found.end() + _LONGEST_UNIT])
+
+
+def _with_unit(trimmed: str | None, expression: str, behind: str) -> str | None:
+    """The trimmed expression, with the unit of measurement that stands behind it: `120 minutes`."""
+    unit = _UNIT_BEHIND.match(behind)
+    if trimmed is None or unit is None or not expression.rstrip(" $").endswith(trimmed.strip("$")):
+        return trimmed
+    measured = f"{trimmed.strip('$')} {unit[1]}"
+    number = read_number(measured)
+    return measured if number is not None and number.unit is not None else trimmed
 
 
 def _is_other(text: str, found: re.Match[str]) -> bool:
@@ -362,7 +388,7 @@ def _last_expression(text: str) -> str | None:
     elif _OTHER_BEFORE.search(before[-60:]):
         *earlier, _ = re.split(r",? (?:and |but )?(?:not|rather than|instead of)[\s*$]*$", before[-200:]) or [""]
         return _last_expression(earlier[0]) if earlier and _EXPRESSION.search(earlier[0][-1:]) else None  # 6, not 5
-    return _trimmed(expression)
+    return _with_unit(_trimmed(expression), expression, text[found.end() : found.end() + _LONGEST_UNIT])
 
 
 def _trimmed(expression: str) -> str | None:

@@ -62,14 +62,20 @@ _EAST_ASIAN_SCALES = {
 }
 _EAST_ASIAN = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]{1,6}")
 _NO_EAST_ASIAN_UNIT = re.compile(r"[百千万萬亿億만억半分之以上下内外多余左右或和与至到约近负多少不倍成折]|以上|以下|割")
-_SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12} | {
+    name: scale
+    for scale, names in (
+        (10**3, "tausend mille mil тысяча тысячи тысяч"),
+        (10**6, "millionen millones milhões milioni миллион миллиона миллионов"),
+        (10**9, "milliarde milliarden milliard milliardo миллиард миллиарда миллиардов"),
+    )
+    for name in names.split()
+}
 _NO_UNITS = _words(
     "and or to plus minus times over half quarter third pi tau phi sqrt root log ln sin cos tan exp mod base choose "
     "infinity inf nan squared cubed not than more less least most factorial percent halves quarters thirds fourths fifths sixths "
     "sevenths eighths ninths tenths hundredths thousandths "
-    "oder und mal durch hundert tausend million millionen milliarde milliarden halb ou et fois mille millions milliers milliard "
-    "milliards cent o y e mil millón millones miles por entre um mila milioni или и не тысяча тысячи тысяч миллион миллиона "
-    "миллионов миллиард миллиарда миллиардов раз раза половиной più menos mais menos більше або º ª"
+    "oder und mal durch hundert halb ou et fois milliers cent o y e millón miles por entre um mila или и не раз раза половиной più menos mais menos більше або º ª"
 )
 _ONE_LETTER_UNITS = frozenset("mgshlL")
 _ATTACHED_UNITS = _words(

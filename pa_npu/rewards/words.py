@@ -48,6 +48,7 @@ _MONTHS = {
     )
     for name in names.split()
 }
+_COMPOUND = re.compile(r"(?=\D*\d)(?:[A-Z][a-z]?\d{0,3}){2,}")  # H2O is no product
 _TIME = re.compile(
     r"(?<![\d:])(?P<hour>\d{1,2}):(?P<minute>\d{2})(?::(?P<second>\d{2}))?(?!\d|:\d)(?:\s*(?P<half>[ap]\.?m)\b\.?)?",
     re.IGNORECASE,
@@ -70,7 +71,7 @@ _DATES = (
 def is_text(reference: str) -> bool:
     r"""Returns True for an answer in words or a date, False for a formula: `Paris`, 北京, `\text{even}`, not `ab`, `\sin x`."""
     plain = plain_text(reference[:_MAX_CHARACTERS])
-    if _date(plain) is not None or _TIME.fullmatch(plain):
+    if _date(plain) is not None or _TIME.fullmatch(plain) or _COMPOUND.fullmatch(plain):
         return True
     words = _LETTERS.findall(_COMMAND.sub(" ", plain))
     return any(_is_word(word) for word in words)
@@ -133,7 +134,7 @@ def _hours(time: re.Match[str]) -> set[int]:
     """Returns the hours of the day that a time may mean."""
     hour = int(time["hour"])
     if not time["half"]:
-        return {hour, hour + 12} if hour < 12 else {hour, hour % 12}
+        return {hour, (hour + 12) % 24} if 1 <= hour <= 12 else {hour}
     return {hour % 12 + (12 if time["half"].lower().startswith("p") else 0)}
 
 
