@@ -75,7 +75,8 @@ _NO_UNITS = _words(
     "and or to plus minus times over half quarter third pi tau phi sqrt root log ln sin cos tan exp mod base choose "
     "infinity inf nan squared cubed not than more less least most factorial percent halves quarters thirds fourths fifths sixths "
     "sevenths eighths ninths tenths hundredths thousandths "
-    "oder und mal durch hundert halb ou et fois milliers cent o y e millón miles por entre um mila или и не раз раза половиной più menos mais menos більше або º ª"
+    "oder und mal durch hundert halb ou et fois milliers cent o y e millón miles por entre um mila или и не раз раза половиной "
+    "più menos mais більше або º ª"
 )
 _ONE_LETTER_UNITS = frozenset("mgshlL")
 _ATTACHED_UNITS = _words(

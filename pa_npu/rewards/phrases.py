@@ -32,6 +32,7 @@ _OTHER_LANGUAGES = (
 _PHRASE = re.compile(
     "|".join([_ENGLISH, *(rf"{other}[\s*_]*" for other in _OTHER_LANGUAGES)]), re.IGNORECASE | re.MULTILINE
 )
+_COMMENT = re.compile(r"(?:helpful|useful|clear|correct|consistent|reasonable|verified|confirmed)\b", re.IGNORECASE)
 _MARKUP_BEFORE_COLON = re.compile(r"(?<=\w)(?:\*\*|__)(?=\s*[:：])")  # **Answer**: 5
 SENTENCE_END = re.compile(r"[.!?](?:\s|$)|[。！？]|\n|;\s")
 _DAY_AND_MONTH = re.compile(r"\d\. [^\W\d]+\.? \d{3,4}")  # 29. Februar 2024
@@ -62,12 +63,16 @@ _TITLE = re.compile(
 
 
 def last_phrase(text: str) -> tuple[int, int] | None:
-    """Returns where the last phrase such as "the answer is" begins and ends; None without one."""
+    """Returns where the last phrase such as "the answer is" begins and ends; None without one.
+
+    "I hope that the answer is helpful" states none.
+    """
     plain = _MARKUP_BEFORE_COLON.sub("  ", text)  # of the same length
-    found = None
-    for found in _PHRASE.finditer(plain):  # noqa: B007
-        pass
-    return (found.start(), found.end()) if found else None
+    last = None
+    for found in _PHRASE.finditer(plain):
+        if not _COMMENT.match(plain, found.end()):
+            last = found
+    return (last.start(), last.end()) if last else None
 
 
 def is_heading(line: str) -> bool:

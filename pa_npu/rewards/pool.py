@@ -10,9 +10,8 @@ So a worker that somebody kills changes no reward (I6), and a function that kill
 Functions that compute run in reward.workers processes (worker.py), each of which has one group at a time. The wall clock limits
 users' functions alone: `math` and `format` have processor time for each response, so that a busy machine changes no verdict.
 
-Functions that wait (a
-judge, the sandbox, a user's `async def`) run beside these in one process, which has all groups at once and says every second that
-its event loop turns.
+Functions that wait (a judge, the sandbox, a user's `async def`) run beside these in one process, which has all groups at once and
+says every second that its event loop turns.
 """
 
 from __future__ import annotations

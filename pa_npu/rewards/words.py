@@ -16,6 +16,9 @@ _OF_FORMULAS = (
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt pi mod gcd lcm min max det or and if for "
     "where infinity inf cm mm km kg deg dx dy dt re im ker dim tr rank sup lim arg"
 )
+_VOWEL = re.compile(r"[aeiou]", re.IGNORECASE)
+_OPERATOR = re.compile(r"[=^_+*/<>{}\d]")
+_LONGEST_PRODUCT = 3  # letters beside each other in a formula
 _VARIABLES = frozenset("abcdkmnpqrxyz")
 _FULL_WIDTH = {0xFF01 + offset: 0x21 + offset for offset in range(94)} | {0x3000: " ", 0x3001: ","}
 _AROUND = " \t\n\r.,;:!?*_`$\"'\u201c\u201d\u2018\u2019\u300c\u300d\u300e\u300f\u300a\u300b\u3002\uff61\u00ab\u00bb#"
@@ -73,13 +76,17 @@ def is_text(reference: str) -> bool:
     plain = plain_text(reference[:_MAX_CHARACTERS])
     if _date(plain) is not None or _TIME.fullmatch(plain) or _COMPOUND.fullmatch(plain):
         return True
-    words = _LETTERS.findall(_COMMAND.sub(" ", plain))
-    return any(_is_word(word) for word in words)
+    plain = _COMMAND.sub(" ", plain)
+    is_formula = _OPERATOR.search(plain) is not None
+    return any(_is_word(word, is_formula) for word in _LETTERS.findall(plain))
 
 
-def _is_word(word: str) -> bool:
+def _is_word(word: str, is_formula: bool) -> bool:
+    """Returns whether letters are a word, not a product: `Paris`, and `tea` by itself; not `xe` of `xe^x`, `ab` or `nRT`."""
     if not word.isascii():
         return not all("GREEK" in unicodedata.name(letter, "") for letter in word)
+    if not _VOWEL.search(word) or (is_formula and len(word) <= _LONGEST_PRODUCT):
+        return False
     return word.lower() not in _OF_FORMULAS.split() and not _VARIABLES.issuperset(word.lower())
 
 

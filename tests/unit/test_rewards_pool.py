@@ -581,3 +581,23 @@ def test_an_import_that_loads_modules_or_computes_now_and_then_is_waited_for(mon
         assert not progress.stands_still()
     clock["wall"], clock["processor"] = clock["wall"] + 600.0, clock["processor"] + 20.0
     assert "has computed for 60 s" in progress.stands_still()
+
+
+async def test_a_worker_that_stands_still_in_a_built_in_function_changes_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its silence is the machine's fault, not the response's: the group is scored again by another process."""
+    async with RewardPool(RewardConfig(timeout_s=0.05)) as pool:
+        (place,) = pool._workers[0][1]._workers
+        assert place._process is not None
+        keeper = place._process._process.pid
+        (worker, *_) = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+        os.kill(int(worker), signal.SIGSTOP)
+        monkeypatch.setattr(pool_module, "OWN_SILENCE_S", 0.5)
+        scored = asyncio.create_task(pool.score(group(["#### 4", "#### 5"])))
+        while "died" not in caplog.text:
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(pool_module, "OWN_SILENCE_S", 600.0)
+        result = await asyncio.wait_for(scored, 60)
+    assert result.total.tolist() == [1, 0] and result.errors == ()
+    assert "it said nothing for" in caplog.text and "is scored again" in caplog.text

@@ -249,8 +249,8 @@ class RewardConfig(Section):
     timeout_s: float = Field(
         10.0,
         gt=0,
-        description="Time limit of functions for one group; then its reward is zero, logged. judge and code have limits of their "
-        "own.",
+        description="Wall-clock limit of a function of your own for one group; then its reward is zero, logged. The built-in "
+        "functions have limits of their own.",
     )
     workers: int = Field(
         1, ge=1, le=256, description="Processes that compute rewards; of `code` twice as many programs run at once."
