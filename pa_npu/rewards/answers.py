@@ -443,6 +443,8 @@ def equal_answers(answer: str, reference: str) -> bool:
     if label and not _LABEL.match(plain_text(reference)):
         if _normalised(reference) == label[1].lower():
             return True
+        if _CHOICE.fullmatch(reference):
+            return False
         answer = plain_text(answer)[label.end() :]
     bases = [in_base(_with_base(plain_text(_EQUALS.split(text)[-1]))) for text in (answer, reference)]
     if any(bases):

@@ -70,7 +70,7 @@ class _Comparer:
             for _ in range(_ATTEMPTS):
                 self._start()
                 try:
-                    reply = self._exchange({"response": response, "reference": reference})
+                    reply = self._exchange({"response": response, "reference": reference, "cpu_s": COMPARED_CPU_S})
                 except BaseException:  # its reply must not be taken for that to a later request
                     self._end()
                     raise
@@ -104,7 +104,7 @@ class _Comparer:
             self._end()
             raise PaNpuError("math-verify cannot be loaded in a process of its own; look at the output above")
 
-    def _exchange(self, request: dict[str, str]) -> dict[str, Any] | None:
+    def _exchange(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the reply; None where the process is gone."""
         assert self._process is not None and self._process.stdin is not None
         try:
@@ -161,7 +161,7 @@ def _compare_all(requests: Any, replies: Any) -> None:
     with memory_limit(_MEMORY_BYTES):
         while line := requests.readline():
             request = json.loads(line)
-            signal.setitimer(signal.ITIMER_PROF, COMPARED_CPU_S)
+            signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
             try:
                 equal = _are_equal(request["response"], request["reference"])
             except (MemoryError, RecursionError):

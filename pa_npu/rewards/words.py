@@ -85,6 +85,8 @@ def _is_word(word: str, is_formula: bool) -> bool:
     """Returns whether letters are a word, not a product: `Paris`, and `tea` by itself; not `xe` of `xe^x`, `ab` or `nRT`."""
     if not word.isascii():
         return not all("GREEK" in unicodedata.name(letter, "") for letter in word)
+    if word.isupper() and len(word) >= _LONGEST_PRODUCT and not is_formula:
+        return True  # DNA
     if not _VOWEL.search(word) or (is_formula and len(word) <= _LONGEST_PRODUCT):
         return False
     return word.lower() not in _OF_FORMULAS.split() and not _VARIABLES.issuperset(word.lower())
