@@ -128,6 +128,7 @@ _MARKED_LETTER = re.compile(
 )
 _LETTER_DECORATION = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _BOXED_LETTER = re.compile(r"\s*\(?([A-Za-z])(?![A-Za-z0-9])")
+_PHRASED_LETTER = re.compile(r"[\s*_$(（]*([A-Z])(?![A-Za-z0-9'\u2019])(?!\s+[a-z])")
 _LETTER_ALONE = re.compile(r"^[\s*_$(\[]*([A-Z])[\s*_$)\].:]*$")
 
 
@@ -303,6 +304,10 @@ def chosen_letter(response: str, letters: str, prompt: str = "") -> str | None:
     marked = [found[1].upper() for found in _MARKED_LETTER.finditer(text) if found[1].upper() in letters]
     if marked:
         return marked[-1]
+    phrase = last_phrase(text)  # in another language
+    behind = _PHRASED_LETTER.match(text, phrase[1]) if phrase else None
+    if behind is not None and behind[1] in letters:
+        return behind[1]
     lines = [line for line in text.splitlines() if line.strip()]
     alone = _LETTER_ALONE.match(lines[-1]) if lines else None
     return alone[1] if alone and alone[1] in letters else None

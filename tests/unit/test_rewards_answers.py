@@ -19,6 +19,7 @@ from pa_npu.data.limits import TimeLimitReached, time_limit
 from pa_npu.rewards import answers, comparer
 from pa_npu.rewards.answers import equal_answers, extract_answer, is_correct, last_boxed
 from pa_npu.rewards.numbers import read_number
+from pa_npu.rewards.thoughts import without_thought
 from tests.helpers.answer_table import ANSWERS, Row, table
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -247,3 +248,43 @@ def test_gsm8k_references_are_numbers_and_agree_with_themselves_only() -> None:
         assert is_correct(row["answer"], final)
         assert is_correct(f"The answer is ${final}.", final)
         assert not is_correct(f"#### {value + 1}", final)
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("答案是C。", "C"),
+        ("故选（B）。", "B"),
+        ("Die Antwort ist D, denn", "D"),
+        ("Ответ: A", "A"),
+        ("La réponse est **B**.", "B"),
+        ("答案不是C。", None),
+        ("Die Antwort ist Dresden.", None),
+        ("La réponse est A peu près", None),
+        ("The answer is a good one.", None),
+    ],
+)
+def test_the_letter_of_a_multiple_choice_is_read_in_several_languages(response: str, letter: str | None) -> None:
+    assert answers.chosen_letter(response, "ABCD") == letter
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "text"),
+    [
+        ("", "a</think>b", "b"),
+        ("", "<think>a</think>b", "b"),
+        ("", "<think>a", ""),
+        ("Why?<think>", "a", ""),
+        ("Why?<think>\n\n", "a</think>\nb", "\nb"),
+        ("Why?<think>\n\n</think>\n\n", "a", "a"),
+        ("Use <think> and </think>.", "a", "a"),
+        ("[INST][THINK]", "a[/THINK]b", "b"),
+        ("", "◁think▷a◁/think▷b", "b"),
+        ("", "<seed:think>a</seed:think>b", "b"),
+        ("", "b, and `<think>` is a mark", "b, and `<think>` is a mark"),
+        ("", "a</think>print('</think>')", "print('</think>')"),
+        ("", "a < b and x[0]", "a < b and x[0]"),
+    ],
+)
+def test_a_thought_is_no_part_of_a_response_whoever_opened_it(prompt: str, response: str, text: str) -> None:
+    assert without_thought(prompt, response) == text
