@@ -86,7 +86,7 @@ def _interrupts() -> Iterator[list[int]]:
 
 def describe(error: BaseException) -> str:
     """The exception in one line, with file:line of the user's code that it came from."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARACTERS]
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")[:ERROR_CHARACTERS]
     place = _place(error)
     return f"{text}, {place}" if place else text
 

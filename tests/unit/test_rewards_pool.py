@@ -395,11 +395,11 @@ def full_config(*functions: RewardFunction) -> Config:
         ("no_such_module:f", "ModuleNotFoundError"),
         ("users_rewards:no_such_function", "AttributeError"),
         ("users_rewards:not_a_function", "is a int, not a function"),
-        ("users_rewards:two_parameters", "cannot be called with one group"),
+        ("users_rewards:two_parameters", "takes (group, more), which is neither one group, nor verl's"),
         ("broken_rewards:f", "SyntaxError"),
         ("exiting_rewards:f", "SystemExit: 0"),
         ("raising_rewards:f", "Own: x, "),
-        ("interrupting_rewards:f", "KeyboardInterrupt: , "),
+        ("interrupting_rewards:f", "KeyboardInterrupt, "),
         ("dying_rewards:f", "the reward worker died while loading them"),
     ],
 )
