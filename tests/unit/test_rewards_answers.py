@@ -149,7 +149,7 @@ def test_the_published_table_is_what_the_command_prints_and_math_verify_alone_ha
     # Controls: the pairs are hard enough to tell a judge from another, and there are enough of both kinds.
     assert min(map(int, theirs.split("/"))) >= 20
     pairs = {(row.prompt, row.response, row.reference) for row in ANSWERS}
-    assert len(ANSWERS) >= 1300 and len(pairs) == len(ANSWERS)
+    assert len(ANSWERS) >= 1600 and len(pairs) == len(ANSWERS)
     assert min(Counter(row.truth for row in ANSWERS).values()) >= 500
 
 
