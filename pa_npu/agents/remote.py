@@ -27,11 +27,12 @@ import aiohttp
 
 from pa_npu.agents.environment import SessionEnvironment, task_of
 from pa_npu.agents.openai_format import Asked, Refused
-from pa_npu.agents.session import Session, is_reward
+from pa_npu.agents.session import Session
 from pa_npu.control.bounded_http import bounded_request
 from pa_npu.data.prompts import Prompt
 from pa_npu.environments.protocol import EnvironmentContext, EnvironmentFailed, Generate
 from pa_npu.errors import ConfigError
+from pa_npu.rewards.values import NotAReward, as_reward
 
 _SHOWN_CHARACTERS = 120
 _PAUSE_S = 2.0  # for a server that is started again
@@ -112,11 +113,9 @@ class RemoteEnvironment(SessionEnvironment):
                 return
             answer = await self._ask("step", {"id": session.id, "action": turn.answer.text})
             reward, terminated, truncated = (answer.get(name) for name in ("reward", "terminated", "truncated"))
-            if not is_reward(reward) or {type(terminated), type(truncated)} != {bool}:
-                raise self._wrong(
-                    "step", "no finite number `reward`, or no true or false as `terminated` and `truncated`"
-                )
-            turn.node.reward = float(reward or 0.0)
+            if {type(terminated), type(truncated)} != {bool}:
+                raise self._wrong("step", "no true or false as `terminated` and `truncated`")
+            turn.node.reward = self._step_reward(reward)
             if terminated or truncated:
                 session.end("done" if terminated else "turns")
                 return
@@ -125,6 +124,15 @@ class RemoteEnvironment(SessionEnvironment):
     async def _close_episode(self, name: str) -> None:
         with contextlib.suppress(OSError, EnvironmentFailed):  # it may have no such path
             await self._ask("close", {"id": name})
+
+    def _step_reward(self, reward: Any) -> float:
+        """Returns a step's reward. Raises EnvironmentFailed where it is none."""
+        try:
+            if isinstance(reward, bool):
+                raise NotAReward(f"{reward} is a bool, not a number")
+            return as_reward(reward)
+        except NotAReward as error:
+            raise self._wrong("step", f"no finite number `reward`: {error}") from None
 
     async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The server's answer, an object. Raises OSError where it is gone, EnvironmentFailed where it says something else."""

@@ -35,12 +35,12 @@ from pa_npu.control.tasks import cancel
 from pa_npu.engines.protocol import Generation
 from pa_npu.environments.protocol import Generate
 from pa_npu.errors import PaNpuError
+from pa_npu.rewards.values import NotAReward, as_reward
 
 _LONGEST_TOKEN = 64  # characters
 # A body's largest size: so much for each token of a branch, and for what is no text of it.
 _BYTES_OF_TOKEN, _OTHER_BYTES = 128, 2**16
-_LONGEST_NUMBER = 10  # digits of a turn's number
-LARGEST_REWARD = float(np.finfo(np.float32).max) / 2**20  # the sum of a million turns fits too
+_LONGEST_TURN_NUMBER = 9  # digits
 
 
 @dataclass(frozen=True)
@@ -136,18 +136,20 @@ class Session:
 
     def give_reward(self, reward: Any, completion: str | None) -> None:
         """The session's reward, or that of the turn that a completion's id names. Raises Refused."""
-        if not is_reward(reward):
-            raise Refused(
-                f"reward: {_shown(reward)} must be a number, its size at most {LARGEST_REWARD:.0e}", param="reward"
-            )
+        if isinstance(reward, bool):
+            raise Refused(f"reward: {reward} must be a finite number", param="reward")
+        try:
+            value = as_reward(reward)
+        except NotAReward as error:
+            raise Refused(f"reward: must be a finite number; {error}", param="reward") from None
         if completion is None:
-            self.reward = float(reward)
+            self.reward = value
             return
         _, session_id, place = ["", "", *completion.split("-")][-3:]
-        is_number = place.isascii() and place.isdecimal() and len(place) <= _LONGEST_NUMBER
+        is_number = place.isascii() and place.isdecimal() and len(place) <= _LONGEST_TURN_NUMBER
         if session_id != self.id or not is_number or not 0 < int(place) < len(self.tree.nodes):
             raise Refused(f"turn: {completion!r:.60} is no id of a completion of this session", param="turn")
-        self.tree.nodes[int(place)].reward = float(reward)
+        self.tree.nodes[int(place)].reward = value
 
     def check_body(self, num_bytes: int) -> None:
         """Refuses a request that is longer than what a branch may hold, before it is parsed."""
@@ -296,23 +298,6 @@ def _num_characters(value: Any, limit: int) -> int:
         elif isinstance(item, (list, tuple)):
             left += item
     return number + len(left)
-
-
-def is_reward(value: Any) -> bool:
-    """Whether a value is a number that can be a reward: finite in the type in which it is trained, in a sum too."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    try:
-        return bool(abs(value) <= LARGEST_REWARD)
-    except OverflowError:
-        return False
-
-
-def _shown(reward: Any) -> str:
-    try:
-        return f"{reward!r:.40}"
-    except ValueError:  # Python writes no number of thousands of digits
-        return "a number of thousands of digits"
 
 
 class Sessions:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -46,12 +50,13 @@ def import_object(key: str, name: str, form: str) -> Any:
     if directory not in sys.path:
         sys.path.insert(0, directory)
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in object_name.split("."):
-            found = getattr(found, part)
-    except KeyboardInterrupt:
-        raise
+        with _interrupts() as arrived:
+            found: Any = importlib.import_module(module_name)
+            for part in object_name.split("."):
+                found = getattr(found, part)
     except BaseException as error:  # a user's module may raise anything while it is imported
+        if isinstance(error, KeyboardInterrupt) and arrived:
+            raise
         raise ConfigError(
             f"{key}: {name} cannot be imported ({describe(error)}); name an importable {form} "
             f"(searched: {directory} and PYTHONPATH)"
@@ -59,16 +64,36 @@ def import_object(key: str, name: str, form: str) -> Any:
     return found
 
 
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Collects the interrupts (Ctrl-C) that arrive in the block, which tells them from a KeyboardInterrupt that code raises."""
+    arrived: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield arrived  # no interrupt can arrive here
+        return
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+        before(number, frame)
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield arrived
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def describe(error: BaseException) -> str:
     """The exception in one line, with file:line of the user's code that it came from."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_CHARACTERS]
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")[:ERROR_CHARACTERS]
     place = _place(error)
     return f"{text}, {place}" if place else text
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """file:line where a function is defined; its name where that is not known."""
-    code = getattr(function, "__code__", None)
+    """file:line where a function is defined, that which others wrap; its name where that is not known."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else getattr(function, "__name__", "?")
 
 

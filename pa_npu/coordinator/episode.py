@@ -157,14 +157,22 @@ async def score(
     given = [sample.reward for sample in samples if sample.reward is not None]
     if not given:
         return ScoredGroup(prompt, samples, await rewards.score(reward_input(prompt, samples)), counted)
-    with np.errstate(over="ignore"):
-        total = np.asarray(given, np.float32)  # what float32 cannot hold becomes infinite
+    total = _in_float32(given)
     if len(given) != len(samples) or not np.isfinite(total).all():
         raise EnvironmentFailed(
             f"environment.name: rewards {[sample.reward for sample in samples]} of the samples of prompt {prompt.prompt_id} must "
-            f"be finite numbers, or all None, which leaves them to the reward functions; correct the environment"
+            f"be finite numbers in float32, or all None, which leaves them to the reward functions; correct the environment"
         )
     return ScoredGroup(prompt, samples, RewardResult(total, {"environment": total}, total > 0, ()), counted)
+
+
+def _in_float32(rewards: Sequence[float]) -> np.ndarray:
+    """Returns rewards as trainers get them: infinite beyond float32's range, NaN where one is no number."""
+    try:
+        with np.errstate(over="ignore"):
+            return np.array([float(reward) for reward in rewards], np.float32)
+    except (TypeError, ValueError, OverflowError):
+        return np.full(len(rewards), np.nan, np.float32)
 
 
 def reward_input(prompt: Prompt, samples: Sequence[Sample]) -> RewardInput:

@@ -188,8 +188,8 @@ def check_versions(samples: Sequence[Sample], version: int, what: str) -> None:
 def final_answer(text: str, prompt: Prompt) -> str | None:
     """Returns the answer that a response ends with, for votes; None if it has none."""
     if letters := prompt.row.get(CHOICE_COLUMN):
-        return chosen_letter(text, str(letters))
-    found = extract_answer(text, prompt.answer)
+        return chosen_letter(text, str(letters), prompt.text)
+    found = extract_answer(text, prompt.answer, prompt.text)
     return found.strip() if found and found.strip() else None
 
 

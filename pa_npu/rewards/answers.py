@@ -1,74 +1,89 @@
 r"""Final answers: found in a response, and compared with the reference.
 
-The thinking block is no part of a response (`<think>...</think>`; one that never closes leaves nothing), and of the last
-`<answer>...</answer>` the content counts. The answer is, first that applies:
+A thought is no part of a response (thoughts.py), and of the last `<answer>...</answer>` the content counts. The answer is, first
+that applies:
 
-1. behind the last `####` (GSM8K): the last box there, else the expression in the rest of the line. A line without a digit is a
-   heading when the reference is a number, and the answer is looked for below it.
+1. behind the last `####` (GSM8K): the last box there, else the expression in the rest of the line. A heading (`#### Step 2: Sum`)
+   is no answer: the answer is looked for below it.
 2. the content of the last `\boxed{...}` or `\fbox{...}` that is closed and not empty.
-3. the expression behind the last "answer is" or "answer:", else the last one in that sentence, else in the response. An
-   expression is all of the formula around a number: of `2\sqrt{3}`, `minus 7` and `3 1/2` no part is the answer. A number
-   that the words around it turn into another ("not 5", "at least 5", "half of 10", "5 or more", "5th") is none. Without any digit
-   a number in words counts, behind "answer is" or as all that a sentence says.
-4. for a reference that is no number: also the words behind "answer is", or what math-verify finds in the response.
+3. the expression behind the last "answer is" or "answer:" in one of the languages of phrases.py, else the last one in that
+   sentence, else in the response. An expression is all of the formula around a number: of `2\sqrt{3}`, `minus 7` and `3 1/2` no
+   part is the answer. A number that the words around it turn into another ("not 5", "at least 5", "half of 10", "5 or more",
+   "5th") is none. Without any digit a number in words counts, behind "answer is" or as all that a sentence says.
+4. for a reference in words: the words behind "answer is", all of an <answer>, or the last line.
+5. for a reference that is a formula: also what math-verify finds in the response.
 
 A number is compared exactly (numbers.py), the right-hand side of an equation counts, and a relation, several answers or the task
-left undone (`12+34` for 46) equal no number. Anything else is compared as text, then by math-verify
-(https://github.com/huggingface/Math-Verify).
+left undone (`12+34` for 46) equal no number. Words and dates are compared as such (words.py), anything else as text, then by
+math-verify (https://github.com/huggingface/Math-Verify) in a process of its own (comparer.py).
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import re
-from functools import lru_cache
-from typing import Any
+from typing import Literal
 
-from pa_npu.data.limits import TimeLimitReached, time_limit
-from pa_npu.data.records import ANSWER_MARK
+from pa_npu.data.records import ANSWER_MARK, LETTERS
+from pa_npu.rewards.comparer import equal_expressions
 from pa_npu.rewards.numbers import DIGITS, TEXT, in_base, is_in_words, plain_text, read_number, same_number, with_digits
+from pa_npu.rewards.phrases import SENTENCE_END, behind_number, first_sentences, is_heading, last_phrase
+from pa_npu.rewards.thoughts import without_thought
+from pa_npu.rewards.words import equal_words, is_text
 
 _MOST_BOXES = 4  # how many \boxed from the end are tried, which bounds the time for a response full of open ones
 _SEARCHED_CHARACTERS = 10_000  # at the end of a response, for an answer without a mark
 _COMPARED_CHARACTERS = 2000  # of an answer or reference that math-verify gets
-_COMPARED_S = 1.0  # of one judgement by math-verify
 
-_THOUGHT = re.compile(r"<(/?)think(?:ing)?>")
-_TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*)</answer>", re.DOTALL)
+_TAGGED = re.compile(
+    r"<(?:final_)?answer>((?:(?!<(?:final_)?answer>).)*?)</(?:final_)?answer>", re.DOTALL | re.IGNORECASE
+)
+_OPEN_TAG = re.compile(r"<(?:final_)?answer>\s*([^\n<>]{1,200})\s*\Z", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_SIMPLE_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_BETWEEN_BOXES = re.compile(
+    r"(?:[\s$,;&*]|\\[,;: ]|\\\\|\\q?quad|\\text\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\\[()\[\]]|[A-Za-z](?:_\{?\d+\}?)?\s*=)*"
+)
+_ANSWER_MARK = re.compile(rf"{ANSWER_MARK}#*")
+_CLOSED_HEADING = re.compile(r"(?<=\S)[ \t]+#+[ \t]*$", re.MULTILINE)  # #### 46 ####
+_MAX_MARKS = 20  # of #### that are looked at
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$.,;]+)|\\boxed(\d+)")
 _LABEL = re.compile(r"\(?([A-Z])\)\s*(?=\S)")  # (B) 5: a choice with its value
-_PHRASE = re.compile(
-    r"answer\s*(?:is\s*:?|:|=|[-\u2013\u2014](?=\s))[\s*_]*(?:(?:about|approximately|exactly|simply|just|equal to)\s+)?",
-    re.IGNORECASE,
-)
 _WORDS = (
     "plus|minus|negative|times|divided by|over|squared|cubed|factorial|mod|percent|per cent|dozen|hundred|thousand|million|"
-    "billion|trillion|and a half|and one half|pi|sqrt|log|ln|sin|cos|tan|exp|infinity"
+    "billion|trillion|tausend|millionen|milliarden?|mille|millions|milliards?|mil|millones|milhões|milioni|тысяч[аи]?|"
+    "миллион(?:а|ов)?|миллиард(?:а|ов)?|and a half|and one half|pi|sqrt|log|ln|sin|cos|tan|exp|infinity"
 )
 _ATOM = (
-    rf"\{{,\}}|{TEXT}\{{[^{{}}]{{0,100}}\}}|\\[A-Za-z]+|\\[^\sA-Za-z]|(?<![A-Za-z])(?:{DIGITS})[A-Za-z]*|[½¼-¾⅐-⅞²³]"
+    rf"\{{,\}}|{TEXT}\{{[^{{}}]{{0,100}}\}}|\\[dtc]?frac\d{{2}}|\\sqrt\d|\\[A-Za-z]+|\\[^\sA-Za-z]"
+    rf"|(?<![A-Za-z])(?:{DIGITS})[A-Za-z]*|[½¼-¾⅐-⅞²³]"
     rf"|(?<![A-Za-z])(?:{_WORDS}|USD|EUR|GBP|INR|Rs\.?)(?![A-Za-z])"
     r"|(?<![A-Za-z])(?![aAI]\s+[^-+*/=^<>])[A-Za-z](?![A-Za-z0-9'\u2019])"
     r"|[-+*/^_=<>()\[\]{}|!%'$€£¥₹°√π∞±×·÷≤≥≠≈~\u2212\u2013\u2044]"
-    r"|(?<=\d):(?=\d)|(?<=\d ):(?= \d)|(?:mm|cm|dm|km|in|ft|yd|mi)\s?\^\s?\{?[23]\}?"
+    r"|(?<=\d)[百千万萬亿億만억]|(?<=\d):(?=\d)|(?<=\d ):(?= \d)|(?:mm|cm|dm|km|in|ft|yd|mi)\s?\^\s?\{?[23]\}?"
 )
 _EXPRESSION = re.compile(rf"(?:{_ATOM})(?:(?:[ \t]|[,;](?=[ \d\\])|(?:and|or)(?![A-Za-z]))*(?:{_ATOM}))*")
 _VALUE = re.compile(r"[\d½¼-¾⅐-⅞]")
 _BOUND = r"at (?:the )?(?:very )?(?:least|most)"
+_OR_ELSEWHERE = r"\b(?:oder|ou|o|или|або|lub|of|eller|veya)\b|或者?|または|혹은"
 _OTHER_BEFORE = re.compile(
     r"(?:\b(?:not|never|nor|cannot be|than|half|twice|double|triple|out of|\d of)|n't|(?:root|square|cube|log|logarithm|power"
     r"|factorial|reciprocal|opposite|inverse|half|third|quarter|percent|%|\w+th|sine|cosine|tangent) of"
     rf"|\b(?:{_BOUND}|under|over|above|below|beyond|exceed(?:s|ed|ing)?|up to|within|as (?:many|much|few|little) as)"
     r"|\b(?:no longer|anything but|far from|instead of|except(?: for)?|without|neither)"
-    r"|(?:not|n't|never) (?:be|equal|equal to|exactly))(?: the| a| an)?[\s*$]*$",
+    r"|(?:not|n't|never) (?:be|equal|equal to|exactly))(?: the| a| an)?[\s*$]*$"
+    r"|(?:不是|并非|不等于|以外|分之|ではなく|아니라|(?:至少|至多|最多|大于|小于|超过|不到|不足)(?:是|为|等于)?"
+    r"|\b(?:nicht|kein|mindestens|höchstens|weniger als|mehr als|über|unter|keineswegs|pas|au moins|au plus|plus de|moins de"
+    r"|no es|al menos|como (?:mucho|máximo|mínimo)|más de|menos de|não é|pelo menos|no máximo|mais de|non è|almeno|più di|meno di"
+    r"|не|не менее|не более|более|менее|больше|меньше|минимум|максимум)"
+    rf"|\d[\s*$]*(?:{_OR_ELSEWHERE}))[\s*$]*$",
     re.IGNORECASE,
 )
 _OTHER_AFTER = re.compile(
     r"[\s*$]*(?:(?:more|less|fewer|greater) than\b|or (?:more|less|fewer|greater|higher|lower|above|below|over|under)\b"
     rf"|and (?:above|below|up)\b|{_BOUND}\b|(?:halves|thirds|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths)\b"
     r"|(?:is|was)(?:n't| (?:not|wrong|incorrect|false|unlikely|impossible|invalid)\b| too (?:large|small|big|high|low|many|few)\b)"
+    rf"|(?:{_OR_ELSEWHERE})[\s*$]*[-\d]|以上|以下|以内|左右|oder (?:mehr|weniger)|ou (?:plus|moins)|o (?:más|menos)"
+    r"|или (?:более|менее|больше|меньше)"
     r"|can(?:not|'t| not) be\b|do(?:es)?(?:n't| not) (?:work|fit|hold|satisfy)\b)",
     re.IGNORECASE,
 )
@@ -79,10 +94,16 @@ _DENIED = re.compile(
     r"|would|could|be|equals?))*[\s*$]*$",
     re.IGNORECASE,
 )
+_UNIT_BEHIND = re.compile(
+    r"[\s$*]*((?:(?:square|cubic|sq|cu)\.? )?[A-Za-z]+(?: per [A-Za-z]+| ?/ ?[A-Za-z]+)?(?:\^[23]|[²³])?)"
+)
+_LONGEST_UNIT = 40
+_HEADING = re.compile(r"^[ \t]*#{1,6}[ \t]*(\S.*)$", re.MULTILINE)
+_PERCENT_OF = re.compile(r"[^%\n]{0,40}(?:\\?%|percent)[\s*$]*of[\s$]+\d", re.IGNORECASE)
+_LONGEST_OF = 12
 _ORDINAL = re.compile(r"\d(?:st|nd|rd|th)$")
 _NOUN = re.compile(r"\s+(?!(?:of|in|and|or|from|to|at|on|by)\b)[A-Za-z]")  # the 5th floor says which
 _OPERATOR = re.compile(r"[/^×·÷]|(?:times|divided by|over|mod)(?![a-z])")
-_SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n|;\s")
 _ASIDE = re.compile(r"(?<=\S)\s+\((?=[^()]{0,200}[A-Za-z]{3})[^()]{1,200}\)(?=[.!*\s]*$)")
 _REMARK = re.compile(r"(?<=[\w%}$])\s+\((?!\s*[-+]?\d+\s*\)\s*[=^*/])")
 _ARITHMETIC = re.compile(
@@ -100,21 +121,35 @@ _BASE_WORD = re.compile(
 )
 _BASES = {"binary": "2", "octal": "8", "hexadecimal": "16"}
 _VARIABLE = re.compile(r"\s*\\?[A-Za-z]+(?:_\{?\w+\}?)?\s*")
+_CHOICE = re.compile(r"\(?[A-J]\)?")
 _MARKED_LETTER = re.compile(
     r"(?:####|\b(?:answer|choice|option)\b(?:\s+is)?\s*:?)[\s*_:]*\(?([A-Za-z])(?![A-Za-z0-9'])(?!\s+[a-z])",
     re.IGNORECASE,
 )
 _LETTER_DECORATION = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _BOXED_LETTER = re.compile(r"\s*\(?([A-Za-z])(?![A-Za-z0-9])")
+_PHRASED_LETTER = re.compile(r"[\s*_$(（]*([A-Z])(?![A-Za-z0-9'\u2019])(?!\s+[a-z])")
 _LETTER_ALONE = re.compile(r"^[\s*_$(\[]*([A-Z])[\s*_$)\].:]*$")
 
 
-def final_text(response: str) -> str:
-    """Returns the part of a response that counts: nothing of its thinking block, and only the inside of an <answer>."""
-    for tag in list(_THOUGHT.finditer(response))[-1:]:
-        response = response[tag.end() :] if tag[1] else ""
-    tagged = _TAGGED.findall(response[-_SEARCHED_CHARACTERS:])
-    return str(tagged[-1]) if tagged else response
+def final_text(response: str, prompt: str = "") -> str:
+    """Returns the part of a response that counts: nothing of its thought, and only the inside of an <answer>.
+
+    prompt: as the model read it; it may have opened the thought.
+    """
+    text = without_thought(prompt, response)
+    tagged = _tagged(text)
+    return text if tagged is None else tagged
+
+
+def _tagged(text: str) -> str | None:
+    """The content of the last <answer>; None without one. One that a stop string left open counts where a line ends it."""
+    end = text[-_SEARCHED_CHARACTERS:]
+    closed = _TAGGED.findall(end)
+    if closed:
+        return str(closed[-1])
+    opened = _OPEN_TAG.search(end)
+    return opened[1] if opened else None
 
 
 def _with_base(text: str) -> str:
@@ -122,26 +157,118 @@ def _with_base(text: str) -> str:
     return _BASE_WORD.sub(lambda found: f"_{{{with_digits(found['base'] or _BASES[found['name']])}}}", text)
 
 
-def extract_answer(response: str, reference: str) -> str | None:
-    """The final answer of a response as text, None without one. reference: decides if any number may count."""
-    response = _with_base(final_text(response))
-    numeric = read_number(reference) is not None
-    if ANSWER_MARK in response:
-        below = response.rpartition(ANSWER_MARK)[2]
-        line = below.strip().partition("\n")[0].strip()
-        boxed = last_boxed(below)
-        if boxed is not None:
-            return boxed
-        if line and not numeric:
-            return line
-        if _VALUE.search(line):
-            return _of_line(line)
-        if line:
-            return _stated(below, numeric) or line
-    boxed = last_boxed(response)
+def extract_answer(response: str, reference: str, prompt: str = "") -> str | None:
+    """Returns the final answer of a response as text, None without one.
+
+    reference: decides whether any number may count, or words. prompt: as the model read it.
+    """
+    text = without_thought(prompt, response)
+    tagged = _tagged(text)
+    text = _with_base(text if tagged is None else tagged)
+    kind = _kind(reference)
+    marked = _marked(text, kind, reference)
+    if marked is not None:
+        return marked
+    boxed = _several_boxes(text) if _is_several(reference) else last_boxed(text)
     if boxed is not None:
         return boxed
-    return _stated(response, numeric)
+    if kind != "words":
+        stated = _stated(_without_headings(text), kind == "number", reference)
+        is_all = tagged is not None or "\n" not in text.strip()
+        return (text.strip() or None) if stated is None and kind == "formula" and is_all else stated
+    phrase = last_phrase(text[-_SEARCHED_CHARACTERS:])
+    if phrase is None and tagged is not None:
+        return text.strip() or None
+    return _in_words(text, reference)
+
+
+def _without_headings(text: str) -> str:
+    """The text without Markdown headings such as `### Step 2: Sum`, whose number is no answer."""
+    end = text[-_SEARCHED_CHARACTERS:]
+    if "#" not in end:
+        return text
+    return _HEADING.sub(lambda line: "" if is_heading(plain_text(line[1])) else line[0], end)
+
+
+def _kind(reference: str) -> Literal["number", "words", "formula"]:
+    """What a reference is."""
+    if read_number(reference) is not None:
+        return "number"
+    return "words" if is_text(reference) else "formula"
+
+
+def _marked(text: str, kind: str, reference: str) -> str | None:
+    """The answer behind the last #### that is no heading, or below one; None where there is neither."""
+    text = _CLOSED_HEADING.sub("", text)
+    marks = list(_ANSWER_MARK.finditer(text))[-_MAX_MARKS:]
+    for mark in reversed(marks):
+        behind = text[mark.end() :]
+        if not behind.strip(" \t\n#*"):
+            continue
+        boxed = last_boxed(behind)
+        if boxed is not None:
+            return boxed
+        line, _, below = behind.strip().partition("\n")
+        if not _is_heading(line, below, kind):
+            return _of_line(line.strip(), kind, reference)
+        if below.strip():
+            return _in_words(below, reference) if kind == "words" else _stated(below, kind == "number", reference)
+        if rest := behind_number(plain_text(line)):
+            return _of_line(rest, kind, reference)
+        if kind == "number" and is_in_words(plain_text(line)):
+            return line.strip()
+    return None
+
+
+def _is_heading(line: str, below: str, kind: str) -> bool:
+    """Whether the line behind #### is a heading, not the answer. below: the lines that follow."""
+    plain = plain_text(line)
+    phrase = last_phrase(line)
+    if phrase is not None and line[phrase[1] :].strip(" *_:"):
+        return False
+    if is_heading(plain):
+        return True
+    if kind == "number" and not _VALUE.search(plain):
+        return True
+    if kind == "number" and _EXPRESSION.match(plain):
+        return False
+    phrase = last_phrase(below[-_SEARCHED_CHARACTERS:])
+    return phrase is not None and bool(below[-_SEARCHED_CHARACTERS:][phrase[1] :].strip())
+
+
+def _in_words(text: str, reference: str) -> str | None:
+    """The words behind the last "answer is" that nothing denies, else those of the last line; None without any."""
+    text = text[-_SEARCHED_CHARACTERS:]
+    phrase = last_phrase(text)
+    if phrase is None:
+        lines = [line for line in text.splitlines() if line.strip(" *_`#$")]
+        return lines[-1].strip() if lines else None
+    begin, end = phrase
+    if _DENIED.search(text[max(0, begin - 200) : end]):
+        return None
+    line = next((line for line in text[end:].splitlines() if line.strip(" *_`#$:")), "")
+    return first_sentences(line, like=reference) or None
+
+
+def _is_several(reference: str) -> bool:
+    """Whether a reference lists several values, `2, -3`."""
+    return bool(_SEVERAL.search(reference)) and read_number(reference) is None and not is_text(reference)
+
+
+def _several_boxes(text: str) -> str | None:
+    """The contents of the last boxes that only a comma, "and" or "or" separates, as a list; the last one's otherwise."""
+    last = last_boxed(text)
+    if last is None or _SEVERAL.search(last):
+        return last
+    boxes = list(_SIMPLE_BOX.finditer(text))
+    contents: list[str] = []
+    begin = None
+    for box in reversed(boxes):
+        if begin is not None and not _BETWEEN_BOXES.fullmatch(text[box.end() : begin]):
+            break
+        contents.insert(0, box[1])
+        begin = box.start()
+    return ", ".join(contents) if len(contents) > 1 and contents[-1].strip() == last else last
 
 
 def last_boxed(text: str) -> str | None:
@@ -162,13 +289,13 @@ def last_boxed(text: str) -> str | None:
     return (bare[-1][1] or bare[-1][2]) if bare else None
 
 
-def chosen_letter(response: str, letters: str) -> str | None:
+def chosen_letter(response: str, letters: str, prompt: str = "") -> str | None:
     r"""The letter that a response to a multiple choice ends with; None where the response does not commit itself.
 
     The last \boxed{C}; else the last #### C, "answer is (C)" or "Answer: C"; else a last line that is nothing but the letter.
     Letters in running text are not answers: "A good start" is none.
     """
-    text = final_text(response)[-_SEARCHED_CHARACTERS:]
+    text = final_text(response, prompt)[-_SEARCHED_CHARACTERS:]
     boxed = last_boxed(text)
     if boxed is not None:
         found = _BOXED_LETTER.match(_LETTER_DECORATION.sub(r"\1", boxed))
@@ -177,32 +304,45 @@ def chosen_letter(response: str, letters: str) -> str | None:
     marked = [found[1].upper() for found in _MARKED_LETTER.finditer(text) if found[1].upper() in letters]
     if marked:
         return marked[-1]
+    phrase = last_phrase(text)  # in another language
+    behind = _PHRASED_LETTER.match(text, phrase[1]) if phrase else None
+    if behind is not None and behind[1] in letters:
+        return behind[1]
     lines = [line for line in text.splitlines() if line.strip()]
     alone = _LETTER_ALONE.match(lines[-1]) if lines else None
     return alone[1] if alone and alone[1] in letters else None
 
 
-def _of_line(line: str) -> str:
-    """The answer in a marked line: `46, because ...`, `46 (12+34)`, `The answer is 46`."""
-    if not _PHRASE.search(line) and (first := _expression_at(line, 0)):
+def _of_line(line: str, kind: str, reference: str) -> str:
+    """The answer in a marked line: `46, because ...`, `46 (12+34)`, `The answer is 46`, `Answer: Paris`."""
+    phrase = last_phrase(line)
+    if kind == "words":
+        return line if phrase is None else (_in_words(line, reference) or line)
+    if kind == "formula":
+        return line if phrase is None else (_stated(line, False, reference) or line)
+    if phrase is None and (first := _expression_at(line, 0)):
         return first
-    return _stated(line, True) or line
+    return _stated(line, True, reference) or line
 
 
-def _stated(text: str, numeric: bool) -> str | None:
+def _stated(text: str, numeric: bool, reference: str) -> str | None:
     """The expression behind the last "answer is", else the last one in its sentence, else in the text."""
     text = text[-_SEARCHED_CHARACTERS:]
-    for phrase in list(_PHRASE.finditer(text))[-1:]:
-        if (found := _expression_at(text, phrase.end())) is not None:
+    phrase = last_phrase(text)
+    if phrase is not None:
+        _, behind = phrase
+        if (found := _expression_at(text, behind)) is not None:
             return found
-        end = _SENTENCE_END.search(text, phrase.end())
-        sentence = text[phrase.end() : end.start() if end else len(text)]
+        end = SENTENCE_END.search(text, behind)
+        sentence = text[behind : end.start() if end else len(text)]
         if _VALUE.search(sentence):
-            return _last_expression(text[: phrase.end() + len(sentence)])
-        if not numeric or read_number(sentence) is not None:  # in words
+            return _last_expression(text[: behind + len(sentence)])
+        if not numeric:
+            return first_sentences(text[behind:], like=reference) or None
+        if read_number(sentence) is not None:  # in words
             return sentence.strip() or None
     if numeric and not _VALUE.search(text):
-        last = next((part for part in reversed(_SENTENCE_END.split(text)) if part.strip(" *.!")), "")
+        last = next((part for part in reversed(SENTENCE_END.split(text)) if part.strip(" *.!")), "")
         words = re.split(r"\b(?:is|are|equals)\s", last)[-1].strip(" *.!")
         return words if is_in_words(words) else None
     aside = _ASIDE.search(text)
@@ -213,12 +353,26 @@ def _stated(text: str, numeric: bool) -> str | None:
 def _expression_at(text: str, position: int) -> str | None:
     """The expression that begins there."""
     found = _EXPRESSION.match(text, position)
-    return None if not found or not _VALUE.search(found[0]) or _is_other(text, found) else _trimmed(found[0])
+    if not found or not _VALUE.search(found[0]) or _is_other(text, found):
+        return None
+    return _with_unit(_trimmed(found[0]), found[0], text[found.end() : found.end() + _LONGEST_UNIT])
+
+
+def _with_unit(trimmed: str | None, expression: str, behind: str) -> str | None:
+    """The trimmed expression, with the unit of measurement that stands behind it: `120 minutes`."""
+    unit = _UNIT_BEHIND.match(behind)
+    if trimmed is None or unit is None or not expression.rstrip(" $").endswith(trimmed.strip("$")):
+        return trimmed
+    measured = f"{trimmed.strip('$')} {unit[1]}"
+    number = read_number(measured)
+    return measured if number is not None and number.unit is not None else trimmed
 
 
 def _is_other(text: str, found: re.Match[str]) -> bool:
     """Whether the words around an expression, or its own form, say that it is not the answer."""
     if _ORDINAL.search(found[0]) and not _NOUN.match(text, found.end()):
+        return True
+    if _PERCENT_OF.match(text[found.start() : found.end() + _LONGEST_OF]) is not None:  # 50% of 8
         return True
     if _OPERATOR.match(found[0]):  # the rest of an expression in words
         return True
@@ -240,7 +394,7 @@ def _last_expression(text: str) -> str | None:
     elif _OTHER_BEFORE.search(before[-60:]):
         *earlier, _ = re.split(r",? (?:and |but )?(?:not|rather than|instead of)[\s*$]*$", before[-200:]) or [""]
         return _last_expression(earlier[0]) if earlier and _EXPRESSION.search(earlier[0][-1:]) else None  # 6, not 5
-    return _trimmed(expression)
+    return _with_unit(_trimmed(expression), expression, text[found.end() : found.end() + _LONGEST_UNIT])
 
 
 def _trimmed(expression: str) -> str | None:
@@ -267,31 +421,42 @@ def _trimmed(expression: str) -> str | None:
     return expression.strip(" \t,;*~").rstrip("-!") or None  # no factorial: the end of a sentence
 
 
-def is_correct(response: str, reference: str) -> bool:
-    """Whether the response's final answer equals the reference."""
+def is_correct(response: str, reference: str, prompt: str = "") -> bool:
+    """Whether the response's final answer equals the reference. prompt: as the model read it; it may have opened a thought."""
     reference = last_boxed(reference) or reference.rpartition(ANSWER_MARK)[2].strip()
-    answer = extract_answer(response, reference)
+    answer = extract_answer(response, reference, prompt)
     if answer is not None and equal_answers(answer, reference):
         return True
-    if read_number(reference) is not None or in_base(_with_base(reference)) or last_boxed(response) is not None:
+    kind = _kind(reference)
+    if kind == "number" or in_base(_with_base(reference)):
         return False
-    # No mark, not a number: math-verify searches the response for expressions by itself.
-    return _equal_expressions(final_text(response)[-_SEARCHED_CHARACTERS:], reference)
+    text = final_text(response, prompt)
+    if _CHOICE.fullmatch(reference):
+        return chosen_letter(text, LETTERS) == reference.strip("() ")
+    if kind == "words" or last_boxed(response) is not None:
+        return False
+    # No mark and a formula: math-verify searches the response for expressions by itself.
+    return equal_expressions(text[-_SEARCHED_CHARACTERS:], reference)
 
 
 def equal_answers(answer: str, reference: str) -> bool:
     """Whether two final answers mean the same."""
+    phrase = last_phrase(plain_text(answer[:_COMPARED_CHARACTERS]))
+    if phrase is not None and (stated_answer := plain_text(answer)[phrase[1] :].strip()):
+        answer = stated_answer
     label = _LABEL.match(plain_text(answer[:_COMPARED_CHARACTERS]))
     if label and not _LABEL.match(plain_text(reference)):
         if _normalised(reference) == label[1].lower():
             return True
+        if _CHOICE.fullmatch(reference):
+            return False
         answer = plain_text(answer)[label.end() :]
     bases = [in_base(_with_base(plain_text(_EQUALS.split(text)[-1]))) for text in (answer, reference)]
     if any(bases):
         return bases[0] == bases[1]
     expected = read_number(reference)
     if expected is None:
-        return _normalised(answer) == _normalised(reference) or _equal_expressions(f"\\boxed{{{answer}}}", reference)
+        return _equal_to_no_number(answer, reference)
     stated = _stated_value(answer)
     if stated is None:
         return False
@@ -301,7 +466,29 @@ def equal_answers(answer: str, reference: str) -> bool:
     # The task left undone ("12+34" for 46) is no answer, though math-verify would work it out; nor are several.
     if _ARITHMETIC.fullmatch(stated) or _SEVERAL.search(stated) or _OTHER_AFTER.search(plain_text(stated)):
         return False
-    return _equal_expressions(f"\\boxed{{{stated}}}", reference)
+    return equal_expressions(f"\\boxed{{{stated}}}", reference)
+
+
+def _equal_to_no_number(answer: str, reference: str) -> bool:
+    """Whether an answer equals a reference in words or a formula."""
+    if _normalised(answer) == _normalised(reference):
+        return True
+    if is_text(reference):
+        return equal_words(answer, reference)
+    if _CHOICE.fullmatch(reference):
+        return equal_words(answer.strip("() "), reference.strip("() "))
+    brackets = [_bracket(text) for text in (answer, reference)]
+    if all(brackets) and brackets[0] != brackets[1]:
+        return False  # {1, 2} is no pair
+    return equal_expressions(f"\\boxed{{{answer}}}", reference)
+
+
+def _bracket(text: str) -> str:
+    """What a list of values stands in: "set" for braces, "tuple" for parentheses; empty for anything else."""
+    plain = plain_text(text).strip("$ ")
+    if plain.startswith("\\{") and plain.endswith("\\}"):
+        return "set"
+    return "tuple" if re.fullmatch(r"\([^()\[\]]*,[^()\[\]]*\)", plain) else ""
 
 
 def _stated_value(answer: str) -> str | None:
@@ -322,33 +509,3 @@ def _stated_value(answer: str) -> str | None:
 def _normalised(text: str) -> str:
     plain = re.sub(r"\s+", "", plain_text(text[:_COMPARED_CHARACTERS]).strip("$")).lower()
     return plain[1:-1] if re.fullmatch(r"\([a-z]\)", plain) else plain  # (B), a choice
-
-
-@lru_cache(maxsize=1)
-def preload() -> None:
-    """Imports math-verify and lets it prepare itself, which takes seconds, before any time limit runs."""
-    import math_verify
-
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceback per expression it cannot read
-    math_verify.verify(_parsed("\\boxed{x+1}"), _parsed("\\boxed{1+x}"), timeout_seconds=None)
-
-
-@lru_cache(maxsize=4096)
-def _equal_expressions(response: str, reference: str) -> bool:
-    """Whether math-verify finds them equal; False for what it cannot read, or not in time."""
-    import math_verify
-
-    preload()
-    with contextlib.suppress(TimeLimitReached), time_limit(_COMPARED_S):
-        expected = _parsed(f"\\boxed{{{reference}}}")
-        return bool(expected) and bool(
-            math_verify.verify(expected, _parsed(response), timeout_seconds=None, allow_set_relation_comp=True)
-        )
-    return False
-
-
-@lru_cache(maxsize=4096)
-def _parsed(text: str) -> list[Any]:
-    import math_verify
-
-    return math_verify.parse(text, parsing_timeout=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from pa_npu.config.schema import Config
@@ -11,6 +12,7 @@ from pa_npu.data.prompts import PromptSet
 from pa_npu.errors import DataError, DeadlineExceeded
 from pa_npu.rewards.code_tests import row_tests
 from pa_npu.rewards.functions import CONCURRENT, RewardInput, build_concurrent, build_function, function_specs
+from pa_npu.rewards.judge import judge_key
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.sandbox import SandboxFailed
 
@@ -25,7 +27,12 @@ def check_reward_functions(config: Config, sample: RewardInput | None = None, as
 
 
 async def _check(config: Config, sample: RewardInput | None, ask_judge: bool) -> list[str]:
-    reward, place = config.reward, (config.run.dir, config.rollout.max_response_tokens)
+    reward = config.reward
+    # Scores of a run that is there are asked for; a run that is refused leaves no directory behind.
+    run_dir = config.run.dir if Path(config.run.dir).is_dir() else None
+    place = (run_dir, config.rollout.max_response_tokens)
+    if any(function.name == "judge" for function in reward.functions):
+        judge_key()
     lines = []
     for spec in function_specs(reward, *place):
         if spec.name == "code":

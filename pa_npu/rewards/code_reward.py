@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,12 +22,11 @@ from pa_npu.rewards.code_results import same_output, same_result
 from pa_npu.rewards.code_tests import CodeTest, row_tests
 from pa_npu.rewards.functions import RewardInput
 from pa_npu.rewards.sandbox import Limits, Outcome, SandboxFailed, run
+from pa_npu.rewards.thoughts import without_thought
 
 _HARNESS = Path(__file__).with_name("code_harness.py")
 _OUTPUT_BYTES = 256 << 10  # of standard output, and of errors, beside what a test wants printed
 _ATTEMPTS = 3  # at a cell that could not be made
-_THOUGHT = re.compile(r"<(/?)think(?:ing)?>")
-_THOUGHT_OPENED = re.compile(r"<think(?:ing)?>\s*\Z")
 # A program that passes wherever programs can run: it is started as a file and as functions.
 _TRIAL = "def double(x):\n    return 2 * x\n\n\nif __name__ == '__main__':\n    print(double(int(input())))\n"
 _TRIAL_TESTS = (CodeTest("stdin", "21", ("42",)), CodeTest("call", [21], (42,), "double"))
@@ -132,14 +130,6 @@ class CodeReward:
                 if attempt == _ATTEMPTS - 1:
                     raise
         return outcome, mark
-
-
-def without_thought(prompt: str, response: str) -> str:
-    """Returns what follows the last thought of a response, which the prompt may have opened; nothing where it never closes."""
-    tags = list(_THOUGHT.finditer(response))
-    if tags:
-        return response[tags[-1].end() :] if tags[-1][1] else ""
-    return "" if _THOUGHT_OPENED.search(prompt) else response
 
 
 def _num_passed(outcome: Outcome, batch: Sequence[CodeTest], mark: str) -> int:

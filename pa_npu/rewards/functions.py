@@ -5,8 +5,8 @@ Those that wait (judge, code, and a user's `async def`) are built here too.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.config.user_code import ERROR_CHARACTERS, describe, import_function, source_of
+from pa_npu.data.limits import TimeLimitReached, time_limit
 from pa_npu.data.records import CHOICE_COLUMN
-from pa_npu.errors import ConfigError, DataError
+from pa_npu.errors import DataError
 from pa_npu.rewards.answers import chosen_letter, is_correct
+from pa_npu.rewards.signatures import adapted
+from pa_npu.rewards.thoughts import opened_thought
+from pa_npu.rewards.values import NotAReward, as_rewards
 
 if TYPE_CHECKING:
     from pa_npu.config.sections.rollout import RewardConfig
@@ -90,6 +94,7 @@ class FunctionSpec:
     programs: int = 0
 
 
+_RESPONSE_CPU_S = 5.0  # in this process, beside what a comparison has (comparer.py); usual are milliseconds
 _OVERLONG_SHARE = 5  # DAPO, section 4.1: of 20,480 tokens the last 4,096
 CONCURRENT = frozenset({"judge", "code"})
 """Built-in functions that wait more than they compute: many groups at once, in a process of their own (pool.py)."""
@@ -137,22 +142,57 @@ def build_function(spec: FunctionSpec) -> Function:
     return import_reward(spec.name)
 
 
+def is_users(spec: FunctionSpec) -> bool:
+    """Whether the function is a user's module:function."""
+    return ":" in spec.name
+
+
 def math_reward(group: RewardInput) -> list[float]:
-    """1 for a response whose final answer equals the reference, else 0; of a multiple choice (data/records.py) its letter."""
-    if letters := group.row.get(CHOICE_COLUMN):
-        return [float(chosen_letter(response, str(letters)) == group.answer) for response in group.responses]
-    return [float(is_correct(response, group.answer)) for response in group.responses]
+    """1 for a response whose final answer equals the reference, else 0; of a multiple choice (data/records.py) its letter.
+
+    A response whose answer is not found within _RESPONSE_CPU_S of processor time has 0.
+    """
+    letters = str(group.row.get(CHOICE_COLUMN) or "")
+    rewards = [0.0] * len(group.responses)
+    for number, response in enumerate(group.responses):
+        with contextlib.suppress(TimeLimitReached), time_limit(_RESPONSE_CPU_S):
+            if letters:
+                right = chosen_letter(response, letters, group.prompt) == group.answer
+            else:
+                right = is_correct(response, group.answer, group.prompt)
+            rewards[number] = float(right)
+    return rewards
 
 
 def format_reward(pattern: str) -> Function:
-    """1 for a response in which the pattern is found (a dot also matches line ends), else 0."""
+    """1 for a response in which the pattern is found (a dot also matches line ends), else 0.
+
+    A thought that the prompt opened begins with the prompt's <think>: found with it or without it, the pattern is found.
+    """
     try:
         expression = re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise DataError(
             f"reward.functions: format pattern {pattern!r} is not a regular expression ({error}); correct it"
         ) from None
-    return lambda group: [float(expression.search(response) is not None) for response in group.responses]
+
+    def is_found(text: str) -> bool:
+        try:
+            with time_limit(_RESPONSE_CPU_S):
+                return expression.search(text) is not None
+        except TimeLimitReached:
+            raise ValueError(
+                f"format: the pattern {pattern!r:.200} is not done with a response within {_RESPONSE_CPU_S:g} s of processor "
+                f"time; write one that tries fewer ways"
+            ) from None
+
+    def score(group: RewardInput) -> list[float]:
+        opened = opened_thought(group.prompt)
+        return [
+            float(is_found(response) or (bool(opened) and is_found(opened + response))) for response in group.responses
+        ]
+
+    return score
 
 
 def overlong_reward(max_tokens: int, buffer_tokens: int) -> Function:
@@ -166,18 +206,8 @@ def overlong_reward(max_tokens: int, buffer_tokens: int) -> Function:
 
 
 def import_reward(name: str) -> Function:
-    """`module:function` of the user's, taking one argument."""
-    function = import_function("reward.functions", name)
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError as error:
-        raise ConfigError(
-            f"reward.functions: {name} ({source_of(function)}) cannot be called with one group ({error}); give it one "
-            f"parameter, the group"
-        ) from None
-    except ValueError:
-        pass  # built-in functions have no signature to check; a wrong call shows as a logged zero reward
-    return function
+    """`module:function` of the user's as a function of a group, also one that is written for verl or TRL (signatures.py)."""
+    return adapted(name, import_function("reward.functions", name))
 
 
 def is_concurrent(function: Any) -> bool:
@@ -203,20 +233,20 @@ def call_function(function: Function, group: RewardInput) -> tuple[list[float], 
     try:
         returned = function(group)
     except BaseException as error:  # whatever a reward function raises costs its reward, not the run
-        return [0.0] * len(group.responses), describe(error)
+        return [0.0] * len(group.responses), reason_of(function, error)
     return checked_rewards(function, group, returned)
 
 
 def checked_rewards(function: Any, group: RewardInput, returned: Any) -> tuple[list[float], str | None]:
-    """Returns a function's rewards; zeros and the reason if they are not one finite number per response."""
+    """Returns a function's rewards; zeros and the reason if they are not one reward per response."""
     try:
-        rewards = [float(reward) for reward in returned]
-    except BaseException as error:
-        return [0.0] * len(group.responses), describe(error)
-    if len(rewards) != len(group.responses):
-        reason = f"returned {len(rewards)} rewards for {len(group.responses)} responses"
-    elif not all(map(math.isfinite, rewards)):
-        reason = f"returned a reward that is not finite: {rewards}"
-    else:
-        return rewards, None
-    return [0.0] * len(group.responses), f"{reason[:ERROR_CHARACTERS]}, {source_of(function)}"
+        return as_rewards(returned, len(group.responses)), None
+    except BaseException as error:  # a generator is users' code
+        return [0.0] * len(group.responses), reason_of(function, error)
+
+
+def reason_of(function: Any, error: BaseException) -> str:
+    """Returns in one line why a function gave no rewards, with its place."""
+    if isinstance(error, NotAReward):
+        return f"{' '.join(str(error).split())[:ERROR_CHARACTERS]}, {source_of(function)}"
+    return describe(error)

@@ -31,6 +31,7 @@ from pa_npu.control.tasks import Turns
 from pa_npu.errors import DataError
 from pa_npu.rewards.answers import final_text
 from pa_npu.rewards.functions import RewardInput
+from pa_npu.rewards.values import NotAReward, as_reward
 
 _FIELD = re.compile(r"\{(prompt|answer|response|lowest|highest|row\.[\w-]+)\}")
 _NOBODY_MAY = frozenset({401, 403, 404, 405})  # the address or the key is wrong: asking again changes nothing
@@ -67,7 +68,7 @@ class JudgeReward:
         self._asked: dict[str, asyncio.Task[float]] = {}
         self._session: Any = None
         self._pattern = re.compile(config.score_pattern)
-        self._key = os.environ.get(JUDGE_KEY_VARIABLE, "")
+        self._key = judge_key()
         self.problem: str | None = None
 
     async def __call__(self, group: RewardInput) -> list[float | None]:
@@ -82,8 +83,16 @@ class JudgeReward:
             elif isinstance(score, BaseException):
                 raise score
             else:
-                rewards.append((score - self._lowest) / (self._highest - self._lowest))
+                rewards.append(self._reward(score))
         return rewards
+
+    def _reward(self, score: float) -> float | None:
+        """The score's place between lowest and highest; None for one so far beyond that it is no reward."""
+        try:
+            return as_reward((score - self._lowest) / (self._highest - self._lowest))
+        except NotAReward as error:
+            self.problem = f"its score {score:g} gives no reward: {error}"
+            return None
 
     async def close(self) -> None:
         if self._session is not None:
@@ -201,6 +210,18 @@ class JudgeReward:
         if not math.isfinite(score) or not self._within(score):
             raise _NoScore(f"its score {score:g} is not within {self._lowest:g} and {self._highest:g}")
         return score
+
+
+def judge_key() -> str:
+    """Returns the key of the judge's server, empty without one. Raises DataError for one that no request can hold."""
+    key = os.environ.get(JUDGE_KEY_VARIABLE, "")
+    if key.isascii() and key.isprintable() and key.strip() == key:
+        return key
+    if key.strip().isascii() and key.strip().isprintable():
+        problem = "begins or ends with a space or a line end"
+    else:
+        problem = "holds a line end or another character that no header of a request can hold"
+    raise DataError(f"{JUDGE_KEY_VARIABLE}: the environment variable {problem}; set it to the key alone")
 
 
 def _question(group: RewardInput) -> list[dict[str, str]]:

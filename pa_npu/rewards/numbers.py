@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+
+from pa_npu.rewards.units import Unit, currency_of, unit_of
 
 
 def _words(text: str) -> frozenset[str]:
@@ -38,16 +40,43 @@ _GROUP_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~|[\u00a0\u2009\u202f])(?=\d{3}(?
 _SPACE = re.compile(r"\\[,;: ]|\\q?quad(?![a-z])|~|\s")
 _SHORT_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _NUMERAL = re.compile(
-    r"(?:[^A-Za-z\\%°]|\\(?:frac|overline|times|cdot)(?![a-z])|(?<=\d)[eE](?=[-+]?\d)|[x×](?=\s*10\s*\^))*"
+    r"(?:[^\w\\%°]|[\d_]|\\(?:frac|overline|times|cdot)(?![a-z])|(?<=\d)[eE](?=[-+]?\d)|[x×](?=\s*10\s*\^))*"
 )
 _DEGREE = re.compile(r"\s*\^\s*\{?\s*(?:\\circ|\\degree|°)\s*\}?$|\s*(?:°|\\degree|\\circ)$")
-_PERCENT = re.compile(r"\\?%|(?:percent|per cent)\.?", re.IGNORECASE)
-_UNIT = re.compile(r"(?P<words>[A-Za-z][A-Za-z. ]*)(?:/ ?(?P<per>[A-Za-z]+))?(?:\s*\^\s*\{?\s*[23]\s*\}?|[²³])?")
-_SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_PERCENT = re.compile(
+    r"\\?%|(?:percent|per cent|prozent|pour cent|por ciento|por cento|percento|per cento|процент(?:а|ов)?|パーセント|퍼센트)\.?",
+    re.IGNORECASE,
+)
+_UNIT = re.compile(
+    r"(?P<words>[^\W\d_](?:[^\W\d_]|[. ])*?)\s*(?:/ ?(?P<per>[^\W\d_]+))?(?:\s*\^\s*\{?\s*(?P<power>[23])\s*\}?|(?P<raised>[²³]))?"
+)
+_EAST_ASIAN_SCALES = {
+    "百": 10**2,
+    "千": 10**3,
+    "万": 10**4,
+    "萬": 10**4,
+    "亿": 10**8,
+    "億": 10**8,
+    "만": 10**4,
+    "억": 10**8,
+}
+_EAST_ASIAN = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]{1,6}")
+_NO_EAST_ASIAN_UNIT = re.compile(r"[百千万萬亿億만억半分之以上下内外多余左右或和与至到约近负多少不倍成折]|以上|以下|割")
+_SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12} | {
+    name: scale
+    for scale, names in (
+        (10**3, "tausend mille mil тысяча тысячи тысяч"),
+        (10**6, "millionen millones milhões milioni миллион миллиона миллионов"),
+        (10**9, "milliarde milliarden milliard milliardo миллиард миллиарда миллиардов"),
+    )
+    for name in names.split()
+}
 _NO_UNITS = _words(
     "and or to plus minus times over half quarter third pi tau phi sqrt root log ln sin cos tan exp mod base choose "
     "infinity inf nan squared cubed not than more less least most factorial percent halves quarters thirds fourths fifths sixths "
-    "sevenths eighths ninths tenths hundredths thousandths"
+    "sevenths eighths ninths tenths hundredths thousandths "
+    "oder und mal durch hundert halb ou et fois milliers cent o y e millón miles por entre um mila или и не раз раза половиной "
+    "più menos mais більше або º ª"
 )
 _ONE_LETTER_UNITS = frozenset("mgshlL")
 _ATTACHED_UNITS = _words(
@@ -65,12 +94,13 @@ _MODULUS = re.compile(r"\s*(?:\(\s*\\?b?mod\s*(\d{1,100})\s*\)|\\?[pb]?mod\s*\{?
 class Number:
     """value: as written, so that 50% is 50. percent: whether a percent sign followed. decimals: digits after the point.
 
-    decimals is None unless the number was written with a decimal point.
+    decimals is None unless the number was written with a decimal point. unit: of measurement, where it is a known one.
     """
 
     value: Fraction
     percent: bool = False
     decimals: int | None = None
+    unit: Unit | None = None
 
     @property
     def readings(self) -> tuple[Number, ...]:
@@ -88,7 +118,14 @@ class Number:
 
 
 def same_number(first: Number, second: Number) -> bool:
-    """Whether two numbers are equal: exactly, or one is the other rounded (0.333333 is 1/3; 0.3333 and 0.333334 are not)."""
+    """Whether two numbers are equal: exactly, or one is the other rounded (0.333333 is 1/3; 0.3333 and 0.333334 are not).
+
+    A number without a unit equals one with it; 5 cm are neither 5 m nor 5 kg, and 60 minutes are 1 hour.
+    """
+    if first.unit and second.unit and first.unit != second.unit:
+        if first.unit.measures != second.unit.measures:
+            return False
+        return first.value * first.unit.scale == second.value * second.unit.scale
     if first.percent and second.percent:
         return first.value == second.value
     pairs = [(a, b) for a in first.readings for b in second.readings]
@@ -121,7 +158,9 @@ def read_number(text: str) -> Number | None:
     """The number that the whole text is, with decoration and unit; None for anything else."""
     if len(text) > _MOST_CHARACTERS:
         return None
-    text = _DEGREE.sub("", _BASE_TEN.sub("", _CURRENCY.sub("", plain_text(text)).strip()))
+    plain = plain_text(text)
+    currency = currency_of(plain)
+    text = _DEGREE.sub("", _BASE_TEN.sub("", _CURRENCY.sub("", plain).strip()))
     if modulus := _MODULUS.search(text):  # of a residue, whether it is a congruence or what remains
         residue = read_number(text[: modulus.start()])
         return residue if residue and 0 <= residue.value < int(modulus[1] or modulus[2]) else None
@@ -133,7 +172,7 @@ def read_number(text: str) -> Number | None:
     if value is None:
         return None
     written = re.fullmatch(r"[-+({\s]*[\d, ]*\.(\d+)[)}\s]*", numeral[0])
-    number = Number(-value if negative else value, decimals=len(written[1]) if written else None)
+    number = Number(-value if negative else value, decimals=len(written[1]) if written else None, unit=currency)
     rest = text[numeral.end() :]
     return _with_unit(number, f" {rest}" if numeral[0].endswith(" ") else rest)
 
@@ -203,23 +242,31 @@ def _with_unit(number: Number, rest: str) -> Number | None:
     if not rest:
         return number
     if _PERCENT.fullmatch(rest):
-        return Number(number.value, True, number.decimals)
+        return Number(number.value, percent=True, decimals=number.decimals)
     if re.fullmatch(r"and (?:a|one)[ -]half", rest) and number.decimals is None:
-        return Number(number.value + Fraction(1, 2) * (-1 if number.value < 0 else 1))
+        return replace(number, value=number.value + Fraction(1, 2) * (-1 if number.value < 0 else 1))
+    if rest[0] in _EAST_ASIAN_SCALES:
+        scaled = replace(number, value=number.value * _EAST_ASIAN_SCALES[rest[0]], decimals=None)
+        return _with_unit(scaled, rest[1:])
+    if _EAST_ASIAN.fullmatch(rest):
+        if _NO_EAST_ASIAN_UNIT.search(rest) and unit_of([rest]) is None:
+            return None
+        return replace(number, unit=unit_of([rest]) or number.unit)
     scale, _, unit = rest.partition(" ")
     if scale.lower().rstrip("s.") in _SCALES:
-        scaled = Number(number.value * _SCALES[scale.lower().rstrip("s.")])
+        scaled = replace(number, value=number.value * _SCALES[scale.lower().rstrip("s.")], decimals=None)
         return _with_unit(scaled, f" {unit}") if unit.strip() else scaled
     match = _UNIT.fullmatch(rest)
     if match is None:
         return None
     words = match["words"].replace(".", " ").split()
-    if attached and words[0] not in _ATTACHED_UNITS:
+    if not all(word.isalpha() for word in words) or (attached and words[0] not in _ATTACHED_UNITS):
         return None
     for word in words:
         if word.lower() in _NO_UNITS or word.lower() in _SCALES or (len(word) == 1 and word not in _ONE_LETTER_UNITS):
             return None
-    return number
+    power = int(match["power"] or {"²": 2, "³": 3}.get(match["raised"], 1))
+    return replace(number, unit=unit_of(words, match["per"], power) or number.unit)
 
 
 # Numbers in words, as in "twenty-one", "three hundred and five".

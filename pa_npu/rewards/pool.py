@@ -1,15 +1,17 @@
 """RewardPool: rewards of finished groups from reward functions in worker processes, from asyncio.
 
     score(group) ──> waiting ──> worker ──> its reply
-                        ▲           │ says nothing for too long: it is killed
+                        ▲           │ a user's function takes too long: it is killed, the group has zero
                         └───────────┘ died: what it was scoring is scored again, and fails when a worker dies of it a third time;
                                       the worker is started anew
 
 So a worker that somebody kills changes no reward (I6), and a function that kills its worker every time costs its group.
 
-Functions that compute run in reward.workers processes (worker.py), each of which has one group at a time. Functions that wait (a
-judge, the sandbox, a user's `async def`) run beside these in one process, which has all groups at once and says every second that
-its event loop turns.
+Functions that compute run in reward.workers processes (worker.py), each of which has one group at a time. The wall clock limits
+users' functions alone: `math` and `format` have processor time for each response, so that a busy machine changes no verdict.
+
+Functions that wait (a judge, the sandbox, a user's `async def`) run beside these in one process, which has all groups at once and
+says every second that its event loop turns.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from pa_npu.config.sections.rollout import RewardConfig
+from pa_npu.config.sections.rollout import MAX_REWARD, RewardConfig
 from pa_npu.control.tasks import gather
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, DeadlineExceeded, PaNpuError
+from pa_npu.rewards import loading
 from pa_npu.rewards.functions import CONCURRENT, SHAPING, FunctionSpec, RewardInput, RewardResult, function_specs
 
 STARTUP_TIMEOUT_S = 120.0  # importing math-verify and a user's module on a busy machine
@@ -39,6 +42,7 @@ _RIGHT_FROM = {"code": 1.0}  # what counts as right
 _RIGHT_FROM_HALF = 0.5  # of a judge and of graded functions: 0.128 is no right answer
 ATTEMPTS = 3  # workers that may die of one group
 FAILED_STARTS = 3  # in a row, then the pool gives up
+OWN_SILENCE_S = 600.0  # of a built-in function, which has processor time: the process was stopped, or has no processor
 SILENCE_S = 30.0  # beyond the time of a user's function that waits; a machine may be busy
 
 log = logging.getLogger(__name__)
@@ -58,7 +62,7 @@ class RewardPool:
         self.timeout_s = config.timeout_s
         self._neutral = config.judge.on_failure == "neutral"
         self._failing = FailingShare([spec.label for spec in self.specs])
-        self._weights = np.array([function.weight for function in config.functions], np.float32)
+        self._weights = np.array([function.weight for function in config.functions])
         # The verdict on a response is that of the first function that judges its content.
         self._judge = next((number for number, spec in enumerate(self.specs) if spec.name not in SHAPING), 0)
         self._count = config.workers
@@ -135,9 +139,16 @@ class RewardPool:
                         f"reward.judge.on_failure=neutral"
                     )
             row[:] = neutral(found)
+        total = self._weights @ rewards.astype(np.float64)
+        if (largest := float(np.abs(total).max(initial=0.0))) > MAX_REWARD:
+            reason = f"a weighted sum of {largest:g} is beyond {MAX_REWARD:g}"
+            errors.update({spec.label: reason for spec in self.specs if spec.label not in errors})
+            reasons.append((_outcome(judges=False), reason))
+            log.warning("rewards: zero for the responses to %.80r: %s", group.prompt, reason)
+            total = np.zeros_like(total)
         self._failing.note(errors)
         return RewardResult(
-            total=self._weights @ rewards,
+            total=total.astype(np.float32),
             functions={spec.label: row for spec, row in zip(self.specs, rewards, strict=True)},
             correct=rewards[self._judge] >= _RIGHT_FROM.get(self.specs[self._judge].name, _RIGHT_FROM_HALF),
             errors=tuple(reason for _, reason in reasons),
@@ -203,7 +214,12 @@ class Workers:
     """
 
     def __init__(self, specs: Sequence[FunctionSpec], timeout_s: float, *, waits: bool, count: int = 1) -> None:
-        self.first = {"functions": [asdict(spec) for spec in specs], "waits": waits, "timeout_s": timeout_s}
+        self.first = {
+            "functions": [asdict(spec) for spec in specs],
+            "waits": waits,
+            "timeout_s": timeout_s,
+            "patience_s": loading.PATIENCE_S,
+        }
         self.waits = waits
         self.timeout_s = timeout_s
         self.others: set[str] = set()
@@ -289,6 +305,7 @@ class _Worker:
         self._timer: asyncio.TimerHandle | None = None
         self._overdue: list[_Job] = []
         self._closing = False
+        self._runs_users_code = False
 
     @property
     def has_room(self) -> bool:
@@ -314,6 +331,7 @@ class _Worker:
         self._process.write(job.line)
         self.jobs[job.identity] = job
         if len(self.jobs) == 1:
+            self._runs_users_code = self._all.waits
             self._restart_clock()
 
     async def _serve(self) -> None:
@@ -344,6 +362,8 @@ class _Worker:
     async def _read_replies(self, process: WorkerProcess) -> None:
         """Until there are no more."""
         while (reply := await process.read()) is not None:
+            if "running" in reply:
+                self._runs_users_code = reply["running"] == "users"
             job = self.jobs.pop(reply.get("id", 0), None)
             if job is not None:
                 self._resolve(job, reply)
@@ -358,11 +378,13 @@ class _Worker:
         self.jobs.clear()
         scored = [job for job in jobs if not overdue or job in overdue]
         limit_s = self._all.timeout_s
-        if overdue and self._all.waits:
+        if overdue and not self._runs_users_code:
+            cause = f"it said nothing for {OWN_SILENCE_S:g} s"
+        elif overdue and self._all.waits:
             cause = f"its event loop stood still for {limit_s + SILENCE_S:g} s, blocked by a function"
         for job in scored:
             job.deaths += 1
-            if overdue and not self._all.waits:
+            if overdue and not self._all.waits and self._runs_users_code:
                 reason = f"not done within reward.timeout_s = {limit_s:g} s, so its worker was killed"
                 self._resolve(job, {"failure": reason})
             elif job.deaths >= ATTEMPTS:
@@ -378,7 +400,9 @@ class _Worker:
     def _restart_clock(self) -> None:
         """Starts the time in which the process has to say something, where it has anything to score."""
         self._stop_clock()
-        limit_s = self._all.timeout_s + (SILENCE_S if self._all.waits else 0.0)
+        limit_s = OWN_SILENCE_S
+        if self._runs_users_code:
+            limit_s = self._all.timeout_s + (SILENCE_S if self._all.waits else 0.0)
         if self.jobs:
             self._timer = asyncio.get_running_loop().call_later(limit_s, self._on_time_limit)
 

@@ -1,12 +1,13 @@
 """A process of reward functions: groups in, rewards out, one JSON object per line.
 
-    stdin   {"functions": [FunctionSpec's fields, ...], "waits", "timeout_s"}            first line
+    stdin   {"functions": [FunctionSpec's fields, ...], "waits", "timeout_s", "patience_s"}   first line
             {"id", "group": {prompt, answer, responses, response_tokens, row}}           one line per group
     stdout  {"others": [label, ...]} or {"unusable": reason}                             first line
+            {"running": "own" | "users"}                             without waits, at the start of a function and as it goes on
             {"id", "rewards": {label: [G numbers or null]}, "errors": {label: reason}, "fatal": reason | null}
             {"alive": true}                                                              every second, with waits
 
-Without `waits` it runs functions that compute, one group after another, in the main thread, where math-verify's signals work. With
+Without `waits` it runs functions that compute, one group after another, in the main thread, where signals limit their time. With
 `waits` it runs the judge, the sandbox and users' `async def`, many groups at once in one event loop; null is a response without
 a verdict, and a user's function has timeout_s for a group. Functions of the other kind are named as others and left to another
 process.
@@ -21,7 +22,9 @@ import asyncio
 import json
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +32,7 @@ from pa_npu.config.user_code import describe
 from pa_npu.control.tasks import held
 from pa_npu.control.worker_process import private_pipes, send
 from pa_npu.errors import UserError
-from pa_npu.rewards.answers import preload
+from pa_npu.rewards.comparer import preload
 from pa_npu.rewards.functions import (
     CONCURRENT,
     FunctionSpec,
@@ -39,7 +42,10 @@ from pa_npu.rewards.functions import (
     call_function,
     checked_rewards,
     is_concurrent,
+    is_users,
+    reason_of,
 )
+from pa_npu.rewards.loading import watched
 
 _ALIVE_S = 1.0
 _GROUPS_AT_ONCE = 64  # of a user's function; the time of one begins when it is called
@@ -54,7 +60,7 @@ def main() -> int:
     reply = partial(send, replies)
     try:
         specs = [FunctionSpec(**fields) for fields in first["functions"]]
-        built = [(spec, (build_concurrent if spec.name in CONCURRENT else build_function)(spec)) for spec in specs]
+        built = [(spec, _built(spec, first["patience_s"], reply)) for spec in specs]
     except UserError as error:
         reply({"unusable": str(error)})
         return 1
@@ -67,18 +73,51 @@ def main() -> int:
     reply({"others": others})
     for line in requests:
         request = json.loads(line)
-        reply({"id": request["id"], **compute(functions, RewardInput(**request["group"]))})
+        reply({"id": request["id"], **compute(functions, RewardInput(**request["group"]), reply)})
     return 0
 
 
-def compute(functions: Functions, group: RewardInput) -> dict[str, Any]:
-    """Rewards and errors of functions that compute."""
+def _built(spec: FunctionSpec, patience_s: Sequence[float], reply: Callable[[dict[str, Any]], None]) -> Any:
+    """Returns the function that a spec names. reply: is told where a user's module stands still while it is imported."""
+    if spec.name in CONCURRENT:
+        return build_concurrent(spec)
+    if not is_users(spec):
+        return build_function(spec)
+    with watched(spec.name, patience_s, lambda reason: reply({"unusable": reason})):
+        return build_function(spec)
+
+
+def compute(functions: Functions, group: RewardInput, reply: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Returns rewards and errors of functions that compute. reply: is told whose function runs."""
     rewards, errors = {}, {}
     for spec, function in functions:
-        rewards[spec.label], error = call_function(function, group)
+        if is_users(spec):
+            reply({"running": "users"})
+            rewards[spec.label], error = call_function(function, group)
+        else:
+            reply({"running": "own"})
+            rewards[spec.label], error = _score_each(function, group, reply)
         if error is not None:
             errors[spec.label] = error
     return {"rewards": rewards, "errors": errors, "fatal": None}
+
+
+def _score_each(
+    function: Any, group: RewardInput, reply: Callable[[dict[str, Any]], None]
+) -> tuple[list[float], str | None]:
+    """Returns a built-in function's rewards, response by response, so that one that fails costs no other its reward."""
+    rewards: list[float] = []
+    reason = None
+    said_s = time.monotonic()
+    for response, num_tokens in zip(group.responses, group.response_tokens, strict=True):
+        alone = replace(group, responses=[response], response_tokens=[num_tokens])
+        reward, error = call_function(function, alone)
+        rewards += reward
+        reason = reason or error
+        if time.monotonic() - said_s > _ALIVE_S:
+            reply({"running": "own"})
+            said_s = time.monotonic()
+    return rewards, reason
 
 
 class _Waiting:
@@ -149,7 +188,7 @@ class _Waiting:
             return [0.0] * len(nothing), f"not done within reward.timeout_s = {self._timeout_s:g} s", False
         returned, failed = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
         if failed is not None:
-            return [0.0] * len(nothing), describe(failed), False
+            return [0.0] * len(nothing), reason_of(function, failed), False
         rewards, problem = checked_rewards(function, group, returned)
         return list(rewards), problem, False
 

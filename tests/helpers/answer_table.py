@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """truth: whether the response's final answer equals the reference."""
+    """truth: whether the response's final answer equals the reference. prompt: what the response was written to, if it matters."""
 
     section: str
     response: str
     reference: str
     truth: bool
+    prompt: str = ""
 
 
 def _read() -> tuple[Row, ...]:
@@ -28,34 +29,43 @@ def _read() -> tuple[Row, ...]:
         if line.startswith("#"):
             section = line.lstrip("# ")
             continue
-        truth, reference, response = line.split("\t")
-        rows.append(Row(section, response.replace("⏎", "\n"), reference, {"right": True, "wrong": False}[truth]))
+        truth, reference, response, *prompt = line.split("\t")
+        response, prompt_text = (text.replace("⏎", "\n") for text in (response, "".join(prompt)))
+        rows.append(Row(section, response, reference, {"right": True, "wrong": False}[truth], prompt_text))
     return tuple(rows)
 
 
 ANSWERS = _read()
+_PATIENCE_S = 120  # of wall clock, as math-verify counts: its own 5 s are over on a busy machine
 
 
 def math_verify_alone(response: str, reference: str) -> bool:
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    return bool(math_verify.verify(math_verify.parse(f"\\boxed{{{reference}}}"), math_verify.parse(response)))
+    expected, found = (
+        math_verify.parse(text, parsing_timeout=_PATIENCE_S) for text in (f"\\boxed{{{reference}}}", response)
+    )
+    return bool(math_verify.verify(expected, found, timeout_seconds=_PATIENCE_S))
 
 
 def table() -> list[str]:
     """Lines of markdown: per section the pairs, and the false positives and false negatives of both judges."""
     from pa_npu.rewards.answers import is_correct
 
-    def wrong(judge: Callable[[str, str], bool], rows: list[Row]) -> str:
-        counts = Counter(row.truth for row in rows if judge(row.response, row.reference) != row.truth)
+    def ours(row: Row) -> bool:
+        return is_correct(row.response, row.reference, row.prompt)
+
+    def theirs(row: Row) -> bool:
+        return math_verify_alone(row.response, row.reference)
+
+    def wrong(judge: Callable[[Row], bool], rows: list[Row]) -> str:
+        counts = Counter(row.truth for row in rows if judge(row) != row.truth)
         return f"{counts[False]} / {counts[True]}"
 
     def line(name: str, rows: list[Row]) -> str:
         right = sum(row.truth for row in rows)
-        return (
-            f"| {name} | {right} | {len(rows) - right} | {wrong(is_correct, rows)} | {wrong(math_verify_alone, rows)} |"
-        )
+        return f"| {name} | {right} | {len(rows) - right} | {wrong(ours, rows)} | {wrong(theirs, rows)} |"
 
     sections = [(name, list(rows)) for name, rows in groupby(ANSWERS, key=lambda row: row.section)]
     head = [

@@ -323,7 +323,7 @@ async def test_sessions_cannot_use_each_other_and_strangers_can_use_none(agents:
             assert (await mine.send(path, {}, key or "-"))[0] == 401
     assert (await mine.send("/reward", {"reward": 1.0}))[0] == 200
     assert (await mine.send("/reward", {"reward": 2.0}, agents.sessions.key))[0] == 200, "the run's key may"
-    for reward in (float("nan"), "1", True, None):
+    for reward in (float("nan"), "1", True, None, 1e39, 1e308, -1e16, 10**400, [1.0], {}):
         assert (await mine.send("/reward", {"reward": reward}))[0] == 400
     await agents.sessions.remove(mine.session)
     assert (await mine.send("/end", {}))[0] == 404
@@ -336,7 +336,7 @@ async def test_a_turns_reward_counts_for_the_branches_that_hold_it(agents: Agent
     first = await client.chat([user("q")])
     assert (await client.send("/reward", {"reward": 0.25, "turn": first.id}))[0] == 200
     other = first.id.replace(client.session.id, "0" * 16)
-    for wrong in ("chatcmpl-x-9", other, first.id.rpartition("-")[2], "-", ""):
+    for wrong in ("chatcmpl-x-9", other, first.id.rpartition("-")[2], "-", "", f"{first.id}{'0' * 5000}"):
         assert (await client.send("/reward", {"reward": 1, "turn": wrong}))[0] == 400, wrong
     await client.chat([user("another branch")])
     rewards = [sample.reward for sample in client.session.tree.samples("", ended=True, reward=1.0)]
@@ -1073,6 +1073,14 @@ async def test_an_episode_whose_server_forgot_it_begins_again_and_one_that_is_go
         ("reset", lambda: web.Response(status=422, text="no\nsuch task"), "gave 422 no such task"),
         ("reset", lambda: web.Response(body=b"x" * 2**21), "longer than"),
         ("step", {"observation": "", "reward": None, "terminated": True, "truncated": False}, "no finite number"),
+        ("step", {"observation": "", "reward": 1e39, "terminated": True, "truncated": False}, "beyond"),
+        (
+            "step",
+            {"observation": "", "reward": 10**400, "terminated": True, "truncated": False},
+            "more than 300 digits",
+        ),
+        ("step", {"observation": "", "reward": True, "terminated": True, "truncated": False}, "no finite number"),
+        ("step", {"observation": "", "reward": "1", "terminated": True, "truncated": False}, "no finite number"),
         ("step", {"observation": "", "reward": 1, "terminated": 1, "truncated": False}, "true or false"),
         ("step", lambda: web.Response(body=b'{"reward": NaN, "terminated": true, "truncated": true}'), "no finite"),
     ],

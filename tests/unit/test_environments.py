@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.episode import GroupGenerate, run_episode
+from pa_npu.coordinator.episode import GroupGenerate, run_episode, score
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.text_encoder import TextEncoder
 from pa_npu.engines.group_session import GroupSession
@@ -458,3 +459,11 @@ async def test_an_environment_that_blocks_every_group_is_interrupted_where_it_do
         await episode(environment, Scripted([["#### 1"]]), 2)
     with interrupting(environment, 0.2):
         await asyncio.sleep(0.6)  # a control: the loop goes on meanwhile
+
+
+@pytest.mark.parametrize("reward", [1e39, -1e308, 10**400, float("nan"), "x", [1.0]])
+async def test_an_environments_reward_that_float32_cannot_hold_ends_the_run_in_one_line(reward: Any) -> None:
+    samples: Any = [SimpleNamespace(reward=1.0), SimpleNamespace(reward=reward)]
+    with pytest.raises(EnvironmentFailed, match="must be finite numbers in float32") as failed:
+        await score(rewards=None, prompt=SimpleNamespace(prompt_id=7), samples=samples)  # type: ignore[arg-type]
+    assert "\n" not in str(failed.value)

@@ -98,7 +98,7 @@ async def test_groups_do_not_wait_for_each_other_and_get_their_own_rewards(tmp_p
         ({"own": True}, "Own: x, "),
         ({"rewards": [1.0]}, "returned 1 rewards for 2 responses"),
         ({"rewards": [1.0, float("nan")]}, "not finite"),
-        ({"rewards": None}, "TypeError"),
+        ({"rewards": None}, "returned a NoneType, not a list"),
         ({"hold": True}, "not done within reward.timeout_s = 1 s"),
     ],
 )

@@ -87,3 +87,23 @@ async def test_the_waiting_function_of_the_page_reads_a_column(tmp_path: Path, m
         assert (await pool.score(group)).total.tolist() == [1.0, 0.0]
     chosen = config(tmp_path, "", "reward.functions=[{name: 'my_waiting:relevance'}]")
     await asyncio.to_thread(check_reward_functions, chosen, group)
+
+
+PORTING = (Path(__file__).parents[2] / "docs" / "porting_rewards.md").read_text(encoding="utf-8")
+
+
+async def test_the_functions_of_the_page_on_porting_run_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in re.findall(r"```python file=(\S+)\n(.*?)```", PORTING, flags=re.DOTALL):
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    (chosen,) = re.findall(r"```yaml\n(.*?)```", PORTING, flags=re.DOTALL)
+    row = {"question": "What is 6*7?", "answer": "42", "task": "math"}
+    group = RewardInput("What is 6*7?", "42", [r"It is \boxed{42}", "It is 42"], [3, 3], row)
+    async with RewardPool(config(tmp_path, chosen).reward) as pool:
+        result = await pool.score(group)
+    assert result.errors == () and result.total.tolist() == [0.5, 1.0]
+    async with RewardPool(RewardConfig(functions=(RewardFunction(name="my_trl_reward:only_code"),))) as pool:
+        result = await pool.score(group)
+    assert result.errors == () and result.total.tolist() == [0.0, 0.0]

@@ -279,3 +279,34 @@ def test_the_check_before_a_run_asks_the_judge_once_per_response(monkeypatch: py
         pytest.raises(DataError, match=r"reward\.judge\.url: http://127.*no score \(reward\.judge\.score_pattern"),
     ):
         check_reward_functions(full({"url": judge.url, "model": "m"}, "judge"), sample)
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("secret\n", "begins or ends with a space or a line end"),
+        (" secret", "begins or ends with a space"),
+        ("sec\r\nret", "holds a line end or another character"),
+        ("secr\u00e9t", "no header of a request can hold"),
+    ],
+)
+def test_a_key_that_no_request_can_hold_is_named_before_the_judge_is_asked_and_not_shown(
+    key: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", key)
+    with fake_judge(by_number) as judge:
+        reward = {"functions": [{"name": "judge"}], "judge": settings(judge).model_dump(mode="json")}
+        config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "d"}, "reward": reward})
+        with pytest.raises(DataError, match=f"JUDGE_API_KEY: the environment variable .*{reason}") as refused:
+            check_reward_functions(config, group("it is 5"))
+        assert not judge.asked and "\n" not in str(refused.value) and "sec" not in str(refused.value)
+
+
+def test_a_judge_that_fails_the_check_leaves_no_run_directory_behind(tmp_path: Path) -> None:
+    with fake_judge(lambda *_: Answer("nonsense")) as judge:
+        reward = {"functions": [{"name": "judge"}], "judge": settings(judge).model_dump(mode="json")}
+        run = {"dir": str(tmp_path / "runs" / "mine")}
+        config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "d"}, "reward": reward, "run": run})
+        with pytest.raises(DataError, match=r"reward\.judge\.url"):
+            check_reward_functions(config, group("it is 5"))
+        assert judge.asked and list(tmp_path.iterdir()) == []

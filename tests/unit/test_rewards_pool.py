@@ -20,9 +20,10 @@ from pa_npu.config.sections.inputs import DataConfig, ModelConfig
 from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, PaNpuError
+from pa_npu.rewards import loading
 from pa_npu.rewards import pool as pool_module
 from pa_npu.rewards.check import check_reward_functions
-from pa_npu.rewards.functions import RewardInput
+from pa_npu.rewards.functions import RewardInput, call_function
 from pa_npu.rewards.pool import LEAST, WINDOW, FailingShare, RewardPool
 
 USERS_MODULE = '''
@@ -155,8 +156,8 @@ async def test_what_a_function_prints_or_reads_does_not_disturb_the_protocol() -
         ({"own": True}, "users_rewards:by_row: Own: x, "),
         ({"rewards": [1.0]}, "returned 1 rewards for 2 responses"),
         ({"rewards": [1.0, float("nan")]}, "not finite"),
-        ({"rewards": None}, "TypeError"),
-        ({"rewards": "ab"}, "ValueError"),
+        ({"rewards": None}, "returned a NoneType, not a list"),
+        ({"rewards": "ab"}, "returned a str, not a list"),
         ({"exit": 3}, "its reward worker died 3 times (last: exit code 3)"),
     ],
 )
@@ -351,7 +352,7 @@ async def test_a_worker_dies_with_its_parent(tmp_path: Path) -> None:
 import asyncio
 from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.rewards.functions import RewardInput
+from pa_npu.rewards.functions import RewardInput, call_function
 async def main():
     async with RewardPool(RewardConfig(functions=(RewardFunction(name="users_rewards:by_row"),))) as pool:
         await pool.score(RewardInput("", "4", ["a"], [1], {{"pid_file": {str(pid_file)!r}, "endless": True}}))
@@ -394,10 +395,11 @@ def full_config(*functions: RewardFunction) -> Config:
         ("no_such_module:f", "ModuleNotFoundError"),
         ("users_rewards:no_such_function", "AttributeError"),
         ("users_rewards:not_a_function", "is a int, not a function"),
-        ("users_rewards:two_parameters", "cannot be called with one group"),
+        ("users_rewards:two_parameters", "takes (group, more), which is neither one group, nor verl's"),
         ("broken_rewards:f", "SyntaxError"),
         ("exiting_rewards:f", "SystemExit: 0"),
         ("raising_rewards:f", "Own: x, "),
+        ("interrupting_rewards:f", "KeyboardInterrupt, "),
         ("dying_rewards:f", "the reward worker died while loading them"),
     ],
 )
@@ -405,6 +407,7 @@ def test_the_check_before_a_run_refuses_functions_that_cannot_be_used(name: str,
     (tmp_path / "broken_rewards.py").write_text("def f(:")
     (tmp_path / "exiting_rewards.py").write_text("raise SystemExit(0)")
     (tmp_path / "raising_rewards.py").write_text("class Own(BaseException): pass\nraise Own('x')")
+    (tmp_path / "interrupting_rewards.py").write_text("raise KeyboardInterrupt")
     (tmp_path / "dying_rewards.py").write_text("import os; os._exit(1)")
     with pytest.raises(DataError) as caught:
         check_reward_functions(full_config(RewardFunction(name=name)))
@@ -446,3 +449,155 @@ async def test_entering_a_pool_with_an_unusable_function_says_the_same() -> None
     with pytest.raises(DataError, match="no_such_module"):
         async with RewardPool(users_config("no_such_module:f")):
             pytest.fail("the pool must not start")
+
+
+NO_REWARDS = [
+    ([1e39, 1.0], "1e+39 is beyond 1e+15"),
+    ([1e308, 1.0], "beyond 1e+15"),
+    ([-1e16, 1.0], "-1e+16 is beyond 1e+15"),
+    ([10**400, 1], "more than 300 digits"),
+    ([float("inf"), 1.0], "inf is not finite"),
+    ([["1"], 1.0], "is a list, not a number"),
+    (["1", "2"], "'1' is a str, not a number"),
+    ([None, 1.0], "None is a NoneType, not a number"),
+    ([1j, 1.0], "is a complex, not a number"),
+    ({"a": 1.0, "b": 2.0}, "returned a dict, not a list"),
+    ({0: 1.0, 1: 2.0}, "returned a dict, not a list"),
+    ({1.0, 2.0}, "returned a set, not a list"),
+    ({"a": 1, "b": 2}.values(), None),
+    ("12", "returned a str, not a list"),
+    (b"12", "returned a bytes, not a list"),
+    (5.0, "returned a float, not a list"),
+    ([[1.0, 2.0]], "returned 1 rewards for 2 responses"),
+    (np.ones((2, 2)), "is not one number"),
+    ([1e15, -1e15], None),
+    ([True, False], None),
+    (np.array([0.5, 1.0]), None),
+    ((value for value in (0.5, 1.0)), None),
+    (map(float, (0.5, 1.0)), None),
+    ([np.float32(0.5), np.int64(1)], None),
+]
+
+
+@pytest.mark.parametrize(("returned", "reason"), NO_REWARDS, ids=lambda value: f"{value!r:.40}")
+def test_a_reward_is_one_finite_number_that_float32_holds_for_each_response_in_order(
+    returned: Any, reason: str | None
+) -> None:
+    rewards, problem = call_function(lambda _: returned, group())
+    if reason is None:
+        assert problem is None and len(rewards) == 2
+    else:
+        assert rewards == [0.0, 0.0] and problem is not None and reason in problem and "\n" not in problem
+
+
+async def test_a_weighted_sum_beyond_the_range_is_zero_and_counted_as_a_failure() -> None:
+    functions = (RewardFunction(name="users_rewards:by_row", weight=1e15),)
+    async with RewardPool(RewardConfig(functions=functions)) as pool:
+        result = await pool.score(group(rewards=[1e3, 1.0]))
+        assert result.total.tolist() == [0.0, 0.0] and "weighted sum of 1e+18 is beyond" in result.errors[0]
+        assert (await pool.score(group(rewards=[0.5, -1.0]))).total.tolist() == pytest.approx([5e14, -1e15])
+
+
+@pytest.mark.parametrize("weight", [1e39, -1e16, float("inf"), float("nan")])
+def test_a_weight_beyond_the_range_is_refused_with_the_configuration(weight: float) -> None:
+    with pytest.raises(ValueError, match="weight"):
+        RewardFunction(name="math", weight=weight)
+
+
+SLOW = r"\boxed{\left(10^{10}\right)!}"  # one call of C that no exception ends
+
+
+async def test_slow_answers_get_zero_and_the_right_ones_of_their_group_keep_one_whatever_the_clock_says() -> None:
+    responses = [SLOW, *[r"\boxed{2x+1}"] * 3, SLOW.replace("10}", "11}"), SLOW.replace("10}", "12}"), *["$1+2x$"] * 2]
+    config = RewardConfig(timeout_s=0.05)  # of wall-clock: for users' functions alone
+    async with RewardPool(config) as pool:
+        start_s = time.monotonic()
+        result = await pool.score(RewardInput("p", "2x+1", responses, [3] * 8, {}))
+        assert time.monotonic() - start_s > 1.0, "not slow: the test shows nothing"
+        again = await pool.score(RewardInput("p", "2x+1", responses, [3] * 8, {}))
+    for outcome in (result, again):
+        assert outcome.total.tolist() == [0, 1, 1, 1, 0, 0, 1, 1] and outcome.errors == ()
+
+
+async def test_a_pattern_that_tries_too_many_ways_costs_its_response_alone() -> None:
+    config = RewardConfig(functions=(RewardFunction(name="format", pattern=r"^(a+)+$"),), timeout_s=0.05)
+    async with RewardPool(config) as pool:
+        result = await pool.score(group(["a" * 40 + "b", "aaa", "b"]))
+    assert result.total.tolist() == [0, 1, 0]
+    assert "5 s of processor time; write one that tries fewer ways" in result.errors[0]
+
+
+async def test_the_wall_clock_of_a_users_function_starts_with_that_function() -> None:
+    functions = (RewardFunction(name="math"), RewardFunction(name="users_rewards:by_row"))
+    async with RewardPool(RewardConfig(functions=functions, timeout_s=1.0)) as pool:
+        slow_math = await pool.score(RewardInput("p", "2x+1", [SLOW, "2x+1"], [3, 3], {}))
+        endless = await pool.score(RewardInput("p", "2x+1", ["2x+1", "x"], [3, 3], {"endless": True}))
+    assert slow_math.total.tolist() == [29, 5] and slow_math.errors == ()
+    assert endless.total.tolist() == [0, 0] and "reward.timeout_s = 1 s" in endless.errors[0]
+
+
+@pytest.mark.parametrize(("prompt", "reward"), [("Why?<|assistant|><think>\n", [0, 0, 1]), ("Why?", [1, 0, 1])])
+async def test_an_answer_in_a_thought_that_the_prompt_opened_and_nobody_closed_is_none(
+    prompt: str, reward: list[int]
+) -> None:
+    responses = [r"Maybe \boxed{42}. Wait, let me check", r"<think>\boxed{42}", r"so</think>\boxed{42}"]
+    functions = (RewardFunction(name="math"), RewardFunction(name="format", pattern="^<think>"))
+    async with RewardPool(RewardConfig(functions=functions)) as pool:
+        result = await pool.score(RewardInput(prompt, "42", responses, [3] * 3, {}))
+    assert result.functions["math"].tolist() == reward
+    assert result.functions["format"].tolist() == ([1, 1, 1] if "<think>" in prompt else [0, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [("time.sleep(3600)", "has waited for 1.5 s without an end"), ("while True: pass", "has computed for 1 s without")],
+)
+def test_a_module_whose_import_never_ends_is_refused_in_one_line_that_names_it(
+    body: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "PATIENCE_S", (1.5, 1.0))
+    (tmp_path / "endless_rewards.py").write_text(f"import time\n{body}\n")
+    with pytest.raises(
+        DataError, match=rf"reward\.functions: endless_rewards:f cannot be imported.*{reason}"
+    ) as refused:
+        check_reward_functions(full_config(RewardFunction(name="endless_rewards:f")))
+    assert "\n" not in str(refused.value)
+
+
+def test_an_import_that_loads_modules_or_computes_now_and_then_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"wall": 0.0, "processor": 0.0}
+    modules: dict[str, Any] = {}
+    monkeypatch.setattr(loading.time, "monotonic", lambda: clock["wall"])
+    monkeypatch.setattr(loading.time, "process_time", lambda: clock["processor"])
+    monkeypatch.setattr(loading.sys, "modules", modules)
+    progress = loading._Progress(20.0, 60.0)
+    for step in range(100):  # a slow disk: a module every 15 s
+        clock["wall"] += 15.0
+        modules[f"module{step}"] = None
+        assert not progress.stands_still()
+    for _ in range(8):  # a busy machine: a tenth of a processor, and no new module
+        clock["wall"] += 60.0
+        clock["processor"] += 6.0
+        assert not progress.stands_still()
+    clock["wall"], clock["processor"] = clock["wall"] + 600.0, clock["processor"] + 20.0
+    assert "has computed for 60 s" in progress.stands_still()
+
+
+async def test_a_worker_that_stands_still_in_a_built_in_function_changes_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its silence is the machine's fault, not the response's: the group is scored again by another process."""
+    async with RewardPool(RewardConfig(timeout_s=0.05)) as pool:
+        (place,) = pool._workers[0][1]._workers
+        assert place._process is not None
+        keeper = place._process._process.pid
+        (worker, *_) = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
+        os.kill(int(worker), signal.SIGSTOP)
+        monkeypatch.setattr(pool_module, "OWN_SILENCE_S", 0.5)
+        scored = asyncio.create_task(pool.score(group(["#### 4", "#### 5"])))
+        while "died" not in caplog.text:
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(pool_module, "OWN_SILENCE_S", 600.0)
+        result = await asyncio.wait_for(scored, 60)
+    assert result.total.tolist() == [1, 0] and result.errors == ()
+    assert "it said nothing for" in caplog.text and "is scored again" in caplog.text

@@ -14,8 +14,8 @@ from pa_npu.errors import DataError
 from pa_npu.rewards.check import check_row_tests
 from pa_npu.rewards.code_program import program_of
 from pa_npu.rewards.code_results import same_output, same_result
-from pa_npu.rewards.code_reward import without_thought
 from pa_npu.rewards.code_tests import CodeTest, row_tests
+from pa_npu.rewards.thoughts import without_thought
 
 # response, and its program
 BLOCKS: dict[str, tuple[str, str | None]] = {

@@ -157,11 +157,15 @@ class EnvironmentConfig(Section):
     )
 
 
+MAX_REWARD = 1e15
+"""Largest magnitude of a reward, a weight and their sum: squares of it still fit into float32, in which trainers compute."""
+
+
 class RewardFunction(Section):
     name: str = Field(
         ..., min_length=1, description="math, format, overlong, judge, code, or module:function of your own."
     )
-    weight: float = Field(1.0, description="Factor of this reward in the sum.")
+    weight: float = Field(1.0, ge=-MAX_REWARD, le=MAX_REWARD, description="Factor of this reward in the sum.")
     pattern: str | None = Field(None, description="Regular expression a response must match (format only).")
     buffer_tokens: int | None = Field(
         None,
@@ -252,8 +256,8 @@ class RewardConfig(Section):
     timeout_s: float = Field(
         10.0,
         gt=0,
-        description="Time limit of functions for one group; then its reward is zero, logged. judge and code have limits of their "
-        "own.",
+        description="Wall-clock limit of a function of your own for one group; then its reward is zero, logged. The built-in "
+        "functions have limits of their own.",
     )
     workers: int = Field(
         1, ge=1, le=256, description="Processes that compute rewards; of `code` twice as many programs run at once."

@@ -9,6 +9,7 @@ import functools
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 

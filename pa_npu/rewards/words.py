@@ -1,0 +1,179 @@
+"""Answers in words, compared: names, yes and no, choices, dates. No word is a product of variables, so that anagrams differ."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from datetime import date
+
+from pa_npu.rewards.numbers import plain_text
+
+_MAX_CHARACTERS = 2000
+_COMMAND = re.compile(r"\\(?:begin|end)\{[A-Za-z]+\*?\}|\\[A-Za-z]+")
+_LETTERS = re.compile(r"[^\W\d_]{2,}")
+_WRITTEN_TEXT = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|textrm)\s*\{([^{}]*)\}")
+_OF_FORMULAS = (
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt pi mod gcd lcm min max det or and if for "
+    "where infinity inf cm mm km kg deg dx dy dt re im ker dim tr rank sup lim arg"
+)
+_VOWEL = re.compile(r"[aeiou]", re.IGNORECASE)
+_OPERATOR = re.compile(r"[=^_+*/<>{}\d]")
+_LONGEST_PRODUCT = 3  # letters beside each other in a formula
+_VARIABLES = frozenset("abcdkmnpqrxyz")
+_FULL_WIDTH = {0xFF01 + offset: 0x21 + offset for offset in range(94)} | {0x3000: " ", 0x3001: ","}
+_AROUND = " \t\n\r.,;:!?*_`$\"'\u201c\u201d\u2018\u2019\u300c\u300d\u300e\u300f\u300a\u300b\u3002\uff61\u00ab\u00bb#"
+_ENDINGS = re.compile(r"(?:です|である|となります|になります|입니다|이다)$")
+_ARTICLE = re.compile(r"(?:the|an?)\s+(?=\w{2})")
+_REASON = re.compile(
+    r"\s*(?:[,.;:!。，；]|\s[-\u2013\u2014])?\s+(?:because|since|as|for|which|so|due to|where|weil|da|car|parce que|porque|"
+    r"perché|потому что|так как)\b|\s*[，,。]?\s*(?:因为|由于|なぜなら)"
+)
+_VERDICT = re.compile(r"(yes|no|true|false)\b(?=\s*[,.;:!\u2013\u2014-])")
+_VERDICTS = frozenset({"yes", "no", "true", "false"})
+_MONTHS = {
+    name: number
+    for number, names in enumerate(
+        (
+            "january jan januar janvier enero janeiro gennaio января",
+            "february feb februar février febrero fevereiro febbraio февраля",
+            "march mar märz mars marzo março марта",
+            "april apr avril abril aprile апреля",
+            "may mai mayo maio maggio мая",
+            "june jun juni juin junio junho giugno июня",
+            "july jul juli juillet julio julho luglio июля",
+            "august aug août agosto августа",
+            "september sep sept septembre septiembre setembro settembre сентября",
+            "october oct oktober octobre octubre outubro ottobre октября",
+            "november nov novembre noviembre novembro ноября",
+            "december dec dezember décembre diciembre dezembro dicembre декабря",
+        ),
+        start=1,
+    )
+    for name in names.split()
+}
+_COMPOUND = re.compile(r"(?=\D*\d)(?:[A-Z][a-z]?\d{0,3}){2,}")  # H2O is no product
+_TIME = re.compile(
+    r"(?<![\d:])(?P<hour>\d{1,2}):(?P<minute>\d{2})(?::(?P<second>\d{2}))?(?!\d|:\d)(?:\s*(?P<half>[ap]\.?m)\b\.?)?",
+    re.IGNORECASE,
+)
+_DENIAL = re.compile(r"\b(?:not|never|or|nicht|pas|oder|ou)\b|n't|不是|或")
+_WEEKDAY = re.compile(r"^(?:mon|tues|wednes|thurs|fri|satur|sun)day,?\s+")
+_DATES = (
+    re.compile(r"(?P<year>\d{4})-(?P<month>\d{1,2})-(?P<day>\d{1,2})"),
+    re.compile(r"(?P<year>\d{4})/(?P<month>\d{1,2})/(?P<day>\d{1,2})"),
+    re.compile(r"(?P<year>\d{4})\s*年\s*(?P<month>\d{1,2})\s*月\s*(?P<day>\d{1,2})\s*[日号]"),
+    re.compile(r"(?P<day>\d{1,2})\.\s?(?P<month>\d{1,2})\.\s?(?P<year>\d{4})"),
+    re.compile(r"(?P<name>[^\W\d_]+)\.?\s+(?P<day>\d{1,2})(?:st|nd|rd|th)?,?\s+(?P<year>\d{3,4})"),
+    re.compile(
+        r"(?:the\s+)?(?P<day>\d{1,2})(?:st|nd|rd|th|er)?\.?\s+(?:(?:of|de)\s+)?(?P<name>[^\W\d_]+)\.?,?\s+"
+        r"(?:de\s+)?(?P<year>\d{3,4})"
+    ),
+)
+
+
+def is_text(reference: str) -> bool:
+    r"""Returns True for an answer in words or a date, False for a formula: `Paris`, 北京, `\text{even}`, not `ab`, `\sin x`."""
+    plain = plain_text(reference[:_MAX_CHARACTERS])
+    if _date(plain) is not None or _TIME.fullmatch(plain) or _COMPOUND.fullmatch(plain):
+        return True
+    plain = _COMMAND.sub(" ", plain)
+    is_formula = _OPERATOR.search(plain) is not None
+    return any(_is_word(word, is_formula) for word in _LETTERS.findall(plain))
+
+
+def _is_word(word: str, is_formula: bool) -> bool:
+    """Returns whether letters are a word, not a product: `Paris`, and `tea` by itself; not `xe` of `xe^x`, `ab` or `nRT`."""
+    if not word.isascii():
+        return not all("GREEK" in unicodedata.name(letter, "") for letter in word)
+    if word.isupper() and len(word) >= _LONGEST_PRODUCT and not is_formula:
+        return True  # DNA
+    if not _VOWEL.search(word) or (is_formula and len(word) <= _LONGEST_PRODUCT):
+        return False
+    return word.lower() not in _OF_FORMULAS.split() and not _VARIABLES.issuperset(word.lower())
+
+
+def equal_words(answer: str, reference: str) -> bool:
+    """Returns whether an answer says what a reference in words says.
+
+    Case, spaces, Markdown, quotes, a leading article and punctuation around it do not count; a reason behind the answer does not
+    either ("Paris, because ..."), and dates are compared by their day. Another place, person or thing behind it does.
+    """
+    first, second = normalised(answer), normalised(reference)
+    if not second:
+        return False
+    if first == second:
+        return True
+    day = _date(second)
+    if day is not None:
+        return _dates_in(first) == [day]
+    if time := _TIME.fullmatch(second):
+        times = list(_TIME.finditer(first))
+        return len(times) == 1 and not _DENIAL.search(first) and _same_time(times[0], time)
+    if _squeezed(first) == _squeezed(second):
+        return True
+    reason = _REASON.search(first)
+    if reason and _squeezed(first[: reason.start()]) == _squeezed(second):
+        return True
+    verdict = _VERDICT.match(first)
+    return second in _VERDICTS and verdict is not None and verdict[1] == second
+
+
+def _dates_in(text: str) -> list[date]:
+    """Returns the days that a normalised text names; none where it denies something."""
+    if (whole := _date(text)) is not None:
+        return [whole]
+    days = []
+    for pattern in _DATES:
+        for found in pattern.finditer(text):
+            if (day := _date(found[0])) is not None and day not in days:
+                days.append(day)
+    return [] if _DENIAL.search(text) else days
+
+
+def _same_time(first: re.Match[str], second: re.Match[str]) -> bool:
+    """Returns whether two times of day are equal; one without am and pm may be either, unless both are."""
+    if first["minute"] != second["minute"] or (first["second"] or "00") != (second["second"] or "00"):
+        return False
+    if not first["half"] and not second["half"]:
+        return int(first["hour"]) == int(second["hour"])
+    return bool(_hours(first) & _hours(second))
+
+
+def _hours(time: re.Match[str]) -> set[int]:
+    """Returns the hours of the day that a time may mean."""
+    hour = int(time["hour"])
+    if not time["half"]:
+        return {hour, (hour + 12) % 24} if 1 <= hour <= 12 else {hour}
+    return {hour % 12 + (12 if time["half"].lower().startswith("p") else 0)}
+
+
+def normalised(text: str) -> str:
+    """Returns a text without what says nothing: case, Markdown, quotes, punctuation around it, runs of space."""
+    text = _WRITTEN_TEXT.sub(r" \1 ", text[:_MAX_CHARACTERS])
+    text = plain_text(unicodedata.normalize("NFC", text.translate(_FULL_WIDTH)))
+    text = re.sub(r"\*\*|__|[`\u200b\ufeff]", "", text).strip(_AROUND)
+    text = " ".join(text.replace("\u2019", "'").casefold().split())
+    return _ENDINGS.sub("", text).strip(_AROUND)
+
+
+def _squeezed(text: str) -> str:
+    """Returns a normalised text without its article and spaces."""
+    return re.sub(r"\s+", "", _ARTICLE.sub("", text, count=1) if _ARTICLE.match(text) else text).strip(_AROUND)
+
+
+def _date(text: str) -> date | None:
+    """Returns the day that all of a text is, where it can be only one: 04/07/1776 can be two."""
+    text = _WEEKDAY.sub("", " ".join(text.casefold().split()))
+    for pattern in _DATES:
+        found = pattern.fullmatch(text)
+        if found is None:
+            continue
+        parts = found.groupdict()
+        month = _MONTHS.get(parts["name"]) if "name" in parts else int(parts["month"])
+        if month is None:
+            continue
+        try:
+            return date(int(parts["year"]), month, int(parts["day"]))
+        except ValueError:
+            return None
+    return None
