@@ -8,12 +8,15 @@ no engine waits for: they generate already.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import torch
 
+from pa_npu.algorithm.update_sums import Reductions
 from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
@@ -85,8 +88,10 @@ class Border:
             published = self._publish.publish(version)
         self._swaps_to = version if published.delayed else None
         checkpoint = save(version) if report is not None else CheckpointReport()
+        backend = self._learner.backend
+        weights = joint_digest(published.policy, self._rank, backend.reductions, backend.device)
         if self._rank == 0:
-            crossed = BorderReport(published.wait_s, published.send_s, checkpoint, decided)
+            crossed = BorderReport(published.wait_s, published.send_s, checkpoint, decided, weights)
             BORDER.put(self._channel, crossed, version=version)
         if published.probe is None:
             return ProbeReport()
@@ -113,6 +118,18 @@ class Border:
     def ahead(self, version: int) -> list[AheadIteration]:
         """Returns the iterations that the coordinator has produced before `version` is published, for a checkpoint of it."""
         return rollouts_ahead(self._config, self._channel, self._buffer, version)
+
+
+def joint_digest(own: str, rank: int, reductions: Reductions, device: torch.device) -> str:
+    """Returns one digest of all ranks' weights, equal on all of them. own: this rank's. Collective.
+
+    Each rank brings eight numbers of 32 bits that follow from its number and its digest. Their sums cannot overflow, and do not depend
+    on the order in which they are added.
+    """
+    mixed = hashlib.blake2b(f"{rank} {own}".encode(), digest_size=32).digest()
+    numbers = torch.from_numpy(np.frombuffer(mixed, "<u4").astype(np.int64)).to(device)
+    sums = reductions.ranks(numbers).cpu().numpy().astype("<i8")
+    return hashlib.blake2b(sums.tobytes(), digest_size=16).hexdigest()
 
 
 def probe_microbatches(probe: Probe, version: int, config: Config, replica: int) -> list[Microbatch]:
