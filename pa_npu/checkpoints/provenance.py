@@ -173,9 +173,9 @@ _ARRANGEMENT = (
 
 
 def trained_configuration(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys that make a run another run, by name, where they are not at their defaults; without secrets and paths of data.
+    """Returns the keys that make a run another run, by name, where they are not at their defaults.
 
-    tree: a resolved configuration, as it is or as checkpoints hold it.
+    Secrets and paths of data are left out. tree: a resolved configuration, as it is or as checkpoints hold it.
     """
     defaults = {key.name: _plain(key.default) for key in all_keys() if not key.required}
     return {

@@ -103,7 +103,9 @@ class Checkpointing:
         self._parent = Path(config.run.dir) / store.CHECKPOINTS
         self._saving: _Saving | None = None
         self._why = ""  # of the last failure
-        self._completed: tuple[int, str] | None = None  # on rank 0: a version, and its digest, that no report has named yet
+        self._completed: tuple[int, str] | None = (
+            None  # on rank 0: a version, and its digest, that no report has named yet
+        )
         self.saved: int | None = None
 
     def load(self) -> int:

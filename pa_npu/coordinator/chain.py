@@ -1,4 +1,4 @@
-"""The coordinator's part of the run's chain (telemetry/chain.py): one line of each iteration, when its record is written."""
+"""The coordinator writes a line of the run's chain (telemetry/chain.py) with each iteration's record."""
 
 from __future__ import annotations
 

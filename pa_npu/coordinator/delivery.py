@@ -122,9 +122,9 @@ class Produced:
     """One iteration's production when it is over.
 
     numbers: the coordinator's part of the iteration record that does not depend on wall time between publishes. samples: for
-    samples.jsonl. dispatched: what trainers compare with what they have trained (I2). digests: of its groups, for the run's chain.
-    kept: for RUN/samples; outcomes: of all prompts that were asked, in order of dispatch; both empty where the iteration was produced
-    before a restart.
+    samples.jsonl. dispatched: what trainers compare with what they have trained (I2). digests: of its groups, for the
+    run's chain. kept: for RUN/samples; outcomes: of all prompts that were asked, in order of dispatch; both empty where the
+    iteration was produced before a restart.
     """
 
     iteration: int
@@ -202,8 +202,10 @@ class Production(Variant):
         advantages: np.ndarray,
         slots: Mapping[tuple[int, int], tuple[int, int] | None],
     ) -> None:
-        """A group is in the buffer. slots: by (replica, slot) which samples that replica trains; None: all. advantages: float32
-        [samples]."""
+        """Notes a group that is in the buffer. advantages: float32 [samples].
+
+        slots: by (replica, slot), which samples that replica trains; None: all.
+        """
         self._digests.append(digest_group(group, slots))
         for (replica, _), part in slots.items():
             first, last = part or (0, len(scored.lengths))

@@ -1,9 +1,9 @@
-"""`pa-npu diff RUN1 RUN2`: since which iteration two runs differ, in what first, and by how much, from their chains.
+"""`pa-npu diff RUN1 RUN2`: since when two runs differ, in what first, and by how much.
 
 pa-npu diff runs/before_upgrade runs/after_upgrade
 
-Exit codes: 0 equal, to the bit or within rounding where they had reason to differ by it; 1 they differ;
-2 bad input; 3 undecided, because such runs sampled other tokens somewhere.
+Exit codes: 0 equal, to the bit or within rounding where they had reason to differ by it; 1 they
+differ; 2 bad input; 3 undecided, because such runs sampled other tokens somewhere.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def _named(word: str, iteration: int, differences: Sequence[Difference]) -> list
 
 
 def token_lines(first: Path, second: Path, iteration: int, group: int, response: int) -> list[str]:
-    """Says which token of a response differs first, where both runs have kept it (telemetry.samples)."""
+    """Says which token of a response differs first, where both runs have kept it
+    (telemetry.samples)."""
     rows = [_kept(run, iteration, group, response) for run in (first, second)]
     if rows[0] is None or rows[1] is None:
         return ["which token is not known: not both runs kept this response (telemetry.samples)"]

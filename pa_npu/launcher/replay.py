@@ -1,4 +1,4 @@
-"""Repeats iterations of a run from one of its checkpoints, in a directory of their own, and compares the two chains."""
+"""Repeats iterations of a run from a checkpoint, in a directory of their own, and compares the chains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pa_npu.checkpoints import directories
 from pa_npu.checkpoints.directories import CHECKPOINTS
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
-from pa_npu.errors import FAILED, DataError, PaNpuError, UserError
+from pa_npu.errors import DataError, PaNpuError, UserError
 from pa_npu.launcher.diff import EXIT_CODES, comparison_lines
 from pa_npu.launcher.run_directory import CONFIG_FILE
 from pa_npu.telemetry.chain import CHAIN, read_chain
@@ -30,7 +30,8 @@ class ReplayFailed(PaNpuError):
 
 
 def replay(run_dir: Path, span: str, work: str | None, overrides: Sequence[str]) -> int:
-    """Repeats `span`, "A:B", prints how it compares, and returns the exit code. Raises UserError, ReplayFailed."""
+    """Repeats `span`, "A:B", prints how it compares, and returns the exit code. Raises UserError,
+    ReplayFailed."""
     begin, end = _span(run_dir, span)
     config = load_config([str(run_dir / CONFIG_FILE)])
     checkpoint = _checkpoint(run_dir, begin)
@@ -61,7 +62,9 @@ def replay(run_dir: Path, span: str, work: str | None, overrides: Sequence[str])
 def _span(run_dir: Path, span: str) -> tuple[int, int]:
     begin, separator, end = span.partition(":")
     if not separator or not begin.isdecimal() or not end.isdecimal() or int(begin) >= int(end):
-        raise UserError(f"--replay: {span!r:.40} is not A:B with A below B, such as 4:8, which repeats iterations 4 to 7")
+        raise UserError(
+            f"--replay: {span!r:.40} is not A:B with A below B, such as 4:8, which repeats iterations 4 to 7"
+        )
     iterations = [link.iteration for link in read_chain(run_dir)]
     if not iterations or int(begin) < iterations[0] or int(end) > iterations[-1] + 1:
         has = f"{iterations[0]} to {iterations[-1]}" if iterations else "none"
@@ -90,7 +93,7 @@ def _settings(config: Config, checkpoint: Path | None, scratch: Path, end: int) 
     settings = [
         f"run.dir={scratch}",
         f"checkpoint.load={'null' if checkpoint is None else checkpoint}",
-        "checkpoint.resume=none",
+        "checkpoint.resume=null",
         "checkpoint.keep_last=0",
         "checkpoint.keep_best=0",
         "checkpoint.export_hf=false",
@@ -110,12 +113,14 @@ def _settings(config: Config, checkpoint: Path | None, scratch: Path, end: int) 
 
 
 def _ends_by_itself(config: Config) -> bool:
-    """Whether a run of fewer iterations does the same until then; a rate that decays depends on their number."""
+    """Whether a run of fewer iterations does the same until then; a rate that decays depends on
+    their number."""
     return config.optimizer.decay == "constant" and config.publish.divergence is None
 
 
 def _run(run_dir: Path, settings: Sequence[str], directory: Path, scratch: Path, end: int) -> None:
-    """Starts the launcher as a user would, and stops it behind the last iteration where it does not end there."""
+    """Starts the launcher as a user would, and stops it behind the last iteration where it does not
+    end there."""
     command = [sys.executable, "-m", "pa_npu.launcher", "run", "--config", str(run_dir / CONFIG_FILE), *settings]
     stopped = False
     with (directory / OUTPUT).open("wb") as output:

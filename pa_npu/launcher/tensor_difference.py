@@ -1,4 +1,4 @@
-"""Names the tensors in which two runs' checkpoints differ: both are exported as HF directories and compared one tensor at a time."""
+"""Names the tensors in which checkpoints of two runs differ, one tensor at a time, as HF exports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class TensorDifference:
 
 
 def tensor_lines(first: Path, second: Path, iteration: int) -> list[str]:
-    """Compares the checkpoints of the next version behind `iteration` that both runs have, in words."""
+    """Compares the checkpoints of the next version behind `iteration` that both runs have, in
+    words."""
     version = _common_version(first, second, iteration)
     if version is None:
         return ["which tensor differs is not known: the runs have no checkpoint of one version behind it"]
@@ -37,7 +38,8 @@ def tensor_lines(first: Path, second: Path, iteration: int) -> list[str]:
 
 
 def differences(first: Path, second: Path) -> Iterator[TensorDifference]:
-    """Every tensor of two checkpoints, in the order of their files. Raises UserError where one cannot be exported."""
+    """Every tensor of two checkpoints, in the order of their files. Raises UserError where one
+    cannot be exported."""
     from safetensors import safe_open
 
     from pa_npu.backends.registry import export_checkpoint
@@ -58,9 +60,7 @@ def differences(first: Path, second: Path) -> Iterator[TensorDifference]:
 
 def _common_version(first: Path, second: Path, iteration: int) -> int | None:
     """The first version behind `iteration` of which both runs have a complete checkpoint."""
-    versions = [
-        {version_of(path) for path in directories.complete(run / CHECKPOINTS)} for run in (first, second)
-    ]
+    versions = [{version_of(path) for path in directories.complete(run / CHECKPOINTS)} for run in (first, second)]
     return min((v for v in versions[0] & versions[1] if v is not None and v > iteration), default=None)
 
 

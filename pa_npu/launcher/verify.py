@@ -1,7 +1,7 @@
-"""`pa-npu verify RUN [--replay A:B]`: whether a run is what its chain says, from its files or by doing it again.
+"""`pa-npu verify RUN [--replay A:B]`: whether a run is what its chain says, by files or by repetition.
 
-pa-npu verify runs/mine                     compare the chain with the run's files
-pa-npu verify runs/mine --replay 4:8        and repeat iterations 4 to 7 from the checkpoint of version 4
+pa-npu verify runs/mine                     compare the chain with the run's files pa-npu verify
+runs/mine --replay 4:8        and repeat iterations 4 to 7 from the checkpoint of version 4
 
 Exit codes: 0 all holds; 1 something does not, which is named; 2 bad input; 3 undecided, because the
 replay had reason to differ by rounding and a response came out with other tokens.
@@ -24,14 +24,14 @@ from pa_npu.checkpoints.provenance import config_tree, model_fingerprint, traine
 from pa_npu.config.load import load_config
 from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.config.words import counted
-from pa_npu.errors import BAD_INPUT, DataError, UserError
+from pa_npu.errors import DataError, UserError
 from pa_npu.launcher.run_directory import CONFIG_FILE
 from pa_npu.launcher.subcommands import refuse
 from pa_npu.telemetry.chain import CHAIN, Link, digest_of_values, lines_digest, read_chain
 from pa_npu.telemetry.records import METRICS, iterations_of
 from pa_npu.telemetry.sample_store import read_samples, sample_iterations
 
-HOLDS, BROKEN, UNDECIDED = 0, 1, 3
+HOLDS, BROKEN = 0, 1
 _SAMPLES = "samples.jsonl"
 
 
@@ -69,7 +69,8 @@ def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def check(run_dir: Path) -> int:
-    """Prints what was compared, and what does not hold; returns the exit code. Raises DataError where there is no chain."""
+    """Prints what was compared, and what does not hold; returns the exit code. Raises DataError
+    where there is no chain."""
     checked = CheckedRun(run_dir)
     try:
         for line in checked.lines():
@@ -97,7 +98,8 @@ class CheckedRun:
     _last: int = 0
 
     def lines(self) -> Iterator[str]:
-        """One line for each kind of file that agrees. Raises Violation at the first thing that does not hold."""
+        """One line for each kind of file that agrees. Raises Violation at the first thing that does
+        not hold."""
         yield self._chain()
         yield self._configuration()
         yield self._records(METRICS, "record")
@@ -141,7 +143,8 @@ class CheckedRun:
         return f"{CONFIG_FILE}: as the chain says"
 
     def _records(self, name: str, field_name: str) -> str:
-        """Compares the lines of a file of records, by iteration, with the digests in this field of the chain."""
+        """Compares the lines of a file of records, by iteration, with the digests in this field of
+        the chain."""
         links = self._links()
         path, count = self.run_dir / name, 0
         records = _lines_by_iteration(path)
@@ -187,7 +190,9 @@ class CheckedRun:
             if sealed.get(version, meta.digest) != meta.digest:
                 raise Violation(f"checkpoint {path}: it is whole, but not the one that the run wrote")
             if version not in sealed:
-                self.notes.append(f"checkpoint {path.name} was completed after the chain's last line, and has its own digests alone")
+                self.notes.append(
+                    f"{path.name} was completed after the chain's last line: compared with its own digests alone"
+                )
             count += 1
         return f"checkpoints: {count}, every file as written"
 
@@ -207,7 +212,8 @@ def _check_follows(before: Link, link: Link) -> None:
 
 
 def _lines_by_iteration(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """The lines of a file of records, those of an iteration together; half a line at the end is left out."""
+    """The lines of a file of records, those of an iteration together; half a line at the end is
+    left out."""
     if not path.is_file():
         return
     iteration, lines = -1, []

@@ -1,4 +1,5 @@
-"""A group's digests for the run's chain (telemetry/chain.py), taken from what goes into the rollout buffer."""
+"""A group's digests for the run's chain (telemetry/chain.py), taken from what goes into the rollout
+buffer."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from pa_npu.telemetry.chain import RESPONSE, GroupDigest
 
 
 def digest_group(group: Group, slots: Mapping[tuple[int, int], tuple[int, int] | None]) -> GroupDigest:
-    """slots: each (replica, slot) that has the group, and which responses that replica trains; None: all."""
+    """slots: each (replica, slot) that has the group, and which responses that replica trains;
+    None: all."""
     size = group.num_samples
     tokens, logprobs = group.tokens[group.trained], group.logprobs[group.trained]
     lengths = group.trained_lengths

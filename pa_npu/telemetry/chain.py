@@ -1,14 +1,16 @@
-"""The chain: RUN/chain.jsonl, one line an iteration that says by digests what was computed, and names the line before.
+"""The chain: RUN/chain.jsonl, one line an iteration that says by digests what was computed.
 
     {"iteration": 7, "before": <digest of iteration 6's line>, ..., "digest": <of all that stands before it in this line>}
 
-A line has digests of the configuration and of where the data stood, the software's versions, digests of the groups that were
-trained, the gradient norms' bits, and digests of the weights before and after. Two runs that did the same have equal values in
-all of these; the digests of the iteration's records and checkpoints tell whether the run's other files are those that it wrote.
-No line has a secret, a prompt or a response: `responses` holds a few numbers of each response, which tell where two runs part.
+A line has digests of the configuration and of where the data stood, the software's versions,
+digests of the groups that were trained, the gradient norms' bits, and digests of the weights before
+and after. Two runs that did the same have equal values in all of these; the digests of the
+iteration's records and checkpoints tell whether the run's other files are those that it wrote. No
+line has a secret, a prompt or a response: `responses` holds a few numbers of each response, which
+tell where two runs part.
 
-Digests are BLAKE2b of 16 bytes. Whoever can write the directory can make a whole chain anew: it shows accidents and changes of single
-files. To show more, keep the newest line's digest elsewhere.
+Digests are BLAKE2b of 16 bytes. Whoever can write the directory can make a whole chain anew: it
+shows accidents and changes of single files. To show more, keep the newest line's digest elsewhere.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ RESPONSE = np.dtype(
         ("advantage", "<f4"),
     ]
 )
-"""One response: CRC-32 of its trained tokens (int32) and of the engine's log-probs of them (float32), their number, the log-probs'
-sum, and its reward and advantage as they are."""
+"""One response: CRC-32 of its trained tokens (int32) and of the engine's log-probs of them
+(float32), their number, the log-probs' sum, and its reward and advantage as they are."""
 _GROUP = np.dtype([("index", "<i4"), ("prompt", "<i8"), ("responses", "<u4")])
 _LONGEST_LINE_BYTES = 64 << 20
 _LARGEST_TABLE_BYTES = 256 << 20
@@ -52,9 +54,10 @@ _LARGEST_TABLE_BYTES = 256 << 20
 class GroupDigest:
     """One group as trainers get it.
 
-    index: its dispatch index. places: (replica, slot, first response, number behind the last one) of each replica that trains some of
-    it. context: of all its tokens, which of them are trained, the versions that wrote them, and declared columns. tokens,
-    logprobs: of trained tokens. responses: RESPONSE [responses].
+    index: its dispatch index. places: (replica, slot, first response, number behind the last one)
+    of each replica that trains some of it. context: of all its tokens, which of them are trained,
+    the versions that wrote them, and declared columns. tokens, logprobs: of trained tokens.
+    responses: RESPONSE [responses].
     """
 
     index: int
@@ -70,14 +73,16 @@ class GroupDigest:
 class Link:
     """One line.
 
-    configuration: of the keys that make a run another run. arrangement: keys that may change bits and nothing else, by name.
-    software: versions, and devices, by name. model: fingerprint of model.path. data: of the position in the data before the iteration.
-    prompts, context, tokens, logprobs, rewards, advantages: of all groups by dispatch index; places: of their replicas and slots.
-    responses: what `pack` makes of the groups. gradient_norms: float.hex of each update's. weights_before, weights_after: of all
-    ranks' shares, hence comparable between equal layouts of trainers; empty where no trainer said it.
-    record, samples: of the iteration's lines in metrics.jsonl and samples.jsonl. checkpoints: by version, the digest in pa_npu.json
-    of those completed during the iteration, and of the one that a run went on from with it.
-    digest: as the line has it; actual: that of the line's other values, which a reader computes.
+    configuration: of the keys that make a run another run. arrangement: keys that may change bits
+    and nothing else, by name. software: versions, and devices, by name. model: fingerprint of
+    model.path. data: of the position in the data before the iteration. prompts, context, tokens,
+    logprobs, rewards, advantages: of all groups by dispatch index; places: of their replicas and
+    slots. responses: what `pack` makes of the groups. gradient_norms: float.hex of each update's.
+    weights_before, weights_after: of all ranks' shares, hence comparable between equal layouts of
+    trainers; empty where no trainer said it. record, samples: of the iteration's lines in
+    metrics.jsonl and samples.jsonl. checkpoints: by version, the digest in pa_npu.json of those
+    completed during the iteration, and of the one that a run went on from with it. digest: as the
+    line has it; actual: that of the line's other values, which a reader computes.
     """
 
     iteration: int
@@ -112,7 +117,8 @@ class Link:
 
 @dataclass(frozen=True, eq=False)
 class Responses:
-    """The responses of an iteration, by dispatch index. rows: RESPONSE [all responses]; starts: int64 [groups], where each begins."""
+    """The responses of an iteration, by dispatch index. rows: RESPONSE [all responses]; starts:
+    int64 [groups], where each begins."""
 
     indices: np.ndarray
     prompts: np.ndarray
@@ -182,8 +188,9 @@ def unpack(text: str, groups: int, what: str) -> Responses:
 class ChainWriter:
     """Appends lines; owner closes it.
 
-    first_iteration: lines of it and later ones, which an earlier attempt wrote after the checkpoint that the run goes on from, are
-    removed, so that the chain reads like that of a run that was never interrupted (I6); so is half a line at the end.
+    first_iteration: lines of it and later ones, which an earlier attempt wrote after the checkpoint
+    that the run goes on from, are removed, so that the chain reads like that of a run that was
+    never interrupted (I6); so is half a line at the end.
     """
 
     def __init__(self, run_dir: Path | str, first_iteration: int) -> None:
@@ -213,7 +220,8 @@ class ChainWriter:
 
 
 def read_chain(run_dir: Path | str) -> Iterator[Link]:
-    """The lines in their order, one at a time. Half a line at the end, which a killed run leaves, is left out.
+    """The lines in their order, one at a time. Half a line at the end, which a killed run leaves,
+    is left out.
 
     Raises DataError with file:line where there is no chain, or a line that is none.
     """
@@ -226,7 +234,9 @@ def read_chain(run_dir: Path | str) -> Iterator[Link]:
                 if line.endswith(b"\n"):
                     yield _link(line, f"{path}:{number}")
                 elif len(line) == _LONGEST_LINE_BYTES:
-                    raise DataError(f"{path}:{number}: is longer than {_LONGEST_LINE_BYTES} bytes, so it is no line of a chain")
+                    raise DataError(
+                        f"{path}:{number}: is longer than {_LONGEST_LINE_BYTES} bytes, so it is no line of a chain"
+                    )
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read ({reason(error)}); give the directory of a run, which writes it with its first iteration"

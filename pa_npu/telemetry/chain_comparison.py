@@ -1,4 +1,5 @@
-"""Compares the chains of two runs: since which iteration they differ, in what first, and by how much.
+"""Compares the chains of two runs: since which iteration they differ, in what first, and by how
+much.
 
 What an iteration computes follows from what stands before it in this order, so that the first
 difference is the cause of the others:
@@ -6,9 +7,10 @@ difference is the cause of the others:
     configuration, model, weights before (first iteration) ─> data ─> prompts ─> responses
     ─> engines' log-probs ─> rewards ─> advantages ─> places ─> gradient ─> weights after
 
-Where nothing that `rounding_causes` lists differs, bits must be equal. Otherwise log-probs, gradients
-and weights may differ by rounding (ROUNDING). Data, rewards and advantages have no rounding. Once a
-response has other tokens, as samples of nearly equal weights may, what follows cannot be compared.
+Where nothing that `rounding_causes` lists differs, bits must be equal. Otherwise log-probs,
+gradients and weights may differ by rounding (ROUNDING). Data, rewards and advantages have no
+rounding. Once a response has other tokens, as samples of nearly equal weights may, what follows
+cannot be compared.
 """
 
 from __future__ import annotations
@@ -93,10 +95,9 @@ class Comparison:
         return "undecided" if self.causes and self.last[0].aspect == "responses" else "different"
 
 
-def compare_chains(
-    first: Iterable[Link], second: Iterable[Link], begin: int = 0, end: int | None = None
-) -> Comparison:
-    """Compares iterations from `begin` to before `end` that both have, up to the first that differs.
+def compare_chains(first: Iterable[Link], second: Iterable[Link], begin: int = 0, end: int | None = None) -> Comparison:
+    """Compares iterations from `begin` to before `end` that both have, up to the first that
+    differs.
 
     Raises DataError where a line is damaged.
     """
@@ -117,9 +118,7 @@ def compare_chains(
     return Comparison(start, count, tuple(causes), differences, ())
 
 
-def _pairs(
-    first: Iterable[Link], second: Iterable[Link], begin: int, end: int | None
-) -> Iterator[tuple[Link, Link]]:
+def _pairs(first: Iterable[Link], second: Iterable[Link], begin: int, end: int | None) -> Iterator[tuple[Link, Link]]:
     """Lines of equal iterations. Both chains are in order, and only a line of each is held."""
     left, right = iter(first), iter(second)
     one, other = next(left, None), next(right, None)
@@ -165,9 +164,7 @@ def _own_causes(arrangement: dict[str, Any]) -> list[str]:
     return causes
 
 
-def compare_links(
-    one: Link, other: Link, rounding: Rounding | None, is_first: bool = False
-) -> Iterator[Difference]:
+def compare_links(one: Link, other: Link, rounding: Rounding | None, is_first: bool = False) -> Iterator[Difference]:
     """The differences of an iteration, causes first. rounding: None where bits must be equal."""
     iteration = one.iteration
     same_layout = all(one.arrangement.get(key) == other.arrangement.get(key) for key in _LAYOUT)
@@ -220,8 +217,7 @@ def _responses(one: Link, other: Link, mine: Responses, theirs: Responses) -> It
         place = mine.where(row)
         lengths = f"{mine.rows['length'][row]} and {theirs.rows['length'][row]} of them"
         text = (
-            f"{_named(place)} has other tokens, {lengths}; "
-            f"{np.count_nonzero(differs)} of {len(differs)} responses do"
+            f"{_named(place)} has other tokens, {lengths}; {np.count_nonzero(differs)} of {len(differs)} responses do"
         )
         yield Difference(one.iteration, "responses", text, response=place)
     elif one.context != other.context:

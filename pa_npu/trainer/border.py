@@ -123,8 +123,8 @@ class Border:
 def joint_digest(own: str, rank: int, reductions: Reductions, device: torch.device) -> str:
     """Returns one digest of all ranks' weights, equal on all of them. own: this rank's. Collective.
 
-    Each rank brings eight numbers of 32 bits that follow from its number and its digest. Their sums cannot overflow, and do not depend
-    on the order in which they are added.
+    Each rank brings eight numbers of 32 bits that follow from its number and its digest. Their sums
+    cannot overflow, and do not depend on the order in which they are added.
     """
     mixed = hashlib.blake2b(f"{rank} {own}".encode(), digest_size=32).digest()
     numbers = torch.from_numpy(np.frombuffer(mixed, "<u4").astype(np.int64)).to(device)
