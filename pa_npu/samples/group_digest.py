@@ -1,5 +1,4 @@
-"""A group's digests for the run's chain (telemetry/chain.py), taken from what goes into the rollout
-buffer."""
+"""Takes a group's digests for the run's chain (telemetry/chain.py) from what goes into the buffer."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from pa_npu.errors import UserError
+from pa_npu.viewer.chain import chain_view
 from pa_npu.viewer.run import RunDirectory
 
 LARGEST_BYTES = 48 << 20  # of an exported page
@@ -39,7 +40,7 @@ SCRIPTS = (
 def answer(runs: Sequence[RunDirectory], path: str) -> Any:
     """The data at a path, plain values; None where there is none. runs: the one that is viewed, then those it is compared with.
 
-    run, samples/N, timeline/N, log/NAME, compare.
+    run, samples/N, timeline/N, log/NAME, compare, chain.
     """
     run = runs[0]
     kind, _, which = path.partition("/")
@@ -47,6 +48,8 @@ def answer(runs: Sequence[RunDirectory], path: str) -> Any:
         return run.overview()
     if kind == "compare" and not which:
         return [other.overview() for other in runs[1:]]
+    if kind == "chain" and not which:
+        return chain_view(runs[0].directory, [other.directory for other in runs[1:]])
     if kind == "log" and (text := run.log(which)) is not None:
         return {"name": which, "text": text}
     if kind in ("samples", "timeline") and which.isascii() and which.isdigit() and len(which) < 11:
@@ -56,7 +59,7 @@ def answer(runs: Sequence[RunDirectory], path: str) -> Any:
 
 def export(runs: Sequence[RunDirectory], file: Path) -> str:
     """Writes the file; returns what was left out for its size, in words, or nothing. The newest iterations come first."""
-    data: dict[str, Any] = {"run": answer(runs, "run"), "compare": answer(runs, "compare")}
+    data: dict[str, Any] = {name: answer(runs, name) for name in ("run", "compare", "chain")}
     for process in data["run"]["processes"]:
         if process["log"]:
             data[f"log/{process['log']}"] = {
