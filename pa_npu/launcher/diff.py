@@ -17,11 +17,12 @@ import numpy as np
 from pa_npu.config.words import counted
 from pa_npu.errors import DataError
 from pa_npu.launcher.subcommands import refuse
-from pa_npu.launcher.tensor_difference import tensor_lines
+from pa_npu.launcher.tensor_difference import compare_checkpoints
 from pa_npu.telemetry.chain import read_chain
 from pa_npu.telemetry.chain_comparison import Comparison, Difference, Verdict, compare_chains
 from pa_npu.telemetry.sample_store import read_samples, sample_iterations
 
+_NO_CHECKPOINT = "which tensor differs is not known: the runs have no checkpoint of one version behind it"
 EXIT_CODES: dict[Verdict, int] = {"equal": 0, "rounding": 0, "different": 1, "undecided": 3}
 
 
@@ -37,24 +38,24 @@ def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
     comparison = compare_chains(read_chain(first), read_chain(second))
     if not comparison.iterations:
         raise DataError(f"{first} and {second} have no iteration in common; give runs that share some")
-    for line in comparison_lines(comparison, first, second):
-        print(line)
-    return EXIT_CODES[comparison.verdict]
+    code, lines = report(comparison, first, second)
+    print("\n".join(lines))
+    return code
 
 
-def comparison_lines(comparison: Comparison, first: Path, second: Path) -> list[str]:
-    """Says what was compared and what differs, for people."""
+def report(comparison: Comparison, first: Path, second: Path) -> tuple[int, list[str]]:
+    """Returns the exit code, and what was compared and what differs, for people."""
     last = comparison.begin + comparison.iterations - 1
     span = f"iterations {comparison.begin} to {last}" if comparison.iterations > 1 else f"iteration {last}"
     lines = [f"first {first}, second {second}: {span}"]
     lines += [f"bits may differ: {cause}" for cause in comparison.causes]
+    code = EXIT_CODES[comparison.verdict]
     if comparison.verdict == "equal":
-        return [*lines, "equal to the bit: data, responses, log-probs, rewards, gradients and weights"]
+        return code, [*lines, "equal to the bit: data, responses, log-probs, rewards, gradients and weights"]
     begin = comparison.differences[0].iteration
     if comparison.verdict == "rounding":
         lines += _named("the first bits differ", begin, comparison.differences)
-        lines += tensor_lines(first, second, begin)
-        return [*lines, f"equal within rounding over {counted(comparison.iterations, 'iteration')}"]
+        return _judge_weights(comparison, first, second, begin, lines)
     decisive = comparison.last
     if begin < decisive[0].iteration:
         lines += _named("the first bits differ, within rounding", begin, comparison.differences)
@@ -62,9 +63,26 @@ def comparison_lines(comparison: Comparison, first: Path, second: Path) -> list[
     lines += _named(word, decisive[0].iteration, decisive)
     if decisive[0].aspect == "responses" and decisive[0].response is not None:
         lines += token_lines(first, second, decisive[0].iteration, *decisive[0].response)
-    if decisive[0].aspect in ("gradient", "weights", "weights before"):
-        lines += tensor_lines(first, second, decisive[0].iteration)
-    return lines
+    if decisive[0].aspect in ("gradient", "weights"):
+        compared = compare_checkpoints(first, second, decisive[0].iteration)
+        lines.append(_NO_CHECKPOINT if compared is None else compared.line)
+    return code, lines
+
+
+def _judge_weights(
+    comparison: Comparison, first: Path, second: Path, begin: int, lines: list[str]
+) -> tuple[int, list[str]]:
+    """Of runs that are within rounding so far: so must be their last weights, as far as checkpoints show them."""
+    compared = compare_checkpoints(first, second, begin, begin=comparison.begin, last=True)
+    if compared is None:
+        lines.append(_NO_CHECKPOINT)
+    else:
+        lines.append(compared.line)
+        share = compared.of_update
+        if share is not None and comparison.rounding is not None and share > comparison.rounding.weights:
+            limit = comparison.rounding.weights
+            return EXIT_CODES["different"], [*lines, f"they differ in the weights, by more than {limit:g} of their way"]
+    return EXIT_CODES["rounding"], [*lines, f"equal within rounding over {counted(comparison.iterations, 'iteration')}"]
 
 
 def _named(word: str, iteration: int, differences: Sequence[Difference]) -> list[str]:

@@ -15,7 +15,7 @@ from pa_npu.checkpoints.directories import CHECKPOINTS
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError, PaNpuError, UserError
-from pa_npu.launcher.diff import EXIT_CODES, comparison_lines
+from pa_npu.launcher.diff import report
 from pa_npu.launcher.run_directory import CONFIG_FILE
 from pa_npu.telemetry.chain import CHAIN, read_chain
 from pa_npu.telemetry.chain_comparison import compare_chains
@@ -49,9 +49,8 @@ def replay(run_dir: Path, span: str, work: str | None, overrides: Sequence[str])
     comparison = compare_chains(read_chain(run_dir), read_chain(scratch), begin, end)
     if comparison.iterations < end - begin and comparison.verdict in ("equal", "rounding"):
         raise ReplayFailed(f"the repetition has {comparison.iterations} of {end - begin} iterations; see {directory}")
-    for line in comparison_lines(comparison, run_dir, scratch):
-        print(line)
-    code = EXIT_CODES[comparison.verdict]
+    code, lines = report(comparison, run_dir, scratch)
+    print("\n".join(lines))
     if work is None and code == 0:
         shutil.rmtree(directory, ignore_errors=True)
     else:

@@ -18,6 +18,7 @@ import torch
 
 from pa_npu.algorithm.update_sums import Reductions
 from pa_npu.checkpoints.ahead import AheadIteration
+from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
@@ -67,8 +68,10 @@ class Border:
         self._buffer = open_buffer(config, channel)
         self._when = PublishWhen(config, learner)
         self._swaps_to: int | None = None  # the version that engines have received and do not hold yet
+        # replicas that take no part in a publish hold copies of the first one's weights
+        trained = no_digest if learner.publisher is None else learner.backend.digest
         self._publish = TrainerPublish(
-            channel, learner.publish, learner.backend.digest, rank, stage, config.border_timeout_s, timeline
+            channel, learner.publish, trained, rank, stage, config.border_timeout_s, timeline
         )
 
     def cross(
@@ -89,7 +92,7 @@ class Border:
         self._swaps_to = version if published.delayed else None
         checkpoint = save(version) if report is not None else CheckpointReport()
         backend = self._learner.backend
-        weights = joint_digest(published.policy, self._rank, backend.reductions, backend.device)
+        weights = joint_digest(published.policy, backend.place, backend.reductions, backend.device)
         if self._rank == 0:
             crossed = BorderReport(published.wait_s, published.send_s, checkpoint, decided, weights)
             BORDER.put(self._channel, crossed, version=version)
@@ -120,15 +123,23 @@ class Border:
         return rollouts_ahead(self._config, self._channel, self._buffer, version)
 
 
-def joint_digest(own: str, rank: int, reductions: Reductions, device: torch.device) -> str:
-    """Returns one digest of all ranks' weights, equal on all of them. own: this rank's. Collective.
+def no_digest() -> str:
+    """The digest of a rank whose weights another rank has too."""
+    return ""
 
-    Each rank brings eight numbers of 32 bits that follow from its number and its digest. Their sums
+
+def joint_digest(own: str, place: Place, reductions: Reductions, device: torch.device) -> str:
+    """Returns one digest of all ranks' weights, equal on all of them. own: this rank's, or empty. Collective.
+
+    Each rank brings eight numbers of 32 bits that follow from its place and its digest. Their sums
     cannot overflow, and do not depend on the order in which they are added.
     """
-    mixed = hashlib.blake2b(f"{rank} {own}".encode(), digest_size=32).digest()
-    numbers = torch.from_numpy(np.frombuffer(mixed, "<u4").astype(np.int64)).to(device)
-    sums = reductions.ranks(numbers).cpu().numpy().astype("<i8")
+    numbers = torch.zeros(8, dtype=torch.int64)
+    if own:
+        where = f"{place.stage} {place.tensor} {place.replica} {own}"
+        mixed = hashlib.blake2b(where.encode(), digest_size=32).digest()
+        numbers = torch.from_numpy(np.frombuffer(mixed, "<u4").astype(np.int64))
+    sums = reductions.ranks(numbers.to(device)).cpu().numpy().astype("<i8")
     return hashlib.blake2b(sums.tobytes(), digest_size=16).hexdigest()
 
 
