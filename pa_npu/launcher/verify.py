@@ -238,16 +238,14 @@ def _check_samples(link: Link, rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         where = f"samples: iteration {link.iteration}, group {row['index']}, response {row['response']}"
         place = place_of.get(row["index"])
-        number = None if place is None else int(table.starts[place]) + row["response"]
-        if number is None or number >= len(table.rows) or table.where(number) != (row["index"], row["response"]):
+        number = -1 if place is None else int(table.starts[place]) + row["response"]
+        if not 0 <= number < table.size or table.where(number) != (row["index"], row["response"]):
             raise Violation(f"{where}: the chain has no such response")
-        expected = table.rows[number]
-        tokens = np.asarray(row["tokens"], "<i4")
-        logprobs = np.asarray(row["logprobs"], "<f4")
-        if len(tokens) != expected["length"] or zlib.crc32(tokens.tobytes()) != expected["tokens"]:
-            raise Violation(f"{where}: its tokens are not those that were trained")
-        if zlib.crc32(logprobs.tobytes()) != expected["logprobs"]:
-            raise Violation(f"{where}: its log-probs are not those that were trained")
+        expected = {name: column[number] for name, column in table.rows.items()}
+        arrays = {"tokens": np.asarray(row["tokens"], "<i4"), "logprobs": np.asarray(row["logprobs"], "<f4")}
+        for name, values in arrays.items():
+            if len(values) != expected["length"] or zlib.crc32(values.tobytes()) != expected[name]:
+                raise Violation(f"{where}: its {name} are not those that were trained")
         for name in ("reward", "advantage"):
             value = np.float32(row[name])
             if value.tobytes() != expected[name].tobytes():

@@ -9,32 +9,36 @@ from collections.abc import Mapping
 import numpy as np
 
 from pa_npu.samples.group import Group
-from pa_npu.telemetry.chain import RESPONSE, GroupDigest
+from pa_npu.telemetry.chain import NUMBERS, GroupDigest
 
 
 def digest_group(group: Group, slots: Mapping[tuple[int, int], tuple[int, int] | None]) -> GroupDigest:
-    """slots: each (replica, slot) that has the group, and which responses that replica trains;
-    None: all."""
+    """slots: each (replica, slot) that has the group, and which responses that replica trains; None: all."""
     size = group.num_samples
     tokens, logprobs = group.tokens[group.trained], group.logprobs[group.trained]
     lengths = group.trained_lengths
+    # a response's first run of trained tokens has its advantage
+    run_starts = group.runs[0]
+    first_rows = run_starts[np.searchsorted(run_starts, group.offsets()[:-1])]
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    # a response's first trained token has its advantage
-    first_rows = np.flatnonzero(group.trained)[starts]
-    responses = np.empty(size, RESPONSE)
     bounds = list(zip(starts.tolist(), ends.tolist(), strict=True))
-    responses["tokens"] = [zlib.crc32(tokens[start:end].data) for start, end in bounds]
-    responses["logprobs"] = [zlib.crc32(logprobs[start:end].data) for start, end in bounds]
-    responses["length"] = lengths
-    responses["logprob_sum"] = np.add.reduceat(logprobs, starts, dtype=np.float64)
-    responses["reward"] = group.rewards
-    responses["advantage"] = group.advantages[first_rows]
-    places = tuple((*slot, *(part or (0, size))) for slot, part in slots.items())
+    token_bytes, logprob_bytes = memoryview(tokens), memoryview(logprobs)
+    numbers = {
+        "tokens": [zlib.crc32(token_bytes[start:end]) for start, end in bounds],
+        "logprobs": [zlib.crc32(logprob_bytes[start:end]) for start, end in bounds],
+        "length": lengths,
+        "logprob_sum": np.add.reduceat(logprobs, starts, dtype=np.float64),
+        "reward": group.rewards,
+        "advantage": group.advantages[first_rows],
+    }
+    responses = np.empty((len(NUMBERS), size), "<u4")
+    for row, (name, kind) in enumerate(NUMBERS.items()):
+        responses[row].view(kind)[:] = numbers[name]
     return GroupDigest(
         index=group.index,
         prompt=group.prompt_id,
-        places=places,
+        places=tuple([(*slot, *(part or (0, size))) for slot, part in slots.items()]),
         context=_context(group),
         tokens=_digest(tokens),
         logprobs=_digest(logprobs),
@@ -47,11 +51,13 @@ def _digest(array: np.ndarray) -> bytes:
 
 
 def _context(group: Group) -> bytes:
-    """Of what trainers get beside the policy's tokens and their log-probs."""
-    digest = hashlib.blake2b(digest_size=16)
-    for array in (group.lengths, group.tokens, group.trained, group.versions, group.finished):
-        digest.update(np.ascontiguousarray(array).data)
+    """Of what trainers get beside the policy's tokens, their log-probs, rewards and advantages.
+
+    Runs of trained tokens say which these are, and have one version each; nothing is read twice.
+    """
+    starts, ends = group.runs
+    arrays = [group.lengths, group.finished, starts, ends, group.versions[starts], group.tokens[~group.trained]]
+    pieces = [array.tobytes() for array in arrays]
     for column in sorted(group.columns, key=lambda column: column.name):
-        digest.update(column.name.encode())
-        digest.update(np.ascontiguousarray(group.columns[column]).tobytes())
-    return digest.digest()
+        pieces += [column.name.encode(), group.columns[column].tobytes()]
+    return hashlib.blake2b(b"".join(pieces), digest_size=16).digest()

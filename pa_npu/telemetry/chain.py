@@ -18,7 +18,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,25 +28,22 @@ import numpy as np
 
 from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.errors import DataError
-from pa_npu.telemetry.records import RecordFile, drop_records, json_line
+from pa_npu.telemetry.records import RecordFile, drop_records
 
 CHAIN = "chain.jsonl"
 
-RESPONSE = np.dtype(
-    [
-        ("tokens", "<u4"),
-        ("logprobs", "<u4"),
-        ("length", "<u4"),
-        ("logprob_sum", "<f4"),
-        ("reward", "<f4"),
-        ("advantage", "<f4"),
-    ]
-)
-"""One response: CRC-32 of its trained tokens (int32) and of the engine's log-probs of them
-(float32), their number, the log-probs' sum, and its reward and advantage as they are."""
-_GROUP = np.dtype([("index", "<i4"), ("prompt", "<i8"), ("responses", "<u4")])
+NUMBERS = {
+    "tokens": "<u4",
+    "logprobs": "<u4",
+    "length": "<u4",
+    "logprob_sum": "<f4",
+    "reward": "<f4",
+    "advantage": "<f4",
+}
+"""The numbers of a response, each of 4 bytes: CRC-32 of its trained tokens (int32) and of the
+engine's log-probs of them (float32), how many there are, the log-probs' sum, its reward and advantage."""
+_ROWS = {name: row for row, name in enumerate(NUMBERS)}
 _LONGEST_LINE_BYTES = 64 << 20
-_LARGEST_TABLE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +53,7 @@ class GroupDigest:
     index: its dispatch index. places: (replica, slot, first response, number behind the last one)
     of each replica that trains some of it. context: of all its tokens, which of them are trained,
     the versions that wrote them, and declared columns. tokens, logprobs: of trained tokens.
-    responses: RESPONSE [responses].
+    responses: the bits of their NUMBERS, uint32 [numbers, responses].
     """
 
     index: int
@@ -77,7 +73,7 @@ class Link:
     and nothing else, by name. software: versions, and devices, by name. model: fingerprint of
     model.path. data: of the position in the data before the iteration. prompts, context, tokens,
     logprobs, rewards, advantages: of all groups by dispatch index; places: of their replicas and
-    slots. responses: what `pack` makes of the groups. gradient_norms: float.hex of each update's.
+    slots. responses: numbers of each response, see `table`. gradient_norms: float.hex of each update's.
     weights_before, weights_after: of all ranks' shares, hence comparable between equal layouts of
     trainers; empty where no trainer said it. record, samples: of the iteration's lines in
     metrics.jsonl and samples.jsonl. checkpoints: by version, the digest in pa_npu.json of those
@@ -117,13 +113,17 @@ class Link:
 
 @dataclass(frozen=True, eq=False)
 class Responses:
-    """The responses of an iteration, by dispatch index. rows: RESPONSE [all responses]; starts:
-    int64 [groups], where each begins."""
+    """The responses of an iteration. indices, prompts: of groups, by dispatch index; starts: the row
+    of each group's first response; all int64 [groups]. rows: NUMBERS, each [responses]."""
 
     indices: np.ndarray
     prompts: np.ndarray
     starts: np.ndarray
-    rows: np.ndarray
+    rows: Mapping[str, np.ndarray]
+
+    @property
+    def size(self) -> int:
+        return len(self.rows["length"])
 
     def where(self, row: int) -> tuple[int, int]:
         """Returns the dispatch index of a row's group, and the response's number in it."""
@@ -148,41 +148,39 @@ def lines_digest(lines: Sequence[str]) -> str:
 def group_fields(groups: Sequence[GroupDigest]) -> dict[str, Any]:
     """The fields of a Link that follow from its groups."""
     ordered = sorted(groups, key=lambda group: group.index)
-    rows = np.concatenate([group.responses for group in ordered]) if ordered else np.empty(0, RESPONSE)
-    heads = np.array([(group.index, group.prompt, len(group.responses)) for group in ordered], _GROUP)
-    places = sorted((*place, group.index) for group in ordered for place in group.places)
+    heads = np.array([(group.index, group.prompt, group.responses.shape[1]) for group in ordered], "<i8")
+    heads = heads.reshape(-1, 3).T
+    none = np.empty((len(NUMBERS), 0), "<u4")
+    numbers = np.concatenate([none, *(group.responses for group in ordered)], axis=1)
+    places = sorted([(*place, group.index) for group in ordered for place in group.places])
     return {
         "groups": len(ordered),
         "prompts": digest_of(heads.tobytes()),
         "context": digest_of(b"".join([group.context for group in ordered])),
         "tokens": digest_of(b"".join([group.tokens for group in ordered])),
         "logprobs": digest_of(b"".join([group.logprobs for group in ordered])),
-        "rewards": digest_of(rows["reward"].tobytes()),
-        "advantages": digest_of(rows["advantage"].tobytes()),
-        "places": digest_of_values(places),
-        "responses": pack(heads, rows),
+        "rewards": digest_of(numbers[_ROWS["reward"]].tobytes()),
+        "advantages": digest_of(numbers[_ROWS["advantage"]].tobytes()),
+        "places": digest_of(np.array(places, "<i8").tobytes()),
+        "responses": base64.b64encode(heads.tobytes() + numbers.tobytes()).decode(),
     }
 
 
-def pack(heads: np.ndarray, rows: np.ndarray) -> str:
-    """heads: _GROUP [groups]. rows: RESPONSE [responses], of the groups in this order."""
-    return base64.b64encode(zlib.compress(heads.tobytes() + rows.tobytes(), 1)).decode()
-
-
 def unpack(text: str, groups: int, what: str) -> Responses:
-    """Undoes `pack`. Raises DataError."""
+    """The responses in a Link's field. Raises DataError."""
     try:
-        unpacker = zlib.decompressobj()
-        data = unpacker.decompress(base64.b64decode(text, validate=True), _LARGEST_TABLE_BYTES)
-        end = groups * _GROUP.itemsize
-        heads = np.frombuffer(data[:end], _GROUP, groups)
-        rows = np.frombuffer(data[end:], RESPONSE)
-    except (ValueError, zlib.error) as error:
+        data = base64.b64decode(text, validate=True)
+        end = 3 * groups * np.dtype("<i8").itemsize
+        indices, prompts, sizes = np.frombuffer(data[:end], "<i8", 3 * groups).reshape(3, groups)
+        numbers = np.frombuffer(data[end:], "<u4").reshape(len(NUMBERS), -1)
+    except ValueError as error:
         raise DataError(f"{CHAIN}: {what}: its responses cannot be read ({error}); the line is damaged") from None
-    if int(heads["responses"].sum(dtype=np.int64)) != len(rows):
-        raise DataError(f"{CHAIN}: {what}: {len(rows)} responses are not those of {groups} groups; the line is damaged")
-    starts = np.cumsum(heads["responses"], dtype=np.int64) - heads["responses"]
-    return Responses(heads["index"], heads["prompt"], starts, rows)
+    if (sizes < 1).any() or int(sizes.sum()) != numbers.shape[1]:
+        raise DataError(
+            f"{CHAIN}: {what}: {numbers.shape[1]} responses are not those of {groups} groups; the line is damaged"
+        )
+    rows = {name: numbers[row].view(NUMBERS[name]) for name, row in _ROWS.items()}
+    return Responses(indices, prompts, np.cumsum(sizes) - sizes, rows)
 
 
 class ChainWriter:
@@ -206,8 +204,9 @@ class ChainWriter:
         """Writes the line of these values: all of Link's but before, digest and actual."""
         line = asdict(Link(**values, before=self._before))
         del line["digest"], line["actual"]
-        line["digest"] = self._before = digest_of(json_line(line).encode())
-        self._file.write(json_line(line))
+        text = json.dumps(line)
+        self._before = digest_of(text.encode())
+        self._file.write(f'{text[:-1]}, "digest": "{self._before}"}}')
 
     def close(self) -> None:
         self._file.close()
@@ -247,6 +246,6 @@ def _link(line: bytes, where: str) -> Link:
     try:
         values = json.loads(line)
         digest = values.pop("digest")
-        return msgspec.convert({**values, "digest": digest, "actual": digest_of(json_line(values).encode())}, Link)
+        return msgspec.convert({**values, "digest": digest, "actual": digest_of(json.dumps(values).encode())}, Link)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{where}: is no line of a chain ({error}); it was changed, or is of another release") from None

@@ -202,7 +202,7 @@ def compare_links(one: Link, other: Link, rounding: Rounding | None, is_first: b
 def _prompts(one: Link, other: Link) -> Difference:
     mine, theirs = one.table(), other.table()
     text = f"it has {one.groups} and {other.groups} groups"
-    sizes = [np.diff(np.append(table.starts, len(table.rows))) for table in (mine, theirs)]
+    sizes = [np.diff(np.append(table.starts, table.size)) for table in (mine, theirs)]
     for place in range(min(one.groups, other.groups)):
         number = int(mine.indices[place])
         if mine.prompts[place] != theirs.prompts[place]:
