@@ -69,7 +69,7 @@ def test_one_bit_that_a_reward_lost_is_found_by_repeating_and_everything_before_
 ) -> None:
     attach = shared_engine(tiny / "model")
     run_dir, flip = tmp_path / "run", tmp_path / "flip"
-    arguments = settings(tiny, run_dir, **KEYS, **{"rollout.attach": attach, "checkpoint.every": 0})
+    arguments = settings(tiny, run_dir, **KEYS | {"rollout.attach": attach, "checkpoint.every": 0})
     run = launch("run", *arguments, **{FLIP_FILE: str(flip)})
     run.wait_for(lambda: (run_dir / CHAIN).is_file() and any(read_chain(run_dir)), "the first iteration", TIMEOUT_S)
     flip.touch()
