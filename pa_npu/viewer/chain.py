@@ -44,7 +44,14 @@ def _difference(run: Path, other: Path) -> dict[str, Any]:
     begin, iterations: what was compared. causes: why bits may differ. since: the first iteration in
     which something does; found: of that iteration, or of the one that decides, each aspect and text.
     """
-    empty = {"run": str(other), "verdict": None, "begin": None, "iterations": 0, "causes": [], "since": None}
+    empty: dict[str, Any] = {
+        "run": str(other),
+        "verdict": None,
+        "begin": None,
+        "iterations": 0,
+        "causes": [],
+        "since": None,
+    }
     try:
         comparison = compare_chains(read_chain(run), read_chain(other))
     except DataError as error:
