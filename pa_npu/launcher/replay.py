@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pa_npu import platform
 from pa_npu.checkpoints import directories
 from pa_npu.checkpoints.directories import CHECKPOINTS
 from pa_npu.config.load import load_config
@@ -30,11 +31,13 @@ class ReplayFailed(PaNpuError):
 
 
 def replay(run_dir: Path, span: str, work: str | None, overrides: Sequence[str]) -> int:
-    """Repeats `span`, "A:B", prints how it compares, and returns the exit code. Raises UserError,
-    ReplayFailed."""
+    """Repeats `span`, "A:B", prints how it compares, and returns the exit code.
+
+    Raises UserError, ReplayFailed.
+    """
     begin, end = _span(run_dir, span)
     config = load_config([str(run_dir / CONFIG_FILE)])
-    checkpoint = _checkpoint(run_dir, begin)
+    checkpoint = _checkpoint(run_dir, begin, config.checkpoint.load)
     if work is not None:
         directory = Path(work)
         if directory.exists():
@@ -43,7 +46,12 @@ def replay(run_dir: Path, span: str, work: str | None, overrides: Sequence[str])
     else:
         directory = Path(tempfile.mkdtemp(prefix="pa_npu_replay_"))
     scratch = directory / "run"
-    settings = [*_settings(config, checkpoint, scratch, end), *overrides]
+    settings = _settings(config, checkpoint, scratch, end)
+    kind = config.run.device
+    if kind in platform.KINDS and platform.missing(kind) is not None:
+        print(f"no {kind} here: the repetition takes the devices that are")
+        settings.append("run.device=auto")
+    settings += overrides
     print(f"repeating iterations {begin} to {end - 1} in {scratch}", flush=True)
     _run(run_dir, settings, directory, scratch, end)
     comparison = compare_chains(read_chain(run_dir), read_chain(scratch), begin, end)
@@ -71,12 +79,15 @@ def _span(run_dir: Path, span: str) -> tuple[int, int]:
     return int(begin), int(end)
 
 
-def _checkpoint(run_dir: Path, version: int) -> Path | None:
-    """Where the repetition goes on from; None for the model that the run began with."""
+def _checkpoint(run_dir: Path, version: int, loaded: str | None) -> Path | None:
+    """Where the repetition goes on from; None for the model that the run began with.
+
+    loaded: the checkpoint that the run itself went on from at last, which may be another run's.
+    """
     parent = run_dir / CHECKPOINTS
-    path = parent / directories.directory_name(version)
-    if directories.problem(path) is None:
-        return path.resolve()
+    for path in (parent / directories.directory_name(version), *([Path(loaded)] if loaded else [])):
+        if directories.version_of(path) == version and directories.problem(path) is None:
+            return path.resolve()
     if version == 0:
         return None
     complete = [str(directories.version_of(path)) for path in directories.complete(parent)]
@@ -129,19 +140,25 @@ def _run(run_dir: Path, settings: Sequence[str], directory: Path, scratch: Path,
             while launcher.poll() is None and not stopped:
                 time.sleep(_LOOK_EVERY_S)
                 stopped = _has_iterations(scratch, end) and launcher.poll() is None
-            if stopped:
-                launcher.terminate()
-            code = launcher.wait(_STOP_S if stopped else None)
         finally:
-            if launcher.poll() is None:
-                launcher.terminate()
-                launcher.wait(_STOP_S)
-    if code and not stopped:
+            _stop(launcher)
+    if launcher.returncode and not stopped:
         lines = (directory / OUTPUT).read_text(errors="replace").strip().splitlines()
         raise ReplayFailed(
-            f"the repetition ended with exit code {code}: {lines[-1] if lines else 'it said nothing'}; see "
+            f"the repetition ended with exit code {launcher.returncode}: {lines[-1] if lines else 'it said nothing'}; see "
             f"{directory / OUTPUT}"
         )
+
+
+def _stop(launcher: subprocess.Popen[bytes]) -> None:
+    """Ends the launcher, which ends its processes, also if it is killed."""
+    if launcher.poll() is None:
+        launcher.terminate()
+        try:
+            launcher.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            launcher.kill()
+            launcher.wait()
 
 
 def _has_iterations(scratch: Path, end: int) -> bool:

@@ -10,7 +10,10 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from pa_npu.checkpoints.provenance import Change, change_of
+from pa_npu.config.load import load_config
 from pa_npu.launcher.cli import main
+from pa_npu.launcher.replay import _settings
 from pa_npu.telemetry.chain import CHAIN
 from tests.helpers.chained_run import make_chained_run, step
 
@@ -190,3 +193,19 @@ def test_diff_says_where_it_cannot_name_the_token(
     other = make_chained_run(tmp_path / "other", steps, tmp_path / "model")
     assert main(["diff", str(run), str(other)]) == 1
     assert "not both runs kept this response (telemetry.samples)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("decay", ["constant", "linear"])
+def test_a_repetition_changes_no_key_that_would_make_it_another_run(decay: str, run: Path, tmp_path: Path) -> None:
+    file = str(run / "config.yaml")
+    config = load_config([file], [f"optimizer.decay={decay}", "schedule.iterations=9"])
+    settings = _settings(config, run / "checkpoints" / "iteration_000002", tmp_path / "scratch", 3)
+    keys = [setting.partition("=")[0] for setting in settings]
+    assert {change_of(key) for key in keys} <= {Change.SILENT, Change.SAME_RUN}
+    assert ("schedule.iterations" in keys) == (decay == "constant"), "a rate that decays depends on their number"
+    repeated = load_config([file], settings)
+    assert repeated.run.dir == str(tmp_path / "scratch") and repeated.telemetry.samples == "all"
+    assert (str(repeated.checkpoint.load), repeated.checkpoint.resume) == (
+        str(config.run.dir) + "/checkpoints/iteration_000002",
+        None,
+    )
