@@ -1,5 +1,4 @@
-"""Compares the chains of two runs: since which iteration they differ, in what first, and by how
-much.
+"""Compares the chains of two runs: since when they differ, in what first, and by how much.
 
 What an iteration computes follows from what stands before it in this order, so that the first
 difference is the cause of the others:
