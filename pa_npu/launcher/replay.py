@@ -53,7 +53,7 @@ def replay(run_dir: Path, span: str, work: str | None, overrides: Sequence[str])
         settings.append("run.device=auto")
     settings += overrides
     print(f"repeating iterations {begin} to {end - 1} in {scratch}", flush=True)
-    _run(run_dir, settings, directory, scratch, end)
+    _run(run_dir, settings, directory, scratch, None if _ends_by_itself(config) else end)
     comparison = compare_chains(read_chain(run_dir), read_chain(scratch), begin, end)
     if comparison.iterations < end - begin and comparison.verdict in ("equal", "rounding"):
         raise ReplayFailed(f"the repetition has {comparison.iterations} of {end - begin} iterations; see {directory}")
