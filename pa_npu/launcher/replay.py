@@ -128,9 +128,11 @@ def _ends_by_itself(config: Config) -> bool:
     return config.optimizer.decay == "constant" and config.publish.divergence is None
 
 
-def _run(run_dir: Path, settings: Sequence[str], directory: Path, scratch: Path, end: int) -> None:
-    """Starts the launcher as a user would, and stops it behind the last iteration where it does not
-    end there."""
+def _run(run_dir: Path, settings: Sequence[str], directory: Path, scratch: Path, end: int | None) -> None:
+    """Starts the launcher as a user would, and waits for its end.
+
+    end: the iteration before which to stop it; None where it ends by itself, with a last checkpoint.
+    """
     command = [sys.executable, "-m", "pa_npu.launcher", "run", "--config", str(run_dir / CONFIG_FILE), *settings]
     stopped = False
     with (directory / OUTPUT).open("wb") as output:
@@ -139,7 +141,7 @@ def _run(run_dir: Path, settings: Sequence[str], directory: Path, scratch: Path,
             # the run has deadlines of its own for all it waits for
             while launcher.poll() is None and not stopped:
                 time.sleep(_LOOK_EVERY_S)
-                stopped = _has_iterations(scratch, end) and launcher.poll() is None
+                stopped = end is not None and _has_iterations(scratch, end) and launcher.poll() is None
         finally:
             _stop(launcher)
     if launcher.returncode and not stopped:
