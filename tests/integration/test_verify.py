@@ -77,7 +77,8 @@ def test_one_bit_that_a_reward_lost_is_found_by_repeating_and_everything_before_
     assert not flip.exists(), "a bit was flipped"
     assert API_KEY not in (run_dir / CHAIN).read_text()
 
-    code, printed = ended(launch("verify", str(run_dir), "--replay", f"0:{ITERATIONS}", f"rollout.attach={attach}"))
+    repeat = ["--replay", f"0:{ITERATIONS}", "--work", str(tmp_path / "repeated"), f"rollout.attach={attach}"]
+    code, printed = ended(launch("verify", str(run_dir), *repeat))
     assert code == 1, printed
     assert "all of it holds" in printed, "by its files nothing is wrong"
     named = [line for line in printed.splitlines() if line.startswith("they differ in iteration ")]
@@ -123,5 +124,6 @@ def test_another_number_of_replicas_repeats_it_within_rounding(
     assert f"equal within rounding over {ITERATIONS - 1} iterations" in printed, printed
     assert f"checkpoints of version {ITERATIONS}: " in printed, printed
 
-    code, printed = ended(launch("verify", str(run_dir), *arguments, "optimizer.learning_rate=1.01e-3"))
+    arguments += ["--work", str(tmp_path / "repeated"), "optimizer.learning_rate=1.01e-3"]
+    code, printed = ended(launch("verify", str(run_dir), *arguments))
     assert code == 1 and "first in the configuration" in printed, "negative control"
