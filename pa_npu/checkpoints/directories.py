@@ -76,9 +76,13 @@ class CheckpointMeta:
     base: str | None = None
     chat_template: str | None = None
 
+    @property
+    def digest(self) -> str:
+        """The digest of all values, and through `digests` of all files."""
+        return _seal(asdict(self))
+
     def dump(self) -> str:
-        values = asdict(self)
-        return json.dumps({**values, _SEAL: _seal(values)}, indent=1)
+        return json.dumps({**asdict(self), _SEAL: self.digest}, indent=1)
 
 
 def directory_name(version: int) -> str:

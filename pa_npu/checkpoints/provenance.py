@@ -144,6 +144,55 @@ def config_digest(config: Config) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+# Paths whose content has a fingerprint of its own, and names that only this machine knows.
+_PLACES = ("data.train", "model.adapter")
+# Keys that may change the bits of what is computed, and nothing else about it.
+_ARRANGEMENT = (
+    "run.device",
+    "run.deterministic",
+    "model.dtype",
+    "model.head_chunk_tokens",
+    "rollout.backend",
+    "rollout.tensor_parallel",
+    "rollout.batch_invariant",
+    "trainer.backend",
+    "trainer.devices",
+    "trainer.shards",
+    "trainer.tensor_parallel",
+    "trainer.pipeline_parallel",
+    "trainer.expert_parallel",
+    "trainer.recompute",
+    "trainer.frozen_pass",
+    "microbatch.responses",
+    "microbatch.max_tokens",
+    "attention.shared_prompt",
+    "attention.implementation",
+    "schedule.order",
+    "publish.mode",
+)
+
+
+def trained_configuration(tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys that make a run another run, by name, where they are not at their defaults.
+
+    Secrets and paths of data are left out. tree: a resolved configuration, as it is or as checkpoints hold it.
+    """
+    defaults = {key.name: _plain(key.default) for key in all_keys() if not key.required}
+    return {
+        key: value
+        for key, value in sorted(_flat(shared_tree(tree)).items())
+        if change_of(key) in (Change.NEW_RUN, Change.NEVER)
+        and not key.startswith(_PLACES)
+        and value != defaults.get(key)
+    }
+
+
+def arrangement_of(tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys that may change the bits of what is computed and nothing else, by name."""
+    values = _flat(tree)
+    return {key: values.get(key) for key in _ARRANGEMENT}
+
+
 def model_fingerprint(path: str | Path) -> str:
     """Changes with the HF model's config.json, and with the size, beginning or end of a weight file."""
     digest = hashlib.blake2b(digest_size=8)

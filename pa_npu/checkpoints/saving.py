@@ -104,6 +104,9 @@ class Checkpointing:
         self._parent = Path(config.run.dir) / store.CHECKPOINTS
         self._saving: _Saving | None = None
         self._why = ""  # of the last failure
+        self._completed: tuple[int, str] | None = (
+            None  # on rank 0: a version, and its digest, that no report has named yet
+        )
         self.saved: int | None = None
 
     def load(self) -> int:
@@ -131,7 +134,9 @@ class Checkpointing:
             failed = self._complete(wait=due)
             if due:
                 failed = self._begin(version) or failed
-        return CheckpointReport(time.perf_counter() - start, failed)
+        completed, digest = self._completed or (None, None)
+        self._completed = None
+        return CheckpointReport(time.perf_counter() - start, failed, completed, digest)
 
     def finish(self, version: int) -> None:
         """Save the last version unless that is done. Raises CheckpointError on all ranks when it cannot be saved."""
@@ -222,6 +227,7 @@ class Checkpointing:
             **saving.plan.description,
         )
         final = store.commit(saving.directory, meta)
+        self._completed = saving.version, meta.digest
         logger.info("saved checkpoint %s, %.2f s after its beginning", final, now() - saving.began_s)
         try:
             self._retain()

@@ -121,12 +121,16 @@ class AgreementReport:
 
 @dataclass(frozen=True)
 class IterationReport:
-    """The trainers' part of an iteration's line in metrics.jsonl, but for the border at its end (BorderReport)."""
+    """The trainers' part of an iteration's line in metrics.jsonl, but for the border at its end (BorderReport).
+
+    gradient_norms: of each update, for the run's chain, which has their bits.
+    """
 
     iteration: int
     training: UpdateReport
     probe: ProbeReport
     agreement: AgreementReport
+    gradient_norms: tuple[float, ...] = ()
 
     def record(self) -> dict[str, Any]:
         """Its fields under the names of metrics.jsonl, those that are None left out."""
@@ -138,10 +142,13 @@ REPORT = Topic("iterations/{iteration}/report", IterationReport, "trainers: the 
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """The checkpoint work after a publish: seconds that training stood still, a version that failed."""
+    """The checkpoint work after a publish: seconds that training stood still, a version that failed, and one that was completed
+    with the digest that its pa_npu.json has of itself."""
 
     checkpoint_s: float | None = None
     checkpoint_failed: int | None = None
+    checkpoint_completed: int | None = None
+    checkpoint_digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -156,12 +163,13 @@ class DivergenceReport:
 @dataclass(frozen=True)
 class BorderReport:
     """A border as rank 0 saw it, from its announcement to the end of the publish. border_send_s: its own sending, border_wait_s:
-    the rest. divergence: DivergenceReport of publish.divergence."""
+    the rest. divergence: DivergenceReport of publish.divergence. weights: digest of all ranks' weights, for the run's chain."""
 
     border_wait_s: float
     border_send_s: float = 0.0
     checkpoint: CheckpointReport = CheckpointReport()
     divergence: DivergenceReport = DivergenceReport()
+    weights: str = ""
 
     def record(self) -> dict[str, Any]:
         """Its fields under the names of metrics.jsonl, those that are None left out."""

@@ -27,7 +27,9 @@ from pa_npu.coordinator.variants import Variant
 from pa_npu.data.stream import Outcome
 from pa_npu.dispatch.assignment import Assignment, GroupCost
 from pa_npu.samples.group import Group
+from pa_npu.samples.group_digest import digest_group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.telemetry.chain import GroupDigest
 from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
 
 Sums = defaultdict[str, float]
@@ -89,7 +91,7 @@ class Delivery:
             await loop.run_in_executor(self.store_thread, self.buffer.put, sent, *slot)
         for tell in self.told:
             tell(group, scored)
-        self.production.put(group, scored, advantages, {replica: part for (replica, _), part in slots.items()})
+        self.production.put(group, scored, advantages, slots)
 
     def _cost(self, scored: ScoredGroup) -> float:
         return self.work(*scored.trained_as)
@@ -120,14 +122,16 @@ class Produced:
     """One iteration's production when it is over.
 
     numbers: the coordinator's part of the iteration record that does not depend on wall time between publishes. samples: for
-    samples.jsonl. dispatched: what trainers compare with what they have trained (I2). kept: for RUN/samples; outcomes: of all
-    prompts that were asked, in order of dispatch; both empty where the iteration was produced before a restart.
+    samples.jsonl. dispatched: what trainers compare with what they have trained (I2). digests: of its groups, for the
+    run's chain. kept: for RUN/samples; outcomes: of all prompts that were asked, in order of dispatch; both empty where the
+    iteration was produced before a restart.
     """
 
     iteration: int
     numbers: dict[str, Any]
     samples: list[dict[str, Any]]
     dispatched: Dispatched
+    digests: Sequence[GroupDigest] = ()
     kept: Sequence[KeptResponse] = ()
     outcomes: Sequence[Outcome] = ()
 
@@ -146,6 +150,7 @@ class Production(Variant):
         self._samples: list[dict[str, Any]] = []
         self._kept: list[KeptResponse] = []
         self._in_buffer: list[DispatchedGroup] = []
+        self._digests: list[GroupDigest] = []
         self._outcomes: dict[int, Outcome] = {}  # by dispatch index
         self._dispatched_correct = 0.0
         self._trained: list[tuple[float, ...]] = []  # numbers of each group that is trained, see add and end
@@ -191,10 +196,18 @@ class Production(Variant):
             self._samples.append(_sample(self.iteration, index, group))
 
     def put(
-        self, group: Group, scored: ScoredGroup, advantages: np.ndarray, parts: Mapping[int, tuple[int, int] | None]
+        self,
+        group: Group,
+        scored: ScoredGroup,
+        advantages: np.ndarray,
+        slots: Mapping[tuple[int, int], tuple[int, int] | None],
     ) -> None:
-        """A group is in the buffer. parts: by replica which samples it trains; None: all. advantages: float32 [samples]."""
-        for replica, part in parts.items():
+        """Notes a group that is in the buffer. advantages: float32 [samples].
+
+        slots: by (replica, slot), which samples that replica trains; None: all.
+        """
+        self._digests.append(digest_group(group, slots))
+        for (replica, _), part in slots.items():
             first, last = part or (0, len(scored.lengths))
             self._in_buffer.append(DispatchedGroup(group.index, replica, tuple(scored.lengths[first:last]), first))
         if group.index < self._num_kept:
@@ -235,7 +248,15 @@ class Production(Variant):
         in_short = sorted(self._samples, key=lambda sample: sample["index"])
         dispatched = Dispatched(self.iteration, tuple(self._in_buffer))
         outcomes = tuple(self._outcomes[index] for index in sorted(self._outcomes))
-        return Produced(self.iteration, numbers, in_short, dispatched, tuple(self._kept), outcomes)
+        return Produced(
+            iteration=self.iteration,
+            numbers=numbers,
+            samples=in_short,
+            dispatched=dispatched,
+            digests=tuple(self._digests),
+            kept=tuple(self._kept),
+            outcomes=outcomes,
+        )
 
 
 def _mean(values: Sequence[float]) -> float:

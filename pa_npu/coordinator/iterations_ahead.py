@@ -39,6 +39,7 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.data.stream import TrainingStream
 from pa_npu.errors import DataError
 from pa_npu.samples.columns import NONE, RunColumns
+from pa_npu.samples.group_digest import digest_group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import from_bytes
 from pa_npu.telemetry.timeline import Timeline
@@ -84,16 +85,18 @@ class IterationsAhead:
         found = usable_ahead(self.config, self.freshness)
         whole = [one for one in found if CARRIED_KEY not in one.numbers]
         for one in whole:
-            dispatched = []
+            dispatched, digests = [], []
             for number, data in enumerate(one.groups):
                 group, (replica, slot) = from_bytes(data, buffer.columns), self.config.mesh.slot_of(number)
                 buffer.put(group, replica, slot)
                 lengths = tuple(int(length) for length in group.trained_lengths)
                 dispatched.append(DispatchedGroup(group.index, replica, lengths))
+                digests.append(digest_group(group, {(replica, slot): group.part}))
             self._put_position(one.iteration)
             self.train.restore(one.data)
             self.updates.resumed(one.iteration, len(dispatched))
-            self._take(Produced(one.iteration, one.numbers, one.samples, Dispatched(one.iteration, tuple(dispatched))))
+            told = Dispatched(one.iteration, tuple(dispatched))
+            self._take(Produced(one.iteration, one.numbers, one.samples, told, tuple(digests)))
             self.next = one.iteration + 1
             self._put_position(self.next)
         for one in found[len(whole) :]:

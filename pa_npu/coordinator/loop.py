@@ -6,7 +6,7 @@ Per weight version v, with keys in the store that the launcher hosts, where the 
     the schedule learns from iteration v - 1 and chooses for v                          IterationEnd (planning/iteration_model)
     evaluation of version v, where due; or beside training (evaluate.overlap)           evaluate.py
     iteration v is produced into the rollout buffer while the trainers consume it       iterations_ahead.py, producer.py
-    meanwhile iteration v - 1 goes into metrics.jsonl and onto the console              IterationEnd, record.py
+    meanwhile iteration v - 1 goes into metrics.jsonl, the chain and onto the console   IterationEnd, record.py, chain.py
 
 With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. With publish.divergence trainers
 may say that engines keep the version that they have; then that version produces what is due. With publish.mode=rolling the border
@@ -26,6 +26,7 @@ from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import BORDER, REPORT
 from pa_npu.control.tasks import TaskScope, cancel
 from pa_npu.coordinator.border import BorderCrossing
+from pa_npu.coordinator.chain import RunChain
 from pa_npu.coordinator.delivery import Produced
 from pa_npu.coordinator.evaluate import RunEvaluations
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
@@ -127,6 +128,7 @@ class IterationEnd:
     channel: StoreChannel
     controller: ScheduleController
     records: RunRecords
+    chain: RunChain
     _recording: asyncio.Task[None] | None = field(default=None, init=False)
 
     def end(self, produced: Produced, start: Window, end: Border, version: int) -> None:
@@ -150,7 +152,8 @@ class IterationEnd:
             # the trainers' account of the border comes when they have crossed it
             border = await BORDER.wait_async(self.channel, self.config.wait_timeout_s, version=version)
             numbers = iteration_record(self.config, produced, report, border, prediction, start, end)
-            self.records.write_iteration(numbers, produced.samples, produced.kept)
+            digests = self.records.write_iteration(numbers, produced.samples, produced.kept)
+            await self.chain.write(produced, report, border, digests)
 
         self._recording = asyncio.create_task(record(), name=f"record of iteration {produced.iteration}")
 

@@ -36,6 +36,7 @@ from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.tasks import run_until_terminated
 from pa_npu.coordinator.border import BorderCrossing
+from pa_npu.coordinator.chain import RunChain
 from pa_npu.coordinator.evaluate import Evaluator, RunEvaluations
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.loop import Coordinator, IterationEnd
@@ -142,7 +143,9 @@ async def run(config: Config) -> None:
             fleet.check_sleep()
         connection = await connection_to_trainers(config, channel, store)
         trainers = await TRAINERS_RUN_ON.wait_async(channel, limit_s)
-        records.write_runs_on(RunsOn(trainers, fleet.run_on()))
+        runs_on = RunsOn(trainers, fleet.run_on())
+        records.write_runs_on(runs_on)
+        chain = stack.enter_context(RunChain(config, channel, first, runs_on))
         if trainers.computation:
             computation = msgspec.convert(trainers.computation, Computation, strict=False)
             connection = replace(connection, computation=computation)
@@ -160,7 +163,7 @@ async def run(config: Config) -> None:
         border = BorderCrossing(
             config, channel, fleet, pool, publish, timeline, evaluations, service, written=ahead.written
         )
-        iteration_end = IterationEnd(config, channel, controller, records)
+        iteration_end = IterationEnd(config, channel, controller, records, chain)
         coordinator = Coordinator(config, border, ahead, evaluations, iteration_end)
         ahead.take_up(buffer)
         gc.collect()

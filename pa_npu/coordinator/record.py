@@ -18,6 +18,7 @@ from pa_npu.planning.iteration_model.subjects import Prediction
 from pa_npu.platform.memory_peaks import ResidentPeak
 from pa_npu.publish.coordinator_side import EnginesHold
 from pa_npu.telemetry import idle
+from pa_npu.telemetry.chain import lines_digest
 from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s
 from pa_npu.telemetry.records import MetricsWriter, RecordFile, attempt, drop_records, json_line, say
 from pa_npu.telemetry.report import throughput
@@ -27,6 +28,14 @@ from pa_npu.telemetry.trackers import FAILED_RUN_S, Trackers
 
 SAMPLES = "samples.jsonl"
 RUNS_ON = "runs_on.json"
+
+
+@dataclass(frozen=True)
+class RecordDigests:
+    """Digests of an iteration's lines in metrics.jsonl and samples.jsonl, for the run's chain."""
+
+    metrics: str
+    samples: str
 
 
 class RunRecords:
@@ -72,13 +81,13 @@ class RunRecords:
 
     def write_iteration(
         self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], kept: Sequence[KeptResponse] = ()
-    ) -> None:
-        """One finished iteration, and its line on the console."""
-        self._trackers.write_iteration(
-            self._metrics.write({**record, "memory_coordinator_bytes": self._memory.take()}), kept
-        )
-        for sample in samples:
-            self._samples.write(json_line(sample))
+    ) -> RecordDigests:
+        """Writes one finished iteration, and its line on the console."""
+        written = self._metrics.write({**record, "memory_coordinator_bytes": self._memory.take()})
+        self._trackers.write_iteration(written, kept)
+        lines = [json_line(sample) for sample in samples]
+        for line in lines:
+            self._samples.write(line)
         self._kept.write(record["iteration"], kept)
         self._seconds.append(record["iteration_s"])
         if record.get("checkpoint_failed") is not None:
@@ -91,6 +100,7 @@ class RunRecords:
             say(f"| no verdict by {names}, which count as the mean of their group's others: see logs/coordinator.log")
         total = self._config.schedule.iterations
         say(progress_line(record, total, remaining_s(self._seconds, total - self._first)))
+        return RecordDigests(lines_digest([json_line(written)]), lines_digest(lines))
 
     def write_evaluation(self, record: Mapping[str, Any], responses: Sequence[Judged] = ()) -> None:
         """One evaluation, its results per question, and its lines on the console."""

@@ -27,13 +27,21 @@ SUBCOMMANDS = {
     "join": "add an engine to a running job",
     "export": "write the policy of a checkpoint as an HF directory",
     "report": "print the throughput of runs side by side",
+    "verify": "say whether a run is what its chain says, from its files or by repeating iterations",
+    "diff": "say since when and in what two runs differ",
     "evaluate": "answer sets of questions with a model or checkpoint, and say how many are right",
     "view": "show a run as a page: live on this machine, or as one HTML file",
 }
 # Those that take a configuration; `--help SECTION` prints its keys.
 _CONFIGURED = ("run", "plan", "doctor", "engines")
 # Where their functions are, if not in subcommands.py.
-_MODULES = {"join": "join", "selftest": "selftest.command", "view": "view"}
+_MODULES = {
+    "diff": "diff",
+    "join": "join",
+    "selftest": "selftest.command",
+    "verify": "verify",
+    "view": "view",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -40,13 +40,15 @@ Send = Callable[[int, PublishMembers], PublishStats | None]
 class Published:
     """A version that the engines hold. send_s: this rank's seconds of sending it; wait_s: the others from announcing it on.
 
-    delayed: they have received it, and swap to it when they are through with the version before.
+    delayed: they have received it, and swap to it when they are through with the version before. policy: digest of the weights that
+    this rank trains.
     """
 
     probe: Probe | None
     send_s: float
     wait_s: float
     delayed: bool = False
+    policy: str = ""
 
 
 class TrainerPublish:
@@ -74,6 +76,7 @@ class TrainerPublish:
         self._timeout_s = timeout_s
         self._timeline = timeline
         self._last: PublishStats | None = None
+        self._policy = ""
 
     def publish(self, version: int) -> Published:
         """Announce `version`, and return when the engines hold it. Raises DeadlineExceeded where the coordinator says nothing."""
@@ -93,7 +96,8 @@ class TrainerPublish:
             logger.warning("weight version %d is published again: %s", version, verdict.reason)
         sent = self._last.bytes if self._last is not None else 0
         logger.info("published version %d, %.1f MiB, in %.2f s", version, sent / 2**20, send_s)
-        return Published(verdict.probe, send_s, time.perf_counter() - start - send_s, members.delayed)
+        wait_s = time.perf_counter() - start - send_s
+        return Published(verdict.probe, send_s, wait_s, members.delayed, self._policy)
 
     def wait_swapped(self, version: int) -> None:
         """Until engines have swapped to what was published with a delay. Raises DeadlineExceeded."""
@@ -105,7 +109,7 @@ class TrainerPublish:
         if self._rank == 0:
             READY.put(self._channel, TrainersReady(version, publishes=False), version=version)
         logger.info("version %d is not published: the engines' policy is near it", version)
-        return Published(None, 0.0, 0.0)
+        return Published(None, 0.0, 0.0, policy=self._trained())
 
     def _attempt(self, members: PublishMembers, version: int, attempt: int) -> float:
         """This rank's seconds; that the attempt failed here is for the coordinator to judge."""
@@ -115,16 +119,18 @@ class TrainerPublish:
         except (WeightSyncError, DeadlineExceeded) as error:
             logger.warning("%s", error)
             BROKEN.put(self._channel, PublishBroken(str(error)), version=version, attempt=attempt)
-        else:
-            if self._stage is not None and stats is not None:
-                sent = SentWeights(version, stats.digests)
-                SENT.put(self._channel, sent, version=version, attempt=attempt, stage=self._stage)
-                send_s = time.perf_counter() - start
-                stats = replace(stats, policy=self._trained())
-                check_follows(version, self._stage, stats, self._last)
-                self._last = stats
-                return send_s
-        return time.perf_counter() - start
+            return time.perf_counter() - start
+        leads = self._stage is not None and stats is not None
+        if leads:
+            sent = SentWeights(version, stats.digests)
+            SENT.put(self._channel, sent, version=version, attempt=attempt, stage=self._stage)
+        send_s = time.perf_counter() - start
+        self._policy = self._trained()  # while engines load
+        if leads:
+            stats = replace(stats, policy=self._policy)
+            check_follows(version, self._stage, stats, self._last)
+            self._last = stats
+        return send_s
 
 
 def check_follows(version: int, stage: int, stats: PublishStats, before: PublishStats | None) -> None:

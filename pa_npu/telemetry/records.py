@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pa_npu.config.plain_file import open_plain, read_plain, reason
 from pa_npu.errors import DataError
@@ -111,6 +111,26 @@ def _read_lines(path: Path, key: str) -> list[dict[str, Any]]:
             raise DataError(f"{path}:{number}: is no object with an integer {key!r} of at least 0; remove the line")
         records.append(record)
     return records
+
+
+def iterations_of(file: BinaryIO) -> Iterator[tuple[int, str]]:
+    """The lines of records that carry the number of their iteration, with it; half a line at the end is left out.
+
+    Raises DataError where a line has none.
+    """
+    number = 0
+    while line := file.readline(_LONGEST_LINE_BYTES):
+        number += 1
+        if not line.endswith(b"\n"):
+            return
+        text = line[:-1].decode("utf-8", "replace")
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            record = None
+        if not _has_index(record, "iteration"):
+            raise DataError(f"{file.name}:{number}: is no record of an iteration; it was changed")
+        yield record["iteration"], text
 
 
 class JsonLines:

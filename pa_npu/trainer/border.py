@@ -8,6 +8,7 @@ no engine waits for: they generate already.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -16,7 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pa_npu.algorithm.update_sums import Reductions
 from pa_npu.checkpoints.ahead import AheadIteration
+from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
@@ -67,8 +70,10 @@ class Border:
         self._buffer = open_buffer(config, channel)
         self._when = PublishWhen(config, learner)
         self._swaps_to: int | None = None  # the version that engines have received and do not hold yet
+        # replicas that take no part in a publish hold copies of the first one's weights
+        trained = no_digest if learner.publisher is None else learner.backend.digest
         self._publish = TrainerPublish(
-            channel, learner.publish, learner.backend.digest, rank, stage, config.border_timeout_s, timeline
+            channel, learner.publish, trained, rank, stage, config.border_timeout_s, timeline
         )
 
     def cross(
@@ -88,8 +93,10 @@ class Border:
             published = self._publish.publish(version)
         self._swaps_to = version if published.delayed else None
         checkpoint = save(version) if report is not None else CheckpointReport()
+        backend = self._learner.backend
+        weights = joint_digest(published.policy, backend.place, backend.reductions, backend.device)
         if self._rank == 0:
-            crossed = BorderReport(published.wait_s, published.send_s, checkpoint, decided)
+            crossed = BorderReport(published.wait_s, published.send_s, checkpoint, decided, weights)
             BORDER.put(self._channel, crossed, version=version)
         if published.probe is None:
             return ProbeReport()
@@ -130,6 +137,26 @@ class Border:
     def ahead(self, version: int) -> list[AheadIteration]:
         """Returns the iterations that the coordinator has produced before `version` is published, for a checkpoint of it."""
         return rollouts_ahead(self._config, self._channel, self._buffer, version)
+
+
+def no_digest() -> str:
+    """The digest of a rank whose weights another rank has too."""
+    return ""
+
+
+def joint_digest(own: str, place: Place, reductions: Reductions, device: torch.device) -> str:
+    """Returns one digest of all ranks' weights, equal on all of them. own: this rank's, or empty. Collective.
+
+    Each rank brings eight numbers of 32 bits that follow from its place and its digest. Their sums
+    cannot overflow, and do not depend on the order in which they are added.
+    """
+    numbers = torch.zeros(8, dtype=torch.int64)
+    if own:
+        where = f"{place.stage} {place.tensor} {place.replica} {own}"
+        mixed = hashlib.blake2b(where.encode(), digest_size=32).digest()
+        numbers = torch.from_numpy(np.frombuffer(mixed, "<u4").astype(np.int64))
+    sums = reductions.ranks(numbers.to(device)).cpu().numpy().astype("<i8")
+    return hashlib.blake2b(sums.tobytes(), digest_size=16).hexdigest()
 
 
 def probe_microbatches(probe: Probe, version: int, config: Config, replica: int) -> list[Microbatch]:

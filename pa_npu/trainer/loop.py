@@ -81,7 +81,7 @@ def train(
             if rides:
                 probe = ProbeReport(consumed.first.largest, consumed.first.absolute_mean)
         agreement = checks(version, consumed)
-        report = IterationReport(version, consumed.report, probe, agreement)
+        report = IterationReport(version, consumed.report, probe, agreement, consumed.gradient_norms)
 
     leave_behind(config, learner, checkpoints, version)
 
@@ -108,7 +108,8 @@ def leave_behind(config: Config, learner: Learner, checkpoints: Checkpointing, v
 @dataclass(frozen=True)
 class Consumed:
     """An iteration that has been trained. trained: by this replica. exact, aged: differences of all replicas' tokens from the
-    engines', of updates with Update.exact and of others. first: of those in the first microbatches. normalisers: of its updates."""
+    engines', of updates with Update.exact and of others. first: of those in the first microbatches. normalisers, gradient_norms: of
+    its updates."""
 
     report: UpdateReport
     trained: list[TrainedResponse]
@@ -116,6 +117,7 @@ class Consumed:
     exact: DifferenceSums
     aged: DifferenceSums
     first: DifferenceSums
+    gradient_norms: tuple[float, ...] = ()
 
 
 def consume(
@@ -146,7 +148,8 @@ def consume(
         sum((step.differences for step in steps if step.exact is wanted), DifferenceSums()) for wanted in (True, False)
     )
     report, normalisers = merge_updates([step.report for step in steps]), [step.normaliser for step in steps]
-    return Consumed(report, trained, normalisers, exact, aged, steps[0].first)
+    gradient_norms = tuple(step.report.grad_norm for step in steps)
+    return Consumed(report, trained, normalisers, exact, aged, steps[0].first, gradient_norms)
 
 
 def profiled(config: Config, platform: Platform, rank: int, iteration: int) -> AbstractContextManager[Any]:

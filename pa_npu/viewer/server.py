@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from pa_npu.config.plain_file import reason
 from pa_npu.errors import UserError
+from pa_npu.viewer.chain import chain_view
 from pa_npu.viewer.questions import question_versions
 from pa_npu.viewer.run import RunDirectory
 from pa_npu.viewer.shelf import Shelf
@@ -52,7 +53,7 @@ _SIZES = {"samples": 1, "timeline": 1, "group": 2, "peers": 2, "columns": 2, "qu
 def answer(runs: Sequence[RunDirectory], path: str) -> Any:
     """The data at a path, plain values; None where there is none. runs: the one that is viewed, then those it is compared with.
 
-    run, compare, log/NAME, columns/FIRST/LAST, timeline/ITERATION, samples/ITERATION, group/ITERATION/GROUP,
+    run, compare, chain, log/NAME, columns/FIRST/LAST, timeline/ITERATION, samples/ITERATION, group/ITERATION/GROUP,
     peers/ITERATION/GROUP (other runs' answers to a group's prompt), questions/VERSION/BEFORE, question/VERSION/SET/QUESTION.
     """
     run = runs[0]
@@ -61,6 +62,8 @@ def answer(runs: Sequence[RunDirectory], path: str) -> Any:
         return run.overview()
     if kind == "compare" and not rest:
         return [other.overview() for other in runs[1:]]
+    if kind == "chain" and not rest:
+        return chain_view(run.directory, [other.directory for other in runs[1:]])
     if kind == "log":
         log = run.log(rest)
         return None if log is None else {"name": rest, "text": log}
@@ -115,7 +118,7 @@ def _question(runs: Sequence[RunDirectory], version: int, place: int, question: 
 
 def export(runs: Sequence[RunDirectory], file: Path) -> str:
     """Writes the file; returns what was left out for its size, in words, or nothing. The newest iterations come first."""
-    data: dict[str, Any] = {"run": answer(runs, "run"), "compare": answer(runs, "compare")}
+    data: dict[str, Any] = {name: answer(runs, name) for name in ("run", "compare", "chain")}
     for process in data["run"]["processes"]:
         if process["log"]:
             text = runs[0].log(process["log"], EXPORTED_LOG_BYTES)

@@ -47,6 +47,10 @@ _LAUNCH_SCRIPT = (
 ELSEWHERE = {
     "bash launch/run_grpo_tiny.sh": _QUICK_START,
     "pa-npu view runs/grpo_tiny": _QUICK_START,
+    "pa-npu verify runs/grpo_tiny": "tests/unit/test_launcher_verify.py::test_a_run_as_it_was_written_holds",
+    "pa-npu verify RUN": "tests/unit/test_launcher_verify.py::test_a_run_as_it_was_written_holds",
+    "pa-npu verify RUN --replay 4:8": "tests/integration/test_verify.py",
+    "pa-npu diff RUN1 RUN2": "tests/unit/test_launcher_verify.py::test_diff_names_the_token_that_differs_first",
     "pa-npu evaluate --model DIR --data NAME=FILE": "tests/unit/test_launcher_evaluation.py::"
     "test_a_model_is_evaluated_and_compared_by_question",
     "pa-npu evaluate --model .cache/tiny/model --data sums=.cache/tiny/test.jsonl --device cpu model.dtype=fp32 "

@@ -23,6 +23,8 @@ REQUIRED = {
     "report": ["r"],
     "evaluate": ["--model", "m"],
     "view": ["r"],
+    "verify": ["r"],
+    "diff": ["r", "s"],
 }
 HEAVY = ("torch", "transformers", "megatron", "vllm", "pydantic")
 

@@ -1,0 +1,63 @@
+"""Takes a group's digests for the run's chain (telemetry/chain.py) from what goes into the buffer."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from pa_npu.samples.group import Group
+from pa_npu.telemetry.chain import NUMBERS, GroupDigest
+
+
+def digest_group(group: Group, slots: Mapping[tuple[int, int], tuple[int, int] | None]) -> GroupDigest:
+    """slots: each (replica, slot) that has the group, and which responses that replica trains; None: all."""
+    size = group.num_samples
+    tokens, logprobs = group.tokens[group.trained], group.logprobs[group.trained]
+    lengths = group.trained_lengths
+    # a response's first run of trained tokens has its advantage
+    run_starts = group.runs[0]
+    first_rows = run_starts[np.searchsorted(run_starts, group.offsets()[:-1])]
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    bounds = list(zip(starts.tolist(), ends.tolist(), strict=True))
+    token_bytes, logprob_bytes = memoryview(tokens), memoryview(logprobs)
+    numbers = {
+        "tokens": [zlib.crc32(token_bytes[start:end]) for start, end in bounds],
+        "logprobs": [zlib.crc32(logprob_bytes[start:end]) for start, end in bounds],
+        "length": lengths,
+        "logprob_sum": np.add.reduceat(logprobs, starts, dtype=np.float64),
+        "reward": group.rewards,
+        "advantage": group.advantages[first_rows],
+    }
+    responses = np.empty((len(NUMBERS), size), "<u4")
+    for row, (name, kind) in enumerate(NUMBERS.items()):
+        responses[row].view(kind)[:] = numbers[name]
+    return GroupDigest(
+        index=group.index,
+        prompt=group.prompt_id,
+        places=tuple([(*slot, *(part or (0, size))) for slot, part in slots.items()]),
+        context=_context(group),
+        tokens=_digest(tokens),
+        logprobs=_digest(logprobs),
+        responses=responses,
+    )
+
+
+def _digest(array: np.ndarray) -> bytes:
+    return hashlib.blake2b(array.data, digest_size=16).digest()
+
+
+def _context(group: Group) -> bytes:
+    """Of what trainers get beside the policy's tokens, their log-probs, rewards and advantages.
+
+    Runs of trained tokens say which these are, and have one version each; nothing is read twice.
+    """
+    starts, ends = group.runs
+    arrays = [group.lengths, group.finished, starts, ends, group.versions[starts], group.tokens[~group.trained]]
+    pieces = [array.tobytes() for array in arrays]
+    for column in sorted(group.columns, key=lambda column: column.name):
+        pieces += [column.name.encode(), group.columns[column].tobytes()]
+    return hashlib.blake2b(b"".join(pieces), digest_size=16).digest()

@@ -1,0 +1,285 @@
+"""Compares the chains of two runs: since when they differ, in what first, and by how much.
+
+What an iteration computes follows from what stands before it in this order, so that the first
+difference is the cause of the others:
+
+    configuration, model, weights before (first iteration) ─> data ─> prompts ─> responses
+    ─> engines' log-probs ─> rewards ─> advantages ─> places ─> gradient ─> weights after
+
+Where nothing that `rounding_causes` lists differs, bits must be equal. Otherwise log-probs,
+gradients and weights may differ by rounding (ROUNDING). Data, rewards and advantages have no
+rounding. Once a response has other tokens, as samples of nearly equal weights may, what follows
+cannot be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from pa_npu.telemetry.chain import Link, Responses
+
+Verdict = Literal["equal", "rounding", "undecided", "different"]
+
+# Keys of the arrangement that decide which share of the weights a rank has.
+_LAYOUT = (
+    "model.dtype",
+    "trainer.backend",
+    "trainer.devices",
+    "trainer.shards",
+    "trainer.tensor_parallel",
+    "trainer.pipeline_parallel",
+    "trainer.expert_parallel",
+)
+# Of versions and devices, what computes nothing.
+_NO_ARITHMETIC = ("pa_npu", "python")
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far apart numbers of two honest runs may be.
+
+    logprob: an engine's log-probs of a response, mean difference a token, in nats. gradient: its
+    norm, relative. weights: norm of the difference of all weights over that of their way since the
+    checkpoint from which both runs went on.
+    """
+
+    logprob: float
+    gradient: float
+    weights: float
+
+
+ROUNDING = {"fp32": Rounding(1e-4, 1e-3, 0.05), "bf16": Rounding(5e-2, 1e-1, 0.5)}
+"""By model.dtype. Adam divides a gradient by its own size, so that elements whose true gradient is 0,
+such as biases of keys, move by their rounding: hence the large share for weights."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs in an iteration.
+
+    aspect: in a word or two. text: where, and by how much. within: whether rounding explains it.
+    response: dispatch index and number of the response, where it is one.
+    """
+
+    iteration: int
+    aspect: str
+    text: str
+    within: bool = False
+    response: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two chains over the iterations that both have.
+
+    iterations: how many were compared. begin: the first of them. causes: why bits may differ.
+    differences: those of the first iteration that has any, in the order of cause and effect.
+    last: those of the iteration in which the comparison ended, if they are not mere rounding.
+    rounding: the limits in force, None where bits must be equal.
+    """
+
+    begin: int
+    iterations: int
+    causes: tuple[str, ...]
+    differences: tuple[Difference, ...]
+    last: tuple[Difference, ...]
+    rounding: Rounding | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        if not self.differences:
+            return "equal"
+        if not self.last:
+            return "rounding"
+        return "undecided" if self.causes and self.last[0].aspect == "responses" else "different"
+
+
+def compare_chains(first: Iterable[Link], second: Iterable[Link], begin: int = 0, end: int | None = None) -> Comparison:
+    """Compares iterations from `begin` to before `end` that both have, up to the first that
+    differs.
+
+    Raises DataError where a line is damaged.
+    """
+    causes: dict[str, None] = {}
+    count, start = 0, begin
+    rounding: Rounding | None = None
+    differences: tuple[Difference, ...] = ()
+    for one, other in _pairs(first, second, begin, end):
+        causes.update(dict.fromkeys(rounding_causes(one, other)))
+        rounding = ROUNDING.get(str(one.arrangement.get("model.dtype"))) if causes else None
+        if not count:
+            start = one.iteration
+        found = tuple(compare_links(one, other, rounding, is_first=not count))
+        count += 1
+        differences = differences or found
+        decisive = tuple(difference for difference in found if not difference.within)
+        if decisive:
+            return Comparison(start, count, tuple(causes), differences, decisive, rounding)
+    return Comparison(start, count, tuple(causes), differences, (), rounding)
+
+
+def _pairs(first: Iterable[Link], second: Iterable[Link], begin: int, end: int | None) -> Iterator[tuple[Link, Link]]:
+    """Lines of equal iterations. Both chains are in order, and only a line of each is held."""
+    left, right = iter(first), iter(second)
+    one, other = next(left, None), next(right, None)
+    while one is not None and other is not None:
+        if one.iteration < other.iteration:
+            one = next(left, None)
+        elif one.iteration > other.iteration:
+            other = next(right, None)
+        else:
+            if end is not None and one.iteration >= end:
+                return
+            if one.iteration >= begin:
+                yield one, other
+            one, other = next(left, None), next(right, None)
+
+
+def rounding_causes(one: Link, other: Link) -> list[str]:
+    """Returns in words what lets the bits of two runs differ; nothing where they must be equal."""
+    causes = []
+    for key in sorted(one.arrangement.keys() | other.arrangement.keys()):
+        values = one.arrangement.get(key), other.arrangement.get(key)
+        if values[0] != values[1]:
+            causes.append(f"{key} is {values[0]} and {values[1]}")
+    for name in sorted((one.software.keys() | other.software.keys()) - {*_NO_ARITHMETIC}):
+        texts = one.software.get(name), other.software.get(name)
+        if texts[0] != texts[1]:
+            causes.append(f"{name}: {texts[0]} and {texts[1]}")
+    for link in (one, other):
+        causes += _own_causes(link.arrangement)
+    return list(dict.fromkeys(causes))
+
+
+def _own_causes(arrangement: dict[str, Any]) -> list[str]:
+    """Causes that make a run differ from its own repetition."""
+    causes = []
+    if arrangement.get("schedule.order") != "prompt":
+        causes.append("schedule.order=completion, so that gradients are summed as groups arrive")
+    if not arrangement.get("run.deterministic"):
+        causes.append("run.deterministic=false")
+    is_invariant = arrangement.get("run.device") == "cpu" and arrangement.get("model.dtype") == "fp32"
+    if not (is_invariant or arrangement.get("rollout.batch_invariant")):
+        causes.append("rollout.batch_invariant=false, so that a response depends on those beside it")
+    return causes
+
+
+def compare_links(one: Link, other: Link, rounding: Rounding | None, is_first: bool = False) -> Iterator[Difference]:
+    """The differences of an iteration, causes first. rounding: None where bits must be equal."""
+    iteration = one.iteration
+    same_layout = all(one.arrangement.get(key) == other.arrangement.get(key) for key in _LAYOUT)
+    if one.configuration != other.configuration:
+        yield Difference(iteration, "configuration", "keys that make a run another run differ")
+    if one.model != other.model:
+        yield Difference(iteration, "model", "the runs began with other models")
+    if is_first and same_layout and one.weights_before != other.weights_before:
+        text = f"the weights before it have the digests {one.weights_before} and {other.weights_before}"
+        yield Difference(iteration, "weights before", text)
+    if one.data != other.data:
+        yield Difference(iteration, "data", "it begins at another position of the data, or with other data")
+    if one.prompts != other.prompts:
+        yield _prompts(one, other)
+        return
+    mine, theirs = one.table(), other.table()
+    yield from _responses(one, other, mine, theirs)
+    yield from _logprobs(one, other, mine, theirs, rounding)
+    for aspect in ("reward", "advantage"):
+        yield from _values(iteration, aspect, mine, theirs)
+    if one.places != other.places:
+        text = "groups went to other replicas or places, so that they are summed in another order"
+        yield Difference(iteration, "places", text, within=rounding is not None)
+    yield from _gradient(one, other, rounding)
+    if same_layout and one.weights_after != other.weights_after:
+        text = f"the weights after it have the digests {one.weights_after} and {other.weights_after}"
+        yield Difference(iteration, "weights", text, within=rounding is not None)
+
+
+def _prompts(one: Link, other: Link) -> Difference:
+    mine, theirs = one.table(), other.table()
+    text = f"it has {one.groups} and {other.groups} groups"
+    sizes = [np.diff(np.append(table.starts, table.size)) for table in (mine, theirs)]
+    for place in range(min(one.groups, other.groups)):
+        number = int(mine.indices[place])
+        if mine.prompts[place] != theirs.prompts[place]:
+            text = f"group {number} is of prompt {mine.prompts[place]} and of prompt {theirs.prompts[place]}"
+            break
+        if sizes[0][place] != sizes[1][place]:
+            text = f"group {number} has {sizes[0][place]} and {sizes[1][place]} responses"
+            break
+    return Difference(one.iteration, "prompts", text)
+
+
+def _responses(one: Link, other: Link, mine: Responses, theirs: Responses) -> Iterator[Difference]:
+    if one.tokens != other.tokens:
+        differs = mine.rows["tokens"] != theirs.rows["tokens"]
+        differs |= mine.rows["length"] != theirs.rows["length"]
+        row = int(differs.argmax())
+        place = mine.where(row)
+        lengths = f"{mine.rows['length'][row]} and {theirs.rows['length'][row]} of them"
+        text = (
+            f"{_named(place)} has other tokens, {lengths}; {np.count_nonzero(differs)} of {len(differs)} responses do"
+        )
+        yield Difference(one.iteration, "responses", text, response=place)
+    elif one.context != other.context:
+        text = "prompts, which tokens are trained, the versions that wrote them, or further columns differ"
+        yield Difference(one.iteration, "context", text)
+
+
+def _logprobs(
+    one: Link, other: Link, mine: Responses, theirs: Responses, rounding: Rounding | None
+) -> Iterator[Difference]:
+    if one.logprobs == other.logprobs:
+        return
+    differs = mine.rows["logprobs"] != theirs.rows["logprobs"]
+    row = int(differs.argmax())
+    sums = mine.rows["logprob_sum"].astype(np.float64), theirs.rows["logprob_sum"].astype(np.float64)
+    apart = np.abs(sums[0] - sums[1]) / np.maximum(mine.rows["length"], 1)
+    text = (
+        f"engines' log-probs of {_named(mine.where(row))} and of {np.count_nonzero(differs) - 1} others "
+        f"differ; by {apart.max():.2g} a token on average where they do most"
+    )
+    within = rounding is not None and one.tokens == other.tokens and bool(apart.max() <= rounding.logprob)
+    yield Difference(one.iteration, "log-probs", text, within, mine.where(row))
+
+
+def _values(iteration: int, aspect: str, mine: Responses, theirs: Responses) -> Iterator[Difference]:
+    """Rewards or advantages, which have no rounding."""
+    values, others = mine.rows[aspect], theirs.rows[aspect]
+    differs = values.view("<u4") != others.view("<u4")
+    if not differs.any():
+        return
+    row = int(differs.argmax())
+    bits = int(values.view("<u4")[row] ^ others.view("<u4")[row])
+    text = (
+        f"the {aspect} of {_named(mine.where(row))} is {values[row]!s} and {others[row]!s}, "
+        f"{bits.bit_count()} bit{'s' if bits.bit_count() > 1 else ''} apart; "
+        f"{np.count_nonzero(differs)} of {len(differs)} differ"
+    )
+    yield Difference(iteration, f"{aspect}s", text, response=mine.where(row))
+
+
+def _gradient(one: Link, other: Link, rounding: Rounding | None) -> Iterator[Difference]:
+    if one.gradient_norms == other.gradient_norms:
+        return
+    if len(one.gradient_norms) != len(other.gradient_norms):
+        text = f"it has {len(one.gradient_norms)} and {len(other.gradient_norms)} updates"
+        yield Difference(one.iteration, "gradient", text)
+        return
+    pairs = zip(one.gradient_norms, other.gradient_norms, strict=True)
+    norms = [(float.fromhex(mine), float.fromhex(theirs)) for mine, theirs in pairs]
+    update = next(number for number, (mine, theirs) in enumerate(norms) if mine != theirs)
+    relative = max(abs(mine - theirs) / max(abs(mine), abs(theirs)) for mine, theirs in norms if mine != theirs)
+    text = (
+        f"the gradient's norm in update {update} is {norms[update][0]!r} and {norms[update][1]!r}, "
+        f"{relative:.2g} apart, relatively"
+    )
+    within = rounding is not None and relative <= rounding.gradient
+    yield Difference(one.iteration, "gradient", text, within)
+
+
+def _named(place: tuple[int, int]) -> str:
+    return f"response {place[1]} of group {place[0]}"

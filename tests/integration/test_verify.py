@@ -1,0 +1,129 @@
+"""`pa-npu verify --replay` on real runs: iterations that are repeated have the run's bits, and one flipped bit is found and named.
+
+Nightly on both backends, with adapters, roles and staleness, each after a kill; and on another number of replicas.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from examples.verify_a_run import FLIP_FILE
+from pa_npu.telemetry.chain import CHAIN, read_chain
+from tests.helpers.engine_process import API_KEY, KEY
+from tests.helpers.launched import Launched, find, settings
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc"),
+]
+
+TIMEOUT_S = 400.0
+ITERATIONS = 4
+KEYS: dict[str, object] = {
+    "schedule.iterations": ITERATIONS,
+    "schedule.order": "prompt",
+    "reward.functions": "[{name: 'examples.verify_a_run:brevity'}]",
+    "data.test": "null",
+    "optimizer.learning_rate": "1e-3",
+    "telemetry.trackers": "[]",
+    "checkpoint.every": 1,
+}
+VARIANTS: dict[str, dict[str, object]] = {
+    "megatron, two stages": {"trainer.devices": 2, "trainer.pipeline_parallel": 2},
+    "fsdp": {"trainer.backend": "fsdp", "trainer.devices": 2},
+    "adapters": {"trainer.backend": "fsdp", "lora.rank": 4, "optimizer.learning_rate": "2e-3"},
+    "roles": {"placement.colocate": "true", "rollout.engines": 2, "trainer.devices": 2},
+    "staleness": {"schedule.max_staleness": 1, "schedule.updates_per_iteration": 2},
+}
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    launched: list[Launched] = []
+
+    def start(command: str, *arguments: str, **variables: str) -> Launched:
+        directory = tmp_path / f"{command}{len(launched)}"
+        directory.mkdir()
+        launched.append(Launched(directory, command, *arguments, variables={**KEY, **variables}))
+        return launched[-1]
+
+    yield start
+    for item in launched:
+        item.close()
+
+
+def ended(launched: Launched) -> tuple[int, str]:
+    code = launched.popen.wait(TIMEOUT_S)
+    return code, launched.output
+
+
+def test_one_bit_that_a_reward_lost_is_found_by_repeating_and_everything_before_it_is_equal(
+    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, shared_engine: Callable[[Path], str]
+) -> None:
+    attach = shared_engine(tiny / "model")
+    run_dir, flip = tmp_path / "run", tmp_path / "flip"
+    arguments = settings(tiny, run_dir, **KEYS | {"rollout.attach": attach, "checkpoint.every": 0})
+    run = launch("run", *arguments, **{FLIP_FILE: str(flip)})
+    run.wait_for(lambda: (run_dir / CHAIN).is_file() and any(read_chain(run_dir)), "the first iteration", TIMEOUT_S)
+    flip.touch()
+    assert ended(run)[0] == 0, run.output
+    assert not flip.exists(), "a bit was flipped"
+    assert API_KEY not in (run_dir / CHAIN).read_text()
+
+    repeat = ["--replay", f"0:{ITERATIONS}", "--work", str(tmp_path / "repeated"), f"rollout.attach={attach}"]
+    code, printed = ended(launch("verify", str(run_dir), *repeat))
+    assert code == 1, printed
+    assert "all of it holds" in printed, "by its files nothing is wrong"
+    named = [line for line in printed.splitlines() if line.startswith("they differ in iteration ")]
+    assert len(named) == 1 and "first in the rewards: the reward of response 0 of group " in named[0], printed
+    assert "1 bit apart; 1 of 8 differ" in named[0] and "they differ in iteration 0" not in named[0]
+    assert "the first bits differ" not in printed, "the iterations before it are equal to the bit"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_that_was_killed_and_went_on_is_repeated_bit_for_bit(
+    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, variant: str
+) -> None:
+    run_dir = tmp_path / "run"
+    run = launch("run", *settings(tiny, run_dir, **KEYS | VARIANTS[variant]))
+    saved = run_dir / "checkpoints" / "iteration_000002"
+    run.wait_for(saved.is_dir, "a checkpoint", TIMEOUT_S)
+    victim = find(run, "trainer.main")
+    assert victim is not None
+    os.kill(victim, signal.SIGKILL)
+    assert ended(run)[0] == 0, run.output
+    assert "starting coordinator and trainers again" in run.output, "it was killed in time"
+    assert [link.iteration for link in read_chain(run_dir)] == list(range(ITERATIONS))
+
+    code, printed = ended(launch("verify", str(run_dir), "--replay", f"1:{ITERATIONS}"))
+    assert code == 0, printed
+    assert printed.splitlines()[-1].startswith("equal to the bit: "), printed
+    assert "bits may differ" not in printed
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_another_number_of_replicas_repeats_it_within_rounding(
+    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, backend: str
+) -> None:
+    run_dir = tmp_path / "run"
+    run = launch("run", *settings(tiny, run_dir, **KEYS | {"trainer.backend": backend}))
+    assert ended(run)[0] == 0, run.output
+    arguments = ["--replay", f"1:{ITERATIONS}", "trainer.devices=2"]
+    code, printed = ended(launch("verify", str(run_dir), *arguments))
+    assert code == 0, printed
+    assert "bits may differ: trainer.devices is 1 and 2" in printed
+    assert f"equal within rounding over {ITERATIONS - 1} iterations" in printed, printed
+    assert f"checkpoints of version {ITERATIONS}: " in printed, printed
+
+    arguments += ["--work", str(tmp_path / "repeated"), "optimizer.learning_rate=1.01e-3"]
+    code, printed = ended(launch("verify", str(run_dir), *arguments))
+    assert code == 1 and "first in the configuration" in printed, "negative control"
