@@ -120,13 +120,12 @@ class TrainerPublish:
             logger.warning("%s", error)
             BROKEN.put(self._channel, PublishBroken(str(error)), version=version, attempt=attempt)
             return time.perf_counter() - start
-        leads = self._stage is not None and stats is not None
-        if leads:
+        if self._stage is not None and stats is not None:
             sent = SentWeights(version, stats.digests)
             SENT.put(self._channel, sent, version=version, attempt=attempt, stage=self._stage)
         send_s = time.perf_counter() - start
         self._policy = self._trained()  # while engines load
-        if leads:
+        if self._stage is not None and stats is not None:
             stats = replace(stats, policy=self._policy)
             check_follows(version, self._stage, stats, self._last)
             self._last = stats

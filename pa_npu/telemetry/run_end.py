@@ -96,10 +96,11 @@ def read_end(events: Sequence[Mapping[str, Any]]) -> RunEnd | None:
 
 
 def _end_of(arguments: Mapping[str, Any]) -> RunEnd:
-    outcome = arguments.get("outcome")
+    said = arguments.get("outcome")
+    outcome: Outcome = said if said in get_args(Outcome) else "finished"
     lines = arguments.get("lines")
     return RunEnd(
-        outcome if outcome in get_args(Outcome) else "finished",
+        outcome,
         str(arguments.get("cause") or ""),
         str(arguments.get("process") or ""),
         tuple(line for line in lines if isinstance(line, str)) if isinstance(lines, list) else (),

@@ -164,7 +164,7 @@ def read_samples(
     only = None if group is None else ("index", group)
     rows = read_table(Path(run_dir) / SAMPLES_DIRECTORY / _file(iteration), columns=columns, only=only)
     if columns is None:
-        trained: dict[tuple[int, int], list[float]] = {}
+        trained: dict[tuple[int, int], Any] = {}
         for number, file in _files(Path(run_dir) / TRAINER_DIRECTORY):
             if number == iteration:
                 for row in read_table(file, only=only):

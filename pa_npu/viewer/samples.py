@@ -102,7 +102,7 @@ def _response(row: Mapping[str, Any]) -> dict[str, Any]:
     tokens = entries(row, "tokens") or entries(row, "logprobs")
     rewards = row.get("rewards")
     names = rewards if isinstance(rewards, dict) else {}
-    response = {
+    response: dict[str, Any] = {
         "response": index(row, "response"),
         "text": text(row, "text"),
         "finish_reason": text(row, "finish_reason"),

@@ -43,7 +43,9 @@ def run_state(
     typical_s = statistics.median(seconds) if seconds else None
     word = end.outcome if end is not None else _by_writes(newest_s, typical_s)
     total = total if isinstance(total, int) and not isinstance(total, bool) else None
-    started = [at for event in starts(list(launcher)) if (at := number(event, "start")) is not None]
+    started = [
+        at for event in starts([dict(event) for event in launcher]) if (at := number(event, "start")) is not None
+    ]
     left_s = None
     if typical_s is not None and total is not None and word == "running":
         left_s = max(0, total - iterations) * typical_s

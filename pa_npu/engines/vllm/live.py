@@ -28,7 +28,7 @@ def live_tensors(model: torch.nn.Module, names: Sequence[str]) -> Iterator[LiveT
     sources = _sources(model, parameters, names)
     for parameter_name, tensors in sources.items():
         parameter = parameters[parameter_name]
-        module = model.get_submodule(parameter_name.rpartition(".")[0])
+        module: Any = model.get_submodule(parameter_name.rpartition(".")[0])
         if parameter.numel():
             yield LiveTensor(parameter_name, tensors, parameter)
         is_matrix = parameter_name.endswith(".weight")
