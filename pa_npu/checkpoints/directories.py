@@ -56,6 +56,7 @@ class CheckpointMeta:
     layout: trainer ranks and their TP and PP sizes. model: path and fingerprint of the HF model the run began with.
     reference: of which version the reference is (0: the HF model), and whether it is in the checkpoint; null without one.
     base: digest of the weights that adapters are trained beside; null where the weights themselves are trained.
+    optimizer: by rank, by what a resume knows the optimizer's state again (StepReplay.saved); null in those of releases before it.
     files: every other file of the directory with its size in bytes. digests: of these files; none in those
     of releases before it. In the file the whole has a digest too.
     """
@@ -72,6 +73,7 @@ class CheckpointMeta:
     files: dict[str, int]
     digests: dict[str, str]
     base: str | None = None
+    optimizer: list[dict[str, Any]] | None = None
 
     def dump(self) -> str:
         values = asdict(self)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
 from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
-from pa_npu.backends.protocol import MicrobatchSource, Step
+from pa_npu.backends.protocol import MicrobatchSource, Step, SteppedTensor
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.mesh import Mesh, Place
 from pa_npu.config.schema import Config
@@ -72,8 +72,8 @@ class ToyBackend:
             return None
         return PublishedTensors(self._models[late_from or "policy"], self._spec, bucket_bytes)
 
-    def name_policy(self, weights: PolicyState) -> None:
-        self._weights["policy"] = weights
+    def name_policy(self, weights: PolicyState, name: str = "policy") -> None:
+        self._weights[name] = weights
 
     @torch.no_grad()
     def copy_policy(self, name: str) -> None:
@@ -97,11 +97,29 @@ class ToyBackend:
         sum_over_replicas(self._gradient)
         return ReducedGradient(own, squares, self._gradient.chunk(replicas)[self.place.replica].sum()[None])
 
-    def gradient_size(self) -> torch.Tensor:
+    def gradient_size(self, first: int = 0) -> torch.Tensor:
         return self._gradient.norm()
 
     def scale_gradients(self, factor: float) -> None:
         self._gradient *= factor
+
+    def stepped(self) -> list[SteppedTensor]:
+        settings = {id(master): group for group in self._optimizer.param_groups for master in group["params"]}
+        names = [name for name, _ in self._models["policy"].named_parameters()]
+        tensors = []
+        for name, parameter, master in zip(names, self._parameters, self._masters, strict=True):
+            state, group = self._optimizer.state.get(master, {}), settings[id(master)]
+            moments = [state.get(moment) for moment in ("exp_avg", "exp_avg_sq")]
+            mean, square = (None if moment is None else moment.view(-1) for moment in moments)
+            assert master.grad is not None, "it is a part of one buffer"
+            weights, gradient = master.view(-1), master.grad.view(-1)
+            own = SteppedTensor(
+                *(name, master.ndim, weights, parameter.detach().view(-1), gradient, mean, square),
+                rate=group["lr"],
+                decay=group["weight_decay"],
+            )
+            tensors.append(own)
+        return tensors
 
     def step(self) -> Step:
         norm, limit = float(self._gradient.norm()), self._config.optimizer.clip_grad

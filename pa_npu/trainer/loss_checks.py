@@ -1,0 +1,129 @@
+"""Invariant I7 at the log-probs: the gradient that came back to them is the algorithm's formula, and goes on as it came.
+
+Every token of every microbatch is compared with a second calculation (algorithm/loss_gradient.py) when the update is over, so that no
+device waits for the host in between. Advantages are taken from the groups' rewards, weights and denominators from the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from pa_npu.algorithm.loss_gradient import ExpectedGradient, GivenLoss, expected_gradient, on_host, slope_of
+from pa_npu.algorithm.objective import PolicyState
+from pa_npu.algorithm.policy_losses import TokenBatch
+from pa_npu.config.schema import Config
+from pa_npu.trainer.invariants import GradientSum
+
+_UNITS = {"fp32": 2.0**-24, "bf16": 2.0**-9}
+# A gradient that is left out, doubled or turned around is off by 1 or more. In bf16 the rounding of a sharp policy's logits, which equal
+# responses share, moves the factor by itself; in fp32 nothing does.
+_LARGEST_SLOPE_ERRORS = {"fp32": 0.02, "bf16": 0.5}
+_DEVIATIONS = 8.0
+# Two passes over the same weights, one of them with a gradient, as a mean over tokens in nats.
+_SAME_WEIGHTS = {"fp32": 1e-3, "bf16": 0.05}
+
+
+class LossGradient:
+    """Checks one update's on one rank. policy: the weights that were trained; None: nobody knows."""
+
+    def __init__(self, update: GradientSum, config: Config, policy: PolicyState | None) -> None:
+        self._update = update
+        self._config = config
+        self._policy = policy
+
+    def check(
+        self,
+        given: Sequence[GivenLoss],
+        advantages: Mapping[int, Sequence[float]],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Raises InvariantViolation. Empty where no loss is computed. Collective over `group`, where gradients are partial in it.
+
+        advantages: of the groups that are known, each sample's as its rewards give it, by dispatch index.
+        """
+        products, expected, sizes = [], [], []
+        apart, tokens = 0.0, 0
+        for microbatch in given:
+            batch = with_advantages(on_host(microbatch.batch), microbatch, advantages)
+            arrived = np.zeros(len(batch.logprobs))
+            if microbatch.gradient is not None:
+                arrived = microbatch.gradient.cpu().double().numpy()
+            self._compare(microbatch, arrived, expected_gradient(batch, self._config.algorithm))
+            apart += float((batch.logprobs - batch.old_logprobs).abs().sum())
+            tokens += len(arrived)
+            head = microbatch.head
+            if head is not None and (head.products is not None or microbatch.gradient is not None):
+                found = _head_sums(head.products, head.sizes, len(arrived), group if head.is_partial else None)
+                products.append(found[0])
+                sizes.append(found[1])
+                expected.append(arrived * (batch.logprobs + batch.entropy).double().numpy())
+        self._check_same(apart, tokens)
+        if products:
+            self._check_head(*(np.concatenate(parts) for parts in (products, expected, sizes)))
+
+    def _compare(self, given: GivenLoss, arrived: np.ndarray, expected: ExpectedGradient) -> None:
+        wrong = expected.is_sure & ~(np.abs(arrived - expected.values) <= expected.limit)
+        if not wrong.any():
+            return
+        error = np.where(wrong, np.abs(arrived - expected.values) / np.maximum(expected.limit, 1e-300), 0.0)
+        token = int(error.argmax())
+        ends = np.cumsum(given.lengths)
+        response = int(np.searchsorted(ends, token, side="right"))
+        group, number = given.sources[response]
+        raise self._update.broken(
+            f"the gradient of the log-prob of token {token - int(ends[response]) + given.lengths[response]} of response {number} of "
+            f"group {group} is {arrived[token]:.6g}, where algorithm.loss = {self._config.algorithm.loss}, aggregation = "
+            f"{self._config.algorithm.aggregation} and the group's rewards make {expected.values[token]:.6g}; {int(wrong.sum())} of "
+            f"{len(wrong)} tokens of its microbatch differ"
+        )
+
+    def _check_same(self, apart: float, tokens: int) -> None:
+        """Before an iteration's first update the old policy is the policy, so that ratios are 1."""
+        begins = self._policy is not None and self._policy.updates == 0
+        if not begins or self._config.ratio == "sampling" or self._config.schedule.max_staleness or not tokens:
+            return
+        if not apart / tokens <= _SAME_WEIGHTS[self._config.model.dtype]:
+            raise self._update.broken(
+                f"the old policy's log-probs differ from the policy's by {apart / tokens:.3g} in the mean, although both are the "
+                f"weights of version {self._policy.version if self._policy else 0}"
+            )
+
+    def _check_head(self, products: np.ndarray, expected: np.ndarray, sizes: np.ndarray) -> None:
+        dtype = self._config.model.dtype
+        slope = slope_of(products, expected, sizes, _UNITS[dtype])
+        if slope is None:
+            return
+        if abs(slope.value - 1.0) > max(_LARGEST_SLOPE_ERRORS[dtype], _DEVIATIONS * slope.error):
+            raise self._update.broken(
+                f"the gradient that went on behind the log-probs is {slope.value:.4g} times the one that came to them, over "
+                f"{len(products)} tokens"
+            )
+
+
+def with_advantages(batch: TokenBatch, given: GivenLoss, advantages: Mapping[int, Sequence[float]]) -> TokenBatch:
+    """The batch with the advantages that the groups' rewards give, where they are known."""
+    values = batch.advantages.clone()
+    start = 0
+    for (group, number), length in zip(given.sources, given.lengths, strict=True):
+        if group in advantages:
+            values[start : start + length] = float(advantages[group][number])
+        start += length
+    return replace(batch, advantages=values)
+
+
+def _head_sums(
+    products: torch.Tensor | None, sizes: torch.Tensor | None, tokens: int, group: dist.ProcessGroup | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Products and sizes over the ranks that hold a part of the gradient; 0 where no gradient went on."""
+    if products is None or sizes is None:
+        return np.zeros(tokens), np.zeros(tokens)
+    both = torch.stack([products, sizes])
+    if group is not None:
+        dist.all_reduce(both, group=group)
+    first, second = both.cpu().double().numpy()
+    return first, second
