@@ -8,6 +8,7 @@ The suite is the list of what a backend must do: every member of TrainBackend an
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -31,9 +32,10 @@ from pa_npu.platform.cpu import CpuPlatform
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.telemetry.timeline import Timeline
-from pa_npu.trainer.learner import Learner
+from pa_npu.trainer.learner import Learner, Update
 from pa_npu.weight_transfer.manifest import Assembler, Manifest
 from pa_npu.weight_transfer.transport import Deadline
+from tests.helpers import step_faults
 from tests.helpers.adapters import plain
 from tests.helpers.backend import Source
 from tests.helpers.gradient_faults import FAULTS, faults_of, inject, negated
@@ -233,7 +235,7 @@ class BackendConformance:
         checkpoint = tmp_path / "checkpoints" / directory_name(1)
         resumed = make(config_of(model, **keys))
         assert resumed.backend.digest() != learner.backend.digest()
-        assert resumed.backend.load(checkpoint).version == 1
+        assert resumed.load(checkpoint) == 1
         steps = []
         for one in (learner, resumed):
             one.publish(1)
@@ -289,7 +291,7 @@ class BackendConformance:
 
             monkeypatch.setattr(optimizer, "step", noted)
             if checkpoint is not None:
-                backend.load(checkpoint)
+                learner.load(checkpoint)
             learner.publish(0)
             for share in shares():
                 note("pass")
@@ -362,3 +364,47 @@ class BackendConformance:
                 normalisers.append(learner.step().normaliser)
             groups = [DispatchedGroup(g.index, 0, tuple(g.trained_lengths.tolist())) for s in shares() for g in s]
             check_normalisers(Dispatched(0, tuple(groups)), normalisers, config)
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize("fault", step_faults.FAULTS)
+    def test_a_step_or_a_loss_that_is_another_one_is_an_invariant_broken(
+        self, fault: str, dtype: str, make: Make, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        restored_after(monkeypatch)
+        config = config_of(model, model={"dtype": dtype}, **step_faults.KEYS)
+        learner = make(config)
+        step_faults.inject(fault, learner)
+        learner.publish(0)
+        with pytest.raises(InvariantViolation, match=f"I7 .*({step_faults.FAULTS[fault]})"):
+            for share in shares():
+                train_share(learner, share)
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    def test_without_a_fault_the_same_updates_pass(self, dtype: str, make: Make, model: Path) -> None:
+        learner = make(config_of(model, model={"dtype": dtype}, **step_faults.KEYS))
+        for iteration in range(3):
+            learner.publish(iteration)
+            for share in shares():
+                assert train_share(learner, share).report.grad_norm > 0
+
+
+def train_share(learner: Learner, share: list[Group]) -> Update:
+    """An update over these groups, whose advantages are known."""
+    source = Source(microbatches(share))
+    source.advantages = {g.index: g.advantages[g.offsets()[1:] - 1].tolist() for g in share}
+    learner.accumulate(source)
+    return learner.step()
+
+
+def restored_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults of modules go with the test."""
+    from pa_npu.algorithm import objective as objectives
+
+    places: list[tuple[Any, str]] = [(objectives, "loss_sums")]
+    places += [(objectives.Objective, name) for name in ("_denominator", "loss")]
+    for module in ("pa_npu.backends.megatron.optimizer", "pa_npu.backends.fsdp.optimizer"):
+        places += [(sys.modules[module], "learning_rate")] if module in sys.modules else []
+    if (toy := sys.modules.get("tests.helpers.toy_backend.backend")) is not None:
+        places.append((toy, "learning_rate"))
+    for place, name in places:
+        monkeypatch.setattr(place, name, getattr(place, name))

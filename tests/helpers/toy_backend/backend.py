@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
 from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
+from pa_npu.backends.optimizer import learning_rate
 from pa_npu.backends.protocol import MicrobatchSource, Step, SteppedTensor
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.mesh import Mesh, Place
@@ -59,6 +60,7 @@ class ToyBackend:
             {"params": [m for m in self._masters if m.ndim > 1], "weight_decay": options.weight_decay},
             {"params": [m for m in self._masters if m.ndim <= 1], "weight_decay": 0.0},
         ]
+        self._updates = 0
         self._optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.epsilon)
 
     def _load(self, name: str) -> Any:
@@ -125,11 +127,15 @@ class ToyBackend:
         norm, limit = float(self._gradient.norm()), self._config.optimizer.clip_grad
         if limit and norm > limit:
             self._gradient *= limit / (norm + 1e-6)
+        self._updates += 1
+        rate = learning_rate(self._config, self._updates)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
         self._optimizer.step()
         with torch.no_grad():
             for parameter, master in zip(self._parameters, self._masters, strict=True):
                 parameter.copy_(master)
-        return Step(norm, self._config.optimizer.learning_rate)
+        return Step(norm, rate)
 
     @torch.no_grad()
     def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
@@ -169,7 +175,7 @@ class ToyBackend:
         state = {"masters": self._masters, "optimizer": self._optimizer.state_dict()}
         if with_reference:
             state["reference"] = list(self._models["reference"].parameters())
-        return PlannedFile(state if self.place.rank == 0 else None, directory / _FILE, {"updates": 0})
+        return PlannedFile(state if self.place.rank == 0 else None, directory / _FILE, {"updates": self._updates})
 
     @torch.no_grad()
     def load(self, directory: Path) -> CheckpointMeta:
@@ -179,7 +185,9 @@ class ToyBackend:
         self._optimizer.load_state_dict(state["optimizer"])
         if "reference" in state:
             _copy(self._models["reference"].parameters(), state["reference"])
-        return read_meta(directory)
+        meta = read_meta(directory)
+        self._updates = meta.updates
+        return meta
 
     def export(self, directory: Path) -> None:
         if self.place.rank == 0:
