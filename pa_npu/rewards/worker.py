@@ -3,7 +3,8 @@
     stdin   {"functions": [FunctionSpec's fields, ...], "waits", "timeout_s"}            first line
             {"id", "group": {prompt, answer, responses, response_tokens, row}}           one line per group
     stdout  {"others": [label, ...]} or {"unusable": reason}                             first line
-            {"id", "rewards": {label: [G numbers or null]}, "errors": {label: reason}, "fatal": reason | null}
+            {"id", "rewards": {label: [G numbers or null]}, "errors": {label: reason}, "fatal": reason | null,
+             "scored": scored_digest of the texts that were scored and these rewards}
             {"alive": true}                                                              every second, with waits
 
 Without `waits` it runs functions that compute, one group after another, in the main thread, where math-verify's signals work. With
@@ -39,6 +40,7 @@ from pa_npu.rewards.functions import (
     call_function,
     checked_rewards,
     is_concurrent,
+    scored_digest,
 )
 
 _ALIVE_S = 1.0
@@ -67,7 +69,8 @@ def main() -> int:
     reply({"others": others})
     for line in requests:
         request = json.loads(line)
-        reply({"id": request["id"], **compute(functions, RewardInput(**request["group"]))})
+        group = RewardInput(**request["group"])
+        reply({"id": request["id"], **sealed(group, compute(functions, group))})
     return 0
 
 
@@ -79,6 +82,17 @@ def compute(functions: Functions, group: RewardInput) -> dict[str, Any]:
         if error is not None:
             errors[spec.label] = error
     return {"rewards": rewards, "errors": errors, "fatal": None}
+
+
+def sealed(group: RewardInput, answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer with the digest that binds it to the texts which were scored."""
+    rewards = {label: _numbers(values) for label, values in answer["rewards"].items()}
+    return {**answer, "rewards": rewards, "scored": scored_digest(group.prompt, group.responses, rewards)}
+
+
+def _numbers(values: Any) -> list[float | None]:
+    """As JSON gives them back."""
+    return [None if value is None else float(value) for value in values]
 
 
 class _Waiting:
@@ -123,7 +137,8 @@ class _Waiting:
             if error is not None:
                 errors[spec.label] = error
             fatal = error if is_fatal else fatal
-        self._reply({"id": request["id"], "rewards": rewards, "errors": errors, "fatal": fatal})
+        answer = {"rewards": rewards, "errors": errors, "fatal": fatal}
+        self._reply({"id": request["id"], **sealed(group, answer)})
 
     async def _call(
         self, spec: FunctionSpec, function: Any, group: RewardInput

@@ -110,7 +110,10 @@ def torch_optimizers(backend: Any) -> list[torch.optim.Optimizer]:
 def _into_optimizer(name: str, learner: Learner) -> None:
     backend: Any = learner.backend
     if name == "gradients not zeroed":
-        for owner, attribute in ((backend._optimizer, "zero_grad"), (getattr(backend, "_ddp", None), "zero_grad_buffer")):
+        for owner, attribute in (
+            (backend._optimizer, "zero_grad"),
+            (getattr(backend, "_ddp", None), "zero_grad_buffer"),
+        ):
             if owner is not None:
                 setattr(owner, attribute, lambda *args, **kwargs: None)
         if hasattr(backend, "_gradient"):
