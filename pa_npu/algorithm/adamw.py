@@ -1,14 +1,16 @@
-"""AdamW a second time, in numpy and fp64: what a step should have made of an element, and how far rounding may take it from that.
+"""AdamW a second time, in numpy and fp64: what a step should have made of an element, and how far
+rounding may take it from that.
 
     g' = g c                               c = min(1, clip_grad / (norm + 1e-6))
     m' = b1 m + (1 - b1) g'                v' = b2 v + (1 - b2) g'^2
     w' = w (1 - rate decay) - rate / (1 - b1^t) m' / (sqrt(v' / (1 - b2^t)) + epsilon)
 
-Decoupled weight decay: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2. Nothing here is shared with what steps the weights, the
-schedule of the rate neither, so that a mistake in one shows as a difference.
+Decoupled weight decay: Loshchilov and Hutter, arXiv 1711.05101, algorithm 2. Nothing here is shared
+with what steps the weights, the schedule of the rate neither, so that a mistake in one shows as a
+difference.
 
-Limits follow from fp32 arithmetic alone: each operation is off by half a unit in the last place, coefficients are rounded once, and a
-fused kernel may hold 1 - b^t in fp32.
+Limits follow from fp32 arithmetic alone: each operation is off by half a unit in the last place,
+coefficients are rounded once, and a fused kernel may hold 1 - b^t in fp32.
 """
 
 from __future__ import annotations
@@ -70,9 +72,11 @@ def clip_factor(config: Config, norm: float) -> float:
 def step(
     before: Elements, gradient: Values, decay: Values, steps: Values, *, config: Config, rate: float, clip: float
 ) -> Stepped:
-    """Replays a step of elements. gradient: not yet clipped; NaN where none came, which leaves an element as it is.
+    """Replays a step of elements. gradient: not yet clipped; NaN where none came, which leaves an
+    element as it is.
 
-    decay: weight decay of each. steps: how many steps each has had with this one. clip: the factor c.
+    decay: weight decay of each. steps: how many steps each has had with this one. clip: the factor
+    c.
     """
     options = config.optimizer
     (first, second), epsilon = options.betas, options.epsilon

@@ -1,14 +1,17 @@
-"""The gradient at the log-probs a second time, in numpy and fp64, from the algorithm's formulas instead of by autograd.
+"""The gradient at the log-probs a second time, in numpy and fp64, from the algorithm's formulas
+instead of by autograd.
 
     backend: hidden states ──LM head──> log-probs ──objective──> loss
              dL/dh         <──────────  g          <── backward    g compared with `expected_gradient`, token by token
              h · dL/dh  =  g (log p + H)                           by `HeadGradient`, over all tokens of an update
 
-The first sees what the loss makes of advantages, weights and ratios. The second sees what stands between the log-probs and the hidden
-states: logits are linear in h, so that h · dL/dh = sum over j of logit_j dL/dlogit_j = g (logit_t - E[logit]) = g (log p_t + H), H being
-the entropy, whatever the weights of the head are. It needs a head without soft cap, and no gradient through the entropy.
+The first sees what the loss makes of advantages, weights and ratios. The second sees what stands
+between the log-probs and the hidden states: logits are linear in h, so that h · dL/dh = sum over j
+of logit_j dL/dlogit_j = g (logit_t - E[logit]) = g (log p_t + H), H being the entropy, whatever the
+weights of the head are. It needs a head without soft cap, and no gradient through the entropy.
 
-What an update's loss was given is kept on the device until the update ends, so that nothing waits for it in between.
+What an update's loss was given is kept on the device until the update ends, so that nothing waits
+for it in between.
 """
 
 from __future__ import annotations
@@ -26,18 +29,19 @@ from pa_npu.config.sections.learning import AlgorithmConfig
 
 Values = npt.NDArray[np.float64]
 
-# As shares of a token's terms. Inputs are the same numbers, so that what differs is a few operations in fp32, and where ratios are of
-# whole responses sums over them.
+# As shares of a token's terms. Inputs are the same numbers, so that what differs is a few
+# operations in fp32, and where ratios are of whole responses sums over them.
 _ROUNDING, _ROUNDING_OF_SUMS = 1e-4, 2e-3
 # A ratio so near to a bound may be on either side of it.
 _NEAR = 1e-4
 
 
 class HeadGradient:
-    """Watches the gradient of one microbatch's hidden states, [N, hidden_size], as they meet the LM head.
+    """Watches the gradient of one microbatch's hidden states, [N, hidden_size], as they meet the LM
+    head.
 
-    products: h · dL/dh, fp32 [N]; sizes: |h| |dL/dh|. None until the backward, and where nothing is watched. is_partial: the
-    gradient is a sum over tensor-parallel ranks that is made later.
+    products: h · dL/dh, fp32 [N]; sizes: |h| |dL/dh|. None until the backward, and where nothing is
+    watched. is_partial: the gradient is a sum over tensor-parallel ranks that is made later.
     """
 
     def __init__(self) -> None:
@@ -58,10 +62,12 @@ class HeadGradient:
 
 @dataclass(eq=False)
 class GivenLoss:
-    """What the loss of a microbatch was given, on the device, and the gradient that came back to its log-probs.
+    """What the loss of a microbatch was given, on the device, and the gradient that came back to
+    its log-probs.
 
-    batch: with the denominators that the algorithm names and the advantages of the group's rewards, where these are known; its
-    log-probs are detached. sources, lengths: as Targets'. gradient: [N], None until the backward.
+    batch: with the denominators that the algorithm names and the advantages of the group's rewards,
+    where these are known; its log-probs are detached. sources, lengths: as Targets'. gradient: [N],
+    None until the backward.
     """
 
     batch: TokenBatch

@@ -83,8 +83,8 @@ class Totals:
 class Statistics:
     """An update's MetricSums over all ranks. sums: by name. all, first: differences from the engines' log-probs (I5), of all
     microbatches and of every replica's first. age_max: by how many versions the oldest token is behind what it trains.
-    factor_error: by how much a gradient that came to a loss was not 1. moved: whether any ratio was not 1. apart: whether the reference
-    gave any log-prob that is not the policy's."""
+    factor_error: by how much a gradient that came to a loss was not 1. moved: whether any ratio was not 1.
+    apart: whether the reference gave any log-prob that is not the policy's."""
 
     sums: dict[str, float]
     all: DifferenceSums

@@ -177,8 +177,10 @@ class TrainBackend(Protocol):
         """
 
     def step(self) -> Step:
-        """Clip and apply the gradient: where its norm is above optimizer.clip_grad, times clip_grad / (norm + 1e-6), if that is below
-        1. Done on the device when it returns."""
+        """Clip and apply the gradient. Done on the device when it returns.
+
+        It is clipped by the factor clip_grad / (norm + 1e-6), where that is below 1.
+        """
 
     def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
         """The policy's log-probs, given to `take` where they are computed; changes nothing. Microbatches come from the host."""

@@ -1,11 +1,13 @@
-"""What engines answered for a group, compared with what leaves the coordinator as its samples (invariant I2).
+"""What engines answered for a group, compared with what leaves the coordinator as its samples
+(invariant I2).
 
     engine ──answer──> noted: seed, length, digest of tokens and log-probs ──> environment ──> samples ──> group
                          └───────────────── compared ────────────────────────────────────────────┘
 
-Every stretch of trained tokens must be whole answers, each trained once. Seeds must be those of the group's place in the run, by a
-second derivation: were they those of another iteration, the policy would answer as it has before. An environment of your own that
-trains parts of answers on purpose says so: `trains_whole_answers = False` on its class.
+Every stretch of trained tokens must be whole answers, each trained once. Seeds must be those of the
+group's place in the run, by a second derivation: were they those of another iteration, the policy
+would answer as it has before. An environment of your own that trains parts of answers on purpose
+says so: `trains_whole_answers = False` on its class.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -69,8 +72,9 @@ class Answers:
             earlier = first.setdefault(answer.digest, answer)
             if earlier.seed != answer.seed and answer.logprob < _NO_CHANCE:
                 raise InvariantViolation(
-                    f"{what}: samples {earlier.sample} and {answer.sample} have the same {answer.length} tokens and log-probs from "
-                    f"different seeds, by chance with a probability of e^{answer.logprob:.0f}; the engine answered one request twice"
+                    f"{what}: samples {earlier.sample} and {answer.sample} have the same {answer.length} tokens and "
+                    f"log-probs from different seeds, by chance with a probability of e^{answer.logprob:.0f}; the engine "
+                    f"answered one request twice"
                 )
 
     def check(self, group: Group) -> None:
@@ -82,7 +86,7 @@ class Answers:
         known = set(left)
         lengths = sorted({length for length, _ in left}, reverse=True)
         bounds = group.offsets().tolist()
-        for number, (start, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for number, (start, end) in enumerate(pairwise(bounds)):
             trained = np.flatnonzero(
                 np.diff(np.concatenate([[False], group.trained[start:end], [False]]).astype(np.int8))
             )
@@ -144,8 +148,8 @@ def _digest(tokens: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> bytes:
 
 
 def _seed_of(run_seed: int, iteration: int, index: int, sample: int, turn: int) -> int:
-    """The seed of a sample's turn, written out from its definition: a hash of the place, and for first turns of samples the next
-    numbers."""
+    """The seed of a sample's turn, written out from its definition: a hash of the place, and for
+    first turns of samples the next numbers."""
     group = _hash(b"pa_npu.rollout", run_seed, iteration, index)
     return group + sample if turn == 0 else _hash(b"pa_npu.turn", group, sample, turn)
 

@@ -94,8 +94,8 @@ class ScoredGroup:
         texts = [sample.text for sample in self.samples]
         if self.result.scored and self.result.scored != scored_digest(self.prompt.text, texts, group.rewards.tolist()):
             raise InvariantViolation(
-                f"I7 rewards: {group}: its rewards {group.rewards.tolist()} were given to other texts than its samples', or in another "
-                f"order"
+                f"I7 rewards: {group}: its rewards {group.rewards.tolist()} were given to other texts than its samples', or in "
+                f"another order"
             )
         return group
 

@@ -35,7 +35,8 @@ _NAMED = 4
 _SUM_ROUNDING = 1e-3
 # fp32 products of the same numbers, as a share of their norm.
 _DIVISION_ROUNDING = 1e-5
-# Elements of a reduction are rounded once for each replica, each by half of 2^-23 at most, and at random: so many deviations of that.
+# Elements of a reduction are rounded once for each replica, by half of 2^-23 at most and at random: so
+# many deviations of that.
 _REDUCTION_DEVIATIONS = 32.0
 
 
@@ -127,7 +128,7 @@ class GradientSum:
             )
         if policy != reference:
             raise self.broken(
-                "the KL to the reference is exactly 0 although its weights are not the policy's; give the log-probs of the reference"
+                "the KL to the reference is exactly 0 although its weights are not the policy's; give the reference's log-probs"
             )
 
     def broken(self, what: str) -> InvariantViolation:

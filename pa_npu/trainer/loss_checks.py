@@ -1,7 +1,9 @@
-"""Invariant I7 at the log-probs: the gradient that came back to them is the algorithm's formula, and goes on as it came.
+"""Invariant I7 at the log-probs: the gradient that came back to them is the algorithm's formula,
+and goes on as it came.
 
-Every token of every microbatch is compared with a second calculation (algorithm/loss_gradient.py) when the update is over, so that no
-device waits for the host in between. Advantages are taken from the groups' rewards, weights and denominators from the configuration.
+Every token of every microbatch is compared with a second calculation (algorithm/loss_gradient.py)
+when the update is over, so that no device waits for the host in between. Advantages are taken from
+the groups' rewards, weights and denominators from the configuration.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from pa_npu.config.schema import Config
 from pa_npu.trainer.invariants import GradientSum
 
 _UNITS = {"fp32": 2.0**-24, "bf16": 2.0**-9}
-# A gradient that is left out, doubled or turned around is off by 1 or more. In bf16 the rounding of a sharp policy's logits, which equal
-# responses share, moves the factor by itself; in fp32 nothing does.
+# A gradient that is left out, doubled or turned around is off by 1 or more. In bf16 the rounding of
+# a sharp policy's logits, which equal responses share, moves the factor by itself; in fp32 nothing
+# does.
 _LARGEST_SLOPE_ERRORS = {"fp32": 0.02, "bf16": 0.5}
 _DEVIATIONS = 8.0
 # Two passes over the same weights, one of them with a gradient, as a mean over tokens in nats.
@@ -42,9 +45,11 @@ class LossGradient:
         advantages: Mapping[int, Sequence[float]],
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Raises InvariantViolation. Empty where no loss is computed. Collective over `group`, where gradients are partial in it.
+        """Raises InvariantViolation. Empty where no loss is computed. Collective over `group`,
+        where gradients are partial in it.
 
-        advantages: of the groups that are known, each sample's as its rewards give it, by dispatch index.
+        advantages: of the groups that are known, each sample's as its rewards give it, by dispatch
+        index.
         """
         products, expected, sizes = [], [], []
         apart, tokens = 0.0, 0
@@ -75,11 +80,12 @@ class LossGradient:
         ends = np.cumsum(given.lengths)
         response = int(np.searchsorted(ends, token, side="right"))
         group, number = given.sources[response]
+        place = token - int(ends[response]) + given.lengths[response]
         raise self._update.broken(
-            f"the gradient of the log-prob of token {token - int(ends[response]) + given.lengths[response]} of response {number} of "
-            f"group {group} is {arrived[token]:.6g}, where algorithm.loss = {self._config.algorithm.loss}, aggregation = "
-            f"{self._config.algorithm.aggregation} and the group's rewards make {expected.values[token]:.6g}; {int(wrong.sum())} of "
-            f"{len(wrong)} tokens of its microbatch differ"
+            f"the gradient of the log-prob of token {place} of response {number} of group {group} is "
+            f"{arrived[token]:.6g}, where algorithm.loss = {self._config.algorithm.loss}, aggregation = "
+            f"{self._config.algorithm.aggregation} and the group's rewards make {expected.values[token]:.6g}; "
+            f"{int(wrong.sum())} of {len(wrong)} tokens of its microbatch differ"
         )
 
     def _check_same(self, apart: float, tokens: int) -> None:

@@ -1,13 +1,16 @@
-"""Invariant I7 behind the gradient: a step makes of the weights what AdamW makes of them (StepReplay).
+"""Invariant I7 behind the gradient: a step makes of the weights what AdamW makes of them
+(StepReplay).
 
     end of step u - 1    choose elements for step u, remember their weights and moments
     before step u        the same elements hold the same bits; tensors whose gradient is exactly 0 are named
     step u               the backend clips and applies
     after step u         replay in fp64 from gradient, moments, schedule, decay, clip and bias correction ──> compare
 
-The choice is another one in every update, some hundred elements a rank and some of every tensor, so that nothing that is left out can
-keep out of its way. A checkpoint holds a digest of the elements that the next step is judged by: moments that a resume lost show before
-anything is trained. Every rank judges its own part of the optimizer; the one sum over ranks says which tensors have no gradient.
+The choice is another one in every update, some hundred elements a rank and some of every tensor, so
+that nothing that is left out can keep out of its way. A checkpoint holds a digest of the elements
+that the next step is judged by: moments that a resume lost show before anything is trained. Every
+rank judges its own part of the optimizer; the one sum over ranks says which tensors have no
+gradient.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ _ELEMENTS = 512  # a rank, in all
 _OF_EACH = 2  # tensor, at least
 _LOOKED_AT = 4096  # elements of a tensor's gradient, before all of them are asked whether they are 0
 _NAMED = 4
-# Of the mean change of all elements, in deviations of its rounding: the limits of single elements are some three of these.
+# Of the mean change of all elements, in deviations of its rounding: the limits of single elements
+# are some three of these.
 _DEVIATIONS = 4.0
 _RATE_ROUNDING = 1e-6
 
@@ -99,7 +103,8 @@ class StepReplay:
     def before(
         self, where: str, tensors: Sequence[SteppedTensor], reductions: Reductions, device: torch.device
     ) -> BeforeStep:
-        """Looks at what the step is about to change. Collective over replicas. Raises InvariantViolation.
+        """Looks at what the step is about to change. Collective over replicas. Raises
+        InvariantViolation.
 
         where: which update, for messages.
         """
@@ -147,10 +152,12 @@ class StepReplay:
                 place = int((np.abs(values - expected) / np.maximum(limit, 1e-300)).argmax())
                 raise _broken(
                     where,
-                    f"the step made {values[place]:.9g} of {_NAMES[name]} of an element of {tensors[chosen.owner[place]].name}, "
-                    f"where AdamW makes {expected[place]:.9g} with the rate {rate:.6g}; {int(wrong.sum())} of {len(wrong)} elements "
-                    f"differ (the weight was {before.weights[place]:.9g}, its gradient {begun.gradient[place]:.6g}, its moments "
-                    f"{before.mean[place]:.6g} and {before.square[place]:.6g}, the gradient's norm {result.grad_norm:.6g})",
+                    f"the step made {values[place]:.9g} of {_NAMES[name]} of an element of "
+                    f"{tensors[chosen.owner[place]].name}, where AdamW makes {expected[place]:.9g} with the rate "
+                    f"{rate:.6g}; {int(wrong.sum())} of {len(wrong)} elements differ (the weight was "
+                    f"{before.weights[place]:.9g}, its gradient {begun.gradient[place]:.6g}, its moments "
+                    f"{before.mean[place]:.6g} and {before.square[place]:.6g}, the gradient's norm "
+                    f"{result.grad_norm:.6g})",
                 )
         self._check_mean_change(
             where, before.weights, state["weights"], replayed.expected.weights, replayed.limit.weights
@@ -165,9 +172,11 @@ class StepReplay:
         return self._description(tensors)
 
     def load(self, updates: int, tensors: Sequence[SteppedTensor], saved: dict[str, Any] | None, seed: int) -> str:
-        """Goes on after `updates`; returns what is wrong with the state that was loaded, or nothing.
+        """Goes on after `updates`; returns what is wrong with the state that was loaded, or
+        nothing.
 
-        saved: what `saved` of this rank gave; of any rank where ranks are others now. seed: of the run that saved it.
+        saved: what `saved` of this rank gave; of any rank where ranks are others now. seed: of the
+        run that saved it.
         """
         self._updates, self._left_out = updates, {}
         self._choose(tensors, seed)
@@ -176,9 +185,15 @@ class StepReplay:
             loaded = self._description(tensors)
             if saved["shape"] == loaded["shape"] and saved["rank"] == loaded["rank"]:
                 if saved["digest"] != loaded["digest"]:
-                    wrong = f"the optimizer's state of rank {self._rank} is not the one that was saved (a digest of a sample differs)"
+                    wrong = (
+                        f"the optimizer's state of rank {self._rank} is not the one that was saved (the digest of a "
+                        f"sample differs)"
+                    )
             elif saved["moving"] > 0.1 and loaded["moving"] == 0.0:
-                wrong = f"the moments of AdamW are all 0 in a sample, where {saved['moving']:.0%} of those that were saved are not"
+                share = saved["moving"]
+                wrong = (
+                    f"the moments of AdamW are all 0 in a sample, where {share:.0%} of those that were saved are not"
+                )
         self._choose(tensors)
         return wrong
 
@@ -257,8 +272,8 @@ class StepReplay:
         present = _any_gradient(tensors)
         moving = torch.tensor([[float(values) for values in row] for row in present], device=device)
         arrived, nonzero, weights = reductions.replicas(moving, largest=True).cpu().numpy()
-        for tensor, has_come in zip(tensors, arrived, strict=True):
-            if not has_come:
+        for tensor in tensors:
+            if tensor.gradient is None:
                 self._left_out[tensor.name] = self._left_out.get(tensor.name, 0) + 1
         if not nonzero.any():
             return  # rewards that are all equal train nothing
@@ -275,8 +290,8 @@ class StepReplay:
             more = f" and of {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
             raise _broken(
                 where,
-                f"the gradient of {', '.join(missing[:_NAMED])}{more} is exactly 0, while that of {int(nonzero.sum())} other tensors "
-                f"is not",
+                f"the gradient of {', '.join(missing[:_NAMED])}{more} is exactly 0, while that of "
+                f"{int(nonzero.sum())} other tensors is not",
             )
 
 
@@ -305,7 +320,8 @@ def _waits_for_its_partner(name: str, weights: dict[str, float]) -> bool:
 
 @torch.no_grad()
 def _any_gradient(tensors: Sequence[SteppedTensor]) -> tuple[list[bool], list[bool], list[bool]]:
-    """Of each tensor: whether a gradient has come, whether any of its elements is not 0, whether any weight of an adapter is not."""
+    """Says of each tensor whether a gradient has come, whether any of its elements is not 0, and of B of an adapter whether any
+    weight is not."""
     arrived = [tensor.gradient is not None for tensor in tensors]
     nonzero, weights = [False] * len(tensors), [True] * len(tensors)
     partners = tuple(_PARTNERS.values())

@@ -1,11 +1,12 @@
-"""Ways to make a step another one than its gradient's, or a gradient another one than the loss's: what invariant I7 must end.
+"""Ways to make a step another one than its gradient's, or a gradient another one than the loss's:
+what invariant I7 must end.
 
     of the optimizer    what it does with a gradient that is right
     of the loss         what comes to the log-probs, or goes on behind them
     of the models       what log-probs are of
 
-Each is put into a rank that trains, once in its second update or from the first one on, without changing what the code says that it
-does: rates, names of weights and reports stay right.
+Each is put into a rank that trains, once in its second update or from the first one on, without
+changing what the code says that it does: rates, names of weights and reports stay right.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ OPTIMIZER: dict[str, str] = {
 }
 COPIES = "the model's copies not written"  # bf16, of a backend with copies
 LOSS: dict[str, str] = {
-    "the gradient behind the log-probs doubled": r"behind the log-probs is 2(\.0|\.|\d)* times|behind the log-probs is 1\.9\d* times",
+    "the gradient behind the log-probs doubled": r"behind the log-probs is (2|1\.9)\S* times",
     "the gradient behind the log-probs turned round": r"behind the log-probs is -(1|0\.9)\S* times",
     "the gradient behind the log-probs left out": r"behind the log-probs is 0 times|is exactly 0",
     "advantages negated inside the loss": r"the gradient of the log-prob of token",
