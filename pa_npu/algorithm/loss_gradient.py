@@ -279,13 +279,18 @@ class Slope:
     error: float
 
 
-def slope_of(products: Values, expected: Values, sizes: Values, unit: float) -> Slope | None:
-    """Of h · dL/dh over g (log p + H). None where there is less of it than the rounding of a type with this unit hides."""
+def slope_of(products: Values, expected: Values, sizes: Values, noise: float) -> Slope | None:
+    """Returns the factor of h · dL/dh over g (log p + H), over tokens of which rounding cannot hide it.
+
+    noise: the share of |h| |dL/dh| below which a token's value is not looked at. None where that is all of them.
+    """
+    clear = np.abs(expected) > noise * sizes
+    products, expected = products[clear], expected[clear]
     size = float(np.sum(expected**2))
-    if size <= float(np.sum((2 * unit * sizes) ** 2)) or not size:
+    if not size:
         return None
     value = float(np.sum(products * expected)) / size
-    spread = np.sqrt(np.sum(((products - expected) * expected) ** 2))
+    spread = np.sqrt(np.sum(((products - value * expected) * expected) ** 2))
     return Slope(value, float(spread) / size)
 
 

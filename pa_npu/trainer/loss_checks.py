@@ -27,6 +27,7 @@ _UNITS = {"fp32": 2.0**-24, "bf16": 2.0**-9}
 # does.
 _LARGEST_SLOPE_ERRORS = {"fp32": 0.02, "bf16": 0.5}
 _DEVIATIONS = 8.0
+_MARGIN = 8.0  # of a token's value over its rounding, in units of the largest error above
 # Two passes over the same weights, one of them with a gradient, as a mean over tokens in nats.
 _SAME_WEIGHTS = {"fp32": 1e-3, "bf16": 0.05}
 
@@ -101,7 +102,7 @@ class LossGradient:
 
     def _check_head(self, products: np.ndarray, expected: np.ndarray, sizes: np.ndarray) -> None:
         dtype = self._config.model.dtype
-        slope = slope_of(products, expected, sizes, _UNITS[dtype])
+        slope = slope_of(products, expected, sizes, _MARGIN * _UNITS[dtype] / _LARGEST_SLOPE_ERRORS[dtype])
         if slope is None:
             return
         if abs(slope.value - 1.0) > max(_LARGEST_SLOPE_ERRORS[dtype], _DEVIATIONS * slope.error):

@@ -189,8 +189,10 @@ def _zeroed_moments(optimizer: Any, call: int) -> Any:
 @contextmanager
 def _another_step(optimizer: Any, call: int) -> Any:
     if call == 2:
+        for group in optimizer.param_groups:
+            group["step"] = group.get("step", 0) + 5
         for state in optimizer.state.values():
-            state["step"] += 5
+            state["step"] = state.get("step", 0) + 5
     yield
 
 
