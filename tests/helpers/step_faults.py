@@ -74,16 +74,23 @@ FAULTS = {**OPTIMIZER, **LOSS, **MODELS}
 LOST = "60 elements of a replica lost in the reduction"
 OF_REPLICAS = {LOST: r"the 2 replicas brought .* of which its reduction left"}
 
+ALL = {**FAULTS, COPIES: r"the model computes with .* in an element of", **OF_REPLICAS}
+EVERYWHERE = {"one tensor's gradient zero", "the policy copied into the reference"}
+"""Faults that show only where all replicas have them, or that are collective."""
+
 KEYS: dict[str, dict[str, Any]] = {
     "optimizer": {"weight_decay": 0.5, "clip_grad": 0.05, "warmup_iterations": 3, "learning_rate": 1e-2},
-    "algorithm": {"kl_coef": 0.1, "clip_low": 0.3, "clip_high": 0.3},
+    "algorithm": {"kl_coef": 0.1, "clip_low": 0.3, "clip_high": 0.3, "entropy_coef": 0.0},
     "schedule": {"updates_per_iteration": 2, "iterations": 10},
 }
 """Sections of a configuration in which every fault above makes a difference."""
 
 
 def inject(name: str, learner: Learner) -> None:
-    """Into this process: some faults are of modules."""
+    """Into this process, of the last replica: some faults are of modules."""
+    place = learner.backend.place
+    if place.replica != place.mesh.data - 1 and name not in EVERYWHERE:
+        return
     if name in OPTIMIZER or name == COPIES:
         _into_optimizer(name, learner)
     elif name in LOSS:
@@ -447,10 +454,7 @@ def _frozen(name: str, outputs: Any) -> dict[str, Logprobs]:
 
 
 def _lose_elements(learner: Learner) -> None:
-    """Sixty neighbours of what the last replica brings are 0 in the sum."""
-    place = learner.backend.place
-    if place.replica != place.mesh.data - 1:
-        return
+    """Sixty neighbours of what this replica brings are 0 in the sum."""
     buffers = sys.modules.get("megatron.core.distributed.param_and_grad_buffer")
     if buffers is not None:
         reduce = vars(buffers)["dist_reduce_scatter_func"]
