@@ -81,6 +81,7 @@ def step(
     options = config.optimizer
     (first, second), epsilon = options.betas, options.epsilon
     arrived = np.isfinite(gradient)
+    steps = np.maximum(steps, 1.0)  # one to which nothing has ever come has had none
     clipped = np.where(arrived, gradient, 0.0) * clip
     size = np.abs(clipped)
     mean = first * before.mean + (1.0 - first) * clipped

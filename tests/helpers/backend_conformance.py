@@ -26,7 +26,7 @@ from pa_npu.backends.registry import backend_module
 from pa_npu.checkpoints.directories import directory_name
 from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
-from pa_npu.errors import InvariantViolation
+from pa_npu.errors import DataError, InvariantViolation
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.cpu import CpuPlatform
 from pa_npu.samples.group import Group
@@ -46,6 +46,26 @@ Make = Callable[[Config], Learner]
 GROUPS, RESPONSES, LEARNING_RATE = 4, 4, 3e-3
 BUCKET_BYTES = 20_000  # a few tensors of the model in each, and its embedding in several
 ALONE_S = 240.0
+
+
+FEW_STEPS = [
+    ("the step skipped", "bf16"),
+    ("norms decayed, by their group", "fp32"),
+    ("clipped twice", "fp32"),
+    ("moments zeroed between updates", "fp32"),
+    ("one tensor's gradient zero", "bf16"),
+    ("gradients not zeroed", "fp32"),
+    ("the gradient behind the log-probs doubled", "bf16"),
+    ("advantages moved within a response", "fp32"),
+    ("a denominator that is off, rightly named", "bf16"),
+    ("the policy's values under the reference's name", "fp32"),
+]
+STEP_CASES = [
+    pytest.param(fault, dtype, marks=[] if (fault, dtype) in FEW_STEPS else [pytest.mark.nightly])
+    for fault in [*step_faults.FAULTS, step_faults.COPIES]
+    for dtype in ("fp32", "bf16")
+    if fault != step_faults.COPIES or dtype == "bf16"
+]
 
 
 def config_of(model: Path, /, **sections: dict[str, Any]) -> Config:
@@ -134,6 +154,8 @@ class BackendConformance:
     name: str
     offloads = True
     """Whether it reads optimizer.offload."""
+    has_no: frozenset[str] = frozenset()
+    """Faults that it cannot have."""
 
     def train(self, learner: Learner) -> None:
         learner.publish(0)
@@ -365,17 +387,18 @@ class BackendConformance:
             groups = [DispatchedGroup(g.index, 0, tuple(g.trained_lengths.tolist())) for s in shares() for g in s]
             check_normalisers(Dispatched(0, tuple(groups)), normalisers, config)
 
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-    @pytest.mark.parametrize("fault", step_faults.FAULTS)
+    @pytest.mark.parametrize(("fault", "dtype"), STEP_CASES)
     def test_a_step_or_a_loss_that_is_another_one_is_an_invariant_broken(
         self, fault: str, dtype: str, make: Make, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        if fault in self.has_no:
+            pytest.skip("it cannot have that")
         restored_after(monkeypatch)
         config = config_of(model, model={"dtype": dtype}, **step_faults.KEYS)
         learner = make(config)
         step_faults.inject(fault, learner)
         learner.publish(0)
-        with pytest.raises(InvariantViolation, match=f"I7 .*({step_faults.FAULTS[fault]})"):
+        with pytest.raises(InvariantViolation, match=f"I7 .*({step_faults.ALL[fault]})"):
             for share in shares():
                 train_share(learner, share)
 
@@ -386,6 +409,38 @@ class BackendConformance:
             learner.publish(iteration)
             for share in shares():
                 assert train_share(learner, share).report.grad_norm > 0
+
+    @pytest.mark.parametrize("lost", ["both moments", "the square moment", "weights", "nothing"])
+    def test_what_a_resume_lost_ends_it_before_anything_is_trained(
+        self, lost: str, make: Make, model: Path, tmp_path: Path
+    ) -> None:
+        keys = {**step_faults.KEYS, "trainer": {"backend": self.name}}
+        learner = make(config_of(model, **keys))
+        learner.publish(0)
+        for share in shares():
+            train_share(learner, share)
+        save(learner, tmp_path, 1)
+        resumed = make(config_of(model, **keys))
+        load = resumed.backend.load
+
+        def losing(directory: Path) -> Any:
+            meta = load(directory)
+            for tensor in resumed.backend.stepped():
+                parts = {"both moments": (tensor.mean, tensor.square), "the square moment": (tensor.square,)}
+                for part in parts.get(lost, (tensor.weights,) if lost == "weights" else ()):
+                    assert part is not None
+                    part.mul_(0.0 if "moment" in lost else 1.001)
+            return meta
+
+        resumed.backend.load = losing  # type: ignore[method-assign]
+        checkpoint = tmp_path / "checkpoints" / directory_name(1)
+        if lost == "nothing":
+            assert resumed.load(checkpoint) == 1
+            resumed.publish(1)
+            train_share(resumed, shares()[0])
+        else:
+            with pytest.raises(DataError, match="the optimizer's state of rank 0 is not the one that was saved"):
+                resumed.load(checkpoint)
 
 
 def train_share(learner: Learner, share: list[Group]) -> Update:
