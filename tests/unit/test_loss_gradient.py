@@ -96,7 +96,7 @@ def test_it_is_the_gradient_of_autograd(loss: str, terms: str, aggregation: str)
         turned = replace(batch, advantages=-batch.advantages)
         wrong = expected.is_sure & ~(np.abs(by_autograd(turned, config) - expected.values) <= expected.limit)
         assert wrong.any(), "advantages turned round are seen"
-    assert looked_at >= 3
+    assert looked_at >= 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
