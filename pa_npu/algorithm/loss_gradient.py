@@ -16,8 +16,10 @@ for it in between.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ Values = npt.NDArray[np.float64]
 # As shares of a token's terms. Inputs are the same numbers, so that what differs is a few
 # operations in fp32, and where ratios are of whole responses sums over them.
 _ROUNDING, _ROUNDING_OF_SUMS = 1e-4, 2e-3
+_ROWS = 64  # of a microbatch, at least, whose gradient is watched; all where it has fewer than twice as many
 # A ratio so near to a bound may be on either side of it.
 _NEAR = 1e-4
 
@@ -40,23 +43,28 @@ class HeadGradient:
     """Watches the gradient of one microbatch's hidden states, [N, hidden_size], as they meet the LM
     head.
 
-    products: h · dL/dh, fp32 [N]; sizes: |h| |dL/dh|. None until the backward, and where nothing is
-    watched. is_partial: the gradient is a sum over tensor-parallel ranks that is made later.
+    products: h · dL/dh, fp32, of one row in `every`; sizes: |h| |dL/dh|. None until the backward,
+    and where nothing is watched. is_partial: the gradient is a sum over tensor-parallel ranks that
+    is made later.
     """
 
     def __init__(self) -> None:
         self.products: torch.Tensor | None = None
         self.sizes: torch.Tensor | None = None
         self.is_partial = False
+        self.every = 1
+        self.is_watched = False
 
     def watch(self, hidden: torch.Tensor, *, is_partial: bool = False) -> None:
         self.is_partial = is_partial
-        if hidden.requires_grad:
+        self.is_watched = hidden.requires_grad
+        if self.is_watched:
             hidden.register_hook(partial(self._arrived, hidden.detach()))
 
     def _arrived(self, hidden: torch.Tensor, gradient: torch.Tensor) -> None:
-        states, gradient = hidden.float(), gradient.float()
-        self.products = (states * gradient).sum(-1)
+        self.every = max(1, len(hidden) // _ROWS)
+        states, gradient = hidden[:: self.every].float(), gradient[:: self.every].float()
+        self.products = torch.linalg.vecdot(states, gradient)
         self.sizes = torch.linalg.vector_norm(states, dim=-1) * torch.linalg.vector_norm(gradient, dim=-1)
 
 
@@ -302,3 +310,19 @@ def on_host(batch: TokenBatch) -> TokenBatch:
             moved[name] = values.detach().cpu()
     columns = {name: column.cpu() for name, column in batch.columns.items()}
     return replace(batch, **moved, columns=columns)
+
+
+def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
+    """Batches one after another, so that all are looked at together."""
+    first = batches[0]
+    starts = [0, *accumulate(batch.num_responses for batch in batches)]
+    shifted = [batch.response_index + start for batch, start in zip(batches, starts, strict=False)]
+
+    def column(name: str) -> torch.Tensor | None:
+        values = [getattr(batch, name) for batch in batches]
+        return None if values[0] is None else torch.cat(values)
+
+    names = ("logprobs", "entropy", "old_logprobs", "reference_logprobs", "engine_logprobs")
+    columns: dict[str, Any] = {name: column(name) for name in (*names, "advantages", "weights", "ages")}
+    declared = {name: torch.cat([batch.columns[name] for batch in batches]) for name in first.columns}
+    return replace(first, **columns, response_index=torch.cat(shifted), num_responses=starts[-1], columns=declared)

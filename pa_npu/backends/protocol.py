@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.algorithm.objective import Objective, Outputs, PolicyState
-from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
+from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.checkpoints.directories import CheckpointMeta
 from pa_npu.checkpoints.saving import PlannedSave
 from pa_npu.config.mesh import Place
@@ -163,9 +163,9 @@ class TrainBackend(Protocol):
         says how they were summed over replicas, on elements from objective.first_sampled on; None where there is one.
         """
 
-    def gradient_size(self, first: int = 0) -> torch.Tensor:
-        """The norm of the gradient that this rank holds, or of every SAMPLED_EVERY-th element from `first` on; fp32 []. 0 where
-        there is none. Not collective."""
+    def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
+        """The norm of the gradient that this rank holds, or of one element in `every` from `first` on; fp32 []. 0 where there is
+        none. Not collective."""
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the update's gradient."""

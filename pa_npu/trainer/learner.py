@@ -245,7 +245,8 @@ class Learner:
             self.backend.name_policy(state, "reference")
 
     def _look_at_start(self) -> None:
-        self._gradient_at_start = self.backend.gradient_size(self._first_sampled)
+        # what was left of the update before is left everywhere
+        self._gradient_at_start = self.backend.gradient_size(self._first_sampled, SAMPLED_EVERY**2)
 
     def _of_all_ranks(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         """Collective."""

@@ -15,7 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pa_npu.algorithm.loss_gradient import ExpectedGradient, GivenLoss, expected_gradient, on_host, slope_of
+from pa_npu.algorithm.loss_gradient import (
+    ExpectedGradient,
+    GivenLoss,
+    expected_gradient,
+    joined,
+    on_host,
+    slope_of,
+)
 from pa_npu.algorithm.objective import PolicyState
 from pa_npu.algorithm.policy_losses import TokenBatch
 from pa_npu.config.schema import Config
@@ -52,41 +59,37 @@ class LossGradient:
         advantages: of the groups that are known, each sample's as its rewards give it, by dispatch
         index.
         """
-        products, expected, sizes = [], [], []
-        apart, tokens = 0.0, 0
-        for microbatch in given:
-            batch = with_advantages(on_host(microbatch.batch), microbatch, advantages)
-            arrived = np.zeros(len(batch.logprobs))
-            if microbatch.gradient is not None:
-                arrived = microbatch.gradient.cpu().double().numpy()
-            self._compare(microbatch, arrived, expected_gradient(batch, self._config.algorithm))
-            apart += float((batch.logprobs - batch.old_logprobs).abs().sum())
-            tokens += len(arrived)
-            head = microbatch.head
-            if head is not None and (head.products is not None or microbatch.gradient is not None):
-                found = _head_sums(head.products, head.sizes, len(arrived), group if head.is_partial else None)
-                products.append(found[0])
-                sizes.append(found[1])
-                expected.append(arrived * (batch.logprobs + batch.entropy).double().numpy())
-        self._check_same(apart, tokens)
-        if products:
-            self._check_head(*(np.concatenate(parts) for parts in (products, expected, sizes)))
+        if not given:
+            return
+        device = given[0].batch.logprobs.device
+        batch = on_host(joined([microbatch.batch for microbatch in given]))
+        none = [torch.zeros(len(one.batch.logprobs), device=device) for one in given]
+        gradients = [blank if one.gradient is None else one.gradient for one, blank in zip(given, none, strict=True)]
+        arrived = torch.cat(gradients).cpu().double().numpy()
+        sources = [source for one in given for source in one.sources]
+        lengths = np.array([length for one in given for length in one.lengths])
+        batch = with_advantages(batch, sources, lengths, advantages)
+        self._compare(sources, lengths, arrived, expected_gradient(batch, self._config.algorithm))
+        self._check_same(float((batch.logprobs - batch.old_logprobs).abs().sum()), len(arrived))
+        self._check_head(given, arrived, (batch.logprobs + batch.entropy).double().numpy(), group)
 
-    def _compare(self, given: GivenLoss, arrived: np.ndarray, expected: ExpectedGradient) -> None:
+    def _compare(
+        self, sources: Sequence[tuple[int, int]], lengths: np.ndarray, arrived: np.ndarray, expected: ExpectedGradient
+    ) -> None:
         wrong = expected.is_sure & ~(np.abs(arrived - expected.values) <= expected.limit)
         if not wrong.any():
             return
         error = np.where(wrong, np.abs(arrived - expected.values) / np.maximum(expected.limit, 1e-300), 0.0)
         token = int(error.argmax())
-        ends = np.cumsum(given.lengths)
+        ends = np.cumsum(lengths)
         response = int(np.searchsorted(ends, token, side="right"))
-        group, number = given.sources[response]
-        place = token - int(ends[response]) + given.lengths[response]
+        group, number = sources[response]
+        place = token - int(ends[response]) + int(lengths[response])
         raise self._update.broken(
             f"the gradient of the log-prob of token {place} of response {number} of group {group} is "
             f"{arrived[token]:.6g}, where algorithm.loss = {self._config.algorithm.loss}, aggregation = "
             f"{self._config.algorithm.aggregation} and the group's rewards make {expected.values[token]:.6g}; "
-            f"{int(wrong.sum())} of {len(wrong)} tokens of its microbatch differ"
+            f"{int(wrong.sum())} of {len(wrong)} tokens of the update differ"
         )
 
     def _check_same(self, apart: float, tokens: int) -> None:
@@ -100,7 +103,29 @@ class LossGradient:
                 f"weights of version {self._policy.version if self._policy else 0}"
             )
 
-    def _check_head(self, products: np.ndarray, expected: np.ndarray, sizes: np.ndarray) -> None:
+    def _check_head(
+        self, given: Sequence[GivenLoss], arrived: np.ndarray, surprise: np.ndarray, group: dist.ProcessGroup | None
+    ) -> None:
+        """surprise: log p + H of every token."""
+        sums, rows, start, is_partial = [], [], 0, False
+        for microbatch in given:
+            head, tokens = microbatch.head, len(microbatch.batch.logprobs)
+            if head is not None and head.is_watched:
+                is_partial = is_partial or head.is_partial
+                own = np.arange(start, start + tokens, head.every)
+                rows.append(own)
+                if head.products is None or head.sizes is None:  # no gradient went on
+                    sums.append(torch.zeros(2, len(own), device=microbatch.batch.logprobs.device))
+                else:
+                    sums.append(torch.stack([head.products, head.sizes]))
+            start += tokens
+        if not sums:
+            return
+        both = torch.cat(sums, dim=1)
+        if group is not None and is_partial:
+            dist.all_reduce(both, group=group)
+        products, sizes = both.cpu().double().numpy()
+        expected = (arrived * surprise)[np.concatenate(rows)]
         dtype = self._config.model.dtype
         slope = slope_of(products, expected, sizes, _MARGIN * _UNITS[dtype] / _LARGEST_SLOPE_ERRORS[dtype])
         if slope is None:
@@ -112,25 +137,17 @@ class LossGradient:
             )
 
 
-def with_advantages(batch: TokenBatch, given: GivenLoss, advantages: Mapping[int, Sequence[float]]) -> TokenBatch:
+def with_advantages(
+    batch: TokenBatch,
+    sources: Sequence[tuple[int, int]],
+    lengths: np.ndarray,
+    advantages: Mapping[int, Sequence[float]],
+) -> TokenBatch:
     """The batch with the advantages that the groups' rewards give, where they are known."""
-    values = batch.advantages.clone()
-    start = 0
-    for (group, number), length in zip(given.sources, given.lengths, strict=True):
-        if group in advantages:
-            values[start : start + length] = float(advantages[group][number])
-        start += length
-    return replace(batch, advantages=values)
-
-
-def _head_sums(
-    products: torch.Tensor | None, sizes: torch.Tensor | None, tokens: int, group: dist.ProcessGroup | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Products and sizes over the ranks that hold a part of the gradient; 0 where no gradient went on."""
-    if products is None or sizes is None:
-        return np.zeros(tokens), np.zeros(tokens)
-    both = torch.stack([products, sizes])
-    if group is not None:
-        dist.all_reduce(both, group=group)
-    first, second = both.cpu().double().numpy()
-    return first, second
+    known = np.array([group in advantages for group, _ in sources])
+    if not known.any():
+        return batch
+    values = np.array([advantages[group][number] if group in advantages else 0.0 for group, number in sources])
+    of_tokens = torch.from_numpy(np.repeat(values, lengths)).float()
+    is_known = torch.from_numpy(np.repeat(known, lengths))
+    return replace(batch, advantages=torch.where(is_known, of_tokens, batch.advantages))

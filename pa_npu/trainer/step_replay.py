@@ -31,7 +31,7 @@ from pa_npu.errors import InvariantViolation
 
 _ELEMENTS = 512  # a rank, in all
 _OF_EACH = 2  # tensor, at least
-_LOOKED_AT = 4096  # elements of a tensor's gradient, before all of them are asked whether they are 0
+_LOOKED_AT = 1024  # elements of a tensor's gradient, before all of them are asked whether they are 0
 _NAMED = 4
 # Of the mean change of all elements, in deviations of its rounding: the limits of single elements
 # are some three of these.
@@ -75,6 +75,20 @@ class _Chosen:
             device = devices.pop()
             return torch.cat([part.to(device) for part in parts]).cpu().numpy().astype(np.float64)
         return torch.cat([part.cpu() for part in parts]).numpy().astype(np.float64)
+
+    def with_next(self, following: _Chosen) -> _Chosen:
+        """Both choices as one: of each tensor first this one's elements, then those of the next."""
+        pairs = zip(self.indices, following.indices, strict=True)
+        owner = [np.concatenate(parts) for parts in zip(self._owners(), following._owners(), strict=True)]
+        return _Chosen(tuple(torch.cat(pair) for pair in pairs), np.concatenate(owner))
+
+    def _owners(self) -> list[np.ndarray]:
+        return [np.full(len(indices), number) for number, indices in enumerate(self.indices)]
+
+    def is_first_of(self, following: _Chosen) -> np.ndarray:
+        """Which of with_next's elements are this choice's, bool."""
+        halves = zip(self.indices, following.indices, strict=True)
+        return np.concatenate([np.arange(len(own) + len(other)) < len(own) for own, other in halves])
 
     def state(self, tensors: Sequence[SteppedTensor]) -> dict[str, np.ndarray]:
         """Weights and moments. Moments that no step has made yet are 0."""
@@ -144,7 +158,9 @@ class StepReplay:
             rate=rate,
             clip=clip_factor(self._config, result.grad_norm),
         )
-        state = chosen.state(tensors)
+        following = _Chosen.of(tensors, self._config.run.seed, self._updates + 1, self._rank)
+        both, is_own = chosen.with_next(following).state(tensors), chosen.is_first_of(following)
+        state = {name: values[is_own] for name, values in both.items()}
         for name, values in state.items():
             expected, limit = getattr(replayed.expected, name), getattr(replayed.limit, name)
             wrong = ~(np.abs(values - expected) <= limit)
@@ -162,8 +178,8 @@ class StepReplay:
         self._check_mean_change(
             where, before.weights, state["weights"], replayed.expected.weights, replayed.limit.weights
         )
-        self._check_copies(where, chosen, tensors)
-        self._choose(tensors)
+        self._check_copies(where, chosen, tensors, state["weights"])
+        self._next, self._remembered = following, {name: values[~is_own] for name, values in both.items()}
 
     def saved(self, tensors: Sequence[SteppedTensor]) -> dict[str, Any]:
         """This rank's part of a checkpoint's `optimizer`: what a resume compares with."""
@@ -248,13 +264,13 @@ class StepReplay:
         if abs(error) > _DEVIATIONS * rounding + 1e-5:
             raise _broken(where, f"the step changed its weights by {1 + error:.6g} times as much as AdamW does")
 
-    def _check_copies(self, where: str, chosen: _Chosen, tensors: Sequence[SteppedTensor]) -> None:
+    def _check_copies(self, where: str, chosen: _Chosen, tensors: Sequence[SteppedTensor], weights: np.ndarray) -> None:
         """The weights that the model computes with are those that were stepped, in the model's type."""
         narrow = [tensor.model is not None for tensor in tensors]
         if not any(narrow):
             return
         dtype = next(tensor.model.dtype for tensor in tensors if tensor.model is not None)
-        stepped = torch.from_numpy(chosen.read(tensors, "weights")).float().to(dtype).float().numpy()
+        stepped = torch.from_numpy(weights).float().to(dtype).float().numpy()
         model = chosen.read(tensors, "model")
         wrong = np.array(narrow)[chosen.owner] & (stepped != model)
         if wrong.any():
@@ -331,10 +347,10 @@ def _any_gradient(tensors: Sequence[SteppedTensor]) -> tuple[list[bool], list[bo
         if tensor.gradient is not None and tensor.gradient.numel()
     ]
     if pairs:
-        sampled = [gradient[:: max(1, gradient.numel() // _LOOKED_AT)].abs().amax() for _, gradient in pairs]
-        for (number, gradient), largest in zip(pairs, torch.stack(sampled).tolist(), strict=True):
+        sampled = [gradient[:: max(1, gradient.numel() // _LOOKED_AT)].any() for _, gradient in pairs]
+        for (number, gradient), has_any in zip(pairs, torch.stack(sampled).tolist(), strict=True):
             # most rows of an embedding have none, so that a sample that is 0 says nothing
-            nonzero[number] = largest != 0 or bool(gradient.any())
+            nonzero[number] = has_any or bool(gradient.any())
     for number, tensor in enumerate(tensors):
         if any(part in tensor.name for part in partners):
             weights[number] = bool(tensor.weights.any())

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pa_npu.algorithm.loss_gradient import HeadGradient
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
-from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
+from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.fsdp.checkpoint import PlannedShards, load_state, state_of
 from pa_npu.backends.fsdp.lora import Adapted
@@ -126,8 +126,8 @@ class FsdpBackend:
         self._platform.synchronize()
         return counted(self._reductions, self.device) if self._reductions else None
 
-    def gradient_size(self, first: int = 0) -> torch.Tensor:
-        return self._optimizer.gradient_size(first)
+    def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
+        return self._optimizer.gradient_size(first, every)
 
     def scale_gradients(self, factor: float) -> None:
         self._optimizer.scale_gradients(factor)

@@ -64,9 +64,9 @@ class ShardedAdamW:
         self.adamw.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def gradient_size(self, first: int = 0) -> torch.Tensor:
+    def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
         """The norm of a sample of this rank's shards of the gradient; 0 where there is none."""
-        samples = [gradient.flatten()[first::SAMPLED_EVERY] for gradient in self._gradients()]
+        samples = [gradient.flatten()[first::every] for gradient in self._gradients()]
         if not samples:
             return torch.zeros(())
         return torch.stack([torch.linalg.vector_norm(sample) for sample in samples]).norm()

@@ -18,7 +18,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
-from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
+from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.in_step import InStep, filler, most, or_nothing
 from pa_npu.backends.megatron import parallel
@@ -145,8 +145,8 @@ class MegatronBackend:
         self._platform.synchronize()
         return None if self._watched is None else self._watched.take()
 
-    def gradient_size(self, first: int = 0) -> torch.Tensor:
-        return gradient_size(self._ddp, first)
+    def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
+        return gradient_size(self._ddp, first, every)
 
     def scale_gradients(self, factor: float) -> None:
         self._ddp.scale_gradients(factor)

@@ -115,10 +115,10 @@ class WatchedReduction:
             self._after[id(bucket)] = share.sum(dtype=self._summed_in)
 
 
-def gradient_size(ddp: Any, first: int = 0) -> torch.Tensor:
+def gradient_size(ddp: Any, first: int, every: int) -> torch.Tensor:
     """The norm of a sample of what this rank's gradient buffers hold."""
     buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
-    sizes = [torch.linalg.vector_norm(buffer.grad_data[first::SAMPLED_EVERY]) for buffer in buffers]
+    sizes = [torch.linalg.vector_norm(buffer.grad_data[first::every]) for buffer in buffers]
     return torch.stack(sizes).norm()
 
 

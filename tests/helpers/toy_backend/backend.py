@@ -99,7 +99,7 @@ class ToyBackend:
         sum_over_replicas(self._gradient)
         return ReducedGradient(own, squares, self._gradient.chunk(replicas)[self.place.replica].sum()[None])
 
-    def gradient_size(self, first: int = 0) -> torch.Tensor:
+    def gradient_size(self, first: int = 0, every: int = 1) -> torch.Tensor:
         return self._gradient.norm()
 
     def scale_gradients(self, factor: float) -> None:
