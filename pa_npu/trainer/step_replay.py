@@ -61,6 +61,7 @@ class _Chosen:
             owner.append(np.full(count, number))
         return cls(tuple(indices), np.concatenate(owner))
 
+    @torch.no_grad()
     def read(self, tensors: Sequence[SteppedTensor], name: str) -> np.ndarray:
         """One column of these elements, fp64 [n]; NaN where a tensor has none. One copy from each device."""
         parts: list[torch.Tensor] = []
@@ -68,8 +69,10 @@ class _Chosen:
             values: torch.Tensor | None = getattr(tensor, name)
             if values is None or not len(indices):
                 parts.append(torch.full((len(indices),), torch.nan))
-            else:
-                parts.append(values.detach().index_select(0, indices.to(values.device)).float())
+                continue
+            # nothing but the one call that is needed: there are many tensors
+            chosen = values.index_select(0, indices if values.is_cpu else indices.to(values.device))
+            parts.append(chosen if chosen.dtype == torch.float32 else chosen.float())
         devices = {part.device for part in parts if len(part)}
         if len(devices) == 1:
             device = devices.pop()

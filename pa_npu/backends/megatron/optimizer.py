@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -138,8 +138,8 @@ def stepped_tensors(optimizer: Any, ddp: Any, place: Place) -> list[SteppedTenso
             SteppedTensor(
                 name=name,
                 dimensions=parameter.dim(),
-                weights=stepped.weights.detach().view(-1),
-                model=None if stepped.model is None else stepped.model.detach().view(-1),
+                weights=_flat(stepped.weights),
+                model=_flat(stepped.model),
                 gradient=stepped.gradient,
                 mean=_flat(stepped.state.get("exp_avg")),
                 square=_flat(stepped.state.get("exp_avg_sq")),
@@ -193,5 +193,16 @@ def _stepped_parts(part: Any) -> dict[torch.Tensor, _SteppedPart]:
     return parts
 
 
+@overload
+def _flat(tensor: torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None: ...
+
+
 def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.view(-1)
+    """The same memory in one dimension, without gradient; shards mostly are that already."""
+    if tensor is None or (tensor.dim() == 1 and not tensor.requires_grad):
+        return tensor
+    return tensor.detach().view(-1)
