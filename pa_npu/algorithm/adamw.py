@@ -1,5 +1,4 @@
-"""AdamW a second time, in numpy and fp64: what a step should have made of an element, and how far
-rounding may take it from that.
+"""AdamW a second time, in numpy and fp64, and how far rounding may take a step from it.
 
     g' = g c                               c = min(1, clip_grad / (norm + 1e-6))
     m' = b1 m + (1 - b1) g'                v' = b2 v + (1 - b2) g'^2
@@ -50,9 +49,9 @@ class Stepped:
 
 def scheduled_rate(config: Config, update: int) -> float:
     """The learning rate of an update, from 1."""
-    options, per_iteration = config.optimizer, config.schedule.updates_per_iteration
-    begin = options.warmup_iterations * per_iteration
-    end = max(config.schedule.iterations * per_iteration, begin + 1)
+    options = config.optimizer
+    begin = config.updates(options.warmup_iterations)
+    end = max(config.updates(config.schedule.iterations), begin + 1)
     if update <= begin:
         return options.learning_rate * (update / begin)
     if options.decay == "constant":

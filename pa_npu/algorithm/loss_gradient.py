@@ -1,5 +1,4 @@
-"""The gradient at the log-probs a second time, in numpy and fp64, from the algorithm's formulas
-instead of by autograd.
+"""The gradient at the log-probs a second time, from the algorithm's formulas in numpy and fp64.
 
     backend: hidden states ──LM head──> log-probs ──objective──> loss
              dL/dh         <──────────  g          <── backward    g compared with `expected_gradient`, token by token

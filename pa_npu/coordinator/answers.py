@@ -1,5 +1,4 @@
-"""What engines answered for a group, compared with what leaves the coordinator as its samples
-(invariant I2).
+"""What engines answered for a group, compared with the samples that leave the coordinator (I2).
 
     engine ──answer──> noted: seed, length, digest of tokens and log-probs ──> environment ──> samples ──> group
                          └───────────────── compared ────────────────────────────────────────────┘

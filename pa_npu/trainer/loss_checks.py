@@ -1,5 +1,4 @@
-"""Invariant I7 at the log-probs: the gradient that came back to them is the algorithm's formula,
-and goes on as it came.
+"""Invariant I7 at the log-probs: their gradient is the formula's, and goes on as it came.
 
 Every token of every microbatch is compared with a second calculation (algorithm/loss_gradient.py)
 when the update is over, so that no device waits for the host in between. Advantages are taken from
