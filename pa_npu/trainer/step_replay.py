@@ -1,5 +1,4 @@
-"""Invariant I7 behind the gradient: a step makes of the weights what AdamW makes of them
-(StepReplay).
+"""Invariant I7 behind the gradient: a step makes of the weights what AdamW makes of them.
 
     end of step u - 1    choose elements for step u, remember their weights and moments
     before step u        the same elements hold the same bits; tensors whose gradient is exactly 0 are named

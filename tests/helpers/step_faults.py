@@ -1,5 +1,4 @@
-"""Ways to make a step another one than its gradient's, or a gradient another one than the loss's:
-what invariant I7 must end.
+"""Ways to make a step or a loss another one than it claims: what invariant I7 must end.
 
     of the optimizer    what it does with a gradient that is right
     of the loss         what comes to the log-probs, or goes on behind them
