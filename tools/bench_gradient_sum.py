@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measures what invariant I7 costs: the share of a trainer's iteration that goes into checking its gradient, on each backend.
+"""Measures what invariant I7 costs: the share of a trainer's iteration that goes into checking its gradient and its step.
 
     python tools/bench_gradient_sum.py [--ranks 2] [--prompt 64] [--response 64] [--responses 8] [--groups 8] [--repetitions 9]
 
@@ -29,12 +29,16 @@ from torch import multiprocessing
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pa_npu import platform as platforms
+from pa_npu.algorithm.loss_gradient import HeadGradient
+from pa_npu.algorithm.objective import Objective
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.invariants import GradientSum
 from pa_npu.trainer.learner import Learner
+from pa_npu.trainer.loss_checks import LossGradient
+from pa_npu.trainer.step_replay import StepReplay
 from tools.bench_trainer import iteration, make_config, make_groups, make_random_model
 from tools.hardware import processor
 
@@ -68,19 +72,24 @@ class Spent:
 def watch(spent: Spent, backend: str) -> None:
     """Before a backend is made, which binds some of these functions."""
     spent.within(GradientSum, *(name for name in vars(GradientSum) if name.startswith("check_")))
+    spent.within(StepReplay, "before", "after")
+    spent.within(LossGradient, "check")
+    spent.within(HeadGradient, "_arrived")
+    spent.within(Objective, "_watch", "_check_reference")
+    spent.within(Learner, "_check_reference", "_look_at_start")
     if backend == "megatron":
         from pa_npu.backends.megatron.backend import MegatronBackend
         from pa_npu.backends.megatron.optimizer import WatchedReduction
 
         spent.within(WatchedReduction, "_note_own", "_note_reduced", "take")
-        spent.within(MegatronBackend, "gradient_size")
+        spent.within(MegatronBackend, "gradient_size", "stepped")
     else:
         from pa_npu.backends.fsdp import backend as fsdp
         from pa_npu.backends.fsdp.optimizer import CountedReduceScatter
 
         spent.within(CountedReduceScatter, "take_reduced")
         spent.within(fsdp, "counted")
-        spent.within(fsdp.FsdpBackend, "gradient_size")
+        spent.within(fsdp.FsdpBackend, "gradient_size", "stepped")
 
 
 def train(

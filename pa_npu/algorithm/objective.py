@@ -19,6 +19,7 @@ import torch
 
 from pa_npu.algorithm.agreement import UNCERTAINTY_FLOOR, DifferenceSums, difference_sums
 from pa_npu.algorithm.corrections import KL_ESTIMATORS, age_weights, importance_weights, k3, kl_reward_advantages
+from pa_npu.algorithm.loss_gradient import GivenLoss, HeadGradient
 from pa_npu.algorithm.policy_losses import (
     PREFERENCE_METRICS,
     PolicyLoss,
@@ -27,7 +28,7 @@ from pa_npu.algorithm.policy_losses import (
     normaliser,
     token_weights,
 )
-from pa_npu.algorithm.update_sums import MetricSums, Reductions, Totals
+from pa_npu.algorithm.update_sums import SAMPLED_EVERY, MetricSums, Reductions, Totals
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.control.freshness import Freshness
@@ -56,11 +57,13 @@ class Logprobs:
 @dataclass(frozen=True)
 class Outputs:
     """Outputs of the models for a microbatch's N targets. Gradients flow through policy.values, through `entropy` [N] where
-    Objective.entropy_gradient asks for it. frozen: by name, of Config.frozen_models."""
+    Objective.entropy_gradient asks for it. frozen: by name, of Config.frozen_models. head: watches the gradient behind
+    policy.values; None where nobody does."""
 
     policy: Logprobs
     entropy: torch.Tensor
     frozen: dict[str, Logprobs]
+    head: HeadGradient | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +118,8 @@ class Objective:
 
     entered, trained: the responses that were given to `loss` or `sent`, and those whose gradient has come back, each as often.
     advantages: of the responses that were given to `loss`, in that order, the sum of their tokens' advantages, on the device.
+    given: what the loss of each microbatch was given, and what came back.
+    first_sampled: the first element of a gradient's sample, which moves from update to update.
     """
 
     def __init__(
@@ -123,12 +128,23 @@ class Objective:
         device: torch.device,
         judge_first: Callable[[DifferenceSums], None] | None = None,
         keep: Keep | None = None,
+        *,
+        first_sampled: int = 0,
+        reference: PolicyState | None = None,
+        before_first: Callable[[], None] = lambda: None,
     ) -> None:
-        """judge_first: called with the first microbatch's differences before its backward; it may raise."""
+        """judge_first: called with the first microbatch's differences before its backward; it may raise.
+
+        reference: the weights that the reference must be of; None: nobody knows. before_first: called before the first microbatch's
+        backward, on every stage.
+        """
         self._config = config
         self._device = device
         self._judge_first = judge_first
         self._keep = keep
+        self._reference = reference
+        self._before_first: Callable[[], None] | None = before_first
+        self.first_sampled = first_sampled % SAMPLED_EVERY
         self._policy_loss = find_policy_loss(config.algorithm.loss)
         self._freshness = Freshness.of(config)
         self.totals = Totals()
@@ -136,6 +152,7 @@ class Objective:
         self.entered: list[TrainedResponse] = []
         self.trained: list[TrainedResponse] = []
         self.advantages: list[torch.Tensor] = []
+        self.given: list[GivenLoss] = []
 
     @property
     def entropy_gradient(self) -> bool:
@@ -162,6 +179,7 @@ class Objective:
         if self._keep is not None:
             self._keep(microbatch.iteration, microbatch.sources, microbatch.response_lengths, old_logprobs)
         reference = outputs.frozen.get("reference")
+        self._check_reference(microbatch, reference)
         batch = TokenBatch(
             logprobs=outputs.policy.values,
             entropy=outputs.entropy,
@@ -178,6 +196,7 @@ class Objective:
         )
         self.advantages.append(batch.response_sum(batch.advantages))
         self.sums.moved = torch.maximum(self.sums.moved, (batch.old_logprobs != batch.logprobs.detach()).any().float())
+        self._watch(microbatch, outputs, batch)
         sums = loss_sums(batch, algorithm, self._policy_loss)
         # of the iteration's weight version, as the trainer computes them
         generated = outputs.frozen.get("old", outputs.policy)
@@ -186,6 +205,9 @@ class Objective:
         if self._judge_first is not None:
             judge, self._judge_first = self._judge_first, None
             judge(DifferenceSums(*differences.tolist()))  # waits for the device
+        if reference is not None:
+            apart = (reference.values != outputs.policy.values.detach()).any().float()
+            self.sums.apart = torch.maximum(self.sums.apart, apart)
         self._enter(microbatch, sums.loss)
         if sums.loss.requires_grad:
             sums.loss.register_hook(self._arrived)
@@ -202,7 +224,30 @@ class Objective:
             self._config.rollout.max_response_tokens,
         )
 
+    def _watch(self, microbatch: Targets, outputs: Outputs, batch: TokenBatch) -> None:
+        """Keeps what the gradient of this microbatch must follow from, its denominators as the algorithm names them."""
+        policy = outputs.policy.values
+        old = policy
+        if self._config.ratio == "sampling":
+            old = microbatch.engine_logprobs
+        elif "old" in outputs.frozen:
+            old = outputs.frozen["old"].values
+        seen = replace(
+            batch,
+            logprobs=policy.detach(),
+            old_logprobs=old.detach(),
+            engine_logprobs=microbatch.engine_logprobs,
+            entropy=batch.entropy.detach(),
+            advantages=microbatch.advantages,
+        )
+        given = GivenLoss(seen, tuple(microbatch.sources), tuple(microbatch.response_lengths), outputs.head)
+        given.watch(policy)
+        self.given.append(given)
+
     def _enter(self, microbatch: Targets, output: torch.Tensor) -> None:
+        if self._before_first is not None:
+            before, self._before_first = self._before_first, None
+            before()
         responses = [
             TrainedResponse(group, number, tokens)
             for (group, number), tokens in zip(microbatch.sources, microbatch.response_lengths, strict=True)
@@ -247,6 +292,15 @@ class Objective:
                 f"I7 gradient: iteration {microbatch.iteration}: {what} has ratios against {_named(found.weights)}, where "
                 f"algorithm.ratio = {self._config.ratio} takes {_named(wanted)}; give the log-probs of that one"
             )
+
+    def _check_reference(self, microbatch: Targets, reference: Logprobs | None) -> None:
+        """Raises InvariantViolation where the reference's log-probs are of other weights than the reference's (I7)."""
+        if reference is None or self._reference is None or reference.weights == self._reference:
+            return
+        raise InvariantViolation(
+            f"I7 gradient: iteration {microbatch.iteration}: a microbatch of groups {microbatch.group_indices} has a KL to "
+            f"{_named(reference.weights)}, where the reference is {_named(self._reference)}; give the log-probs of that one"
+        )
 
 
 def _named(weights: PolicyState | str | None) -> str:

@@ -50,11 +50,11 @@ def _reduce(values: torch.Tensor, largest: bool, group: dist.ProcessGroup | None
 
 @dataclass(frozen=True)
 class ReducedGradient:
-    """Sums that show that every replica's part is in the gradient, bucket by bucket, [buckets] fp32 each (invariant I7).
+    """Sums that show that every replica's part is in the gradient, bucket by bucket, [buckets] each (invariant I7).
 
     own, squares: sums of the elements, and of their squares, that this rank brings to a bucket, before any of it is reduced.
     reduced: its share of the sum of the elements afterwards; the shares of all make the whole. NaN where a bucket was not
-    reduced. Elements may be a sample, the same on all replicas.
+    reduced. Elements may be a sample, the same on all replicas. In fp64, or in fp32 on a device that has none.
     """
 
     own: torch.Tensor
@@ -83,7 +83,8 @@ class Totals:
 class Statistics:
     """An update's MetricSums over all ranks. sums: by name. all, first: differences from the engines' log-probs (I5), of all
     microbatches and of every replica's first. age_max: by how many versions the oldest token is behind what it trains.
-    factor_error: by how much a gradient that came to a loss was not 1. moved: whether any ratio was not 1."""
+    factor_error: by how much a gradient that came to a loss was not 1. moved: whether any ratio was not 1.
+    apart: whether the reference gave any log-prob that is not the policy's."""
 
     sums: dict[str, float]
     all: DifferenceSums
@@ -91,6 +92,7 @@ class Statistics:
     age_max: int
     factor_error: float
     moved: bool
+    apart: bool
 
     def metrics(self, tokens: int, normaliser: float) -> dict[str, Any]:
         """The fields of UpdateReport that say how the loss went. tokens: trained ones of all replicas."""
@@ -140,9 +142,10 @@ class MetricSums:
     age_max: torch.Tensor = field(init=False)
     factor_error: torch.Tensor = field(init=False)
     moved: torch.Tensor = field(init=False)
+    apart: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.age_max = self.factor_error = self.moved = torch.zeros((), device=self.device)
+        self.age_max = self.factor_error = self.moved = self.apart = torch.zeros((), device=self.device)
 
     def add(self, metrics: dict[str, torch.Tensor], differences: torch.Tensor, age_max: torch.Tensor) -> None:
         """One microbatch."""
@@ -165,14 +168,14 @@ class MetricSums:
         parts = [none if part is None else part for part in (self.all, self.first)]
         named = [self.sums.get(name, zero)[None] for name in self.names]
         vector = torch.cat([*named, *(part[:NUM_SUMS] for part in parts)])
-        extremes = torch.stack([self.age_max, self.factor_error, self.moved])
+        extremes = torch.stack([self.age_max, self.factor_error, self.moved, self.apart])
         largest = torch.cat([extremes, *(part[NUM_SUMS:] for part in parts)])
         # stages other than the last hold zeros, so the sum over the pipeline is a broadcast of the last stage's values
         vector = reductions.stages(reductions.replicas(vector))
         largest = reductions.stages(reductions.replicas(largest, largest=True), largest=True)
-        values, (oldest, factor_error, moved, *maxima) = vector.tolist(), largest.tolist()
+        values, (oldest, factor_error, moved, apart, *maxima) = vector.tolist(), largest.tolist()
         sums, half = values[len(self.names) :], len(maxima) // 2
         every = DifferenceSums(*sums[:NUM_SUMS], *maxima[:half])
         first = DifferenceSums(*sums[NUM_SUMS:], *maxima[half:])
         by_name = dict(zip(self.names, values, strict=False))
-        return Statistics(by_name, every, first, int(oldest), factor_error, bool(moved))
+        return Statistics(by_name, every, first, int(oldest), factor_error, bool(moved), bool(apart))

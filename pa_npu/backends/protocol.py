@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.algorithm.objective import Objective, Outputs, PolicyState
-from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
+from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.checkpoints.directories import CheckpointMeta
 from pa_npu.checkpoints.saving import PlannedSave
 from pa_npu.config.mesh import Place
@@ -59,6 +59,31 @@ class Step:
     grad_norm: float
     learning_rate: float
     routing: Routing | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SteppedTensor:
+    """A tensor that the optimizer steps, as far as this rank steps it: flat views of the memory itself, [n], n may be 0.
+
+    name: the parameter's. dimensions: of the whole parameter, by which weight decay goes.
+    weights: fp32, those that are stepped. model: in model.dtype, what the model computes with; None where it computes with
+    `weights`, or with what it makes of them in every pass.
+    gradient: of what the step will apply; None where nothing has come to the parameter.
+    mean, square: AdamW's moments; None before the first step.
+    rate, decay: that the optimizer's own group names for it. may_be_zero: whether its gradient can be exactly 0 although the
+    update's is not, as that of an expert to which no token went.
+    """
+
+    name: str
+    dimensions: int
+    weights: torch.Tensor
+    model: torch.Tensor | None
+    gradient: torch.Tensor | None
+    mean: torch.Tensor | None
+    square: torch.Tensor | None
+    rate: float
+    decay: float
+    may_be_zero: bool = False
 
 
 class MicrobatchSource(Protocol):
@@ -126,8 +151,8 @@ class TrainBackend(Protocol):
         in host memory over a group of its own.
         """
 
-    def name_policy(self, weights: PolicyState) -> None:
-        """Say which weights the policy holds. Copies take the name along, and log-probs carry it (Outputs)."""
+    def name_policy(self, weights: PolicyState, name: str = "policy") -> None:
+        """Say which weights the policy holds, or the copy `name`. Copies take the name along, and log-probs carry it (Outputs)."""
 
     def copy_policy(self, name: str) -> None:
         """Make "old", "reference" or "published" equal to the policy as it is now. Done on the device when it returns."""
@@ -135,18 +160,28 @@ class TrainBackend(Protocol):
     def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> ReducedGradient | None:
         """Forward and backward over one update's microbatches as they arrive; gradients are summed, over replicas too, undivided.
 
-        Begins with gradients of zero. Done on the device when it returns. What it returns says how they were summed over replicas;
-        None where there is one.
+        Begins with gradients of zero, before it takes the first microbatch. Done on the device when it returns. What it returns
+        says how they were summed over replicas, on elements from objective.first_sampled on; None where there is one.
         """
 
-    def gradient_size(self) -> torch.Tensor:
-        """The norm of the gradient that this rank holds, or of a sample of its elements; fp32 []. Not collective."""
+    def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
+        """The norm of the gradient that this rank holds, or of one element in `every` from `first` on; fp32 []. 0 where there is
+        none. Not collective."""
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the update's gradient."""
 
+    def stepped(self) -> list[SteppedTensor]:
+        """All tensors that the optimizer steps, equally many on all replicas, in one order. Not collective.
+
+        Between `scale_gradients` and `step` their gradients are those that the step clips and applies.
+        """
+
     def step(self) -> Step:
-        """Clip and apply the gradient. Done on the device when it returns."""
+        """Clip and apply the gradient. Done on the device when it returns.
+
+        It is clipped by the factor clip_grad / (norm + 1e-6), where that is below 1.
+        """
 
     def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
         """The policy's log-probs, given to `take` where they are computed; changes nothing. Microbatches come from the host."""

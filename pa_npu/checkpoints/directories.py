@@ -58,6 +58,7 @@ class CheckpointMeta:
     reference: of which version the reference is (0: the HF model), and whether it is in the checkpoint; null without one.
     chat_template: the text of the file that data.chat_template names; null where it names none.
     base: digest of the weights that adapters are trained beside; null where the weights themselves are trained.
+    optimizer: by rank, by what a resume knows the optimizer's state again (StepReplay.saved); null in those of releases before it.
     files: every other file of the directory with its size in bytes. digests: of these files; none in those
     of releases before it. In the file the whole has a digest too.
     """
@@ -75,6 +76,7 @@ class CheckpointMeta:
     digests: dict[str, str]
     base: str | None = None
     chat_template: str | None = None
+    optimizer: list[dict[str, Any]] | None = None
 
     @property
     def digest(self) -> str:

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ class Delivery:
             await loop.run_in_executor(self.store_thread, self.buffer.put, sent, *slot)
         for tell in self.told:
             tell(group, scored)
-        self.production.put(group, scored, advantages, slots)
+        self.production.put(group, scored, slots)
 
     def _cost(self, scored: ScoredGroup) -> float:
         return self.work(*scored.trained_as)
@@ -192,17 +193,14 @@ class Production(Variant):
             self._rewards[name] += sum(values.tolist())
         for name, number in result.no_verdict.items():
             self._no_verdict[name] += number
-        if index < min(self._num_kept, SAMPLES_IN_SHORT):
-            self._samples.append(_sample(self.iteration, index, group))
 
     def put(
         self,
         group: Group,
         scored: ScoredGroup,
-        advantages: np.ndarray,
         slots: Mapping[tuple[int, int], tuple[int, int] | None],
     ) -> None:
-        """Notes a group that is in the buffer. advantages: float32 [samples].
+        """Notes a group that is in the buffer; the run's records have what was put.
 
         slots: by (replica, slot), which samples that replica trains; None: all.
         """
@@ -210,8 +208,10 @@ class Production(Variant):
         for (replica, _), part in slots.items():
             first, last = part or (0, len(scored.lengths))
             self._in_buffer.append(DispatchedGroup(group.index, replica, tuple(scored.lengths[first:last]), first))
+        if group.index < min(self._num_kept, SAMPLES_IN_SHORT):
+            self._samples.append(_sample(group, scored))
         if group.index < self._num_kept:
-            self._kept += _kept(self.iteration, group.index, scored, advantages)
+            self._kept += _kept(group, scored)
 
     def end(self, window: int, tail_waste: float, replica_imbalance: float) -> Produced:
         """All groups are in the buffer. window: the admission window they ended with; the others: TailMeter's, Assignment's."""
@@ -270,50 +270,55 @@ def _deviation(values: Sequence[float]) -> float:
     return math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
 
 
-def _sample(iteration: int, index: int, group: ScoredGroup) -> dict[str, Any]:
-    prompt, samples, result = group.prompt, group.samples, group.result
+def _sample(group: Group, scored: ScoredGroup) -> dict[str, Any]:
+    """What was dispatched, in short; what a group does not hold is its prompt's."""
+    prompt, result = scored.prompt, scored.result
     return {
-        "iteration": iteration,
-        "index": index,
-        "prompt_id": prompt.prompt_id,
+        "iteration": group.iteration,
+        "index": group.index,
+        "prompt_id": group.prompt_id,
         "prompt": prompt.text,
         "answer": prompt.answer,
         "responses": [
             {
                 "text": sample.text,
-                "tokens": sample.num_trained,
-                "finish_reason": "stop" if sample.finished else "length",
-                "reward": float(result.total[number]),
+                "tokens": int(group.trained_lengths[number]),
+                "finish_reason": "stop" if group.finished[number] else "length",
+                "reward": float(group.rewards[number]),
                 "correct": bool(result.correct[number]),
             }
-            for number, sample in enumerate(samples)
+            for number, sample in enumerate(scored.samples)
         ],
         "errors": list(result.errors),
     }
 
 
-def _kept(iteration: int, index: int, group: ScoredGroup, advantages: np.ndarray) -> list[KeptResponse]:
-    prompt, samples, result = group.prompt, group.samples, group.result
-    return [
-        KeptResponse(
-            iteration=iteration,
-            index=index,
-            response=number,
-            prompt_id=prompt.prompt_id,
-            prompt=prompt.text,
-            prompt_tokens=len(prompt.tokens),
-            answer=prompt.answer,
-            text=sample.text,
-            finish_reason="stop" if sample.finished else "length",
-            version=int(sample.versions.max()),
-            reward=float(result.total[number]),
-            rewards={name: float(values[number]) for name, values in result.functions.items()},
-            advantage=float(advantages[number]),
-            correct=bool(result.correct[number]),
-            errors=tuple(result.errors),
-            tokens=sample.tokens[sample.trained].tolist(),
-            logprobs=sample.logprobs[sample.trained].tolist(),
-            turns=[asdict(turn) for turn in sample.turns],
+def _kept(group: Group, scored: ScoredGroup) -> list[KeptResponse]:
+    """What was dispatched, token by token; what a group does not hold is its prompt's."""
+    prompt, result = scored.prompt, scored.result
+    kept = []
+    for number, (start, end) in enumerate(pairwise(group.offsets().tolist())):
+        sample, trained = scored.samples[number], group.trained[start:end]
+        kept.append(
+            KeptResponse(
+                iteration=group.iteration,
+                index=group.index,
+                response=number,
+                prompt_id=group.prompt_id,
+                prompt=prompt.text,
+                prompt_tokens=len(prompt.tokens),
+                answer=prompt.answer,
+                text=sample.text,
+                finish_reason="stop" if group.finished[number] else "length",
+                version=int(group.versions[start:end].max()),
+                reward=float(group.rewards[number]),
+                rewards={name: float(values[number]) for name, values in result.functions.items()},
+                advantage=float(group.advantages[start:end][trained][0]),
+                correct=bool(result.correct[number]),
+                errors=tuple(result.errors),
+                tokens=group.tokens[start:end][trained].tolist(),
+                logprobs=group.logprobs[start:end][trained].tolist(),
+                turns=[asdict(turn) for turn in sample.turns],
+            )
         )
-        for number, sample in enumerate(samples)
-    ]
+    return kept

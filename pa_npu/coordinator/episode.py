@@ -18,13 +18,14 @@ import numpy.typing as npt
 from pa_npu.config.schema import Config
 from pa_npu.config.user_code import describe
 from pa_npu.control.tasks import gather, held
+from pa_npu.coordinator.answers import Answers
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import Environment, EnvironmentFailed, Generate
 from pa_npu.environments.time_limit import ended
-from pa_npu.errors import PaNpuError
-from pa_npu.rewards.functions import RewardInput, RewardResult
+from pa_npu.errors import InvariantViolation, PaNpuError
+from pa_npu.rewards.functions import RewardInput, RewardResult, scored_digest
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import turn_seed
@@ -35,13 +36,15 @@ from pa_npu.samples.types import Sample, group_lengths
 class ScoredGroup:
     """A prompt, the samples that its environment made of it, any number from one on, their rewards, and what it counted.
 
-    lengths: trained tokens of each sample. trained_as: group_lengths, prompt and lengths as trainers compute them.
+    lengths: trained tokens of each sample. trained_as: group_lengths, prompt and lengths as trainers compute them. answers: what
+    engines answered for it; None where that is not known any more.
     """
 
     prompt: Prompt
     samples: list[Sample]
     result: RewardResult
     counted: Mapping[str, int] = field(default_factory=dict)
+    answers: Answers | None = None
 
     def __post_init__(self) -> None:
         self.lengths = [sample.num_trained for sample in self.samples]
@@ -74,7 +77,10 @@ class ScoredGroup:
         return np.asarray(self.result.total, np.float32)
 
     def group(self, run_seed: int, iteration: int, index: int, advantages: np.ndarray | None = None) -> Group:
-        """The group that trainers get under this number. advantages: float32 [samples]; None: zeros."""
+        """The group that trainers get under this number. advantages: float32 [samples]; None: zeros.
+
+        Raises InvariantViolation where its samples are not what engines answered, or its rewards are of other texts.
+        """
         values = np.zeros(len(self.samples), np.float32) if advantages is None else advantages
         identity = {
             "run_seed": run_seed,
@@ -82,7 +88,16 @@ class ScoredGroup:
             "index": index,
             "prompt_id": self.prompt.prompt_id,
         }
-        return Group.of_samples(self.samples, self.rewards, values, **identity)
+        group = Group.of_samples(self.samples, self.rewards, values, **identity)
+        if self.answers is not None:
+            self.answers.check(group)
+        texts = [sample.text for sample in self.samples]
+        if self.result.scored and self.result.scored != scored_digest(self.prompt.text, texts, group.rewards.tolist()):
+            raise InvariantViolation(
+                f"I7 rewards: {group}: its rewards {group.rewards.tolist()} were given to other texts than its samples', or in "
+                f"another order"
+            )
+        return group
 
 
 async def run_episode(
@@ -150,20 +165,29 @@ def check_size(config: Config, prompt: Prompt, samples: Sequence[Sample]) -> Non
 
 
 async def score(
-    rewards: RewardPool, prompt: Prompt, samples: list[Sample], counted: Mapping[str, int] | None = None
+    rewards: RewardPool,
+    prompt: Prompt,
+    samples: list[Sample],
+    counted: Mapping[str, int] | None = None,
+    answers: Answers | None = None,
 ) -> ScoredGroup:
-    """The samples of a prompt with their rewards: those that the environment gave, if it gave any. counted: by it."""
+    """The samples of a prompt with their rewards: those that the environment gave, if it gave any.
+
+    counted: by the environment. answers: that engines gave for them.
+    """
     counted = counted or {}
     given = [sample.reward for sample in samples if sample.reward is not None]
     if not given:
-        return ScoredGroup(prompt, samples, await rewards.score(reward_input(prompt, samples)), counted)
+        return ScoredGroup(prompt, samples, await rewards.score(reward_input(prompt, samples)), counted, answers)
     total = _in_float32(given)
     if len(given) != len(samples) or not np.isfinite(total).all():
         raise EnvironmentFailed(
             f"environment.name: rewards {[sample.reward for sample in samples]} of the samples of prompt {prompt.prompt_id} must "
             f"be finite numbers in float32, or all None, which leaves them to the reward functions; correct the environment"
         )
-    return ScoredGroup(prompt, samples, RewardResult(total, {"environment": total}, total > 0, ()), counted)
+    digest = scored_digest(prompt.text, [sample.text for sample in samples], total.tolist())
+    result = RewardResult(total, {"environment": total}, total > 0, (), scored=digest)
+    return ScoredGroup(prompt, samples, result, counted, answers)
 
 
 def _in_float32(rewards: Sequence[float]) -> np.ndarray:
@@ -189,12 +213,13 @@ def reward_input(prompt: Prompt, samples: Sequence[Sample]) -> RewardInput:
 class GroupGenerate(Generate):
     """The Generate of one group. Seeds follow from the group, the sample and the turn, never from time or engine (I4).
 
-    seed: the group's.
+    seed: the group's. answers: notes what engines answer.
     """
 
     session: GroupSession
     seed: int
     sampling: Sampling
+    answers: Answers = field(default_factory=Answers)
     _under_way: int = field(default=0, init=False)
     _since_s: float = field(default_factory=time.monotonic, init=False)
 
@@ -219,10 +244,16 @@ class GroupGenerate(Generate):
         self._under_way += 1
         try:
             if turn == 0:  # seeds of the first turn follow one another, so that one request gives all samples
-                return await self.session.generate(tokens, n, turn_seed(self.seed, sample, 0), sampling)
-            seeds = [turn_seed(self.seed, number, turn) for number in range(sample, sample + n)]
-            several = await gather([self.session.generate(tokens, 1, seed, sampling) for seed in seeds])
-            return [generation for generations in several for generation in generations]
+                first = turn_seed(self.seed, sample, 0)
+                seeds = list(range(first, first + n))
+                answered = await self.session.generate(tokens, n, first, sampling)
+            else:
+                seeds = [turn_seed(self.seed, number, turn) for number in range(sample, sample + n)]
+                several = await gather([self.session.generate(tokens, 1, seed, sampling) for seed in seeds])
+                answered = [generation for generations in several for generation in generations]
+            for number, (seed, generation) in enumerate(zip(seeds, answered, strict=True), start=sample):
+                self.answers.note(number, turn, seed, generation)
+            return answered
         finally:
             self._under_way -= 1
             self._since_s = time.monotonic()

@@ -34,6 +34,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.admission import Admission, Admitted, Planner
+from pa_npu.coordinator.answers import answers_of
 from pa_npu.coordinator.delivery import Delivery, HeldDelivery, Produced, Production
 from pa_npu.coordinator.episode import GroupGenerate, ScoredGroup, run_episode, score
 from pa_npu.coordinator.roles import Roles, RolesDelivery
@@ -180,7 +181,7 @@ class Producer:
             what=f"group {index} of iteration {iteration}",
             version=this.version,
         ) as session:
-            generate = GroupGenerate(session, seed, self.sampling)
+            generate = GroupGenerate(session, seed, self.sampling, answers_of(self.environment))
             samples = await run_episode(self.config, self.environment, prompt, size, generate, self.sampling.max_tokens)
         for tell in this.points.generated:
             tell(session.lease)
@@ -190,7 +191,8 @@ class Producer:
         lane = f"engine {session.lease.engine.name}"
         self.timeline.complete(f"group {index}", start_s, now(), lane, iteration=iteration, **shape)
         start_s = now()
-        group = await score(self.rewards, prompt, samples, generate.counted)
+        generate.answers.check_seeds(self.config.run.seed, iteration, index)
+        group = await score(self.rewards, prompt, samples, generate.counted, generate.answers)
         self.timeline.complete(
             f"reward {index}", start_s, now(), "rewards", iteration=iteration, computed=group.computed
         )

@@ -19,6 +19,7 @@ class SingleTurn:
     """The default environment; it has no options."""
 
     waits_are_bounded = True  # it waits for the policy alone
+    trains_all_answers = True  # each is a sample
 
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("single_turn")

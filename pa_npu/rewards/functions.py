@@ -6,7 +6,9 @@ Those that wait (judge, code, and a user's `async def`) are built here too.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,6 +56,7 @@ class RewardResult:
     (a repeated name gets #2). correct: bool [G], the verdict of the first function that is not in SHAPING: its reward
     is at least half, all tests of a program pass. errors: what went wrong, one line each; a function that
     failed gave zeros. no_verdict: by function, responses on which a judge or a sandbox gave none; they have the mean of the others.
+    scored: scored_digest of the texts and the total; empty where nobody has taken it.
     """
 
     total: npt.NDArray[np.float32]
@@ -61,6 +64,7 @@ class RewardResult:
     correct: npt.NDArray[np.bool_]
     errors: tuple[str, ...]
     no_verdict: Mapping[str, int] = field(default_factory=dict)
+    scored: str = ""
 
     @property
     def judged(self) -> npt.NDArray[np.float32]:
@@ -72,6 +76,12 @@ class RewardResult:
     def is_informative(self) -> bool:
         """Whether the rewards for content (not for form, such as length) differ within the group."""
         return len(set(self.judged.tolist())) > 1
+
+
+def scored_digest(prompt: str, responses: Sequence[str], rewards: object) -> str:
+    """Binds rewards to the texts that they were given to, in their order. rewards: anything that JSON holds."""
+    texts = json.dumps([prompt, list(responses), rewards], default=str).encode()
+    return hashlib.blake2b(texts, digest_size=16).hexdigest()
 
 
 Function = Callable[[RewardInput], Sequence[float]]

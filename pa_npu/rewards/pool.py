@@ -30,9 +30,17 @@ import numpy as np
 from pa_npu.config.sections.rollout import MAX_REWARD, RewardConfig
 from pa_npu.control.tasks import gather
 from pa_npu.control.worker_process import WorkerProcess
-from pa_npu.errors import DataError, DeadlineExceeded, PaNpuError
+from pa_npu.errors import DataError, DeadlineExceeded, InvariantViolation, PaNpuError
 from pa_npu.rewards import loading
-from pa_npu.rewards.functions import CONCURRENT, SHAPING, FunctionSpec, RewardInput, RewardResult, function_specs
+from pa_npu.rewards.functions import (
+    CONCURRENT,
+    SHAPING,
+    FunctionSpec,
+    RewardInput,
+    RewardResult,
+    function_specs,
+    scored_digest,
+)
 
 STARTUP_TIMEOUT_S = 120.0  # importing math-verify and a user's module on a busy machine
 WINDOW = 64  # groups that a function's failing share is taken over
@@ -106,6 +114,11 @@ class RewardPool:
         for reply in replies:
             if reply.get("fatal"):
                 raise DataError(reply["fatal"])
+            if "rewards" in reply and reply["scored"] != scored_digest(group.prompt, group.responses, reply["rewards"]):
+                raise InvariantViolation(
+                    f"I7 rewards: a reward worker answered for other texts than the {len(group.responses)} responses to "
+                    f"{group.prompt[:80]!r} that it was given, or its answer was changed on its way"
+                )
         return [(labels, reply) for (labels, _), reply in zip(parts, replies, strict=True)]
 
     async def score(self, group: RewardInput) -> RewardResult:
@@ -146,13 +159,15 @@ class RewardPool:
             reasons.append((_outcome(judges=False), reason))
             log.warning("rewards: zero for the responses to %.80r: %s", group.prompt, reason)
             total = np.zeros_like(total)
+        total = total.astype(np.float32)
         self._failing.note(errors)
         return RewardResult(
-            total=total.astype(np.float32),
+            total=total,
             functions={spec.label: row for spec, row in zip(self.specs, rewards, strict=True)},
             correct=rewards[self._judge] >= _RIGHT_FROM.get(self.specs[self._judge].name, _RIGHT_FROM_HALF),
             errors=tuple(reason for _, reason in reasons),
             no_verdict=no_verdict,
+            scored=scored_digest(group.prompt, group.responses, total.tolist()),
         )
 
 

@@ -4,7 +4,8 @@
             {"id", "group": {prompt, answer, responses, response_tokens, row}}           one line per group
     stdout  {"others": [label, ...]} or {"unusable": reason}                             first line
             {"running": "own" | "users"}                             without waits, at the start of a function and as it goes on
-            {"id", "rewards": {label: [G numbers or null]}, "errors": {label: reason}, "fatal": reason | null}
+            {"id", "rewards": {label: [G numbers or null]}, "errors": {label: reason}, "fatal": reason | null,
+             "scored": scored_digest of the texts that were scored and these rewards}
             {"alive": true}                                                              every second, with waits
 
 Without `waits` it runs functions that compute, one group after another, in the main thread, where signals limit their time. With
@@ -44,6 +45,7 @@ from pa_npu.rewards.functions import (
     is_concurrent,
     is_users,
     reason_of,
+    scored_digest,
 )
 from pa_npu.rewards.loading import watched
 
@@ -73,7 +75,8 @@ def main() -> int:
     reply({"others": others})
     for line in requests:
         request = json.loads(line)
-        reply({"id": request["id"], **compute(functions, RewardInput(**request["group"]), reply)})
+        group = RewardInput(**request["group"])
+        reply({"id": request["id"], **sealed(group, compute(functions, group, reply))})
     return 0
 
 
@@ -120,6 +123,17 @@ def _score_each(
     return rewards, reason
 
 
+def sealed(group: RewardInput, answer: dict[str, Any]) -> dict[str, Any]:
+    """The answer with the digest that binds it to the texts which were scored."""
+    rewards = {label: _numbers(values) for label, values in answer["rewards"].items()}
+    return {**answer, "rewards": rewards, "scored": scored_digest(group.prompt, group.responses, rewards)}
+
+
+def _numbers(values: Any) -> list[float | None]:
+    """As JSON gives them back."""
+    return [None if value is None else float(value) for value in values]
+
+
 class _Waiting:
     """Functions that wait, in the running event loop."""
 
@@ -162,7 +176,8 @@ class _Waiting:
             if error is not None:
                 errors[spec.label] = error
             fatal = error if is_fatal else fatal
-        self._reply({"id": request["id"], "rewards": rewards, "errors": errors, "fatal": fatal})
+        answer = {"rewards": rewards, "errors": errors, "fatal": fatal}
+        self._reply({"id": request["id"], **sealed(group, answer)})
 
     async def _call(
         self, spec: FunctionSpec, function: Any, group: RewardInput

@@ -31,9 +31,13 @@ from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.errors import InvariantViolation
 
 _NAMED = 4
-# fp32 sums in another order, as shares of the gradient's norm and of a response's advantages. A part that is missing, or is there
-# twice, is as large as the norm.
+# fp32 sums in another order, as a share of a response's advantages.
 _SUM_ROUNDING = 1e-3
+# fp32 products of the same numbers, as a share of their norm.
+_DIVISION_ROUNDING = 1e-5
+# Elements of a reduction are rounded once for each replica, by half of 2^-23 at most and at random: so
+# many deviations of that.
+_REDUCTION_DEVIATIONS = 32.0
 
 
 class GradientSum:
@@ -47,37 +51,48 @@ class GradientSum:
         once, found = Counter(entered), Counter(trained)
         for response in [*entered, *trained]:
             if once[response] != found[response]:
-                raise self._broken(
+                raise self.broken(
                     f"response {response.number} of group {response.group} ({response.tokens} tokens) was given to the objective "
                     f"{once[response]} times and its gradient passed backward {found[response]} times"
                 )
 
+    def check_zero(self, size: float) -> None:
+        """size: of the gradient before the update's first backward."""
+        if size != 0:
+            raise self.broken(
+                f"a gradient of {size:.6g} was there before the first backward, left by the update before"
+            )
+
     def check_factor(self, error: float) -> None:
         """error: by how much the gradient that a loss got was not 1."""
         if not error <= 0:
-            raise self._broken(f"a loss got a gradient that differs from 1 by {error:.3g}")
+            raise self.broken(f"a loss got a gradient that differs from 1 by {error:.3g}")
 
     def check_reduced(self, gradient: ReducedGradient | None, replicas: int, reductions: Reductions) -> None:
         """Collective over replicas; a backend may sum gradients over other ranks too, and tells of it then."""
         if gradient is None:
             if replicas == 1:
                 return
-            raise self._broken(f"{replicas} replicas have summed no gradients")
+            raise self.broken(f"{replicas} replicas have summed no gradients")
         parts = torch.stack([gradient.own, gradient.squares, gradient.reduced])
-        own, squares, reduced = reductions.gradients(parts).cpu()
-        wrong = ~((own - reduced).abs() <= _SUM_ROUNDING * squares.sqrt())
+        unit = torch.finfo(parts.dtype).eps
+        # the sums themselves are rounded where they are no fp64
+        rounded = 64 * unit * gradient.own.abs()
+        own, squares, reduced, rounding = reductions.gradients(torch.cat([parts, rounded[None]])).cpu()
+        limit = _REDUCTION_DEVIATIONS * replicas * 2.0**-24 * squares.sqrt() + rounding
+        wrong = ~((own - reduced).abs() <= limit)
         if wrong.any():
             bucket = int(wrong.nonzero()[0])
-            raise self._broken(
+            raise self.broken(
                 f"the {replicas} replicas brought {own[bucket]:.6g} to gradient bucket {bucket} of {len(own)}, of which its "
                 f"reduction left {reduced[bucket]:.6g}; {int(wrong.sum())} buckets are wrong"
             )
 
     def check_divided(self, before: float, after: float, normaliser: float) -> None:
         """before, after: the gradient's size around its division."""
-        if not abs(after * normaliser - before) <= _SUM_ROUNDING * before:
+        if not abs(after * normaliser - before) <= _DIVISION_ROUNDING * before:
             divisor = before / after if after else float("inf")
-            raise self._broken(
+            raise self.broken(
                 f"a gradient of {before:.6g} was divided by {divisor:.6g} instead of by the normaliser, {normaliser:.6g}"
             )
 
@@ -90,7 +105,7 @@ class GradientSum:
                 continue
             wanted = float(expected[response.group][response.number]) * response.tokens
             if not abs(value - wanted) <= _SUM_ROUNDING * abs(wanted):
-                raise self._broken(
+                raise self.broken(
                     f"response {response.number} of group {response.group} has the advantage {value / response.tokens:.6g} in the "
                     f"loss, where its group's rewards give {wanted / response.tokens:.6g}"
                 )
@@ -98,11 +113,25 @@ class GradientSum:
     def check_unmoved(self, policy: str, old: str) -> None:
         """Called where no log-prob of the policy differs from the old policy's. policy, old: digests of their weights."""
         if policy != old:
-            raise self._broken(
+            raise self.broken(
                 "all ratios to the old policy are 1 although its weights are not the policy's; give the log-probs of the old one"
             )
 
-    def _broken(self, what: str) -> InvariantViolation:
+    def check_apart(self, policy: str, reference: str, known: str) -> None:
+        """Called where no log-prob of the reference differs from the policy's, which is another version.
+
+        policy, reference: digests of their weights. known: the reference's when it was made.
+        """
+        if reference != known:
+            raise self.broken(
+                "the reference's weights have changed since it was made, and its KL to the policy is exactly 0"
+            )
+        if policy != reference:
+            raise self.broken(
+                "the KL to the reference is exactly 0 although its weights are not the policy's; give the reference's log-probs"
+            )
+
+    def broken(self, what: str) -> InvariantViolation:
         return InvariantViolation(f"I7 gradient: {self._where}: {what}")
 
 

@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.objective import Objective, Outputs, PolicyState, Targets, TrainedResponse, measure
-from pa_npu.algorithm.update_sums import MetricSums, Statistics, Totals
+from pa_npu.algorithm.update_sums import SAMPLED_EVERY, MetricSums, Statistics, Totals
 from pa_npu.backends.protocol import MicrobatchSource, Routing, Step, TrainBackend
+from pa_npu.checkpoints.directories import damaged
 from pa_npu.checkpoints.provenance import layout_of
 from pa_npu.checkpoints.saving import PlannedSave
 from pa_npu.config.schema import Config
@@ -32,6 +34,8 @@ from pa_npu.samples.replica_feed import Traffic
 from pa_npu.telemetry.sample_store import TrainerLogprobs
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.invariants import GradientSum
+from pa_npu.trainer.loss_checks import LossGradient
+from pa_npu.trainer.step_replay import StepReplay
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,10 @@ class Learner:
         self._seen_traffic = Traffic()
         self._policy: PolicyState | None = None  # unknown until the first publish
         self._reference_version = 0  # the policy's that the reference was last made equal to; 0 is the HF model
+        self._reference_digest: str | None = None
+        self._replay = StepReplay(config, backend.place.rank)
+        self._gradient_at_start: torch.Tensor | None = None
+        self._name_reference()
         platform.take_memory_peak()  # what loading took is no iteration's
 
     def accumulate(
@@ -86,7 +94,14 @@ class Learner:
         InvariantViolation where that is not what it was given (I7).
         """
         keep = None if self.kept is None else self.kept.add
-        self._objective = Objective(self._config, self.backend.device, judge_first, keep)
+        self._first_sampled = self._replay.first_sampled % SAMPLED_EVERY
+        self._gradient_at_start = None
+        self._objective = Objective(
+            *(self._config, self.backend.device, judge_first, keep),
+            first_sampled=self._first_sampled,
+            reference=self._reference_state(),
+            before_first=self._look_at_start,
+        )
         start = time.perf_counter()
         waited_s = microbatches.waited_s
         # groups that were taken ahead, to measure rounding by, are this update's too
@@ -100,6 +115,8 @@ class Learner:
         if self.kept is not None:
             self.kept.write()
         self._sum = GradientSum(self._where())
+        if self._gradient_at_start is not None:
+            self._sum.check_zero(float(self._gradient_at_start))
         self._sum.check_passed(self._objective.entered, self._objective.trained)
         self._sum.check_reduced(reduced, self.backend.place.mesh.data, self.backend.reductions)
         return self._objective.trained
@@ -110,9 +127,13 @@ class Learner:
         with self._timeline.span("step"):
             totals, traffic = self._over_replicas()
             normaliser = self._objective.normaliser(totals, self.backend.reductions)
-            before = self.backend.gradient_size()
+            before = self.backend.gradient_size(self._first_sampled)
             self.backend.scale_gradients(1.0 / normaliser)
-            self._sum.check_divided(float(before), float(self.backend.gradient_size()), normaliser)
+            divided = self.backend.gradient_size(self._first_sampled)
+            self._sum.check_divided(float(before), float(divided), normaliser)
+            begun = self._replay.before(
+                self._where(), self.backend.stepped(), self.backend.reductions, self.backend.device
+            )
             if late_source(self._config) == "policy":
                 self.gate.close()
             step = self.backend.step()
@@ -123,6 +144,7 @@ class Learner:
                 f"gradient norm is {step.grad_norm}: the update would destroy the weights; lower optimizer.learning_rate, or look "
                 f"at the rewards and log-prob differences of the last iterations in metrics.jsonl"
             )
+        self._replay.after(begun, self.backend.stepped(), step)
         update = self._update(totals, traffic, normaliser, step, time.perf_counter() - start)
         if self._policy is not None:
             self._name_policy(PolicyState(self._policy.version, self._policy.updates + 1))
@@ -188,6 +210,7 @@ class Learner:
         if refresh and version and version % refresh == 0:
             self.backend.copy_policy("reference")
             self._reference_version = version
+            self._reference_digest = None
 
     def engines_swapped(self) -> None:
         """Engines have swapped to what `publish` sent with PublishMembers.delayed. Before the next step, which changes it."""
@@ -198,18 +221,48 @@ class Learner:
         has_reference, version = "reference" in self._config.frozen_models, self._reference_version
         plan = self.backend.plan_save(directory, has_reference and version > 0)
         reference = {"version": version, "saved": version > 0} if has_reference else None
-        plan.description |= {"layout": layout_of(self._config), "reference": reference}
+        optimizer = self._of_all_ranks(self._replay.saved(self.backend.stepped()))
+        plan.description |= {"layout": layout_of(self._config), "reference": reference, "optimizer": optimizer}
         return plan
 
     def load(self, directory: Path) -> int:
-        """See SavedState."""
+        """See SavedState. Raises DataError where the optimizer's state is another one than was saved."""
         meta = self.backend.load(directory)
         self._reference_version = meta.reference["version"] if meta.reference else 0
+        self._name_reference()
+        rank, by_rank = self.backend.place.rank, meta.optimizer or []
+        saved = None
+        if by_rank:
+            saved = by_rank[rank] if rank < len(by_rank) else by_rank[0]
+        if wrong := self._replay.load(meta.updates, self.backend.stepped(), saved, meta.seed):
+            raise damaged(directory, wrong)
         return meta.version
 
     def _keep_published(self) -> None:
         """On any thread: the policy is the version that engines have."""
         self.backend.copy_policy("published")
+
+    def _reference_state(self) -> PolicyState | None:
+        """The weights that the reference is of; None where there is none."""
+        return PolicyState(self._reference_version) if "reference" in self._config.frozen_models else None
+
+    def _name_reference(self) -> None:
+        """The reference is what it has just been loaded as."""
+        self._reference_digest = None
+        if (state := self._reference_state()) is not None:
+            self.backend.name_policy(state, "reference")
+
+    def _look_at_start(self) -> None:
+        # what was left of the update before is left everywhere
+        self._gradient_at_start = self.backend.gradient_size(self._first_sampled, SAMPLED_EVERY**2)
+
+    def _of_all_ranks(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """Collective."""
+        if not dist.is_initialized():
+            return [own]
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        return everyone
 
     def _name_policy(self, weights: PolicyState) -> None:
         self._policy = weights
@@ -230,6 +283,25 @@ class Learner:
         is_later = self._policy is not None and self._policy.updates > 0
         if is_later and not statistics.moved and "old" in self._config.frozen_models:
             self._sum.check_unmoved(self.backend.digest(), self.backend.digest("old"))
+        self._check_reference(statistics)
+        LossGradient(self._sum, self._config, self._policy).check(
+            objective.given, self._expected_advantages, self._partial_head_group()
+        )
+
+    def _check_reference(self, statistics: Statistics) -> None:
+        """A reference that gives the policy's own log-probs has the policy's weights, and none that were put there since (I7)."""
+        reference = self._reference_state()
+        if reference is None or self._policy is None:
+            return
+        if self._reference_digest is None:
+            self._reference_digest = self.backend.digest("reference")
+        if self._objective.entered and not statistics.apart and reference != self._policy:
+            found = self.backend.digest("reference")
+            self._sum.check_apart(self.backend.digest(), found, self._reference_digest)
+
+    def _partial_head_group(self) -> dist.ProcessGroup | None:
+        """The ranks over which the gradient of what meets the LM head is summed later; None where each has all of it."""
+        return self.backend.tensor_group
 
     def _over_replicas(self) -> tuple[Totals, Traffic]:
         own = [*astuple(self._objective.totals), *astuple(self._traffic)]

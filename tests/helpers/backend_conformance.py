@@ -8,6 +8,7 @@ The suite is the list of what a backend must do: every member of TrainBackend an
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -25,15 +26,16 @@ from pa_npu.backends.registry import backend_module
 from pa_npu.checkpoints.directories import directory_name
 from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
-from pa_npu.errors import InvariantViolation
+from pa_npu.errors import DataError, InvariantViolation
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.cpu import CpuPlatform
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.telemetry.timeline import Timeline
-from pa_npu.trainer.learner import Learner
+from pa_npu.trainer.learner import Learner, Update
 from pa_npu.weight_transfer.manifest import Assembler, Manifest
 from pa_npu.weight_transfer.transport import Deadline
+from tests.helpers import step_faults
 from tests.helpers.adapters import plain
 from tests.helpers.backend import Source
 from tests.helpers.gradient_faults import FAULTS, faults_of, inject, negated
@@ -44,6 +46,26 @@ Make = Callable[[Config], Learner]
 GROUPS, RESPONSES, LEARNING_RATE = 4, 4, 3e-3
 BUCKET_BYTES = 20_000  # a few tensors of the model in each, and its embedding in several
 ALONE_S = 240.0
+
+
+FEW_STEPS = [
+    ("the step skipped", "bf16"),
+    ("norms decayed, by their group", "fp32"),
+    ("clipped twice", "fp32"),
+    ("moments zeroed between updates", "fp32"),
+    ("one tensor's gradient zero", "bf16"),
+    ("gradients not zeroed", "fp32"),
+    ("the gradient behind the log-probs doubled", "bf16"),
+    ("advantages moved within a response", "fp32"),
+    ("a denominator that is off, rightly named", "bf16"),
+    ("the policy's values under the reference's name", "fp32"),
+]
+STEP_CASES = [
+    pytest.param(fault, dtype, marks=[] if (fault, dtype) in FEW_STEPS else [pytest.mark.nightly])
+    for fault in [*step_faults.FAULTS, step_faults.COPIES]
+    for dtype in ("fp32", "bf16")
+    if fault != step_faults.COPIES or dtype == "bf16"
+]
 
 
 def config_of(model: Path, /, **sections: dict[str, Any]) -> Config:
@@ -132,6 +154,8 @@ class BackendConformance:
     name: str
     offloads = True
     """Whether it reads optimizer.offload."""
+    has_no: frozenset[str] = frozenset()
+    """Faults that it cannot have."""
 
     def train(self, learner: Learner) -> None:
         learner.publish(0)
@@ -233,7 +257,7 @@ class BackendConformance:
         checkpoint = tmp_path / "checkpoints" / directory_name(1)
         resumed = make(config_of(model, **keys))
         assert resumed.backend.digest() != learner.backend.digest()
-        assert resumed.backend.load(checkpoint).version == 1
+        assert resumed.load(checkpoint) == 1
         steps = []
         for one in (learner, resumed):
             one.publish(1)
@@ -289,7 +313,7 @@ class BackendConformance:
 
             monkeypatch.setattr(optimizer, "step", noted)
             if checkpoint is not None:
-                backend.load(checkpoint)
+                learner.load(checkpoint)
             learner.publish(0)
             for share in shares():
                 note("pass")
@@ -362,3 +386,80 @@ class BackendConformance:
                 normalisers.append(learner.step().normaliser)
             groups = [DispatchedGroup(g.index, 0, tuple(g.trained_lengths.tolist())) for s in shares() for g in s]
             check_normalisers(Dispatched(0, tuple(groups)), normalisers, config)
+
+    @pytest.mark.parametrize(("fault", "dtype"), STEP_CASES)
+    def test_a_step_or_a_loss_that_is_another_one_is_an_invariant_broken(
+        self, fault: str, dtype: str, make: Make, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if fault in self.has_no:
+            pytest.skip("it cannot have that")
+        restored_after(monkeypatch)
+        config = config_of(model, model={"dtype": dtype}, **step_faults.KEYS)
+        learner = make(config)
+        step_faults.inject(fault, learner)
+        learner.publish(0)
+        with pytest.raises(InvariantViolation, match=f"I7 .*({step_faults.ALL[fault]})"):
+            for share in shares():
+                train_share(learner, share)
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    def test_without_a_fault_the_same_updates_pass(self, dtype: str, make: Make, model: Path) -> None:
+        learner = make(config_of(model, model={"dtype": dtype}, **step_faults.KEYS))
+        for iteration in range(3):
+            learner.publish(iteration)
+            for share in shares():
+                assert train_share(learner, share).report.grad_norm > 0
+
+    @pytest.mark.parametrize("lost", ["both moments", "the square moment", "weights", "nothing"])
+    def test_what_a_resume_lost_ends_it_before_anything_is_trained(
+        self, lost: str, make: Make, model: Path, tmp_path: Path
+    ) -> None:
+        keys = {**step_faults.KEYS, "trainer": {"backend": self.name}}
+        learner = make(config_of(model, **keys))
+        learner.publish(0)
+        for share in shares():
+            train_share(learner, share)
+        save(learner, tmp_path, 1)
+        resumed = make(config_of(model, **keys))
+        load = resumed.backend.load
+
+        def losing(directory: Path) -> Any:
+            meta = load(directory)
+            for tensor in resumed.backend.stepped():
+                parts = {"both moments": (tensor.mean, tensor.square), "the square moment": (tensor.square,)}
+                for part in parts.get(lost, (tensor.weights,) if lost == "weights" else ()):
+                    assert part is not None
+                    part.mul_(0.0 if "moment" in lost else 1.001)
+            return meta
+
+        resumed.backend.load = losing  # type: ignore[method-assign]
+        checkpoint = tmp_path / "checkpoints" / directory_name(1)
+        if lost == "nothing":
+            assert resumed.load(checkpoint) == 1
+            resumed.publish(1)
+            train_share(resumed, shares()[0])
+        else:
+            with pytest.raises(DataError, match="the optimizer's state of rank 0 is not the one that was saved"):
+                resumed.load(checkpoint)
+
+
+def train_share(learner: Learner, share: list[Group]) -> Update:
+    """An update over these groups, whose advantages are known."""
+    source = Source(microbatches(share))
+    source.advantages = {g.index: g.advantages[g.offsets()[1:] - 1].tolist() for g in share}
+    learner.accumulate(source)
+    return learner.step()
+
+
+def restored_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults of modules go with the test."""
+    from pa_npu.algorithm import objective as objectives
+
+    places: list[tuple[Any, str]] = [(objectives, "loss_sums")]
+    places += [(objectives.Objective, name) for name in ("_denominator", "loss")]
+    for module in ("pa_npu.backends.megatron.optimizer", "pa_npu.backends.fsdp.optimizer"):
+        places += [(sys.modules[module], "learning_rate")] if module in sys.modules else []
+    if (toy := sys.modules.get("tests.helpers.toy_backend.backend")) is not None:
+        places.append((toy, "learning_rate"))
+    for place, name in places:
+        monkeypatch.setattr(place, name, getattr(place, name))

@@ -18,6 +18,7 @@ from pa_npu.config.mesh import Mesh
 from pa_npu.samples import iterator
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.trainer.learner import Learner
+from tests.helpers import step_faults
 
 IN_BUFFER = "advantages of one group in the buffer negated"
 REPLICAS = "reduction over replicas skipped"
@@ -56,6 +57,9 @@ _REDUCTIONS = {
 def inject(name: str, learner: Learner) -> None:
     """Into this process: most faults are of modules."""
     place = learner.backend.place
+    if name in step_faults.ALL:
+        step_faults.inject(name, learner)
+        return
     if name == EXPERTS:
         buffers = sys.modules["megatron.core.distributed.param_and_grad_buffer"]
         vars(buffers)["dist_reduce_scatter_func"] = partial(

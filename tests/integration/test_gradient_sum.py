@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers import step_faults
 from tests.helpers.gradient_faults import EXPERTS, FAULTS, RATIOS, REPLICAS, faults_of
 from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import Job, run_job
@@ -34,6 +35,28 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "EP2 of DP4": {"devices": 4, "expert_parallel": 2},
 }
 TWICE = {"updates_per_iteration": 2}
+STEPS: dict[str, dict[str, Any]] = {
+    "TP2": {"devices": 2, "tensor_parallel": 2},
+    "PP2": {"devices": 2, "pipeline_parallel": 2},
+    "DP2": {"devices": 2},
+    "DP2, not sharded": {"devices": 2, "distributed_optimizer": False},
+    "fsdp, DP2": {"devices": 2, "backend": "fsdp"},
+}
+"""Layouts whose steps and losses are broken; one rank of every backend is in tests/helpers/backend_conformance.py."""
+FEW_STEPS = [
+    ("TP2", "bf16", "the gradient behind the log-probs doubled"),
+    ("DP2", "bf16", "the step skipped"),
+    ("DP2", "fp32", step_faults.LOST),
+    ("fsdp, DP2", "fp32", step_faults.LOST),
+]
+ALL_STEPS = [
+    (layout, dtype, fault)
+    for layout, trainer in STEPS.items()
+    for dtype in ("fp32", "bf16")
+    for fault in step_faults.ALL
+    if (fault != step_faults.COPIES or (dtype == "bf16" and "fsdp" not in layout))
+    and (fault != step_faults.LOST or layout in ("DP2", "fsdp, DP2"))
+]
 FEW = [  # what each layout adds; the others are nightly
     ("PP2", "fp32", "a backward dropped"),
     ("DP2", "bf16", RATIOS[1]),
@@ -80,6 +103,21 @@ def job(layout: str, dtype: str, model: dict[str, Path], directory: Path, **opti
     return Job(config, directory, last=2, options=options)
 
 
+def step_job(layout: str, dtype: str, model: dict[str, Path], directory: Path, **options: Any) -> Job:
+    sections = {name: dict(keys) for name, keys in step_faults.KEYS.items()}
+    sections["schedule"] |= {**TWICE, "prompts_per_iteration": 8}
+    config = make_config(
+        model["dense"],
+        directory,
+        trainer=STEPS[layout],
+        microbatch={"responses": 2},
+        publish={"noise_margin": None},
+        **sections,
+    )
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+    return Job(config, directory, last=2, options=options)
+
+
 @pytest.mark.parametrize(
     ("layout", "dtype", "fault"),
     [pytest.param(*case, marks=[] if case in FEW else [pytest.mark.nightly]) for case in ALL],
@@ -90,6 +128,27 @@ def test_a_gradient_that_is_another_sum_ends_the_run(
     with pytest.raises(AssertionError) as ended:
         run_job(job(layout, dtype, model, tmp_path, fault=fault), 60)
     assert re.search(f"InvariantViolation: I7 gradient: .*{FAULTS[fault]}", str(ended.value)), str(ended.value)[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype", "fault"),
+    [pytest.param(*case, marks=[] if case in FEW_STEPS else [pytest.mark.nightly]) for case in ALL_STEPS],
+)
+def test_a_step_or_a_loss_that_is_another_one_ends_the_run(
+    layout: str, dtype: str, fault: str, model: dict[str, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError) as ended:
+        run_job(step_job(layout, dtype, model, tmp_path, fault=fault), 60)
+    message = f"InvariantViolation: I7 .*({step_faults.ALL[fault]})"
+    assert re.search(message, str(ended.value)), str(ended.value)[-3000:]
+
+
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.nightly) for name in STEPS])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_without_a_fault_the_same_steps_pass(layout: str, dtype: str, model: dict[str, Path], tmp_path: Path) -> None:
+    made = step_job(layout, dtype, model, tmp_path)
+    made.last = 4
+    assert len(run_job(made, 120)) == 4
 
 
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.nightly) for name in [*LAYOUTS, *MIXTURES]])

@@ -16,7 +16,7 @@ from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner
-from tests.helpers import backend_conformance
+from tests.helpers import backend_conformance, step_faults
 from tests.helpers.adapters import make_adapter, merged_by_hand, peft_model
 from tests.helpers.backend import make_learner
 from tests.helpers.backend_conformance import BackendConformance, Make, by_hand
@@ -57,6 +57,7 @@ def made_by(name: str) -> Make:
 
 class TestFsdp(BackendConformance):
     name = "fsdp"
+    has_no = frozenset({step_faults.COPIES})
 
     @pytest.fixture
     def make(self) -> Make:
@@ -67,6 +68,7 @@ class TestFsdpWithAdapters(BackendConformance):
     """Against peft on the plain model, from the same adapters."""
 
     name = "fsdp"
+    has_no = frozenset({"norms decayed", "norms decayed, by their group", step_faults.COPIES})
 
     @pytest.fixture
     def make(self, model: Path, tmp_path: Path) -> Make:
@@ -89,7 +91,10 @@ class TestFsdpWithAdapters(BackendConformance):
 
 
 class TestToy(BackendConformance):
+    """It does not let anyone watch its LM head."""
+
     offloads = False
+    has_no = frozenset({*(fault for fault in step_faults.LOSS if " behind " in fault), step_faults.COPIES})
     name = "tests.helpers.toy_backend:BACKEND"
 
     @pytest.fixture

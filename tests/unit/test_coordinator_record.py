@@ -79,9 +79,7 @@ def test_every_number_is_what_its_definition_gives() -> None:
         production.scored(index, scored)
         if index < 3:  # one that is generated and not trained
             production.add(index, scored)
-            production.put(
-                scored.group(0, 4, index), scored, np.zeros(RESPONSES, np.float32), {(index % 2, index // 2): None}
-            )
+            production.put(scored.group(0, 4, index), scored, {(index % 2, index // 2): None})
             lengths.append(sizes), prompts.append(3 + index), totals.append(reward), finished.append(ends)
         correct.append(right)
     produced = production.end(window=12, tail_waste=0.25, replica_imbalance=0.1)

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pa_npu.algorithm.loss_gradient import HeadGradient
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
-from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
+from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.fsdp.checkpoint import PlannedShards, load_state, state_of
 from pa_npu.backends.fsdp.lora import Adapted
@@ -28,7 +29,7 @@ from pa_npu.backends.fsdp.weights import ShardedWeights
 from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
 from pa_npu.backends.in_step import InStep, filler
 from pa_npu.backends.optimizer import OffloadedState
-from pa_npu.backends.protocol import DTYPES, MicrobatchSource, Step
+from pa_npu.backends.protocol import DTYPES, MicrobatchSource, Step, SteppedTensor
 from pa_npu.backends.widened import widened
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.mesh import Place
@@ -71,7 +72,9 @@ class FsdpBackend:
         self._weights: dict[str, PolicyState] = {}
         self._shard_group = None if dist.get_world_size() == 1 else mesh.get_group(mesh.ndim - 1)
         self._reductions = (
-            [] if self._shard_group is None else count_reductions(self._module, mesh.size() // mesh.size(mesh.ndim - 1))
+            []
+            if self._shard_group is None
+            else count_reductions(self._module, mesh.size() // mesh.size(mesh.ndim - 1), platform.widest_dtype)
         )
         self._optimizer = ShardedAdamW(self._policy.parameters(), config, platform.widest_dtype)
         self._offloaded = OffloadedState(self._optimizer.moments, config, platform, device)
@@ -93,8 +96,8 @@ class FsdpBackend:
             on_host=late_from is not None,
         )
 
-    def name_policy(self, weights: PolicyState) -> None:
-        self._weights["policy"] = weights
+    def name_policy(self, weights: PolicyState, name: str = "policy") -> None:
+        self._weights[name] = weights
 
     @torch.no_grad()
     def copy_policy(self, name: str) -> None:
@@ -108,25 +111,31 @@ class FsdpBackend:
         self._optimizer.zero_grad()
         for reduction in self._reductions:
             reduction.restart()
+            reduction.first = objective.first_sampled
         with closing(self._in_step(microbatches)) as steps:
             for microbatch in steps:
                 start_s = now()
-                logprobs, entropy, frozen = self._pass(_inputs(microbatch), objective.entropy_gradient)
+                head = None if objective.entropy_gradient else HeadGradient()
+                logprobs, entropy, frozen = self._pass(_inputs(microbatch), objective.entropy_gradient, head)
                 if microbatch.is_filler:
                     ((logprobs.sum() + entropy.sum()) * 0.0).backward()
                     continue
                 policy = Logprobs(logprobs, self._weights.get("policy"))
-                objective.loss(microbatch, Outputs(policy, entropy, frozen)).backward()
+                objective.loss(microbatch, Outputs(policy, entropy, frozen, head)).backward()
                 groups = ", ".join(map(str, microbatch.group_indices))
                 self._timeline.complete(f"group {groups}", start_s, now(), lane="microbatches")
         self._platform.synchronize()
         return counted(self._reductions, self.device) if self._reductions else None
 
-    def gradient_size(self) -> torch.Tensor:
-        return self._optimizer.gradient_size()
+    def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
+        return self._optimizer.gradient_size(first, every)
 
     def scale_gradients(self, factor: float) -> None:
         self._optimizer.scale_gradients(factor)
+
+    def stepped(self) -> list[SteppedTensor]:
+        names = {weight: name for name, weight in self._policy.named_weights().items()}
+        return self._optimizer.stepped(names, self._spec.experts is not None)
 
     def step(self) -> Step:
         with self._offloaded.on_device():
@@ -219,7 +228,10 @@ class FsdpBackend:
             yield from InStep(microbatches, dist.group.WORLD, partial(filler, 1, self.device), None)
 
     def _pass(
-        self, inputs: tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor], entropy_gradient: bool
+        self,
+        inputs: tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor],
+        entropy_gradient: bool,
+        head: HeadGradient | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Logprobs]]:
         """All models over a microbatch: the policy's log-probs and entropy, and the frozen ones' log-probs."""
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
@@ -228,7 +240,7 @@ class FsdpBackend:
             for name in self._config.frozen_models:
                 values, _ = self._models[name](*inputs, temperature, chunk, entropy=False)
                 frozen[name] = Logprobs(values, self._weights.get(name))
-        logprobs, entropy = self._policy(*inputs, temperature, chunk, entropy_grad=entropy_gradient)
+        logprobs, entropy = self._policy(*inputs, temperature, chunk, entropy_grad=entropy_gradient, head_gradient=head)
         return logprobs, entropy, frozen
 
 

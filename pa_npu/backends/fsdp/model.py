@@ -16,6 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from pa_npu.algorithm.loss_gradient import HeadGradient
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.huggingface import use_shared_prompt_attention
 from pa_npu.backends.fsdp.optimizer import CountedReduceScatter
@@ -57,8 +58,12 @@ class ScoredModel(torch.nn.Module, Weights):
         chunk: int,
         entropy: bool = True,
         entropy_grad: bool = False,
+        head_gradient: HeadGradient | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs [N], entropy [N]) fp32. tokens: int64 [T], packed by layout; rows, targets: int64 [N], see Microbatch."""
+        """(log-probs [N], entropy [N]) fp32. tokens: int64 [T], packed by layout; rows, targets: int64 [N], see Microbatch.
+
+        head_gradient: watches the gradient of what meets the LM head.
+        """
         positions = layout.position_ids().to(tokens.device)[None]
         known = {"layout": layout} if self._shares else {}
         states = self.causal.base_model(input_ids=tokens[None], position_ids=positions, use_cache=False, **known)
@@ -70,6 +75,8 @@ class ScoredModel(torch.nn.Module, Weights):
             weight = torch.cat([weight, head.bias.to(hidden.dtype)[:, None]], dim=1)
         if self._cap is not None:
             hidden, temperature = hidden * self._scale, temperature * self._scale
+        if head_gradient is not None and self._cap is None:
+            head_gradient.watch(hidden)
         return vocab_parallel_logprobs(
             hidden,
             weight,
@@ -155,7 +162,7 @@ def shard(model: ScoredModel, mesh: DeviceMesh, *, compute: torch.dtype, trained
     return model
 
 
-def count_reductions(model: ScoredModel, copies: int) -> list[CountedReduceScatter]:
+def count_reductions(model: ScoredModel, copies: int, summed_in: torch.dtype) -> list[CountedReduceScatter]:
     """Let every group of a sharded model that has trained weights count what it reduces. copies: of the shards."""
     counted, below = [], set[torch.nn.Parameter]()
     for module in reversed(list(model.modules())):  # from the layers to the root
@@ -164,7 +171,7 @@ def count_reductions(model: ScoredModel, copies: int) -> list[CountedReduceScatt
             below |= own
             if not any(parameter.requires_grad for parameter in own):
                 continue
-            counted.append(CountedReduceScatter(copies))
+            counted.append(CountedReduceScatter(copies, summed_in))
             module.set_custom_reduce_scatter(counted[-1])  # type: ignore[arg-type]  # its interface, of an unnamed module
             module.set_all_reduce_hook(counted[-1].take_reduced)
     return counted

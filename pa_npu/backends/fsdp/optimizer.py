@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient
 from pa_npu.backends.optimizer import learning_rate
+from pa_npu.backends.protocol import SteppedTensor
 from pa_npu.config.schema import Config
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_OF_MIXTURES = (".experts.", ".gate.", ".router.")  # of which a part may get no token
 # named so from torch 2.13 on
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -62,9 +64,11 @@ class ShardedAdamW:
         self.adamw.zero_grad(set_to_none=True)
 
     @torch.no_grad()
-    def gradient_size(self) -> torch.Tensor:
-        """The norm of a sample of this rank's shards of the gradient."""
-        samples = [gradient.flatten()[::SAMPLED_EVERY] for gradient in self._gradients()]
+    def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
+        """The norm of a sample of this rank's shards of the gradient; 0 where there is none."""
+        samples = [gradient.flatten()[first::every] for gradient in self._gradients()]
+        if not samples:
+            return torch.zeros(())
         return torch.stack([torch.linalg.vector_norm(sample) for sample in samples]).norm()
 
     @torch.no_grad()
@@ -83,9 +87,9 @@ class ShardedAdamW:
         if shard_group is not None:
             dist.all_reduce(total, group=shard_group)
         norm = math.sqrt(float(total.item()))
-        most = self._config.optimizer.clip_grad
-        if most and norm > most:
-            self.scale_gradients(most / (norm + 1e-6))
+        largest = self._config.optimizer.clip_grad
+        if largest and largest / (norm + 1e-6) < 1.0:
+            self.scale_gradients(largest / (norm + 1e-6))
         self.updates += 1
         rate = learning_rate(self._config, self.updates)
         for group in self.adamw.param_groups:
@@ -93,6 +97,30 @@ class ShardedAdamW:
         if math.isfinite(norm):
             self.adamw.step()
         return norm, rate
+
+    @torch.no_grad()
+    def stepped(self, names: Mapping[torch.Tensor, str], has_experts: bool) -> list[SteppedTensor]:
+        """See TrainBackend.stepped. names: of all parameters."""
+        settings = {parameter: group for group in self.adamw.param_groups for parameter in group["params"]}
+        tensors = []
+        for parameter in self._parameters:
+            state, name = self.adamw.state[parameter], names[parameter]
+            gradient = None if parameter.grad is None else local(parameter.grad).flatten()
+            tensors.append(
+                SteppedTensor(
+                    name=name,
+                    dimensions=parameter.dim(),
+                    weights=local(parameter.detach()).flatten(),
+                    model=None,
+                    gradient=gradient,
+                    mean=local(state["exp_avg"]).flatten(),
+                    square=local(state["exp_avg_sq"]).flatten(),
+                    rate=float(settings[parameter]["lr"]),
+                    decay=float(settings[parameter]["weight_decay"]),
+                    may_be_zero=has_experts and any(part in name for part in _OF_MIXTURES),
+                )
+            )
+        return tensors
 
     def _gradients(self) -> list[torch.Tensor]:
         return [local(p.grad) for p in self._parameters if p.grad is not None]
@@ -102,11 +130,14 @@ class CountedReduceScatter:
     """FSDP2's reduce-scatter of one group of parameters; torch's `ReduceScatter` interface. Until `restart` it counts a sample
     of what every rank brings to the sum and of what is left.
 
-    copies: replicas of the shards, over which FSDP2 sums what was scattered. `take_reduced` is its hook behind both.
+    copies: replicas of the shards, over which FSDP2 sums what was scattered. `take_reduced` is its hook behind both. summed_in: the
+    type of the counts.
     """
 
-    def __init__(self, copies: int) -> None:
-        self._copies = copies
+    def __init__(self, copies: int, summed_in: torch.dtype = torch.float32) -> None:
+        self._copies, self._summed_in = copies, summed_in
+        self.first = 0
+        """The first element of a sample."""
         self._input: torch.Tensor | None = None
         self.restart()
 
@@ -136,10 +167,11 @@ class CountedReduceScatter:
         own, self._input = self._input, None
         assert own is not None, "its memory was allocated here"
         # of every rank's chunk the elements that this rank takes of its own, once it is reduced
-        sample = own.view(-1, len(reduced))[:, ::SAMPLED_EVERY].float()
+        sample = own.view(-1, len(reduced))[:, self.first :: SAMPLED_EVERY].to(self._summed_in)
         self.own = _plus(self.own, sample.sum())
         self.squares = _plus(self.squares, sample.square().sum())
-        self.reduced = _plus(self.reduced, reduced[::SAMPLED_EVERY].sum(dtype=torch.float32) / self._copies)
+        left = reduced[self.first :: SAMPLED_EVERY].sum(dtype=self._summed_in)
+        self.reduced = _plus(self.reduced, left / self._copies)
 
 
 def _plus(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:

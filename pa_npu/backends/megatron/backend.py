@@ -18,7 +18,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
-from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
+from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.in_step import InStep, filler, most, or_nothing
 from pa_npu.backends.megatron import parallel
@@ -30,12 +30,13 @@ from pa_npu.backends.megatron.optimizer import (
     gradient_size,
     set_rates,
     state_tensors,
+    stepped_tensors,
 )
 from pa_npu.backends.megatron.routing import Replay, RoutingWatch, replay_of
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.backends.megatron.weights.buckets import StageTensors, export_hf
 from pa_npu.backends.optimizer import OffloadedState
-from pa_npu.backends.protocol import MicrobatchSource, Step
+from pa_npu.backends.protocol import MicrobatchSource, Step, SteppedTensor
 from pa_npu.checkpoints.directories import CheckpointMeta
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
@@ -83,7 +84,7 @@ class MegatronBackend:
         mesh = self.place.mesh
         has_experts = spec.experts is not None
         reduces = mesh.data > 1 or (has_experts and mesh.expert_data > 1)
-        self._watched = WatchedReduction(self._ddp, self.place) if reduces else None
+        self._watched = WatchedReduction(self._ddp, self.place, platform.widest_dtype) if reduces else None
         self.reductions = Reductions(
             parallel_state.get_data_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
@@ -110,8 +111,8 @@ class MegatronBackend:
         model = self._stage.model(late_from or "policy")
         return StageTensors(model, self._spec, place, bucket_bytes, group, on_host=late_from is not None)
 
-    def name_policy(self, weights: PolicyState) -> None:
-        self._stage.weights["policy"] = weights
+    def name_policy(self, weights: PolicyState, name: str = "policy") -> None:
+        self._stage.weights[name] = weights
 
     def copy_policy(self, name: str) -> None:
         self._stage.copy_policy_to(name)
@@ -120,6 +121,8 @@ class MegatronBackend:
     def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> ReducedGradient | None:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
+        if self._watched is not None:
+            self._watched.first = objective.first_sampled
         num_microbatches = 0
         if self._config.trainer.pipeline_parallel > 1:  # which packs nothing: every piece of a group is a microbatch
             num_microbatches = microbatches.settle() * self._config.microbatches_per_group
@@ -143,11 +146,14 @@ class MegatronBackend:
         self._platform.synchronize()
         return None if self._watched is None else self._watched.take()
 
-    def gradient_size(self) -> torch.Tensor:
-        return gradient_size(self._ddp)
+    def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
+        return gradient_size(self._ddp, first, every)
 
     def scale_gradients(self, factor: float) -> None:
         self._ddp.scale_gradients(factor)
+
+    def stepped(self) -> list[SteppedTensor]:
+        return stepped_tensors(self._optimizer, self._ddp, self.place)
 
     def step(self) -> Step:
         self._updates += 1
@@ -256,7 +262,7 @@ class MegatronBackend:
     def _outputs(self, output: ModelOutput) -> Outputs:
         weights = self._stage.weights
         frozen = {name: Logprobs(values, weights.get(name)) for name, values in output.frozen.items()}
-        return Outputs(Logprobs(output.logprobs, weights.get("policy")), output.entropy, frozen)
+        return Outputs(Logprobs(output.logprobs, weights.get("policy")), output.entropy, frozen, output.head)
 
     def _pass_alone(
         self,

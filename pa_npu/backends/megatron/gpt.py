@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from pa_npu.algorithm.loss_gradient import HeadGradient
 from pa_npu.backends.logprob import vocab_parallel_logprobs
 from pa_npu.backends.megatron.layers import AttentionContext, block_spec
 from pa_npu.backends.protocol import DTYPES
@@ -62,13 +63,19 @@ class GPT(GPTModel):
         chunk: int,
         entropy: bool = False,
         entropy_grad: bool = False,
+        head: HeadGradient | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-prob [N], entropy [N] if asked for) of `targets` predicted from `rows` of `hidden`, which alone meet the LM head."""
+        """(log-prob [N], entropy [N] if asked for) of `targets` predicted from `rows` of `hidden`, which alone meet the LM head.
+
+        head: watches the gradient of these rows.
+        """
         is_sharded = self.config.sequence_parallel
         if is_sharded:
             # the gather's backward sums the partial gradients of the TP ranks and scatters them in one collective
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         picked = hidden.squeeze(1).index_select(0, rows)
+        if head is not None:
+            head.watch(picked, is_partial=is_sharded)
         return vocab_parallel_logprobs(
             picked,
             self.head_weight().to(hidden.dtype),  # of a pass in a wider type

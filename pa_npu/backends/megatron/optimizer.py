@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, overload
 
 import torch
 
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient
 from pa_npu.backends.optimizer import learning_rate
+from pa_npu.backends.protocol import SteppedTensor
 from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
+
+_OF_MIXTURES = (".experts.", ".router.")  # of which a part may get no token
 
 
 def build_optimizer(ddp: Any, config: Config) -> Any:
@@ -57,8 +62,12 @@ def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 class WatchedReduction:
     """Notes sums of each bucket of a rank's DistributedDataParallel, right before its reduction begins and after it ends."""
 
-    def __init__(self, ddp: Any, place: Place) -> None:
+    def __init__(self, ddp: Any, place: Place, summed_in: torch.dtype) -> None:
+        """summed_in: the type of the sums."""
         mesh = place.mesh
+        self._summed_in = summed_in
+        self.first = 0
+        """The first element of a sample."""
         self._groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
         replicas, copies = (mesh.data, place.replica), (mesh.expert_data, place.coordinate("expert_data"))
         self._shares = {id(group): replicas for group in ddp.bucket_groups}
@@ -71,7 +80,7 @@ class WatchedReduction:
     def take(self) -> ReducedGradient:
         """Returns the sums of the reduction that has ended, and forgets them."""
         buckets = [bucket for group in self._groups for bucket in group.buckets]
-        none = torch.full((), torch.nan, device=buckets[0].grad_data.device)
+        none = torch.full((), torch.nan, dtype=self._summed_in, device=buckets[0].grad_data.device)
         own = [self._before.get(id(bucket), (none, none)) for bucket in buckets]
         reduced = [self._after.get(id(bucket), none) for bucket in buckets]
         self._before, self._after = {}, {}
@@ -91,7 +100,7 @@ class WatchedReduction:
 
     def _note_own(self, group: Any) -> None:
         for bucket in group.buckets:
-            sample = bucket.grad_data[::SAMPLED_EVERY]
+            sample = bucket.grad_data[self.first :: SAMPLED_EVERY].to(self._summed_in)
             self._before[id(bucket)] = sample.sum(), sample.square().sum()
 
     def _note_reduced(self, group: Any) -> None:
@@ -101,10 +110,99 @@ class WatchedReduction:
             ranks, rank = self._shares[id(group)]
             size = -(-gradient.numel() // ranks)
             start = size * rank
-            self._after[id(bucket)] = gradient[start + -start % SAMPLED_EVERY : start + size : SAMPLED_EVERY].sum()
+            first = start + (self.first - start) % SAMPLED_EVERY
+            share = gradient[first : start + size : SAMPLED_EVERY]
+            self._after[id(bucket)] = share.sum(dtype=self._summed_in)
 
 
-def gradient_size(ddp: Any) -> torch.Tensor:
+def gradient_size(ddp: Any, first: int, every: int) -> torch.Tensor:
     """The norm of a sample of what this rank's gradient buffers hold."""
     buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
-    return torch.stack([torch.linalg.vector_norm(buffer.grad_data[::SAMPLED_EVERY]) for buffer in buffers]).norm()
+    sizes = [torch.linalg.vector_norm(buffer.grad_data[first::every]) for buffer in buffers]
+    return torch.stack(sizes).norm()
+
+
+def stepped_tensors(optimizer: Any, ddp: Any, place: Place) -> list[SteppedTensor]:
+    """See TrainBackend.stepped."""
+    parts = {}
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is not None:
+            parts.update(_stepped_parts(part))
+    tensors = []
+    for name, parameter in ddp.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        is_shard_of_rows = place.mesh.tensor > 1 and "word_embeddings" in name
+        stepped = parts.get(parameter) or _SteppedPart.empty(parameter)
+        tensors.append(
+            SteppedTensor(
+                name=name,
+                dimensions=parameter.dim(),
+                weights=_flat(stepped.weights),
+                model=_flat(stepped.model),
+                gradient=stepped.gradient,
+                mean=_flat(stepped.state.get("exp_avg")),
+                square=_flat(stepped.state.get("exp_avg_sq")),
+                rate=float(stepped.settings["lr"]),
+                decay=float(stepped.settings["weight_decay"]),
+                may_be_zero=is_shard_of_rows or any(part in name for part in _OF_MIXTURES),
+            )
+        )
+    return tensors
+
+
+@dataclass(frozen=True, eq=False)
+class _SteppedPart:
+    """The part of a parameter that this rank steps, as Megatron keeps it."""
+
+    weights: torch.Tensor
+    model: torch.Tensor | None
+    gradient: torch.Tensor
+    state: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def empty(cls, parameter: torch.Tensor) -> _SteppedPart:
+        nothing = parameter.new_empty(0, dtype=torch.float32)
+        return cls(nothing, None, nothing, {}, {"lr": math.nan, "weight_decay": math.nan})
+
+
+def _stepped_parts(part: Any) -> dict[torch.Tensor, _SteppedPart]:
+    """By parameter, of one of Megatron's optimizers: its distributed one, or one of whole parameters in bf16 or fp32."""
+    settings = {id(weights): group for group in part.optimizer.param_groups for weights in group["params"]}
+    is_sharded = hasattr(part, "model_float16_groups")
+    if is_sharded:
+        narrow = (part.model_float16_groups, part.shard_float16_groups, part.shard_fp32_from_float16_groups)
+        whole = zip(chain(*part.model_fp32_groups), chain(*part.shard_fp32_groups), strict=True)
+    elif hasattr(part, "float16_groups"):
+        narrow = (part.float16_groups, part.float16_groups, part.fp32_from_float16_groups)
+        whole = ((parameter, parameter) for parameter in chain(*part.fp32_from_fp32_groups))
+    else:
+        narrow = ((), (), ())
+        whole = ((parameter, parameter) for group in part.optimizer.param_groups for parameter in group["params"])
+    rows = [*zip(*(chain(*groups) for groups in narrow), strict=True)]
+    rows += [(parameter, None, weights) for parameter, weights in whole]
+    parts = {}
+    for parameter, model, weights in rows:
+        gradient = parameter.main_grad.view(-1)
+        if is_sharded:
+            place = part._get_model_param_range_map(parameter)["param"]
+            gradient = gradient[place.start : place.end]
+        state = part.optimizer.state.get(weights, {})
+        parts[parameter] = _SteppedPart(weights, model, gradient, state, settings[id(weights)])
+    return parts
+
+
+@overload
+def _flat(tensor: torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None: ...
+
+
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The same memory in one dimension, without gradient; shards mostly are that already."""
+    if tensor is None or (tensor.dim() == 1 and not tensor.requires_grad):
+        return tensor
+    return tensor.detach().view(-1)

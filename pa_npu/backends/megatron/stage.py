@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from pa_npu.algorithm.loss_gradient import HeadGradient
 from pa_npu.algorithm.objective import PolicyState
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.megatron import parallel
@@ -51,11 +52,13 @@ _GRADIENT_BYTES = 4  # fp32
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """Outputs of the last stage for N target tokens, [N] fp32. Gradients flow through `logprobs`, and `entropy` if asked."""
+    """Outputs of the last stage for N target tokens, [N] fp32. Gradients flow through `logprobs`, and `entropy` if asked. head: as
+    Outputs."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
     frozen: dict[str, torch.Tensor]
+    head: HeadGradient | None = None
 
 
 class TriModel(MegatronModule):
@@ -178,10 +181,16 @@ class TriModel(MegatronModule):
                 name: self.frozen[name].logprobs(states, rows, targets, temperature=temperature, chunk=chunk)[0]
                 for name, states in frozen_hidden.items()
             }
+        head = None if entropy_grad else HeadGradient()
         logprobs, entropy = self.policy.logprobs(
-            hidden, rows, targets, temperature=temperature, chunk=chunk, entropy=True, entropy_grad=entropy_grad
+            *(hidden, rows, targets),
+            temperature=temperature,
+            chunk=chunk,
+            entropy=True,
+            entropy_grad=entropy_grad,
+            head=head,
         )
-        return ModelOutput(logprobs, entropy, frozen_logprobs)
+        return ModelOutput(logprobs, entropy, frozen_logprobs, head)
 
     @torch.no_grad()
     def pass_alone(

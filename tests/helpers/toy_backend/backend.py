@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
 from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
-from pa_npu.backends.protocol import MicrobatchSource, Step
+from pa_npu.backends.optimizer import learning_rate
+from pa_npu.backends.protocol import MicrobatchSource, Step, SteppedTensor
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.mesh import Mesh, Place
 from pa_npu.config.schema import Config
@@ -59,6 +60,7 @@ class ToyBackend:
             {"params": [m for m in self._masters if m.ndim > 1], "weight_decay": options.weight_decay},
             {"params": [m for m in self._masters if m.ndim <= 1], "weight_decay": 0.0},
         ]
+        self._updates = 0
         self._optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.epsilon)
 
     def _load(self, name: str) -> Any:
@@ -72,8 +74,8 @@ class ToyBackend:
             return None
         return PublishedTensors(self._models[late_from or "policy"], self._spec, bucket_bytes)
 
-    def name_policy(self, weights: PolicyState) -> None:
-        self._weights["policy"] = weights
+    def name_policy(self, weights: PolicyState, name: str = "policy") -> None:
+        self._weights[name] = weights
 
     @torch.no_grad()
     def copy_policy(self, name: str) -> None:
@@ -97,21 +99,43 @@ class ToyBackend:
         sum_over_replicas(self._gradient)
         return ReducedGradient(own, squares, self._gradient.chunk(replicas)[self.place.replica].sum()[None])
 
-    def gradient_size(self) -> torch.Tensor:
+    def gradient_size(self, first: int = 0, every: int = 1) -> torch.Tensor:
         return self._gradient.norm()
 
     def scale_gradients(self, factor: float) -> None:
         self._gradient *= factor
 
+    def stepped(self) -> list[SteppedTensor]:
+        settings = {id(master): group for group in self._optimizer.param_groups for master in group["params"]}
+        names = [name for name, _ in self._models["policy"].named_parameters()]
+        tensors = []
+        for name, parameter, master in zip(names, self._parameters, self._masters, strict=True):
+            state, group = self._optimizer.state.get(master, {}), settings[id(master)]
+            moments = [state.get(moment) for moment in ("exp_avg", "exp_avg_sq")]
+            mean, square = (None if moment is None else moment.view(-1) for moment in moments)
+            assert master.grad is not None, "it is a part of one buffer"
+            weights, gradient = master.view(-1), master.grad.view(-1)
+            own = SteppedTensor(
+                *(name, master.ndim, weights, parameter.detach().view(-1), gradient, mean, square),
+                rate=group["lr"],
+                decay=group["weight_decay"],
+            )
+            tensors.append(own)
+        return tensors
+
     def step(self) -> Step:
         norm, limit = float(self._gradient.norm()), self._config.optimizer.clip_grad
         if limit and norm > limit:
             self._gradient *= limit / (norm + 1e-6)
+        self._updates += 1
+        rate = learning_rate(self._config, self._updates)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
         self._optimizer.step()
         with torch.no_grad():
             for parameter, master in zip(self._parameters, self._masters, strict=True):
                 parameter.copy_(master)
-        return Step(norm, self._config.optimizer.learning_rate)
+        return Step(norm, rate)
 
     @torch.no_grad()
     def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
@@ -151,7 +175,7 @@ class ToyBackend:
         state = {"masters": self._masters, "optimizer": self._optimizer.state_dict()}
         if with_reference:
             state["reference"] = list(self._models["reference"].parameters())
-        return PlannedFile(state if self.place.rank == 0 else None, directory / _FILE, {"updates": 0})
+        return PlannedFile(state if self.place.rank == 0 else None, directory / _FILE, {"updates": self._updates})
 
     @torch.no_grad()
     def load(self, directory: Path) -> CheckpointMeta:
@@ -161,7 +185,9 @@ class ToyBackend:
         self._optimizer.load_state_dict(state["optimizer"])
         if "reference" in state:
             _copy(self._models["reference"].parameters(), state["reference"])
-        return read_meta(directory)
+        meta = read_meta(directory)
+        self._updates = meta.updates
+        return meta
 
     def export(self, directory: Path) -> None:
         if self.place.rank == 0:

@@ -1,0 +1,363 @@
+"""Invariant I7 behind the gradient: a step makes of the weights what AdamW makes of them.
+
+    end of step u - 1    choose elements for step u, remember their weights and moments
+    before step u        the same elements hold the same bits; tensors whose gradient is exactly 0 are named
+    step u               the backend clips and applies
+    after step u         replay in fp64 from gradient, moments, schedule, decay, clip and bias correction ──> compare
+
+The choice is another one in every update, some hundred elements a rank and some of every tensor, so
+that nothing that is left out can keep out of its way. A checkpoint holds a digest of the elements
+that the next step is judged by: moments that a resume lost show before anything is trained. Every
+rank judges its own part of the optimizer; the one sum over ranks says which tensors have no
+gradient.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pa_npu.algorithm.adamw import Elements, clip_factor, scheduled_rate, step
+from pa_npu.algorithm.update_sums import Reductions
+from pa_npu.backends.protocol import Step, SteppedTensor
+from pa_npu.config.schema import Config
+from pa_npu.errors import InvariantViolation
+
+_ELEMENTS = 512  # a rank, in all
+_OF_EACH = 2  # tensor, at least
+_LOOKED_AT = 1024  # elements of a tensor's gradient, before all of them are asked whether they are 0
+_NAMED = 4
+# Of the mean change of all elements, in deviations of its rounding: the limits of single elements
+# are some three of these.
+_DEVIATIONS = 4.0
+_RATE_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class _Chosen:
+    """Elements of each tensor, in one order. indices: int64 [k] on the host, of each tensor. owner: [n], each element's tensor."""
+
+    indices: tuple[torch.Tensor, ...]
+    owner: np.ndarray
+
+    @classmethod
+    def of(cls, tensors: Sequence[SteppedTensor], seed: int, update: int, rank: int) -> _Chosen:
+        """The elements by which step `update` is judged on this rank."""
+        present = sum(1 for tensor in tensors if tensor.weights.numel())
+        each = max(_OF_EACH, _ELEMENTS // max(1, present))
+        random = np.random.default_rng((seed, update, rank))
+        indices, owner = [], []
+        for number, tensor in enumerate(tensors):
+            size = tensor.weights.numel()
+            count = min(each, size)
+            chosen = random.integers(0, size, count) if count else np.zeros(0, np.int64)
+            indices.append(torch.from_numpy(chosen.astype(np.int64)))
+            owner.append(np.full(count, number))
+        return cls(tuple(indices), np.concatenate(owner))
+
+    @torch.no_grad()
+    def read(self, tensors: Sequence[SteppedTensor], name: str) -> np.ndarray:
+        """One column of these elements, fp64 [n]; NaN where a tensor has none. One copy from each device."""
+        parts: list[torch.Tensor] = []
+        for tensor, indices in zip(tensors, self.indices, strict=True):
+            values: torch.Tensor | None = getattr(tensor, name)
+            if values is None or not len(indices):
+                parts.append(torch.full((len(indices),), torch.nan))
+                continue
+            # nothing but the one call that is needed: there are many tensors
+            chosen = values.index_select(0, indices if values.is_cpu else indices.to(values.device))
+            parts.append(chosen if chosen.dtype == torch.float32 else chosen.float())
+        devices = {part.device for part in parts if len(part)}
+        if len(devices) == 1:
+            device = devices.pop()
+            return torch.cat([part.to(device) for part in parts]).cpu().numpy().astype(np.float64)
+        return torch.cat([part.cpu() for part in parts]).numpy().astype(np.float64)
+
+    def with_next(self, following: _Chosen) -> _Chosen:
+        """Both choices as one: of each tensor first this one's elements, then those of the next."""
+        pairs = zip(self.indices, following.indices, strict=True)
+        owner = [np.concatenate(parts) for parts in zip(self._owners(), following._owners(), strict=True)]
+        return _Chosen(tuple(torch.cat(pair) for pair in pairs), np.concatenate(owner))
+
+    def _owners(self) -> list[np.ndarray]:
+        return [np.full(len(indices), number) for number, indices in enumerate(self.indices)]
+
+    def is_first_of(self, following: _Chosen) -> np.ndarray:
+        """Which of with_next's elements are this choice's, bool."""
+        halves = zip(self.indices, following.indices, strict=True)
+        return np.concatenate([np.arange(len(own) + len(other)) < len(own) for own, other in halves])
+
+    def state(self, tensors: Sequence[SteppedTensor]) -> dict[str, np.ndarray]:
+        """Weights and moments. Moments that no step has made yet are 0."""
+        columns = {name: self.read(tensors, name) for name in ("weights", "mean", "square")}
+        return {
+            name: np.nan_to_num(values, nan=0.0) if name != "weights" else values for name, values in columns.items()
+        }
+
+
+class StepReplay:
+    """Judges one rank's steps. Every method is called on all ranks, in the same order."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self._config = config
+        self._rank = rank
+        self._updates = 0
+        self._next: _Chosen | None = None
+        self._remembered: dict[str, np.ndarray] = {}
+        self._left_out: dict[str, int] = {}  # by tensor, in how many updates nothing came to it
+
+    @property
+    def first_sampled(self) -> int:
+        """A number that is another one in every update, for samples at equal distances."""
+        return int(np.random.default_rng((self._config.run.seed, self._updates + 1)).integers(0, 2**31))
+
+    def before(
+        self, where: str, tensors: Sequence[SteppedTensor], reductions: Reductions, device: torch.device
+    ) -> BeforeStep:
+        """Looks at what the step is about to change. Collective over replicas. Raises
+        InvariantViolation.
+
+        where: which update, for messages.
+        """
+        self._check_gradients(where, tensors, reductions, device)
+        if self._next is None:
+            self._choose(tensors)
+        chosen, remembered = self._next, self._remembered
+        assert chosen is not None, "it has just been chosen"
+        state = chosen.state(tensors)
+        for name, values in state.items():
+            differs = values != remembered[name]
+            if differs.any():
+                place = int(differs.argmax())
+                raise _broken(
+                    where,
+                    f"{_NAMES[name]} of an element of {tensors[chosen.owner[place]].name} is {values[place]:.9g} before the step, "
+                    f"and was {remembered[name][place]:.9g} after the last one; {int(differs.sum())} of {len(differs)} elements "
+                    f"have changed in between, when nothing may write them",
+                )
+        gradient = chosen.read(tensors, "gradient")
+        return BeforeStep(where, chosen, Elements(state["weights"], state["mean"], state["square"]), gradient)
+
+    def after(self, begun: BeforeStep, tensors: Sequence[SteppedTensor], result: Step) -> None:
+        """Compares what the step made of the weights with the replay, and chooses the next elements. Raises InvariantViolation."""
+        where, chosen, before = begun.where, begun.chosen, begun.state
+        self._updates += 1
+        rate = scheduled_rate(self._config, self._updates)
+        self._check_settings(where, tensors, result, rate)
+        decays = np.array([self._decay(tensor) for tensor in tensors])[chosen.owner]
+        left_out = np.array([self._left_out.get(tensor.name, 0) for tensor in tensors])[chosen.owner]
+        replayed = step(
+            before,
+            begun.gradient,
+            decays,
+            (self._updates - left_out).astype(np.float64),
+            config=self._config,
+            rate=rate,
+            clip=clip_factor(self._config, result.grad_norm),
+        )
+        following = _Chosen.of(tensors, self._config.run.seed, self._updates + 1, self._rank)
+        both, is_own = chosen.with_next(following).state(tensors), chosen.is_first_of(following)
+        state = {name: values[is_own] for name, values in both.items()}
+        for name, values in state.items():
+            expected, limit = getattr(replayed.expected, name), getattr(replayed.limit, name)
+            wrong = ~(np.abs(values - expected) <= limit)
+            if wrong.any():
+                place = int((np.abs(values - expected) / np.maximum(limit, 1e-300)).argmax())
+                raise _broken(
+                    where,
+                    f"the step made {values[place]:.9g} of {_NAMES[name]} of an element of "
+                    f"{tensors[chosen.owner[place]].name}, where AdamW makes {expected[place]:.9g} with the rate "
+                    f"{rate:.6g}; {int(wrong.sum())} of {len(wrong)} elements differ (the weight was "
+                    f"{before.weights[place]:.9g}, its gradient {begun.gradient[place]:.6g}, its moments "
+                    f"{before.mean[place]:.6g} and {before.square[place]:.6g}, the gradient's norm "
+                    f"{result.grad_norm:.6g})",
+                )
+        self._check_mean_change(
+            where, before.weights, state["weights"], replayed.expected.weights, replayed.limit.weights
+        )
+        self._check_copies(where, chosen, tensors, state["weights"])
+        self._next, self._remembered = following, {name: values[~is_own] for name, values in both.items()}
+
+    def saved(self, tensors: Sequence[SteppedTensor]) -> dict[str, Any]:
+        """This rank's part of a checkpoint's `optimizer`: what a resume compares with."""
+        if self._next is None:
+            self._choose(tensors)
+        return self._description(tensors)
+
+    def load(self, updates: int, tensors: Sequence[SteppedTensor], saved: dict[str, Any] | None, seed: int) -> str:
+        """Goes on after `updates`; returns what is wrong with the state that was loaded, or
+        nothing.
+
+        saved: what `saved` of this rank gave; of any rank where ranks are others now. seed: of the
+        run that saved it.
+        """
+        self._updates, self._left_out = updates, {}
+        self._choose(tensors, seed)
+        wrong = ""
+        if saved is not None:
+            loaded = self._description(tensors)
+            if saved["shape"] == loaded["shape"] and saved["rank"] == loaded["rank"]:
+                if saved["digest"] != loaded["digest"]:
+                    wrong = (
+                        f"the optimizer's state of rank {self._rank} is not the one that was saved (the digest of a "
+                        f"sample differs)"
+                    )
+            elif saved["moving"] > 0.1 and loaded["moving"] == 0.0:
+                share = saved["moving"]
+                wrong = (
+                    f"the moments of AdamW are all 0 in a sample, where {share:.0%} of those that were saved are not"
+                )
+        self._choose(tensors)
+        return wrong
+
+    def _description(self, tensors: Sequence[SteppedTensor]) -> dict[str, Any]:
+        shape, digest = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+        for tensor in tensors:
+            shape.update(f"{tensor.name} {tensor.weights.numel()} ".encode())
+        for values in self._remembered.values():
+            digest.update(values.tobytes())
+        moving = float(np.mean(self._remembered["square"] != 0)) if len(self._remembered["square"]) else 0.0
+        return {"rank": self._rank, "shape": shape.hexdigest(), "digest": digest.hexdigest(), "moving": moving}
+
+    def _choose(self, tensors: Sequence[SteppedTensor], seed: int | None = None) -> None:
+        """For the next step."""
+        seed = self._config.run.seed if seed is None else seed
+        self._next = _Chosen.of(tensors, seed, self._updates + 1, self._rank)
+        self._remembered = self._next.state(tensors)
+
+    def _decay(self, tensor: SteppedTensor) -> float:
+        """Norms and biases are not decayed."""
+        is_bias = tensor.dimensions <= 1 or tensor.name.endswith(".bias")
+        return 0.0 if is_bias else self._config.optimizer.weight_decay
+
+    def _check_settings(self, where: str, tensors: Sequence[SteppedTensor], result: Step, rate: float) -> None:
+        named = [("the step", result.learning_rate)]
+        for tensor in tensors:
+            if not tensor.weights.numel():
+                continue
+            named.append((tensor.name, tensor.rate))
+            if abs(tensor.decay - self._decay(tensor)) > _RATE_ROUNDING * self._config.optimizer.weight_decay:
+                raise _broken(
+                    where,
+                    f"the weight decay of {tensor.name}, of {tensor.dimensions} dimensions, is {tensor.decay:g} instead of "
+                    f"{self._decay(tensor):g}",
+                )
+        for name, used in named:
+            if not abs(used - rate) <= _RATE_ROUNDING * rate:
+                raise _broken(
+                    where, f"{name} has the learning rate {used:.9g}, where update {self._updates} has {rate:.9g}"
+                )
+
+    def _check_mean_change(
+        self, where: str, before: np.ndarray, after: np.ndarray, expected: np.ndarray, limit: np.ndarray
+    ) -> None:
+        """Sees a factor that is too small for any single element's rounding."""
+        change = expected - before
+        size = float(np.sum(change**2))
+        if not size:
+            return
+        error = float(np.sum((after - expected) * change)) / size
+        rounding = float(np.sqrt(np.sum((limit * change) ** 2))) / size
+        if abs(error) > _DEVIATIONS * rounding + 1e-5:
+            raise _broken(where, f"the step changed its weights by {1 + error:.6g} times as much as AdamW does")
+
+    def _check_copies(self, where: str, chosen: _Chosen, tensors: Sequence[SteppedTensor], weights: np.ndarray) -> None:
+        """The weights that the model computes with are those that were stepped, in the model's type."""
+        narrow = [tensor.model is not None for tensor in tensors]
+        if not any(narrow):
+            return
+        dtype = next(tensor.model.dtype for tensor in tensors if tensor.model is not None)
+        stepped = torch.from_numpy(weights).float().to(dtype).float().numpy()
+        model = chosen.read(tensors, "model")
+        wrong = np.array(narrow)[chosen.owner] & (stepped != model)
+        if wrong.any():
+            place = int(wrong.argmax())
+            raise _broken(
+                where,
+                f"the model computes with {model[place]:.9g} in an element of {tensors[chosen.owner[place]].name}, whose weight in "
+                f"fp32 is {stepped[place]:.9g} in its type; {int(wrong.sum())} of {len(wrong)} elements differ",
+            )
+
+    def _check_gradients(
+        self, where: str, tensors: Sequence[SteppedTensor], reductions: Reductions, device: torch.device
+    ) -> None:
+        """Names tensors whose gradient is exactly 0, on all ranks that hold a part of them, while others' are not."""
+        present = _any_gradient(tensors)
+        moving = torch.tensor([[float(values) for values in row] for row in present], device=device)
+        arrived, nonzero, weights = reductions.replicas(moving, largest=True).cpu().numpy()
+        for tensor in tensors:
+            if tensor.gradient is None:
+                self._left_out[tensor.name] = self._left_out.get(tensor.name, 0) + 1
+        if not nonzero.any():
+            return  # rewards that are all equal train nothing
+        by_name = dict(zip((tensor.name for tensor in tensors), weights, strict=True))
+        missing = [
+            tensor.name
+            for tensor, has_come, is_nonzero in zip(tensors, arrived, nonzero, strict=True)
+            if has_come
+            and not is_nonzero
+            and not tensor.may_be_zero
+            and not _waits_for_its_partner(tensor.name, by_name)
+        ]
+        if missing:
+            more = f" and of {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            raise _broken(
+                where,
+                f"the gradient of {', '.join(missing[:_NAMED])}{more} is exactly 0, while that of "
+                f"{int(nonzero.sum())} other tensors is not",
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class BeforeStep:
+    """What StepReplay.before saw. gradient: divided, not yet clipped, fp64 [n]."""
+
+    where: str
+    chosen: _Chosen
+    state: Elements
+    gradient: np.ndarray
+
+
+_NAMES = {"weights": "the weight", "mean": "the mean moment", "square": "the square moment"}
+_PARTNERS = {".lora_A.": ".lora_B."}
+"""A's gradient is exactly 0 as long as B is, as it begins."""
+
+
+def _waits_for_its_partner(name: str, weights: dict[str, float]) -> bool:
+    """Whether a tensor is multiplied by another one that is 0. weights: by name, whether any is not 0."""
+    for part, partner in _PARTNERS.items():
+        if part in name:
+            return not weights.get(name.replace(part, partner), 1.0)
+    return False
+
+
+@torch.no_grad()
+def _any_gradient(tensors: Sequence[SteppedTensor]) -> tuple[list[bool], list[bool], list[bool]]:
+    """Says of each tensor whether a gradient has come, whether any of its elements is not 0, and of B of an adapter whether any
+    weight is not."""
+    arrived = [tensor.gradient is not None for tensor in tensors]
+    nonzero, weights = [False] * len(tensors), [True] * len(tensors)
+    partners = tuple(_PARTNERS.values())
+    pairs = [
+        (number, tensor.gradient)
+        for number, tensor in enumerate(tensors)
+        if tensor.gradient is not None and tensor.gradient.numel()
+    ]
+    if pairs:
+        sampled = [gradient[:: max(1, gradient.numel() // _LOOKED_AT)].any() for _, gradient in pairs]
+        for (number, gradient), has_any in zip(pairs, torch.stack(sampled).tolist(), strict=True):
+            # most rows of an embedding have none, so that a sample that is 0 says nothing
+            nonzero[number] = has_any or bool(gradient.any())
+    for number, tensor in enumerate(tensors):
+        if any(part in tensor.name for part in partners):
+            weights[number] = bool(tensor.weights.any())
+    return arrived, nonzero, weights
+
+
+def _broken(where: str, what: str) -> InvariantViolation:
+    return InvariantViolation(f"I7 step: {where}: {what}")
