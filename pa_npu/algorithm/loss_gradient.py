@@ -140,7 +140,8 @@ class _Tokens:
 
     def of_response(self, values: Values) -> Values:
         """[N] -> [responses], summed."""
-        return np.bincount(self.response, weights=values, minlength=self.batch.num_responses)
+        sums = np.bincount(self.response, weights=values, minlength=self.batch.num_responses)
+        return sums.astype(np.float64)
 
     def _kl_advantages(self) -> tuple[Values, Values]:
         """[N]: what a KL in the reward adds to advantages, and the size of its terms."""

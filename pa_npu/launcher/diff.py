@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -111,7 +112,7 @@ def token_lines(first: Path, second: Path, iteration: int, group: int, response:
     return [f"token {place} differs: it is {ids}; log-probs of the tokens before it are at most {apart:.2g} apart"]
 
 
-def _kept(run: Path, iteration: int, group: int, response: int) -> dict[str, object] | None:
+def _kept(run: Path, iteration: int, group: int, response: int) -> dict[str, Any] | None:
     if iteration not in sample_iterations(run):
         return None
     rows = read_samples(run, iteration)

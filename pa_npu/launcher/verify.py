@@ -216,7 +216,8 @@ def _lines_by_iteration(path: Path) -> Iterator[tuple[int, list[str]]]:
     left out."""
     if not path.is_file():
         return
-    iteration, lines = -1, []
+    iteration = -1
+    lines: list[str] = []
     try:
         with open_plain(path) as file:
             for number, text in iterations_of(file):

@@ -110,7 +110,10 @@ def _this(basis: Basis, config: Config) -> Way:
 def _ways(basis: Basis, config: Config) -> Iterator[Way | None]:
     """Yields each way with the sizes that are best for it, this configuration's own among them."""
     devices, spec = config.num_devices, basis.spec
-    plain = {"schedule": {"max_staleness": 0, "stream": True}, "publish": {"mode": "blocking", "divergence": None}}
+    plain: dict[str, dict[str, Any]] = {
+        "schedule": {"max_staleness": 0, "stream": True},
+        "publish": {"mode": "blocking", "divergence": None},
+    }
     exact = changed(config, plain)
     if exact is not None:
         based = replace(basis, base=exact)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from pa_npu.telemetry.timeline import Timeline, now
 
@@ -97,7 +97,7 @@ def read_end(events: Sequence[Mapping[str, Any]]) -> RunEnd | None:
 
 def _end_of(arguments: Mapping[str, Any]) -> RunEnd:
     said = arguments.get("outcome")
-    outcome: Outcome = said if said in get_args(Outcome) else "finished"
+    outcome = cast(Outcome, said) if said in get_args(Outcome) else "finished"
     lines = arguments.get("lines")
     return RunEnd(
         outcome,

@@ -465,12 +465,12 @@ def _lose_elements(learner: Learner) -> None:
         vars(buffers)["dist_reduce_scatter_func"] = megatron
     sharded = sys.modules.get("pa_npu.backends.fsdp.optimizer")
     if sharded is not None:
-        scatter = sharded._reduce_scatter
+        scatter = sharded._reduce_scatter  # type: ignore[attr-defined]
 
         def fsdp(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             return scatter(output, _blank(given.clone()), *args, **kwargs)
 
-        sharded._reduce_scatter = fsdp
+        sharded._reduce_scatter = fsdp  # type: ignore[attr-defined]
 
 
 def _blank(given: torch.Tensor) -> torch.Tensor:

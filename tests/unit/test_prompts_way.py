@@ -181,7 +181,7 @@ def reward_worker(config: Config) -> None:
     from pa_npu.rewards.worker import compute
 
     functions = [(spec, build_function(spec)) for spec in function_specs(config.reward)]
-    compute(functions, RewardInput(QUESTION, "5", [f"{QUESTION} #### 5"], [9], {}))
+    compute(functions, RewardInput(QUESTION, "5", [f"{QUESTION} #### 5"], [9], {}), lambda _: None)
     assert call_function(functions[0][1], RewardInput(QUESTION, "5", ["#### 5"], [3], {})) == ([1.0], None)
 
 

@@ -47,7 +47,7 @@ def answered(generations: Sequence[Generation], *, all_trained: bool = True, ind
 
 
 def result_of(samples: Sequence[Sample]) -> RewardResult:
-    total = np.arange(len(samples), dtype=np.float32) / 2
+    total = np.arange(len(samples)).astype(np.float32) * np.float32(0.5)
     digest = scored_digest(PROMPT.text, [sample.text for sample in samples], total.tolist())
     return RewardResult(total, {"math": total}, total > 0.5, (), scored=digest)
 

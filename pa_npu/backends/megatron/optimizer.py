@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, overload
@@ -170,6 +170,7 @@ class _SteppedPart:
 def _stepped_parts(part: Any) -> dict[torch.Tensor, _SteppedPart]:
     """By parameter, of one of Megatron's optimizers: its distributed one, or one of whole parameters in bf16 or fp32."""
     settings = {id(weights): group for group in part.optimizer.param_groups for weights in group["params"]}
+    whole: Iterable[tuple[torch.Tensor, torch.Tensor]]
     is_sharded = hasattr(part, "model_float16_groups")
     if is_sharded:
         narrow = (part.model_float16_groups, part.shard_float16_groups, part.shard_fp32_from_float16_groups)

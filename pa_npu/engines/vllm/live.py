@@ -35,7 +35,7 @@ def live_tensors(model: torch.nn.Module, names: Sequence[str]) -> Iterator[LiveT
         if is_matrix and (packed := _packed(module, parameter)) is not None:
             yield LiveTensor(f"{parameter_name} in its kernel's form", tensors, packed)
     head: Any = getattr(model, "lm_head", None)
-    if isinstance(head, torch.nn.Module) and HEAD not in parameters and EMBEDDING in names:
+    if getattr(head, "weight", None) is not None and HEAD not in parameters and EMBEDDING in names:
         packed = _packed(head, head.weight)
         if packed is not None:
             yield LiveTensor(f"{HEAD} in its kernel's form", (EMBEDDING,), packed)
