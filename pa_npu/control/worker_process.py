@@ -118,7 +118,15 @@ async def start_kept(
     theirs, lifeline = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", keeper.__file__, str(theirs), "0", "", "--", *command),
+            sys.executable,
+            "-I",
+            "-S",
+            keeper.__file__,
+            str(theirs),
+            "0",
+            "",
+            "--",
+            *command,
             env=environment,
             pass_fds=(theirs,),
             start_new_session=True,  # a Ctrl-C in the terminal is for the parent

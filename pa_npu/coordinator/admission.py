@@ -122,7 +122,10 @@ class Admission:
             await wait()
         # every group in flight ends by its own deadline, and an engine that is gone is replaced by its own
         lease = await self.pool.admit(
-            *(self.planner.num_samples, tokens, self.pace.window, self.planner.engine_wait_s),
+            self.planner.num_samples,
+            tokens,
+            self.pace.window,
+            self.planner.engine_wait_s,
             version=self.version,
         )
         if (taken := self.pace.taken_by(lease.engine.name)) is not None:

@@ -134,8 +134,17 @@ async def run(config: Config) -> None:
         if (roles := make_roles(config, pool, timeline, controller)) is not None:
             stack.callback(roles.close)
         producer = Producer(
-            *(config, pool, environment, rewards, buffer, controller, sampling, timeline, work, store_thread),
-            [] if service is None else [service],
+            config=config,
+            pool=pool,
+            environment=environment,
+            rewards=rewards,
+            buffer=buffer,
+            controller=controller,
+            sampling=sampling,
+            timeline=timeline,
+            work=work,
+            store_thread=store_thread,
+            variants=[] if service is None else [service],
             roles=roles,
         )
         await fleet.wait_all_ready()

@@ -195,7 +195,10 @@ class Roles(Variant):
         if wanted < len(decoding):
             logger.info(
                 "%d of %d units decode from here on: the iteration should end in %.2f s, in turns in %.2f s",
-                *(wanted, len(self.units), end_s, turns_s),
+                wanted,
+                len(self.units),
+                end_s,
+                turns_s,
             )
         return wanted
 

@@ -131,7 +131,11 @@ class GroupSession:
             try:
                 with self._pool.asking(engine):
                     generations = await generate_patiently(
-                        *(engine, prompt_tokens, n, seed, sampling),
+                        engine,
+                        prompt_tokens,
+                        n,
+                        seed,
+                        sampling,
                         written=written,
                         deadline_s=self._deadline_s,
                         probe_timeout_s=self._pool.probe_timeout_s,
@@ -190,7 +194,10 @@ class GroupSession:
     async def _admit_again(self) -> None:
         first, tokens = self.lease.first, self.lease.tokens * self._num_open // self.lease.sequences
         self.lease = await self._pool.admit(
-            *(self._num_open, tokens, self._window, self._again_deadline_s),
+            self._num_open,
+            tokens,
+            self._window,
+            self._again_deadline_s,
             again=True,
             version=self._version,
         )
@@ -274,7 +281,10 @@ async def _watch(
         await _probe(engine, deadline_s, probe_timeout_s, what)
         logger.warning(
             "%s is slow: engine %s works, but has not finished it after %g s (rollout.request_timeout_s); waiting up to %g s",
-            *(what, engine.name, deadline_s, limit_s),
+            what,
+            engine.name,
+            deadline_s,
+            limit_s,
         )
         await asyncio.sleep(limit_s - deadline_s)
         await _probe(engine, limit_s, probe_timeout_s, what)

@@ -245,7 +245,9 @@ class EnginePool:
                         logger.warning(
                             "no engine has weight version %d any more: engine %s writes a group of it by version %s, and the run "
                             "is no longer what it would have been undisturbed",
-                            *(version, found, use.version),
+                            version,
+                            found,
+                            use.version,
                         )
                     return Lease(self, self._engines[found], use, sequences, tokens)
                 if (left_s := end_s - time.monotonic()) <= 0:

@@ -132,8 +132,14 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
     roster = announce(config, plan.store, urls, plan.key)
     console.say(f"engines can join with: pa-npu join {plan.store.address}")
     recovery = Recovery(
-        *(config, cluster.processes, console, roster, plan.attempt_again, cluster.engine_url),
-        *(plan.newest_checkpoint, plan.is_damaged),
+        config=config,
+        tree=cluster.processes,
+        console=console,
+        roster=roster,
+        attempt=plan.attempt_again,
+        url_of=cluster.engine_url,
+        progress=plan.newest_checkpoint,
+        damaged=plan.is_damaged,
     )
     for engine in cluster.extra_engines():
         recovery.expect(engine)

@@ -255,7 +255,11 @@ async def _run(wanted: dict[str, object], stdin: bytes, limits: Limits, parent: 
     try:
         with given.open("rb") as source, outputs[0].open("wb") as output, outputs[1].open("wb") as errors:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", str(_CHILD), json.dumps(wanted), str(writing)),
+                sys.executable,
+                "-I",
+                str(_CHILD),
+                json.dumps(wanted),
+                str(writing),
                 stdin=source,
                 stdout=output,
                 stderr=errors,

@@ -115,7 +115,11 @@ def own_root(root: str, directory: str, shown: Sequence[str], files_bytes: int, 
     attributes = struct.pack("=4Q", _ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
     call(
         libc.syscall,
-        *(_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(root), _AT_RECURSIVE, attributes),
+        _MOUNT_SETATTR,
+        _AT_FDCWD,
+        os.fsencode(root),
+        _AT_RECURSIVE,
+        attributes,
         ctypes.c_size_t(len(attributes)),
     )
     size = f"size={files_bytes},nr_inodes={num_files + 1},mode=1777".encode()

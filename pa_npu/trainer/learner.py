@@ -97,7 +97,10 @@ class Learner:
         self._first_sampled = self._replay.first_sampled % SAMPLED_EVERY
         self._gradient_at_start = None
         self._objective = Objective(
-            *(self._config, self.backend.device, judge_first, keep),
+            config=self._config,
+            device=self.backend.device,
+            judge_first=judge_first,
+            keep=keep,
             first_sampled=self._first_sampled,
             reference=self._reference_state(),
             before_first=self._look_at_start,

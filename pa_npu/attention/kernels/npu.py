@@ -55,7 +55,7 @@ class NpuFusion:
         part_maximum, part_total = part.stats
         is_ntd = stats_layout(running.out.device, running.out.dtype).memory == "NTD"
         lengths = (running.call.q_lengths, part.call.q_lengths) if is_ntd else ()
-        lse_merge_(*(running.out, maximum, total, part.out, part_maximum, part_total), cross.q_rows.spans, *lengths)
+        lse_merge_(running.out, maximum, total, part.out, part_maximum, part_total, cross.q_rows.spans, *lengths)
 
     def select(self, running: Partial, cross: CrossCall) -> Partial:
         out = cross.q_rows.take(running.out)

@@ -91,7 +91,12 @@ class FsdpBackend:
             return self._whole(model, bucket_bytes, group, on_host=late_from is not None)
         base = base_of(model, self._config.model.path, dtype) if self.place.publishes else None
         return ShardedWeights(
-            *(model, self._spec, self.place, bucket_bytes, torch.float32, group),
+            model,
+            self._spec,
+            self.place,
+            bucket_bytes,
+            torch.float32,
+            group,
             base=base,
             on_host=late_from is not None,
         )

@@ -183,7 +183,9 @@ class TriModel(MegatronModule):
             }
         head = None if entropy_grad else HeadGradient()
         logprobs, entropy = self.policy.logprobs(
-            *(hidden, rows, targets),
+            hidden,
+            rows,
+            targets,
             temperature=temperature,
             chunk=chunk,
             entropy=True,

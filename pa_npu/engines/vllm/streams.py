@@ -61,7 +61,9 @@ def _skip_of(worker: Any) -> Skip | None:
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # another signature, kernel or generator
         logger.warning(
             "responses cannot be continued elsewhere: this engine's sampler does not draw from one row of logits on %s (%s: %s)",
-            *(device, type(error).__name__, error),
+            device,
+            type(error).__name__,
+            error,
         )
         return None
     known: tuple[Callable[[torch.Generator], object], ...] = (
