@@ -240,7 +240,13 @@ def check_continuation(saved: dict[str, Any], config: Config, what: str) -> str 
             )
     if not changed:
         return None
-    return f"{what} was written with " + ", ".join(f"{key}={_shown(before.get(key))}" for key in changed)
+    line = f"{what} was written with " + ", ".join(f"{key}={_shown(before.get(key))}" for key in changed)
+    if "schedule.iterations" in changed and config.optimizer.decay != "constant":
+        line += (
+            f"; the {config.optimizer.decay} decay of the learning rate now ends at iteration {config.schedule.iterations} instead "
+            f"of {before['schedule.iterations']}, so that the rate jumps where the run continues"
+        )
+    return line
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

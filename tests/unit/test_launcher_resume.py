@@ -189,6 +189,16 @@ def test_what_changed_is_named_with_its_former_value(model: Path, tmp_path: Path
     assert config_digest(saved) != config_digest(changed)
 
 
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+def test_a_schedule_that_more_iterations_stretch_is_said(decay: str, model: Path, tmp_path: Path) -> None:
+    config = make_config(model, tmp_path, optimizer={"decay": decay}, schedule={"iterations": 8})
+    longer = make_config(model, tmp_path, optimizer={"decay": decay}, schedule={"iterations": 12})
+    line = check_continuation(config_tree(config), longer, "C") or ""
+    assert "schedule.iterations=8" in line
+    stretched = f"the {decay} decay of the learning rate now ends at iteration 12 instead of 8"
+    assert (stretched in line) == (decay != "constant")
+
+
 def test_a_run_goes_on_in_its_directory_at_other_sizes_but_not_as_another_run(model: Path, tmp_path: Path) -> None:
     config = make_config(model, tmp_path)
     with own_run_directory(config):
