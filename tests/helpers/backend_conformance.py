@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from pa_npu import platform as platforms
 from pa_npu.algorithm.objective import Objective, PolicyState
@@ -33,6 +34,7 @@ from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner, Update
+from pa_npu.weight_transfer.computation import computation_of, disagreements
 from pa_npu.weight_transfer.manifest import Assembler, Manifest
 from pa_npu.weight_transfer.transport import Deadline
 from tests.helpers import step_faults
@@ -333,6 +335,12 @@ class BackendConformance:
             save(learner, run, 1)
             after.append(trained(offload, run / "checkpoints" / directory_name(1))[1])
         assert after[0] == after[1] and after[0][-1] != digests[0][-1]
+
+    def test_its_modules_compute_with_what_transformers_computes_with(self, make: Make, model: Path) -> None:
+        learner = make(config_of(model))
+        reference = computation_of(AutoModelForCausalLM.from_pretrained(model).modules())
+        assert reference.rotations and reference.norm_epsilons and reference.attention_scales
+        assert disagreements(learner.backend.computation(), reference) == []
 
     def test_rounding_is_that_of_training_or_there_is_no_wider_type(self, make: Make, model: Path) -> None:
         learner = make(config_of(model))

@@ -13,7 +13,7 @@ _SETS_SOMETHING = re.compile(r"(?:export\s+)?\w+=\S*(?:\s+\w+=\S*)*$|source\s")
 
 AS_WRITTEN = {
     "pa-npu --help": "evaluate",
-    "pa-npu run --help": "rollout.max_response_tokens",
+    "pa-npu run --help all": "rollout.max_response_tokens",
     "pa-npu plan --config configs/grpo_qwen2.5_7b.yaml --device npu": "trainer ranks",
     "pa-npu plan --config configs/grpo_qwen3_8b.yaml --device npu data.template_options.enable_thinking=false": "trainer ranks",
     "pa-npu run --config configs/grpo_tiny.yaml --dry-run": "first prompt",

@@ -20,6 +20,7 @@ from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.weight_transfer.computation import Computation
 from pa_npu.weight_transfer.digest import digest_of
 from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment
 from pa_npu.weight_transfer.transport import Deadline
@@ -170,6 +171,9 @@ class ToyBackend:
 
     def digest(self, name: str = "policy") -> str:
         return digest_of(self._models[name].parameters())
+
+    def computation(self) -> Computation:
+        return Computation()
 
     def plan_save(self, directory: Path, with_reference: bool) -> PlannedFile:
         state = {"masters": self._masters, "optimizer": self._optimizer.state_dict()}
