@@ -242,7 +242,7 @@ def test_a_checkpoint_holds_adapters_and_goes_on_as_if_nothing_had_been(model: P
     assert size < 0.4 * sum(file.stat().st_size for file in full.rglob("*") if file.is_file())
 
     resumed = learner_of(model, **sections)
-    resumed.backend.load(checkpoint)
+    resumed.load(checkpoint)
     assert resumed.backend.digest() == learner.backend.digest()
     for one in (learner, resumed):
         train(one)
