@@ -66,7 +66,7 @@ def test_every_seat_has_its_recipe() -> None:
     ]
 
 
-def test_the_files_that_a_prompt_passes_exist_and_are_few() -> None:
+def test_the_files_that_a_prompt_passes_exist() -> None:
     way = ARCHITECTURE.partition("## A prompt's way")[2].partition("\n## ")[0]
     found: list[str] = []
     for row in re.findall(r"^\|[^|]*\|([^|]*)\|", way, re.MULTILINE):
@@ -75,7 +75,6 @@ def test_the_files_that_a_prompt_passes_exist_and_are_few() -> None:
             folder = name.rpartition("/")[0] or folder
             found.append(name if "/" in name else f"{folder}/{name}")
     assert all((ROOT / "pa_npu" / name).is_file() for name in found), found
-    assert len(set(found)) <= 33, len(set(found))
 
 
 def test_a_loss_and_an_advantage() -> None:

@@ -217,13 +217,17 @@ MANY_READERS: dict[str, tuple[int, str]] = {}
 
 
 def _readers(key: str, section: str | None) -> set[str]:
-    """Files outside config/ that read a key of the configuration, by its section, `config`, or a name for one of these."""
+    """Files that read a key of the configuration, by its section, `config`, or a name for one of these.
+
+    Left out are config/ and planning/, whose subject is the configuration itself: one says what it means, the other compares
+    what its keys would bring.
+    """
     own = section or "config"
     kind = Config.model_fields[section].annotation.__name__ if section else "Config"  # type: ignore[union-attr]
     found: set[str] = set()
     for file in modules().values():
         path = file.relative_to(PACKAGE).as_posix()
-        if path.startswith("config/") or path == OWN.get(key):
+        if path.startswith(("config/", "planning/")) or path == OWN.get(key):
             continue
         text = file.read_text()
         if key not in text:
