@@ -96,7 +96,7 @@ def test_override_values_are_yaml(base: str) -> None:
         ("  engines: 3", 9, "rollout.engines: written twice"),
         ("  a: [", 10, "not valid YAML"),
         ("schedule: 3", 9, "schedule: 3 is not a section"),
-        ("schedul:\n  stream: true", 9, "schedul: unknown key; did you mean schedule?"),
+        ("schedul:\n  stream: true", 10, "schedul.stream: unknown key; did you mean schedule.stream?"),
     ],
 )
 def test_a_mistake_in_a_file_is_one_line_with_its_place(base: str, line: str, number: int, expected: str) -> None:
