@@ -86,13 +86,13 @@ class PacedEngine:
         counts = [await sequence.done for sequence in mine]
         return [
             Generation(
-                np.zeros(count, np.int32),
+                np.full(count, (seed + number) % 2**31, np.int32),  # no two answers are alike
                 np.full(count, -1.0, np.float32),
                 "",
                 "stop" if count == sequence.left else "cut",
                 version=0,
             )
-            for count, sequence in zip(counts, mine, strict=True)
+            for number, (count, sequence) in enumerate(zip(counts, mine, strict=True))
         ]
 
     async def hand_on(self, *, deadline_s: float) -> None:

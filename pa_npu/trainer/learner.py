@@ -85,6 +85,7 @@ class Learner:
         self._reference_digest: str | None = None
         self._replay = StepReplay(config, backend.place.rank)
         self._gradient_at_start: torch.Tensor | None = None
+        self._computed_with: str | None = None
         self._name_reference()
         platform.take_memory_peak()  # what loading took is no iteration's
 
@@ -143,6 +144,8 @@ class Learner:
             )
             if late_source(self._config) == "policy":
                 self.gate.close()
+            # the weights that computed the log-probs, which the step changes
+            self._computed_with = self.backend.digest() if self._gives_no_difference() else None
             step = self.backend.step()
             if self._config.engines_sleep:  # on all ranks, before any says that it is ready to publish
                 self._platform.release_memory()
@@ -287,9 +290,8 @@ class Learner:
         if objective.advantages:
             found = torch.cat(objective.advantages).tolist()
             self._sum.check_advantages(objective.entered, found, self._expected_advantages)
-        is_later = self._policy is not None and self._policy.updates > 0
-        if is_later and not statistics.moved and "old" in self._config.frozen_models:
-            self._sum.check_unmoved(self.backend.digest(), self.backend.digest("old"))
+        if self._computed_with is not None and self._has_moved_from_old() and not statistics.moved:
+            self._sum.check_unmoved(self._computed_with, self.backend.digest("old"))
         self._check_reference(statistics)
         LossGradient(self._sum, self._config, self._policy).check(
             objective.given, self._expected_advantages, self._partial_head_group()
@@ -302,9 +304,22 @@ class Learner:
             return
         if self._reference_digest is None:
             self._reference_digest = self.backend.digest("reference")
-        if self._objective.entered and not statistics.apart and reference != self._policy:
+        if self._computed_with is not None and not statistics.apart and reference != self._policy:
             found = self.backend.digest("reference")
-            self._sum.check_apart(self.backend.digest(), found, self._reference_digest)
+            self._sum.check_apart(self._computed_with, found, self._reference_digest)
+
+    def _has_moved_from_old(self) -> bool:
+        """Whether an update of this iteration lies between the policy and the old policy."""
+        return self._policy is not None and self._policy.updates > 0 and "old" in self._config.frozen_models
+
+    def _gives_no_difference(self) -> bool:
+        """Whether a frozen model of other weights gave this rank the policy's own log-probs; on ranks that compute them."""
+        if not self._objective.entered or not self.backend.place.is_last_stage:
+            return False
+        reference = self._reference_state()
+        is_other = reference is not None and reference != self._policy
+        sums = self._objective.sums
+        return (self._has_moved_from_old() and not bool(sums.moved)) or (is_other and not bool(sums.apart))
 
     def _partial_head_group(self) -> dist.ProcessGroup | None:
         """The ranks over which the gradient of what meets the LM head is summed later; None where each has all of it."""
