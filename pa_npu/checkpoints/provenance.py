@@ -60,7 +60,7 @@ CHANGES: dict[str, Change] = {
             "evaluate": "sets samples temperature top_p max_response_tokens overlap metric",
             "schedule": "iterations stream compare_iterations dispatch evaluate_every",
             "placement": "colocate",
-            "publish": "mode probe_tokens probe_tolerance noise_margin",
+            "publish": "mode probe_tokens probe_tolerance noise_margin only_logged",
         },
         Change.NEW_RUN: {
             "data": "train question_column answer_column chat_template template_options system_prompt instruction "

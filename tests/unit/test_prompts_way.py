@@ -76,7 +76,13 @@ HANDS_ON = {
 }
 # Looks at it, and nothing goes on from there.
 ASIDE = {
+    "algorithm/adamw.py": "the step calculated again",
     "algorithm/agreement.py": "statistics of log-prob differences",
+    "algorithm/loss_gradient.py": "the loss's gradient calculated again",
+    "coordinator/answers.py": "what engines answered, to compare samples with",
+    "samples/group_digest.py": "digests for the chain",
+    "trainer/loss_checks.py": "compares gradients",
+    "trainer/step_replay.py": "compares steps",
     "engines/protocol.py": "definitions",
 }
 # Given tensors, none of which has a row or a token of its own any more.
