@@ -401,9 +401,9 @@ class BackendConformance:
     ) -> None:
         if fault in self.has_no:
             pytest.skip("it cannot have that")
-        restored_after(monkeypatch)
         config = config_of(model, model={"dtype": dtype}, **step_faults.KEYS)
         learner = make(config)
+        restored_after(monkeypatch)  # once the backend's modules are there
         step_faults.inject(fault, learner)
         learner.publish(0)
         with pytest.raises(InvariantViolation, match=f"I7 .*({step_faults.ALL[fault]})"):
