@@ -15,7 +15,6 @@ import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.freshness import Freshness
-from pa_npu.control.messages import TRAINERS_RUN_ON, RunsOn
+from pa_npu.control.messages import TRAINERS_RUN_ON, RunsOn, TrainersRunOn
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.tasks import run_until_terminated
@@ -150,14 +149,11 @@ async def run(config: Config) -> None:
         await fleet.wait_all_ready()
         if config.engines_sleep:
             fleet.check_sleep()
-        connection = await connection_to_trainers(config, channel, store)
         trainers = await TRAINERS_RUN_ON.wait_async(channel, limit_s)
+        connection = await connection_to_trainers(config, channel, store, trainers)
         runs_on = RunsOn(trainers, fleet.run_on())
         records.write_runs_on(runs_on)
         chain = stack.enter_context(RunChain(config, channel, first, runs_on))
-        if trainers.computation:
-            computation = msgspec.convert(trainers.computation, Computation, strict=False)
-            connection = replace(connection, computation=computation)
         publish = CoordinatorPublish(config, fleet, pool, channel, connection, sampling)
         evaluator = None
         if held_out:
@@ -180,13 +176,25 @@ async def run(config: Config) -> None:
         await coordinator.run(first)
 
 
-async def connection_to_trainers(config: Config, channel: StoreChannel, store: tuple[str, int]) -> Connection:
-    """Wait until each stage has said how engines reach its groups. Raises DeadlineExceeded."""
+async def connection_to_trainers(
+    config: Config, channel: StoreChannel, store: tuple[str, int], trainers: TrainersRunOn
+) -> Connection:
+    """Waits until each stage has said how engines reach its groups. Raises DeadlineExceeded."""
     device, limit_s = platform.get(config.run.device), config.run.startup_timeout_s
     numbers = range(config.trainer.pipeline_parallel)
     stages = [await MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
     late_stages = [await LATE_MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
-    return Connection(store, device.comm_backend, stages, late_stages, device.name)
+    computation = None
+    if trainers.computation:
+        computation = msgspec.convert(trainers.computation, Computation, strict=False)
+    return Connection(
+        store=store,
+        backend=device.comm_backend,
+        stages=stages,
+        late_stages=late_stages,
+        device=device.name,
+        computation=computation,
+    )
 
 
 # which features a run uses: the only place on the coordinator's side that reads their keys and constructs them
