@@ -44,7 +44,7 @@ def test_the_data_of_the_page_are_read_as_a_run_reads_them(tmp_path: Path, monke
     compared = load_config(
         [str(tmp_path / "documented.yaml")], ["model.path=m", "reward.functions=[{name: code}, {name: math}]"]
     )
-    with pytest.raises(DataError, match="no answer .*; rewards need one"):
+    with pytest.raises(DataError, match=r"no answer .*; rewards need one"):
         load_training(compared.data, make_tokenizer(), compared.needs_answers)
 
 
