@@ -5,6 +5,7 @@ What every training backend needs alike stands here; TrainBackend is what is lef
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -63,6 +64,8 @@ def late_source(config: Config) -> str:
 
 # AdamW moves a weight by about the learning rate. With one below this the weights may differ and all log-probs in fp32 be equal.
 _LEAST_RATE = 1e-10
+# Of what a rank says of its optimizer for a checkpoint: two digests, its number and a share, as JSON.
+_DESCRIPTION_BYTES = 512
 
 
 class Learner:
@@ -267,12 +270,14 @@ class Learner:
         self._gradient_at_start = self.backend.gradient_size(self._first_sampled, SAMPLED_EVERY**2)
 
     def _of_all_ranks(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Collective."""
+        """Returns every rank's description, by rank. Collective; as JSON, of which nothing but values can be made."""
         if not dist.is_initialized():
             return [own]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-        return everyone
+        text = json.dumps(own).encode()
+        mine = torch.frombuffer(bytearray(text.ljust(_DESCRIPTION_BYTES)), dtype=torch.uint8).to(self.backend.device)
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mine)
+        return [json.loads(bytes(part.cpu().tolist())) for part in gathered]
 
     def _name_policy(self, weights: PolicyState) -> None:
         self._policy = weights
