@@ -147,13 +147,16 @@ def _equal_groups(records: Sequence[Record], config: Mapping[str, Any]) -> Itera
 
 
 def _drift(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
-    for key, name in (("logprob_diff", "mean difference"), ("logprob_k3", "K3 divergence")):
-        value = recent(records, f"{key}_mean" if key == "logprob_diff" else key)
-        limit = recent(records, f"{key}_limit")
+    judged = {
+        "mean difference of log-odds": ("logodds_diff_mean", "logodds_diff_limit"),
+        "slope against the log-odds": ("logodds_slope", "logodds_slope_limit"),
+    }
+    for name, (value_key, limit_key) in judged.items():
+        value, limit = recent(records, value_key), recent(records, limit_key)
         if value is not None and limit and value > DRIFT * limit:
             yield Advice(
                 "act",
-                "logprob_diff_mean",
+                "logodds_diff_mean",
                 "Engine and trainer log-probs drift apart",
                 f"Their {name} is {value:.2g}, {share_text(value / limit)} of the limit ({limit:.2g}) at which the run stops. "
                 f"Different kernels or types are the usual cause: see model.dtype, rollout.batch_invariant, the engine's version.",

@@ -53,7 +53,7 @@ def test_synchronous_iterations_between_periodic_ones_are_no_reason_for_advice()
         ({"truncated_ratio": 0.35}, {}, "cut at the limit", "rollout.max_response_tokens=64"),
         ({"equal_reward_ratio": 0.7, "accuracy": 0.9}, {}, "teach nothing", "Harder"),
         ({"equal_reward_ratio": 0.7, "accuracy": 0.1}, {}, "teach nothing", "Easier"),
-        ({"logprob_diff_mean": 1.5e-3}, {}, "drift apart", "75% of the limit"),
+        ({"logodds_diff_mean": 1.5e-3}, {}, "drift apart", "75% of the limit"),
         ({"reward_errors": 2}, {}, "Reward functions fail", "reward.timeout_s"),
         ({"reward_no_verdict": {"judge": 3}}, {}, "no verdict", "by judge"),
         ({"checkpoint_failed": 4}, {}, "checkpoint could not", "version 4"),
