@@ -64,7 +64,7 @@ class LiveMemoryCheck:
             if reasons:
                 raise InvariantViolation(
                     f"I5: engine {engine}, worker {worker}, computes with something else than the trainers: {'; '.join(reasons)}; "
-                    f"compare how both read config.json of model.path, and rollout.vllm_args"
+                    f"compare how both read config.json of model.path, and rollout.extra_args"
                 )
 
     def _check_engine(self, version: int, engine: str, memory: Mapping[str, HeldTensor], workers: int) -> None:

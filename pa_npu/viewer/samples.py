@@ -134,6 +134,8 @@ def _grow(sessions: list[dict[str, Any]], turns: Sequence[Mapping[str, Any]], re
     parent: int | None = None
     start = 0
     for turn in turns:
+        if not isinstance(turn, Mapping):  # a record that this program has not written
+            continue
         place, written, session = index(turn, "number"), index(turn, "written"), index(turn, "session")
         if place is None or written is None:
             continue
