@@ -420,12 +420,15 @@ def device_notes(platform: Platform, placement: Placement) -> list[str]:
 
 
 def core_notes(config: Config, platform: Platform, num_cores: int) -> list[str]:
-    """A note where processes that compute on cores have to take turns on these."""
-    num_processes = config.num_devices + 1
+    """A note where engines and trainer ranks have to take turns on cores.
+
+    The coordinator is not counted: it takes a few percent of a core.
+    """
+    num_processes = config.num_devices
     if platform.visible_devices_env is not None or num_processes <= num_cores:
         return []
     return [
-        f"run.device: {num_processes} processes (engines, trainer ranks, the coordinator) share {counted(num_cores, 'core')} and "
+        f"run.device: {num_processes} processes (engines and trainer ranks) share {counted(num_cores, 'core')} and "
         f"take turns on them, so that seconds and idle ratios say little; give the run {num_processes} cores to measure it"
     ]
 

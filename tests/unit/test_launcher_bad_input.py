@@ -15,12 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pa_npu import platform as platforms
 from pa_npu.config.load import load_config
 from pa_npu.coordinator import environment_trial
 from pa_npu.engines import registry
 from pa_npu.errors import ConfigError, PaNpuError
 from pa_npu.launcher import trainer_versions
 from pa_npu.launcher.cli import main
+from pa_npu.launcher.run_checks import core_notes
 from tools import make_tiny_model
 
 
@@ -426,6 +428,14 @@ def test_a_bad_model_is_named(capsys: pytest.CaptureFixture[str], base: list[str
     assert "architecture 'mamba' is not supported" in refused(capsys, *base, f"model.path={model}")
     (model / "config.json").write_text("{")
     assert "config.json cannot be read" in refused(capsys, *base, f"model.path={model}")
+
+
+@pytest.mark.parametrize(("num_cores", "is_said"), [(1, True), (2, False), (3, False)])
+def test_engines_and_trainers_that_share_cores_are_a_note(num_cores: int, is_said: bool) -> None:
+    """The quick start's engine and trainer have two cores to themselves."""
+    config = load_config([str(Path(__file__).parents[2] / "configs" / "grpo_tiny.yaml")], [])
+    notes = core_notes(config, platforms.get("cpu"), num_cores)
+    assert [note.partition(" (")[0] for note in notes] == (["run.device: 2 processes"] if is_said else [])
 
 
 @pytest.fixture
