@@ -149,8 +149,7 @@ async def run(config: Config) -> None:
         await fleet.wait_all_ready()
         if config.engines_sleep:
             fleet.check_sleep()
-        trainers = await TRAINERS_RUN_ON.wait_async(channel, limit_s)
-        connection = await connection_to_trainers(config, channel, store, trainers)
+        connection, trainers = await connect_to_trainers(config, channel, store)
         runs_on = RunsOn(trainers, fleet.run_on())
         records.write_runs_on(runs_on)
         chain = stack.enter_context(RunChain(config, channel, first, runs_on))
@@ -176,18 +175,22 @@ async def run(config: Config) -> None:
         await coordinator.run(first)
 
 
-async def connection_to_trainers(
-    config: Config, channel: StoreChannel, store: tuple[str, int], trainers: TrainersRunOn
-) -> Connection:
-    """Waits until each stage has said how engines reach its groups. Raises DeadlineExceeded."""
+async def connect_to_trainers(
+    config: Config, channel: StoreChannel, store: tuple[str, int]
+) -> tuple[Connection, TrainersRunOn]:
+    """Waits until each stage has said how engines reach its groups, and rank 0 what trainers run with.
+
+    Raises DeadlineExceeded.
+    """
     device, limit_s = platform.get(config.run.device), config.run.startup_timeout_s
     numbers = range(config.trainer.pipeline_parallel)
     stages = [await MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
     late_stages = [await LATE_MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
+    trainers = await TRAINERS_RUN_ON.wait_async(channel, limit_s)
     computation = None
     if trainers.computation:
         computation = msgspec.convert(trainers.computation, Computation, strict=False)
-    return Connection(
+    connection = Connection(
         store=store,
         backend=device.comm_backend,
         stages=stages,
@@ -195,6 +198,7 @@ async def connection_to_trainers(
         device=device.name,
         computation=computation,
     )
+    return connection, trainers
 
 
 # which features a run uses: the only place on the coordinator's side that reads their keys and constructs them
