@@ -20,7 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pa_npu.telemetry.chain import Link, Responses
+from pa_npu.errors import DataError
+from pa_npu.telemetry.chain import CHAIN, Link, Responses
 
 Verdict = Literal["equal", "rounding", "undecided", "different"]
 
@@ -270,7 +271,7 @@ def _gradient(one: Link, other: Link, rounding: Rounding | None) -> Iterator[Dif
         yield Difference(one.iteration, "gradient", text)
         return
     pairs = zip(one.gradient_norms, other.gradient_norms, strict=True)
-    norms = [(float.fromhex(mine), float.fromhex(theirs)) for mine, theirs in pairs]
+    norms = [(_norm(mine, one), _norm(theirs, other)) for mine, theirs in pairs]
     update = next(number for number, (mine, theirs) in enumerate(norms) if mine != theirs)
     relative = max(abs(mine - theirs) / max(abs(mine), abs(theirs)) for mine, theirs in norms if mine != theirs)
     text = (
@@ -279,6 +280,15 @@ def _gradient(one: Link, other: Link, rounding: Rounding | None) -> Iterator[Dif
     )
     within = rounding is not None and relative <= rounding.gradient
     yield Difference(one.iteration, "gradient", text, within)
+
+
+def _norm(text: str, link: Link) -> float:
+    try:
+        return float.fromhex(text)
+    except (ValueError, OverflowError):
+        raise DataError(
+            f"{CHAIN}: iteration {link.iteration}: {text!r:.40} is no gradient norm; the line is damaged"
+        ) from None
 
 
 def _named(place: tuple[int, int]) -> str:
