@@ -163,10 +163,17 @@ def _own_causes(arrangement: dict[str, Any]) -> list[str]:
         causes.append("schedule.order=completion, so that gradients are summed as groups arrive")
     if not arrangement.get("run.deterministic"):
         causes.append("run.deterministic=false")
-    is_invariant = arrangement.get("run.device") == "cpu" and arrangement.get("model.dtype") == "fp32"
-    if not (is_invariant or arrangement.get("rollout.batch_invariant")):
+    if not _engines_are_functions(arrangement):
         causes.append("rollout.batch_invariant=false, so that a response depends on those beside it")
     return causes
+
+
+def _engines_are_functions(arrangement: dict[str, Any]) -> bool:
+    """Whether a response depends on weights, prompt and seed alone."""
+    if arrangement.get("rollout.backend") == "transformers":
+        return True  # each of its passes has a batch of one
+    is_exact = arrangement.get("run.device") == "cpu" and arrangement.get("model.dtype") == "fp32"
+    return is_exact or bool(arrangement.get("rollout.batch_invariant"))
 
 
 def compare_links(one: Link, other: Link, rounding: Rounding | None, is_first: bool = False) -> Iterator[Difference]:
