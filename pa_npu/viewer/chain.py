@@ -71,11 +71,11 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 def chain_view(run: Path, others: Sequence[Path]) -> dict[str, Any]:
     """Plain values.
 
-    first, last: the iterations of the lines that are whole. newest: the digest of the last of them;
-    weights: that of the weights after it; None without a whole line. problem: why the chain is not
-    whole, or empty. differences: from each other run, see `_difference`.
+    first, last: the iterations of the lines that are whole. newest: the digest of the last of them.
+    All three are None without a whole line. problem: why the chain is not whole, or empty.
+    differences: from each other run, see `_difference`.
     """
-    view: dict[str, Any] = {"first": None, "last": None, "newest": None, "weights": None, "problem": ""}
+    view: dict[str, Any] = {"first": None, "last": None, "newest": None, "problem": ""}
     view["differences"] = [_difference(run, other) for other in others]
     if not (run / CHAIN).exists():
         return view
@@ -91,7 +91,7 @@ def chain_view(run: Path, others: Sequence[Path]) -> dict[str, Any]:
     except DataError as error:
         view["problem"] = str(error)
     if before is not None:
-        view["last"], view["newest"], view["weights"] = before.iteration, before.digest, before.weights_after
+        view["last"], view["newest"] = before.iteration, before.digest
     return view
 
 
