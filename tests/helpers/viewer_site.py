@@ -56,6 +56,7 @@ def make_chained(folder: Path) -> Path:
     for name in ("whole", "equal", "flipped", "damaged", "upgraded", "without"):
         make_run(folder / name, schedule={"iterations": ITERATIONS, "order": "prompt"})
     steps = [step(number) for number in range(ITERATIONS)]
+    steps[FLIPPED_ITERATION].rewards[FLIPPED_GROUP, FLIPPED_RESPONSE] = 1.0
     for name in ("whole", "equal", "damaged"):
         write_chain(folder / name, steps)
     file = folder / "damaged" / CHAIN
