@@ -63,4 +63,5 @@ def without_numbers(text: str) -> list[str]:
     """The lines of an output with marks in place of paths, digests and numbers."""
     text = re.sub(r"\S*/\S+|runs/\w+", "PATH", text)
     text = re.sub(r"\b[0-9a-f]{32}\b", "DIGEST", text)
-    return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", text).strip().splitlines()
+    text = re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", text)
+    return text.replace(": iterations N to N\n", ": iteration N\n").strip().splitlines()
