@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pa_npu.config.words import counted
 from pa_npu.errors import DataError
 from pa_npu.telemetry.chain import CHAIN, Link, Responses
 
@@ -246,10 +247,10 @@ def _logprobs(
     row = int(differs.argmax())
     sums = mine.rows["logprob_sum"].astype(np.float64), theirs.rows["logprob_sum"].astype(np.float64)
     apart = np.abs(sums[0] - sums[1]) / np.maximum(mine.rows["length"], 1)
-    text = (
-        f"engines' log-probs of {_named(mine.where(row))} and of {np.count_nonzero(differs) - 1} others "
-        f"differ; by {apart.max():.2g} a token on average where they do most"
-    )
+    responses, others = _named(mine.where(row)), np.count_nonzero(differs) - 1
+    if others:
+        responses += f" and of {counted(others, 'other')}"
+    text = f"engines' log-probs of {responses} differ; by {apart.max():.2g} a token on average where they do most"
     within = rounding is not None and link.tokens == peer.tokens and bool(apart.max() <= rounding.logprob)
     yield Difference(link.iteration, "log-probs", text, within, mine.where(row))
 

@@ -26,7 +26,7 @@ function chainItself(chain) {
       "p",
       {},
       first === newest ? `Iteration ${newest}. ` : `Iterations ${first} to ${newest}. `,
-      "The newest line's digest is ",
+      problem ? "The digest of the last of these lines is " : "The newest line's digest is ",
       h("span", { class: "mono" }, shown(chain.newest)),
       ".",
     );
