@@ -20,7 +20,8 @@ from pa_npu.errors import DataError
 from pa_npu.launcher.subcommands import refuse
 from pa_npu.launcher.tensor_difference import compare_checkpoints
 from pa_npu.telemetry.chain import read_chain
-from pa_npu.telemetry.chain_comparison import Comparison, Difference, Verdict, compare_chains
+from pa_npu.telemetry.chain_comparison import Comparison, Verdict, compare_chains
+from pa_npu.telemetry.chain_sentences import compared_iterations, sentences
 from pa_npu.telemetry.sample_store import read_samples, sample_iterations
 
 _NO_CHECKPOINT = "which tensor differs is not known: the runs have no checkpoint of one version behind it"
@@ -45,53 +46,36 @@ def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def report(comparison: Comparison, first: Path, second: Path) -> tuple[int, list[str]]:
-    """Returns the exit code, and what was compared and what differs, for people."""
-    last = comparison.begin + comparison.iterations - 1
-    span = f"iterations {comparison.begin} to {last}" if comparison.iterations > 1 else f"iteration {last}"
-    lines = [f"first {first}, second {second}: {span}"]
-    lines += [f"bits may differ: {cause}" for cause in comparison.causes]
+    """Returns the exit code, and sentences on what was compared and what differs."""
+    lines = [f"first {first}, second {second}: {compared_iterations(comparison)}", *sentences(comparison)]
     code = EXIT_CODES[comparison.verdict]
     if comparison.verdict == "equal":
-        return code, [*lines, "equal to the bit: data, responses, log-probs, rewards, gradients and weights"]
-    begin = comparison.differences[0].iteration
+        return code, lines
     if comparison.verdict == "rounding":
-        lines += _named("the first bits differ", begin, comparison.differences)
-        return _judge_weights(comparison, first, second, begin, lines)
-    decisive = comparison.last
-    if begin < decisive[0].iteration:
-        lines += _named("the first bits differ, within rounding", begin, comparison.differences)
-    word = "cannot be compared further" if comparison.verdict == "undecided" else "they differ"
-    lines += _named(word, decisive[0].iteration, decisive)
-    if decisive[0].aspect == "responses" and decisive[0].response is not None:
-        lines += token_lines(first, second, decisive[0].iteration, *decisive[0].response)
-    if decisive[0].aspect in ("gradient", "weights"):
-        compared = compare_checkpoints(first, second, decisive[0].iteration)
+        return _judge_weights(comparison, first, second, lines)
+    cause = comparison.last[0]
+    if cause.aspect == "responses" and cause.response is not None:
+        lines += token_lines(first, second, cause.iteration, *cause.response)
+    if cause.aspect in ("gradient", "weights"):
+        compared = compare_checkpoints(first, second, cause.iteration)
         lines.append(_NO_CHECKPOINT if compared is None else compared.line)
     return code, lines
 
 
-def _judge_weights(
-    comparison: Comparison, first: Path, second: Path, begin: int, lines: list[str]
-) -> tuple[int, list[str]]:
-    """Of runs that are within rounding so far: so must be their last weights, as far as checkpoints show them."""
-    compared = compare_checkpoints(first, second, begin, begin=comparison.begin, last=True)
+def _judge_weights(comparison: Comparison, first: Path, second: Path, lines: list[str]) -> tuple[int, list[str]]:
+    """Judges runs that are within rounding so far by their last weights, if checkpoints have them."""
+    since = comparison.differences[0].iteration
+    compared = compare_checkpoints(first, second, since, begin=comparison.begin, last=True)
     if compared is None:
         lines.append(_NO_CHECKPOINT)
     else:
         lines.append(compared.line)
-        share = compared.of_update
-        if share is not None and comparison.rounding is not None and share > comparison.rounding.weights:
-            limit = comparison.rounding.weights
-            return EXIT_CODES["different"], [*lines, f"they differ in the weights, by more than {limit:g} of their way"]
-    return EXIT_CODES["rounding"], [*lines, f"equal within rounding over {counted(comparison.iterations, 'iteration')}"]
-
-
-def _named(word: str, iteration: int, differences: Sequence[Difference]) -> list[str]:
-    cause, *effects = differences
-    lines = [f"{word} in iteration {iteration}, first in the {cause.aspect}: {cause.text}"]
-    if effects:
-        lines.append(f"and therefore in: {', '.join(effect.aspect for effect in effects)}")
-    return lines
+        share, rounding = compared.of_update, comparison.rounding
+        if share is not None and rounding is not None and share > rounding.weights:
+            lines.append(f"they differ in the weights, by more than {rounding.weights:g} of their way")
+            return EXIT_CODES["different"], lines
+    lines.append(f"equal within rounding over {counted(comparison.iterations, 'iteration')}")
+    return EXIT_CODES["rounding"], lines
 
 
 def token_lines(first: Path, second: Path, iteration: int, group: int, response: int) -> list[str]:

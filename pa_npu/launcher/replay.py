@@ -52,8 +52,8 @@ def replay(run_dir: Path, span: str, work: str | None, overrides: Sequence[str])
         print(f"no {kind} here: the repetition takes the devices that are")
         settings.append("run.device=auto")
     settings += overrides
-    print(f"repeating iterations {begin} to {end - 1} in {scratch}", flush=True)
-    _run(run_dir, settings, directory, scratch, None if _ends_by_itself(config) else end)
+    print(f"repeating iterations {begin} to {end - 1}; what the repetition says is in {directory / OUTPUT}", flush=True)
+    _run(run_dir, settings, directory, Progress(scratch, begin, end), must_stop=not _ends_by_itself(config))
     comparison = compare_chains(read_chain(run_dir), read_chain(scratch), begin, end)
     if comparison.iterations < end - begin and comparison.verdict in ("equal", "rounding"):
         raise ReplayFailed(f"the repetition has {comparison.iterations} of {end - begin} iterations; see {directory}")
@@ -128,10 +128,32 @@ def _ends_by_itself(config: Config) -> bool:
     return config.optimizer.decay == "constant" and config.publish.divergence is None
 
 
-def _run(run_dir: Path, settings: Sequence[str], directory: Path, scratch: Path, end: int | None) -> None:
+class Progress:
+    """Says which iterations of a span a run has done. run_dir: the run's, which need not be there yet."""
+
+    def __init__(self, run_dir: Path, begin: int, end: int) -> None:
+        self._chain = run_dir / CHAIN
+        self._size = 0
+        self._begin, self._end = begin, end
+        self._next = begin
+
+    def look(self) -> bool:
+        """Prints a line for each iteration that is done since the last look. Returns whether all are."""
+        size = self._chain.stat().st_size if self._chain.is_file() else 0
+        if size != self._size:
+            self._size = size
+            for link in read_chain(self._chain.parent):
+                if self._next <= link.iteration < self._end:
+                    count = f"{link.iteration + 1 - self._begin} of {self._end - self._begin}"
+                    print(f"repeated iteration {link.iteration} ({count})", flush=True)
+                    self._next = link.iteration + 1
+        return self._next == self._end
+
+
+def _run(run_dir: Path, settings: Sequence[str], directory: Path, progress: Progress, must_stop: bool) -> None:
     """Starts the launcher as a user would, and waits for its end.
 
-    end: the iteration before which to stop it; None where it ends by itself, with a last checkpoint.
+    must_stop: whether the run goes on after the span and is to be stopped; else it ends by itself, with a last checkpoint.
     """
     command = [sys.executable, "-m", "pa_npu.launcher", "run", "--config", str(run_dir / CONFIG_FILE), *settings]
     stopped = False
@@ -141,7 +163,9 @@ def _run(run_dir: Path, settings: Sequence[str], directory: Path, scratch: Path,
             # the run has deadlines of its own for all it waits for
             while launcher.poll() is None and not stopped:
                 time.sleep(_LOOK_EVERY_S)
-                stopped = end is not None and _has_iterations(scratch, end) and launcher.poll() is None
+                is_done = progress.look()
+                stopped = must_stop and is_done and launcher.poll() is None
+            progress.look()
         finally:
             _stop(launcher)
     if launcher.returncode and not stopped:
@@ -161,7 +185,3 @@ def _stop(launcher: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             launcher.kill()
             launcher.wait()
-
-
-def _has_iterations(scratch: Path, end: int) -> bool:
-    return (scratch / CHAIN).is_file() and any(link.iteration == end - 1 for link in read_chain(scratch))

@@ -87,11 +87,15 @@ def _differences(checkpoints: Sequence[Path]) -> Iterator[TensorDifference]:
             with ExitStack() as opened:
                 files = [opened.enter_context(safe_open(str(place / file.name), "pt")) for place in places]
                 for name in files[0].keys():  # noqa: SIM118 (it is no dictionary)
-                    mine, theirs, *base = (one.get_tensor(name).double() for one in files)
-                    apart = mine - theirs
-                    moved = float((mine - base[0]).norm()) if base else None
+                    tensors = [file.get_tensor(name).double() for file in files]
+                    apart = tensors[0] - tensors[1]
+                    moved = float((tensors[0] - tensors[2]).norm()) if len(tensors) == 3 else None
                     yield TensorDifference(
-                        name, float(apart.norm()), float(mine.norm()), moved, float(apart.abs().max())
+                        name=name,
+                        apart=float(apart.norm()),
+                        norm=float(tensors[0].norm()),
+                        moved=moved,
+                        largest=float(apart.abs().max()),
                     )
 
 

@@ -27,7 +27,7 @@ from pa_npu.config.words import counted
 from pa_npu.errors import DataError, UserError
 from pa_npu.launcher.run_directory import CONFIG_FILE
 from pa_npu.launcher.subcommands import refuse
-from pa_npu.telemetry.chain import CHAIN, Link, digest_of_values, lines_digest, read_chain
+from pa_npu.telemetry.chain import CHAIN, Link, digest_of_values, fault, lines_digest, read_chain
 from pa_npu.telemetry.records import METRICS, iterations_of
 from pa_npu.telemetry.sample_store import read_samples, sample_iterations
 
@@ -113,14 +113,10 @@ class CheckedRun:
     def _chain(self) -> str:
         before: Link | None = None
         for link in self._links():
-            if link.digest != link.actual:
-                raise Violation(f"{CHAIN}: the line of iteration {link.iteration} is not the one that was written")
+            if problem := fault(before, link):
+                raise Violation(f"{CHAIN}: {problem}")
             if before is None:
                 self._first = link.iteration
-                if link.before:
-                    raise Violation(f"{CHAIN}: lines before iteration {link.iteration} are missing")
-            else:
-                _check_follows(before, link)
             before = link
         if before is None:
             raise DataError(f"{self.run_dir / CHAIN}: has no whole line yet; wait for the first iteration's end")
@@ -195,20 +191,6 @@ class CheckedRun:
                 )
             count += 1
         return f"checkpoints: {count}, every file as written"
-
-
-def _check_follows(before: Link, link: Link) -> None:
-    if link.iteration != before.iteration + 1:
-        raise Violation(f"{CHAIN}: iteration {link.iteration} stands behind iteration {before.iteration}")
-    if link.before != before.digest:
-        raise Violation(f"{CHAIN}: the line of iteration {link.iteration} names another line before it")
-    if link.configuration != before.configuration or link.model != before.model:
-        raise Violation(f"{CHAIN}: from iteration {link.iteration} on it is of another configuration or model")
-    same_layout = link.arrangement == before.arrangement
-    if same_layout and link.weights_before != before.weights_after:
-        raise Violation(
-            f"{CHAIN}: iteration {link.iteration} begins with other weights than iteration {before.iteration} ended with"
-        )
 
 
 def _lines_by_iteration(path: Path) -> Iterator[tuple[int, list[str]]]:

@@ -242,6 +242,27 @@ def read_chain(run_dir: Path | str) -> Iterator[Link]:
         ) from None
 
 
+def fault(before: Link | None, link: Link) -> str:
+    """Why a line cannot stand where it does, in words; empty if it can.
+
+    before: the line before it, None at the beginning of the chain.
+    """
+    if link.digest != link.actual:
+        return f"the line of iteration {link.iteration} is not the one that was written"
+    if before is None:
+        return f"lines before iteration {link.iteration} are missing" if link.before else ""
+    if link.iteration != before.iteration + 1:
+        return f"iteration {link.iteration} stands behind iteration {before.iteration}"
+    if link.before != before.digest:
+        return f"the line of iteration {link.iteration} names another line before it"
+    if link.configuration != before.configuration or link.model != before.model:
+        return f"from iteration {link.iteration} on it is of another configuration or model"
+    same_layout = link.arrangement == before.arrangement
+    if same_layout and link.weights_before != before.weights_after:
+        return f"iteration {link.iteration} begins with other weights than iteration {before.iteration} ended with"
+    return ""
+
+
 def _link(line: bytes, where: str) -> Link:
     try:
         values = json.loads(line)

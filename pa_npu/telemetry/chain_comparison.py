@@ -20,7 +20,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pa_npu.telemetry.chain import Link, Responses
+from pa_npu.config.words import counted
+from pa_npu.errors import DataError
+from pa_npu.telemetry.chain import CHAIN, Link, Responses
 
 Verdict = Literal["equal", "rounding", "undecided", "different"]
 
@@ -108,15 +110,15 @@ def compare_chains(first: Iterable[Link], second: Iterable[Link], begin: int = 0
     count, start = 0, begin
     rounding: Rounding | None = None
     differences: tuple[Difference, ...] = ()
-    for one, other in _pairs(first, second, begin, end):
-        causes.update(dict.fromkeys(rounding_causes(one, other)))
-        rounding = ROUNDING.get(str(one.arrangement.get("model.dtype"))) if causes else None
+    for link, peer in _pairs(first, second, begin, end):
+        causes.update(dict.fromkeys(rounding_causes(link, peer)))
+        rounding = ROUNDING.get(str(link.arrangement.get("model.dtype"))) if causes else None
         if not count:
-            start = one.iteration
-        found = tuple(compare_links(one, other, rounding, is_first=not count))
+            start = link.iteration
+        of_iteration = tuple(compare_links(link, peer, rounding, is_first=not count))
         count += 1
-        differences = differences or found
-        decisive = tuple(difference for difference in found if not difference.within)
+        differences = differences or of_iteration
+        decisive = tuple(difference for difference in of_iteration if not difference.within)
         if decisive:
             return Comparison(start, count, tuple(causes), differences, decisive, rounding)
     return Comparison(start, count, tuple(causes), differences, (), rounding)
@@ -125,33 +127,33 @@ def compare_chains(first: Iterable[Link], second: Iterable[Link], begin: int = 0
 def _pairs(first: Iterable[Link], second: Iterable[Link], begin: int, end: int | None) -> Iterator[tuple[Link, Link]]:
     """Lines of equal iterations. Both chains are in order, and only a line of each is held."""
     left, right = iter(first), iter(second)
-    one, other = next(left, None), next(right, None)
-    while one is not None and other is not None:
-        if one.iteration < other.iteration:
-            one = next(left, None)
-        elif one.iteration > other.iteration:
-            other = next(right, None)
+    link, peer = next(left, None), next(right, None)
+    while link is not None and peer is not None:
+        if link.iteration < peer.iteration:
+            link = next(left, None)
+        elif link.iteration > peer.iteration:
+            peer = next(right, None)
         else:
-            if end is not None and one.iteration >= end:
+            if end is not None and link.iteration >= end:
                 return
-            if one.iteration >= begin:
-                yield one, other
-            one, other = next(left, None), next(right, None)
+            if link.iteration >= begin:
+                yield link, peer
+            link, peer = next(left, None), next(right, None)
 
 
-def rounding_causes(one: Link, other: Link) -> list[str]:
+def rounding_causes(link: Link, peer: Link) -> list[str]:
     """Returns in words what lets the bits of two runs differ; nothing where they must be equal."""
     causes = []
-    for key in sorted(one.arrangement.keys() | other.arrangement.keys()):
-        values = one.arrangement.get(key), other.arrangement.get(key)
+    for key in sorted(link.arrangement.keys() | peer.arrangement.keys()):
+        values = link.arrangement.get(key), peer.arrangement.get(key)
         if values[0] != values[1]:
             causes.append(f"{key} is {values[0]} and {values[1]}")
-    for name in sorted((one.software.keys() | other.software.keys()) - {*_NO_ARITHMETIC}):
-        texts = one.software.get(name), other.software.get(name)
+    for name in sorted((link.software.keys() | peer.software.keys()) - {*_NO_ARITHMETIC}):
+        texts = link.software.get(name), peer.software.get(name)
         if texts[0] != texts[1]:
             causes.append(f"{name}: {texts[0]} and {texts[1]}")
-    for link in (one, other):
-        causes += _own_causes(link.arrangement)
+    for arrangement in (link.arrangement, peer.arrangement):
+        causes += _own_causes(arrangement)
     return list(dict.fromkeys(causes))
 
 
@@ -162,47 +164,54 @@ def _own_causes(arrangement: dict[str, Any]) -> list[str]:
         causes.append("schedule.order=completion, so that gradients are summed as groups arrive")
     if not arrangement.get("run.deterministic"):
         causes.append("run.deterministic=false")
-    is_invariant = arrangement.get("run.device") == "cpu" and arrangement.get("model.dtype") == "fp32"
-    if not (is_invariant or arrangement.get("rollout.batch_invariant")):
+    if not _engines_are_functions(arrangement):
         causes.append("rollout.batch_invariant=false, so that a response depends on those beside it")
     return causes
 
 
-def compare_links(one: Link, other: Link, rounding: Rounding | None, is_first: bool = False) -> Iterator[Difference]:
+def _engines_are_functions(arrangement: dict[str, Any]) -> bool:
+    """Whether a response depends on weights, prompt and seed alone."""
+    if arrangement.get("rollout.backend") == "transformers":
+        return True  # each of its passes has a batch of one
+    is_exact = arrangement.get("run.device") == "cpu" and arrangement.get("model.dtype") == "fp32"
+    return is_exact or bool(arrangement.get("rollout.batch_invariant"))
+
+
+def compare_links(link: Link, peer: Link, rounding: Rounding | None, is_first: bool = False) -> Iterator[Difference]:
     """The differences of an iteration, causes first. rounding: None where bits must be equal."""
-    iteration = one.iteration
-    same_layout = all(one.arrangement.get(key) == other.arrangement.get(key) for key in _LAYOUT)
-    if one.configuration != other.configuration:
+    iteration = link.iteration
+    same_layout = all(link.arrangement.get(key) == peer.arrangement.get(key) for key in _LAYOUT)
+    if link.configuration != peer.configuration:
         yield Difference(iteration, "configuration", "keys that make a run another run differ")
-    if one.model != other.model:
+    if link.model != peer.model:
         yield Difference(iteration, "model", "the runs began with other models")
-    if is_first and same_layout and one.weights_before != other.weights_before:
-        text = f"the weights before it have the digests {one.weights_before} and {other.weights_before}"
+    if is_first and same_layout and link.weights_before != peer.weights_before:
+        text = f"the weights before it have the digests {link.weights_before} and {peer.weights_before}"
         yield Difference(iteration, "weights before", text)
-    if one.data != other.data:
+    if link.data != peer.data:
         yield Difference(iteration, "data", "it begins at another position of the data, or with other data")
-    if one.prompts != other.prompts:
-        yield _prompts(one, other)
+    if link.prompts != peer.prompts:
+        yield _prompts(link, peer)
         return
-    mine, theirs = one.table(), other.table()
-    yield from _responses(one, other, mine, theirs)
-    yield from _logprobs(one, other, mine, theirs, rounding)
+    mine, theirs = link.table(), peer.table()
+    yield from _responses(link, peer, mine, theirs)
+    yield from _logprobs(link, peer, mine, theirs, rounding)
     for aspect in ("reward", "advantage"):
         yield from _values(iteration, aspect, mine, theirs)
-    if one.places != other.places:
+    if link.places != peer.places:
         text = "groups went to other replicas or places, so that they are summed in another order"
         yield Difference(iteration, "places", text, within=rounding is not None)
-    yield from _gradient(one, other, rounding)
-    if same_layout and one.weights_after != other.weights_after:
-        text = f"the weights after it have the digests {one.weights_after} and {other.weights_after}"
+    yield from _gradient(link, peer, rounding)
+    if same_layout and link.weights_after != peer.weights_after:
+        text = f"the weights after it have the digests {link.weights_after} and {peer.weights_after}"
         yield Difference(iteration, "weights", text, within=rounding is not None)
 
 
-def _prompts(one: Link, other: Link) -> Difference:
-    mine, theirs = one.table(), other.table()
-    text = f"it has {one.groups} and {other.groups} groups"
+def _prompts(link: Link, peer: Link) -> Difference:
+    mine, theirs = link.table(), peer.table()
+    text = f"it has {link.groups} and {peer.groups} groups"
     sizes = [np.diff(np.append(table.starts, table.size)) for table in (mine, theirs)]
-    for place in range(min(one.groups, other.groups)):
+    for place in range(min(link.groups, peer.groups)):
         number = int(mine.indices[place])
         if mine.prompts[place] != theirs.prompts[place]:
             text = f"group {number} is of prompt {mine.prompts[place]} and of prompt {theirs.prompts[place]}"
@@ -210,11 +219,11 @@ def _prompts(one: Link, other: Link) -> Difference:
         if sizes[0][place] != sizes[1][place]:
             text = f"group {number} has {sizes[0][place]} and {sizes[1][place]} responses"
             break
-    return Difference(one.iteration, "prompts", text)
+    return Difference(link.iteration, "prompts", text)
 
 
-def _responses(one: Link, other: Link, mine: Responses, theirs: Responses) -> Iterator[Difference]:
-    if one.tokens != other.tokens:
+def _responses(link: Link, peer: Link, mine: Responses, theirs: Responses) -> Iterator[Difference]:
+    if link.tokens != peer.tokens:
         differs = mine.rows["tokens"] != theirs.rows["tokens"]
         differs |= mine.rows["length"] != theirs.rows["length"]
         row = int(differs.argmax())
@@ -223,27 +232,27 @@ def _responses(one: Link, other: Link, mine: Responses, theirs: Responses) -> It
         text = (
             f"{_named(place)} has other tokens, {lengths}; {np.count_nonzero(differs)} of {len(differs)} responses do"
         )
-        yield Difference(one.iteration, "responses", text, response=place)
-    elif one.context != other.context:
+        yield Difference(link.iteration, "responses", text, response=place)
+    elif link.context != peer.context:
         text = "prompts, which tokens are trained, the versions that wrote them, or further columns differ"
-        yield Difference(one.iteration, "context", text)
+        yield Difference(link.iteration, "context", text)
 
 
 def _logprobs(
-    one: Link, other: Link, mine: Responses, theirs: Responses, rounding: Rounding | None
+    link: Link, peer: Link, mine: Responses, theirs: Responses, rounding: Rounding | None
 ) -> Iterator[Difference]:
-    if one.logprobs == other.logprobs:
+    if link.logprobs == peer.logprobs:
         return
     differs = mine.rows["logprobs"] != theirs.rows["logprobs"]
     row = int(differs.argmax())
     sums = mine.rows["logprob_sum"].astype(np.float64), theirs.rows["logprob_sum"].astype(np.float64)
     apart = np.abs(sums[0] - sums[1]) / np.maximum(mine.rows["length"], 1)
-    text = (
-        f"engines' log-probs of {_named(mine.where(row))} and of {np.count_nonzero(differs) - 1} others "
-        f"differ; by {apart.max():.2g} a token on average where they do most"
-    )
-    within = rounding is not None and one.tokens == other.tokens and bool(apart.max() <= rounding.logprob)
-    yield Difference(one.iteration, "log-probs", text, within, mine.where(row))
+    responses, others = _named(mine.where(row)), np.count_nonzero(differs) - 1
+    if others:
+        responses += f" and of {counted(others, 'other')}"
+    text = f"engines' log-probs of {responses} differ; by {apart.max():.2g} a token on average where they do most"
+    within = rounding is not None and link.tokens == peer.tokens and bool(apart.max() <= rounding.logprob)
+    yield Difference(link.iteration, "log-probs", text, within, mine.where(row))
 
 
 def _values(iteration: int, aspect: str, mine: Responses, theirs: Responses) -> Iterator[Difference]:
@@ -262,15 +271,15 @@ def _values(iteration: int, aspect: str, mine: Responses, theirs: Responses) -> 
     yield Difference(iteration, f"{aspect}s", text, response=mine.where(row))
 
 
-def _gradient(one: Link, other: Link, rounding: Rounding | None) -> Iterator[Difference]:
-    if one.gradient_norms == other.gradient_norms:
+def _gradient(link: Link, peer: Link, rounding: Rounding | None) -> Iterator[Difference]:
+    if link.gradient_norms == peer.gradient_norms:
         return
-    if len(one.gradient_norms) != len(other.gradient_norms):
-        text = f"it has {len(one.gradient_norms)} and {len(other.gradient_norms)} updates"
-        yield Difference(one.iteration, "gradient", text)
+    if len(link.gradient_norms) != len(peer.gradient_norms):
+        text = f"it has {len(link.gradient_norms)} and {len(peer.gradient_norms)} updates"
+        yield Difference(link.iteration, "gradient", text)
         return
-    pairs = zip(one.gradient_norms, other.gradient_norms, strict=True)
-    norms = [(float.fromhex(mine), float.fromhex(theirs)) for mine, theirs in pairs]
+    pairs = zip(link.gradient_norms, peer.gradient_norms, strict=True)
+    norms = [(_norm(mine, link), _norm(theirs, peer)) for mine, theirs in pairs]
     update = next(number for number, (mine, theirs) in enumerate(norms) if mine != theirs)
     relative = max(abs(mine - theirs) / max(abs(mine), abs(theirs)) for mine, theirs in norms if mine != theirs)
     text = (
@@ -278,7 +287,16 @@ def _gradient(one: Link, other: Link, rounding: Rounding | None) -> Iterator[Dif
         f"{relative:.2g} apart, relatively"
     )
     within = rounding is not None and relative <= rounding.gradient
-    yield Difference(one.iteration, "gradient", text, within)
+    yield Difference(link.iteration, "gradient", text, within)
+
+
+def _norm(text: str, link: Link) -> float:
+    try:
+        return float.fromhex(text)
+    except (ValueError, OverflowError):
+        raise DataError(
+            f"{CHAIN}: iteration {link.iteration}: {text!r:.40} is no gradient norm; the line is damaged"
+        ) from None
 
 
 def _named(place: tuple[int, int]) -> str:

@@ -18,11 +18,13 @@ from pa_npu.config.keys import all_keys
 from pa_npu.config.plain_file import open_plain
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.evaluation.results import DIRECTORY as RESULTS
+from pa_npu.telemetry.chain import CHAIN
 from pa_npu.telemetry.records import EVALUATIONS, METRICS, JsonLines
 from pa_npu.telemetry.sample_store import SAMPLES_DIRECTORY, sample_iterations
 from pa_npu.telemetry.secrets import Secrets, flat
 from pa_npu.telemetry.timeline import DIRECTORY as TIMELINE
 from pa_npu.viewer.advice import IDLE, advise, recent, steady
+from pa_npu.viewer.chain import ChainViews
 from pa_npu.viewer.facts import facts
 from pa_npu.viewer.questions import compare_questions, question_answers, question_versions
 from pa_npu.viewer.samples import same_prompt, samples_in_short, whole_group
@@ -57,6 +59,7 @@ class RunDirectory:
         self._metrics = JsonLines(self.directory / METRICS)
         self._evaluations = JsonLines(self.directory / EVALUATIONS)
         self._timeline = RunTimeline(self.directory)
+        self._chains = ChainViews(self.directory)
         self._known: tuple[Any, Secrets] | None = None  # the configuration, and the state of the file that it is from
 
     @property
@@ -65,7 +68,7 @@ class RunDirectory:
 
     def stamp(self) -> str:
         """Changes when a file changes that the page is made from, and when the run's launcher is gone."""
-        watched = [self.directory / name for name in (_CONFIG, METRICS, EVALUATIONS, "runs_on.json")]
+        watched = [self.directory / name for name in (_CONFIG, METRICS, EVALUATIONS, CHAIN, "runs_on.json")]
         watched += [self.directory / folder for folder in (SAMPLES_DIRECTORY, RESULTS)]
         for folder in ("logs", TIMELINE):
             watched += sorted((self.directory / folder).glob("*"))[:MAX_LOGS]
@@ -131,6 +134,11 @@ class RunDirectory:
         config = self.config() if config is None else config
         total = config.get("schedule.iterations")
         return run_state(launcher, records, total, self._newest(), self._secrets())
+
+    def chain(self, others: Sequence[RunDirectory]) -> dict[str, Any]:
+        """As pa_npu.viewer.chain has it."""
+        is_running = self.state()["word"] == "running"
+        return self._chains.view([other.directory for other in others], is_running)
 
     def columns_between(self, first: int, last: int) -> dict[str, list[float | None]]:
         """The columns of some iterations, of which more are shown than of the whole run."""

@@ -17,7 +17,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from pa_npu.config.plain_file import reason
 from pa_npu.errors import UserError
-from pa_npu.viewer.chain import chain_view
 from pa_npu.viewer.questions import question_versions
 from pa_npu.viewer.run import RunDirectory
 from pa_npu.viewer.shelf import Shelf
@@ -35,6 +34,7 @@ SCRIPTS = (
     "chat.js",
     "runs.js",
     "curves.js",
+    "chain.js",
     "overview.js",
     "groups.js",
     "samples.js",
@@ -63,7 +63,7 @@ def answer(runs: Sequence[RunDirectory], path: str) -> Any:
     if kind == "compare" and not rest:
         return [other.overview() for other in runs[1:]]
     if kind == "chain" and not rest:
-        return chain_view(run.directory, [other.directory for other in runs[1:]])
+        return run.chain(runs[1:])
     if kind == "log":
         log = run.log(rest)
         return None if log is None else {"name": rest, "text": log}

@@ -100,12 +100,18 @@ class Browser:
     def write(self, text: str) -> None:
         self.call("Input.insertText", text=text)
 
-    def screenshot(self, file: Path) -> None:
-        """The visible part of the page, as a PNG or, by the file's name, a much smaller WebP."""
-        form = {"format": "webp", "quality": 82} if file.suffix == ".webp" else {"format": "png"}
-        found = self.call("Page.captureScreenshot", **form)
+    def screenshot(self, file: Path, *, whole: bool = False) -> None:
+        """Writes the visible part of the page, or the whole of it, as a PNG or, by the file's name, a much smaller WebP."""
+        options: dict[str, Any] = {"format": "png"}
+        if file.suffix == ".webp":
+            options = {"format": "webp", "quality": 82}
+        if whole:
+            size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+            clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+            options |= {"captureBeyondViewport": True, "clip": clip}
+        picture = self.call("Page.captureScreenshot", **options)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(base64.b64decode(found["data"]))
+        file.write_bytes(base64.b64decode(picture["data"]))
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self._loop.run_until_complete(self._call(method, parameters))

@@ -12,7 +12,7 @@ import numpy as np
 
 from pa_npu.checkpoints import directories
 from pa_npu.checkpoints.provenance import arrangement_of, config_tree, model_fingerprint, trained_configuration
-from pa_npu.config.load import dump_config
+from pa_npu.config.load import dump_config, load_config
 from pa_npu.config.schema import Config
 from pa_npu.samples.group import Group
 from pa_npu.samples.group_digest import digest_group
@@ -84,32 +84,41 @@ def make_chained_run(
             record = json_line(metrics.write({"iteration": iteration, "reward_mean": float(numbers.rewards.mean())}))
             short = json_line({"iteration": iteration, "index": 0})
             samples_file.write(short)
-            groups = [_group(iteration, index, numbers) for index in range(GROUPS)]
-            digests = [
-                digest_group(group, {(index % numbers.replicas, index // numbers.replicas): None})
-                for index, group in enumerate(groups)
-            ]
             store.write(iteration, [row for index in range(2) for row in _kept(iteration, index, numbers)])
-            chain.write(
-                {
-                    "iteration": iteration,
-                    "configuration": digest_of_values(trained_configuration(tree)),
-                    "arrangement": arrangement_of(tree),
-                    "software": dict(software),
-                    "model": model_fingerprint(model),
-                    "data": digest_of_values(numbers.data),
-                    **group_fields(digests[::-1]),  # in any order of arrival
-                    "gradient_norms": tuple(norm.hex() for norm in numbers.gradient_norms),
-                    "weights_before": numbers.weights[0],
-                    "weights_after": numbers.weights[1],
-                    "record": lines_digest([record]),
-                    "samples": lines_digest([short]),
-                    "checkpoints": _checkpoint(directory, iteration),
-                }
-            )
+            values = _values(tree, iteration, numbers)
+            values |= {"software": dict(software), "model": model_fingerprint(model)}
+            values |= {"record": lines_digest([record]), "samples": lines_digest([short])}
+            chain.write({**values, "checkpoints": _checkpoint(directory, iteration)})
     store.close()
     samples_file.close()
     return directory
+
+
+def write_chain(directory: Path, steps: list[Step], software: Mapping[str, str] = SOFTWARE) -> None:
+    """Adds a chain to a run directory that has a configuration; its lines know of no other file."""
+    tree = config_tree(load_config([str(directory / "config.yaml")]))
+    of_run = {"software": {**SOFTWARE, **software}, "model": "m", "record": "", "samples": ""}
+    with ChainWriter(directory, 0) as chain:
+        for iteration, numbers in enumerate(steps):
+            chain.write({**_values(tree, iteration, numbers), **of_run})
+
+
+def _values(tree: dict[str, Any], iteration: int, numbers: Step) -> dict[str, Any]:
+    """The values of a line that follow from the configuration and the iteration's numbers."""
+    digests = []
+    for index in range(GROUPS):
+        place = (index % numbers.replicas, index // numbers.replicas)
+        digests.append(digest_group(_group(iteration, index, numbers), {place: None}))
+    return {
+        "iteration": iteration,
+        "configuration": digest_of_values(trained_configuration(tree)),
+        "arrangement": arrangement_of(tree),
+        "data": digest_of_values(numbers.data),
+        **group_fields(digests[::-1]),  # in any order of arrival
+        "gradient_norms": tuple(norm.hex() for norm in numbers.gradient_norms),
+        "weights_before": numbers.weights[0],
+        "weights_after": numbers.weights[1],
+    }
 
 
 def _checkpoint(directory: Path, version: int) -> dict[str, str]:

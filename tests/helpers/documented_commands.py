@@ -48,6 +48,8 @@ ELSEWHERE = {
     "bash launch/run_grpo_tiny.sh": _QUICK_START,
     "pa-npu view runs/grpo_tiny": _QUICK_START,
     "pa-npu verify runs/grpo_tiny": "tests/unit/test_launcher_verify.py::test_a_run_as_it_was_written_holds",
+    "python examples/verify_a_run.py": "tests/integration/test_examples.py::"
+    "test_the_example_of_verify_prints_what_the_document_shows",
     "pa-npu verify RUN": "tests/unit/test_launcher_verify.py::test_a_run_as_it_was_written_holds",
     "pa-npu verify RUN --replay 4:8": "tests/integration/test_verify.py",
     "pa-npu diff RUN1 RUN2": "tests/unit/test_launcher_verify.py::test_diff_names_the_token_that_differs_first",
@@ -91,6 +93,7 @@ NOT_RUN = {
     "tests/unit/test_planning_prediction.py has smaller ones",
     "pa-npu plan --config configs/grpo_qwen2.5_7b.yaml --device npu rollout.engines=auto trainer.devices=auto "
     "placement.colocate=auto placement.devices_per_node=8": "tests/unit/test_planning_automatic.py",
+    "python tools/make_tiny_model.py --out .cache/tiny": "the quick start's script makes this model",
     "python tools/make_tiny_model.py --out .cache/tiny --seed 1": "the quick start's script makes this model",
     "python tools/bench_agreement.py --model .cache/tiny/model": "minutes; "
     "tests/unit/test_trainer_agreement.py has the same faults",

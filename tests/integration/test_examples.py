@@ -47,3 +47,21 @@ def test_a_run_is_rewarded_by_a_judge_and_a_function_of_the_example(tiny: Path, 
     assert len(lines) == 2 and lines[0][0] == "examples.judged_rewards:brevity", printed
     assert all(float(brevity) < 0 < float(judged) <= 1 for _, brevity, judged in lines)
     assert (run_dir / "judge_scores.sqlite").is_file() and list((run_dir / "tensorboard").iterdir())
+
+
+@pytest.mark.nightly  # a flipped bit that is found: test_verify.py
+def test_the_example_of_verify_prints_what_the_document_shows(tiny: Path, tmp_path: Path) -> None:
+    options = ["--model", str(tiny / "model"), "--data", str(tiny / "train.jsonl"), "--run-dir", str(tmp_path / "run")]
+    printed = run("examples/verify_a_run.py", *options, timeout_s=900)
+    page = (ROOT / "docs" / "verify.md").read_text()
+    shown = page.partition("python examples/verify_a_run.py\n```")[2].partition("```\n")[2].partition("```")[0]
+    title = "The run's files are what it wrote:"
+    assert without_numbers(shown) == without_numbers(title + printed.partition(title)[2]), printed
+
+
+def without_numbers(text: str) -> list[str]:
+    """The lines of an output with marks in place of paths, digests and numbers."""
+    text = re.sub(r"\S*/\S+|runs/\w+", "PATH", text)
+    text = re.sub(r"\b[0-9a-f]{32}\b", "DIGEST", text)
+    text = re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", text)
+    return text.replace(": iterations N to N\n", ": iteration N\n").strip().splitlines()

@@ -1,6 +1,7 @@
 """`pa-npu verify --replay` on real runs: iterations that are repeated have the run's bits, and one flipped bit is found and named.
 
-Nightly on both backends, with adapters, roles and staleness, each after a kill; and on another number of replicas.
+Nightly on both backends and engines, in fp32 and bf16, with adapters, roles and staleness, each after
+a kill; across a resume; and on another number of replicas.
 """
 
 from __future__ import annotations
@@ -40,7 +41,24 @@ VARIANTS: dict[str, dict[str, object]] = {
     "fsdp": {"trainer.backend": "fsdp", "trainer.devices": 2},
     "adapters": {"trainer.backend": "fsdp", "lora.rank": 4, "optimizer.learning_rate": "2e-3"},
     "roles": {"placement.colocate": "true", "rollout.engines": 2, "trainer.devices": 2},
+    "roles with adapters": {
+        "placement.colocate": "true",
+        "rollout.engines": 2,
+        "trainer.backend": "fsdp",
+        "trainer.devices": 2,
+        "lora.rank": 4,
+    },
     "staleness": {"schedule.max_staleness": 1, "schedule.updates_per_iteration": 2},
+    "vllm": {"rollout.backend": "vllm"},
+    "bf16, megatron": {"model.dtype": "bf16", "trainer.devices": 2},
+    "bf16, fsdp": {"model.dtype": "bf16", "trainer.backend": "fsdp", "trainer.devices": 2},
+}
+ANOTHER_NUMBER: dict[str, tuple[dict[str, object], list[str]]] = {
+    "megatron": ({}, ["trainer.devices=2"]),
+    "fsdp": ({"trainer.backend": "fsdp"}, ["trainer.devices=2"]),
+    "fsdp, fewer": ({"trainer.backend": "fsdp", "trainer.devices": 2}, ["trainer.devices=1"]),
+    "adapters": (VARIANTS["adapters"], ["trainer.devices=1"]),
+    "roles": (VARIANTS["roles"], ["trainer.devices=1", "rollout.engines=1"]),
 }
 
 
@@ -111,19 +129,62 @@ def test_a_run_that_was_killed_and_went_on_is_repeated_bit_for_bit(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-def test_another_number_of_replicas_repeats_it_within_rounding(
+def test_a_run_that_was_stopped_and_resumed_is_repeated_bit_for_bit_across_the_resume(
     launch: Callable[..., Launched], tiny: Path, tmp_path: Path, backend: str
 ) -> None:
     run_dir = tmp_path / "run"
-    run = launch("run", *settings(tiny, run_dir, **KEYS | {"trainer.backend": backend}))
+    arguments = settings(tiny, run_dir, **KEYS | {"trainer.backend": backend})
+    run = launch("run", *arguments)
+    saved = run_dir / "checkpoints" / "iteration_000002"
+    run.wait_for(saved.is_dir, "a checkpoint", TIMEOUT_S)
+    run.popen.send_signal(signal.SIGTERM)
+    assert ended(run)[0] != 0 and not (run_dir / "checkpoints" / f"iteration_{ITERATIONS:06d}").exists()
+    code, printed = ended(launch("run", *arguments, "checkpoint.resume=auto"))
+    assert code == 0, printed
+    assert [link.iteration for link in read_chain(run_dir)] == list(range(ITERATIONS))
+
+    code, printed = ended(launch("verify", str(run_dir), "--replay", f"1:{ITERATIONS}"))
+    assert code == 0, printed
+    assert "equal to the bit: " in printed and "bits may differ" not in printed
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ANOTHER_NUMBER)
+def test_another_number_of_replicas_repeats_it_within_rounding(
+    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, kind: str
+) -> None:
+    run_dir = tmp_path / "run"
+    keys, others = ANOTHER_NUMBER[kind]
+    run = launch("run", *settings(tiny, run_dir, **KEYS | keys))
     assert ended(run)[0] == 0, run.output
-    arguments = ["--replay", f"1:{ITERATIONS}", "trainer.devices=2"]
+    arguments = ["--replay", f"1:{ITERATIONS}", *others]
     code, printed = ended(launch("verify", str(run_dir), *arguments))
     assert code == 0, printed
-    assert "bits may differ: trainer.devices is 1 and 2" in printed
+    before, after = keys.get("trainer.devices", 1), others[0].partition("=")[2]
+    assert f"bits may differ: trainer.devices is {before} and {after}" in printed
     assert f"equal within rounding over {ITERATIONS - 1} iterations" in printed, printed
     assert f"checkpoints of version {ITERATIONS}: " in printed, printed
 
     arguments += ["--work", str(tmp_path / "repeated"), "optimizer.learning_rate=1.01e-3"]
     code, printed = ended(launch("verify", str(run_dir), *arguments))
     assert code == 1 and "first in the configuration" in printed, "negative control"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_in_bf16_another_number_of_replicas_is_within_rounding_or_undecided_and_a_flipped_reward_is_neither(
+    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, backend: str
+) -> None:
+    run_dir, flip = tmp_path / "run", tmp_path / "flip"
+    keys = KEYS | {"model.dtype": "bf16", "trainer.backend": backend, "optimizer.learning_rate": "1e-4"}
+    run = launch("run", *settings(tiny, run_dir, **keys), **{FLIP_FILE: str(flip)})
+    assert ended(run)[0] == 0, run.output
+    code, printed = ended(launch("verify", str(run_dir), "--replay", "0:2", "trainer.devices=2"))
+    assert code in (0, 3), printed
+    assert "bits may differ: trainer.devices is 1 and 2" in printed
+
+    flip.touch()
+    repeat = ["--replay", "0:2", "--work", str(tmp_path / "repeated"), "trainer.devices=2"]
+    code, printed = ended(launch("verify", str(run_dir), *repeat, **{FLIP_FILE: str(flip)}))
+    assert not flip.exists() and code == 1, "negative control: " + printed
+    assert "they differ in iteration 0, first in the rewards: " in printed

@@ -1,23 +1,28 @@
-"""The viewer's page in a headless browser: every view, wide and narrow, light and dark, by keyboard, with hostile texts.
-
-PA_NPU_SCREENSHOTS=DIRECTORY writes the pictures of docs/view.md there.
-"""
+"""The viewer's page in a headless browser: every view, wide and narrow, light and dark, by keyboard, with hostile texts."""
 
 from __future__ import annotations
 
 import json
-import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pa_npu.viewer.run import RunDirectory
-from pa_npu.viewer.server import ViewServer, export
+from pa_npu.viewer.server import export
 from pa_npu.viewer.shelf import Shelf
 from tests.helpers.browser import Browser, find_browser
-from tests.helpers.finished_run import GROUPS, HOSTILE, RESPONSES, end_run, make_run, metrics, resume_run
+from tests.helpers.chained_run import step, write_chain
+from tests.helpers.finished_run import GROUPS, HOSTILE, ITERATIONS, RESPONSES, make_run, metrics
+from tests.helpers.viewer_site import (
+    DAMAGED_ITERATION,
+    FLIPPED_GROUP,
+    FLIPPED_ITERATION,
+    FLIPPED_RESPONSE,
+    make_chained,
+    make_states,
+    served,
+)
 
 pytestmark = [
     pytest.mark.integration,
@@ -50,6 +55,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("browser")
     run = make_run(directory / "grpo_math")
     other = make_run(directory / "grpo_math_lr1e-6", optimizer={"learning_rate": 2e-6})
+    for directory in (run, other):
+        write_chain(directory, [step(number) for number in range(ITERATIONS)])
     with served(RunDirectory(run), RunDirectory(other)) as server:
         yield server.url
 
@@ -57,35 +64,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def folder_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a folder of runs in each state."""
-    folder = tmp_path_factory.mktemp("folder") / "runs"
-    make_run(folder / "good")
-    resume_run(make_run(folder / "resumed"), 8, down_s=60.0)
-    end_run(folder / "resumed", "finished", "")
-    log = ("E trainer-1 loop: out of memory", HOSTILE)
-    cause = "trainer-1 ended: killed by SIGKILL"
-    end_run(make_run(folder / "crashed", iterations=5), "failed", cause, "trainer-1", log)
-    end_run(make_run(folder / "stopped", iterations=7), "stopped", "SIGTERM")
-    make_run(folder / "at work", iterations=2)
+    folder = make_states(tmp_path_factory.mktemp("folder") / "runs")
     with served(Shelf(folder)) as server:
         yield server.url
-
-
-class served:
-    """A ViewServer in a thread."""
-
-    def __init__(self, *runs: RunDirectory | Shelf) -> None:
-        shelf = next((shown for shown in runs if isinstance(shown, Shelf)), None)
-        self._server = ViewServer(shelf or [run for run in runs if isinstance(run, RunDirectory)])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="viewer")
-
-    def __enter__(self) -> ViewServer:
-        self._thread.start()
-        return self._server
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._server.shutdown()
-        self._thread.join(10)
-        self._server.server_close()
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -106,12 +87,6 @@ def test_every_view_fits_is_legible_and_asks_for_nothing_outside(
         assert browser.problems == [], view
         outside = [address for address in browser.requests if not address.startswith((url, "about:", "data:"))]
         assert outside == [], view
-        pictures = os.environ.get("PA_NPU_SCREENSHOTS")
-        if pictures and size[0] > 600 and not dark:
-            browser.open(f"{url}#{view}?i=1&c=difference&g=3&n=4")  # without hostile texts
-            browser.screenshot(Path(pictures) / f"view_{view}.webp")
-        elif pictures and dark and size[0] < 600 and view == "overview":
-            browser.screenshot(Path(pictures) / f"view_{view}_narrow.webp")
 
 
 def test_curves_have_axes_with_units_and_values_by_arrow_keys(browser: Browser, url: str) -> None:
@@ -430,10 +405,57 @@ def test_the_table_of_runs_is_sorted_searched_opened_and_compared(
     browser.evaluate("document.querySelector('#compare').click()")
     browser.wait_for("document.documentElement?.dataset.ready === 'yes' && location.search.includes('with=')")
     assert "beside" in browser.evaluate("document.querySelector('header').textContent")
-    pictures = os.environ.get("PA_NPU_SCREENSHOTS")
-    if pictures and size[0] > 600 and not dark:
-        browser.open(folder_url)
-        browser.screenshot(Path(pictures) / "view_runs.webp")
+
+
+@pytest.fixture(scope="module")
+def chained_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a folder of runs with chains."""
+    with served(Shelf(make_chained(tmp_path_factory.mktemp("chained") / "runs"))) as server:
+        yield server.url
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", SIZES, ids=["wide", "narrow"])
+def test_the_chain_is_whole_or_not_and_each_other_run_has_since_when_it_differs_and_in_what_first(
+    browser: Browser, chained_url: str, size: tuple[int, int], dark: bool
+) -> None:
+    browser.look(*size, dark=dark)
+
+    def text(selector: str) -> str:
+        value = browser.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText || ''")
+        assert isinstance(value, str)
+        return value.replace("\n", " ")
+
+    def check() -> None:
+        assert browser.evaluate("document.documentElement.scrollWidth") <= size[0]
+        assert browser.evaluate(LOW_CONTRAST) == [] and browser.problems == []
+        assert browser.evaluate("document.querySelectorAll('.chain b').length") == 0, "texts are no markup"
+
+    browser.open(f"{chained_url}whole/?with=equal&with=flipped&with=upgraded&with=without#overview")
+    assert "✓ The chain is whole" in text(".chain h2")
+    assert f"Iterations 0 to {ITERATIONS - 1}. The newest line's digest is " in text(".chain")
+    assert "✓ equal" in text("[data-run=equal]") and "equal to the bit" in text("[data-run=equal]")
+    flipped = text("[data-run=flipped]")
+    place = f"response {FLIPPED_RESPONSE} of group {FLIPPED_GROUP}"
+    assert "▲ different" in flipped
+    assert f"they differ in iteration {FLIPPED_ITERATION}, first in the rewards: the reward of {place} is" in flipped
+    assert "and therefore in: advantages" in flipped
+    assert "≈ within rounding" in text("[data-run=upgraded]") and "vllm 0.12.0 <b>" in text("[data-run=upgraded]")
+    assert "– not compared" in text("[data-run=without]") and "chain.jsonl" in text("[data-run=without]")
+    check()
+    browser.evaluate("document.querySelector('[data-run=flipped] a').click()")
+    browser.wait_for("document.querySelector('#main').dataset.view === 'samples'")
+    assert browser.evaluate("document.querySelector('#iteration').value") == str(FLIPPED_ITERATION)
+    group = "document.querySelector('.groups [aria-current=true]')?.dataset.group"
+    assert browser.evaluate(group) == str(FLIPPED_GROUP), "what differs is opened"
+
+    browser.open(f"{chained_url}damaged/#overview")
+    assert f"not whole: the line of iteration {DAMAGED_ITERATION} is not the one that was written" in text(".chain h2")
+    assert browser.evaluate("document.querySelector('.chain h2').getAttribute('role')") == "alert"
+    assert f"Iterations 0 to {DAMAGED_ITERATION - 1}. " in text(".chain")
+    check()
+    browser.open(f"{chained_url}without/#overview")
+    assert text(".chain") == "", "nothing is said of a chain that the run does not have"
 
 
 def test_questions_gained_and_lost_are_listed_with_the_answers_of_both_versions(browser: Browser, url: str) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from pa_npu.config.load import load_config
-from tools import bench_scaling, bench_staleness
+from pa_npu.telemetry.chain import read_chain
+from tests.helpers.chained_run import make_chained_run, step
+from tools import bench_chain, bench_scaling, bench_staleness
 from tools.bench_ablation import ALL_OFF, Switches, shapley
 from tools.bench_scaling import Row
 from tools.bench_swap import MODES
@@ -69,3 +71,13 @@ def test_every_mode_of_swaps_is_a_configuration(name: str, tmp_path: Path) -> No
     keys = {"schedule": {"max_staleness": 1}, "publish": MODES[name]}
     config = bench_scaling.configuration(tmp_path, tmp_path / "run", 8, 4, ignore_eos=False, **keys)
     assert [config.delays(1), config.swaps_in_turn(1)] == [name != "blocking", name == "delayed, rolling"]
+
+
+def test_a_line_of_a_chain_is_timed_with_as_many_groups_and_responses_of_the_same_lengths(tmp_path: Path) -> None:
+    run = make_chained_run(tmp_path / "run", [step(0)], tmp_path / "model")
+    (link,) = read_chain(run)
+    responses = link.table()
+    groups = bench_chain.groups_like(responses)
+    assert len(groups) == link.groups
+    assert [length for group in groups for length in group.trained_lengths] == responses.rows["length"].tolist()
+    assert bench_chain.IterationCost(iteration_s=4.0, line_s=0.004, responses=12).share == 0.001

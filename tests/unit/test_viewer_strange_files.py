@@ -15,6 +15,7 @@ import pytest
 from pa_npu.viewer.run import RunDirectory
 from pa_npu.viewer.server import answer
 from pa_npu.viewer.shelf import Shelf
+from tests.helpers.chained_run import step, write_chain
 from tests.helpers.finished_run import make_run
 
 STRANGE: dict[str, Any] = {
@@ -33,18 +34,32 @@ STRANGE: dict[str, Any] = {
 }
 JSON_FILES = (
     "metrics.jsonl",
+    "chain.jsonl",
     "evaluations.jsonl",
     *(f"timeline/{name}.jsonl" for name in ("launcher", "coordinator", "trainer-0")),
 )
 PATHS = (
-    *("run", "compare", "timeline/0", "timeline/1", "samples/0", "samples/1", "group/0/0", "group/0/2", "peers/0/2"),
+    *(
+        "run",
+        "compare",
+        "chain",
+        "timeline/0",
+        "timeline/1",
+        "samples/0",
+        "samples/1",
+        "group/0/0",
+        "group/0/2",
+        "peers/0/2",
+    ),
     *("questions/0/0", "questions/4/0", "question/4/0/0", "columns/0/5", "log/coordinator.log"),
 )
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_run(tmp_path_factory.mktemp("strange") / "run", iterations=4)
+    run = make_run(tmp_path_factory.mktemp("strange") / "run", iterations=4)
+    write_chain(run, [step(number) for number in range(4)])
+    return run
 
 
 @pytest.fixture

@@ -113,11 +113,13 @@ function adviceList() {
 }
 
 async function overviewView(main) {
+  const chain = await load("chain", true);
   if (!column("iteration").length) {
     fill(
       main,
       endPanel(),
       adviceList(),
+      chainPanel(chain),
       h(
         "div",
         { class: "panel empty" },
@@ -157,6 +159,7 @@ async function overviewView(main) {
     endPanel(),
     advice,
     tiles(),
+    chainPanel(chain),
     chartOptions(),
     h(
       "div",
