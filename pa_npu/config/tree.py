@@ -26,10 +26,14 @@ from pa_npu.config.sections.operation import (
     TelemetryConfig,
 )
 from pa_npu.config.sections.rollout import (
+    COMPARED_CPU_S,
     JUDGE_ATTEMPTS,
     LONGEST_JUDGE_PAUSE_S,
+    MAX_COMPARISONS,
     MOST_TESTS,
+    RESPONSE_CPU_S,
     SLOWEST_TOKEN_S,
+    STARVED_FACTOR,
     AgentConfig,
     EnvironmentConfig,
     RewardConfig,
@@ -240,15 +244,24 @@ class ConfigTree(Section):
 
     @property
     def reward_limit_s(self) -> float:
-        """The longest that a judge and programs may take for a group, from when no earlier group is waited for.
+        """The longest that the rewards of a group may take, from when no earlier group is waited for.
 
-        Of requests that take t each, c at once, each response needs up to k one after another. A turn is free after t at most, so
-        a group that has no more than c of them at once takes 2 k t, and one that has more also what it needs of all turns (Graham
-        1966, list scheduling).
+        Functions that compute are called one after another: a user's ends at STARVED_FACTOR times its time, and `math` and `format`
+        have processor time for each response. Judge and programs wait beside them. Of requests that take t each, c at once, each
+        response needs up to k one after another. A turn is free after t at most, so a group that has no more than c of them at once
+        takes 2 k t, and one that has more also what it needs of all turns (Graham 1966, list scheduling).
         """
         reward, responses = self.reward, self.rollout.responses_per_prompt
         names = [function.name for function in reward.functions]
-        limits = [0.0]
+        computing_s = 0.0
+        for name in names:
+            if ":" in name:
+                computing_s += STARVED_FACTOR * reward.timeout_s
+            elif name == "math":
+                computing_s += responses * (RESPONSE_CPU_S + MAX_COMPARISONS * COMPARED_CPU_S)
+            elif name == "format":
+                computing_s += responses * RESPONSE_CPU_S
+        limits = [computing_s]
         if "judge" in names:
             pauses_s = LONGEST_JUDGE_PAUSE_S * (JUDGE_ATTEMPTS - 1)
             rounds = _rounds(responses, reward.judge.concurrency)

@@ -75,6 +75,11 @@ class WorkerProcess:
             return await asyncio.wait_for(self._process.wait(), REAP_TIMEOUT_S) < 0
         return False
 
+    @property
+    def pid(self) -> int:
+        """Of its keeper, below which all of it is."""
+        return self._process.pid
+
     def write(self, line: bytes) -> None:
         self._stdin.write(line)
 

@@ -4,6 +4,8 @@
     tool_calls    objects of {"type": "function", "function": {"name", "arguments"}}; arguments that
                   are the JSON of an object become that object, other arguments stay the text they are
     tools         a list of objects, or the JSON of one, as columns of a table hold it
+    from, value   role and content of ShareGPT's messages; `function_call` is an assistant's message
+                  whose value is the JSON of one call or of several
 
 All other fields (name, tool_call_id, reasoning_content, ...) reach the template unchanged.
 """
@@ -20,6 +22,14 @@ from pa_npu.data.rows import is_text
 Message = dict[str, Any]
 
 _KNOWN_ROLES = frozenset({"system", "user", "assistant", "tool"})
+# ShareGPT's names, those of its descendants (LLaMA-Factory, Hermes), and the field's own.
+_ROLES_OF_SHAREGPT = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response", "function-response"), "tool"),
+    "system": "system",
+}
+_CALL_OF_SHAREGPT = "function_call"
 
 
 class BadMessage(Exception):
@@ -31,12 +41,45 @@ def template_message(message: Any) -> Message:
     if not isinstance(message, Mapping):
         raise BadMessage(f"{as_json(message)} is not an object")
     fields = {name: value for name, value in message.items() if value is not None}
+    if is_of_sharegpt(message):
+        fields = _named_as_here(fields)
     if not isinstance(fields.get("role"), str):
         raise BadMessage(f"{as_json(message)} has no role that is a text")
     fields["content"] = _content_text(fields.get("content", ""))
     if calls := fields.pop("tool_calls", None):
         fields["tool_calls"] = [_template_call(call) for call in _list_of(calls, "tool_calls")]
     return fields
+
+
+def is_of_sharegpt(message: Any) -> bool:
+    """Returns whether a message says role and content as `from` and `value`."""
+    return isinstance(message, Mapping) and message.get("from") is not None and message.get("role") is None
+
+
+def _named_as_here(message: Mapping[str, Any]) -> Message:
+    """A message of ShareGPT with role and content. Raises BadMessage where nobody is known by the name in `from`."""
+    sender = message["from"]
+    role = _ROLES_OF_SHAREGPT.get(sender.strip().lower()) if isinstance(sender, str) else None
+    if role is None:
+        known = ", ".join(_ROLES_OF_SHAREGPT)
+        raise BadMessage(f"{as_json(message)} is from {as_json(sender)}, who is none of {known}")
+    rest = {name: value for name, value in message.items() if name not in ("from", "value")}
+    if sender.strip().lower() == _CALL_OF_SHAREGPT:
+        return {**rest, "role": role, "content": "", "tool_calls": _calls_of_sharegpt(message)}
+    if "value" in message:
+        rest["content"] = message["value"]
+    return {**rest, "role": role}
+
+
+def _calls_of_sharegpt(message: Mapping[str, Any]) -> list[Any]:
+    """The calls that the value of a `function_call` is, or is the JSON of. Raises BadMessage."""
+    calls = message.get("value")
+    if isinstance(calls, str):
+        try:
+            calls = json.loads(calls)
+        except (ValueError, RecursionError):
+            raise BadMessage(f"{as_json(message)} is a function_call whose value is not the JSON of one") from None
+    return list(calls) if isinstance(calls, (list, tuple)) else [calls]
 
 
 def without_nulls(value: Any) -> Any:

@@ -6,6 +6,7 @@ These layouts are understood, told apart by the columns of each row:
     problem, answer    DeepScaleR, MATH; without an answer column the last \\boxed{} of the solution column is the reference
     prompt, answer     prompt is a text or a list of chat messages
     messages, answer   chat messages; without an answer column the last message, an assistant's, is the reference
+    conversations      the same with ShareGPT's messages ({"from": "human", "value": ...}), behind the column `system`
 
 and those of published benchmarks that `published` translates. A named column may be one inside another, such as
 reward_model.ground_truth. Messages keep their fields (tool_calls, name, reasoning_content, ...), and
@@ -16,6 +17,7 @@ assistant in `messages` is what the policy has to write, so it is no part of the
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,13 +25,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pa_npu.config.words import as_json
-from pa_npu.data.messages import BadMessage, Message, read_tools, template_message, without_nulls
-from pa_npu.data.rows import TableRow, read_rows
+from pa_npu.data.messages import BadMessage, Message, is_of_sharegpt, read_tools, template_message, without_nulls
+from pa_npu.data.rows import TableRow, is_text, read_rows
 from pa_npu.errors import DataError
 
 ANSWER_MARK = "####"  # GSM8K puts the final answer behind it
-_QUESTIONS = ("question", "problem", "prompt", "messages")
+_CONVERSATIONS = ("conversations", "conversation")
+_OF_MESSAGES = ("messages", *_CONVERSATIONS)
+_QUESTIONS = ("question", "problem", "prompt", *_OF_MESSAGES)
 _TOOLS = "tools"
+_SYSTEM = "system"
 # Columns that hold the reference answer in datasets of this kind, for messages.
 _LIKELY_ANSWERS = (
     "reward_model.ground_truth",
@@ -105,6 +110,9 @@ def _record(location: str, row: Any, columns: Columns) -> Record:
     asked, name = _question(location, kept, columns.question, question)
     is_table = isinstance(row, TableRow)
     messages = _messages(location, asked, name, is_table)
+    if name in _CONVERSATIONS:
+        messages = _behind_system_column(messages, kept)
+        kept.setdefault("messages", [dict(message) for message in messages])  # for rewards: in the field's form
     if reference is not None:
         answer = reference
     elif kept.get("answer") is None and name == "problem":
@@ -132,9 +140,11 @@ def _question(location: str, row: Mapping[str, Any], named: str | None, value: A
         assert named is not None
         return value, named
     present = [name for name in _QUESTIONS if row.get(name) is not None]
+    others = [name for name in present if name not in _CONVERSATIONS or isinstance(row[name], list)]
+    present = others or present  # beside another question, `conversation` may be a number or a title
     if not present:
         raise DataError(
-            f"{location}: no question, problem, prompt or messages (columns: {_column_names(row)}); add or rename a "
+            f"{location}: no question, problem, prompt, messages or conversations (columns: {_column_names(row)}); add or rename a "
             f"column, or name it with data.question_column"
         )
     chosen = present[0]
@@ -153,14 +163,15 @@ def _plain_question(value: Any) -> Any:
         return value.strip()
     if not isinstance(value, list):
         return value
-    asked = value[:-1] if _role(value[-1:]) == "assistant" else value
-    if len(asked) == 1 and _role(asked) == "user" and isinstance(asked[0].get("content"), str):
-        return asked[0]["content"].strip()
-    return value
-
-
-def _role(messages: Sequence[Any]) -> Any:
-    return messages[0].get("role") if messages and isinstance(messages[0], Mapping) else None
+    try:
+        messages = [template_message(message) for message in value]
+    except BadMessage:
+        return value
+    if messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if len(messages) == 1 and messages[0]["role"] == "user":
+        return messages[0]["content"].strip()
+    return messages
 
 
 def _column_names(row: Mapping[str, Any]) -> str:
@@ -193,12 +204,14 @@ def _column(location: str, row: Mapping[str, Any], key: str, name: str | None, o
 
 def _messages(location: str, value: Any, name: str, is_table: bool) -> tuple[Message, ...]:
     """The messages of a question. name: of its column. is_table: nulls are fields that are not there."""
-    if isinstance(value, str) and name != "messages":
+    if name in _OF_MESSAGES:
+        value = _listed(value)
+    elif isinstance(value, str):
         if not value.strip():
             raise DataError(f"{location}: {name} is empty; give a text or remove the row")
         return ({"role": "user", "content": value},)
     if name in ("question", "problem") or not isinstance(value, list) or not value:
-        wanted = {"question": "a text", "problem": "a text", "messages": "a list of messages"}
+        wanted = {"question": "a text", "problem": "a text", **dict.fromkeys(_OF_MESSAGES, "a list of messages")}
         raise DataError(
             f"{location}: {name} is {as_json(value)}, not {wanted.get(name, 'a text or a list of messages')}; correct "
             f"the row"
@@ -210,12 +223,35 @@ def _messages(location: str, value: Any, name: str, is_table: bool) -> tuple[Mes
         except BadMessage as bad:
             raise DataError(f"{location}: {name}: {bad}; correct the row") from None
         is_assistant = read["role"] == "assistant"
-        if message.get("content") is None and not is_assistant:
+        content = "value" if is_of_sharegpt(message) else "content"
+        if message.get(content) is None and not is_assistant:
             raise DataError(
                 f'{location}: {name} holds {as_json(message)}; each must be {{"role": text, "content": text}}'
             )
         messages.append(read)
     return tuple(messages)
+
+
+def _listed(value: Any) -> Any:
+    """The list of messages that a text is the JSON of, as in CSV files; anything else as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        messages = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return messages if is_text(messages) else value
+
+
+def _behind_system_column(messages: tuple[Message, ...], row: Mapping[str, Any]) -> tuple[Message, ...]:
+    """The messages of a conversation behind the system prompt that ShareGPT's rows may have in a column of its own.
+
+    A system message of the conversation itself goes before that column.
+    """
+    system = row.get(_SYSTEM)
+    if not isinstance(system, str) or not system.strip() or messages[0]["role"] == "system":
+        return messages
+    return ({"role": "system", "content": system}, *messages)
 
 
 def _solution(location: str, row: Mapping[str, Any], needed: bool) -> Any:

@@ -29,6 +29,7 @@ from pa_npu.launcher.cluster.cluster import local_cluster
 from pa_npu.launcher.engine_key import engine_key
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 from pa_npu.launcher.process.processes import engine_answers
+from pa_npu.launcher.quiet import quiet_libraries
 from pa_npu.launcher.run_checks import check_engines, check_held_out, check_rewards, resolve_device
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.telemetry.records import say
@@ -42,9 +43,10 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
     before = read_results(other) if other else None
     directory = Path(config.run.dir)
     if checkpoint:
-        from pa_npu.backends.registry import export_checkpoint
+        with quiet_libraries():
+            from pa_npu.backends.registry import export_checkpoint
 
-        export_checkpoint(Path(checkpoint), Path(config.model.path), None, merged=True)
+            export_checkpoint(Path(checkpoint), Path(config.model.path), None, merged=True)
     config, platform = resolve_device(_asked_as_trained(config))
     spec = ModelSpec.of(config)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)

@@ -18,6 +18,7 @@ from pathlib import Path
 from pa_npu.config.keys import keys_help, sections_help
 from pa_npu.config.load import dump_config, load_config
 from pa_npu.config.schema import Config
+from pa_npu.config.words import counted
 from pa_npu.errors import UserError
 from pa_npu.launcher.arguments import existing_path, new_path
 from pa_npu.planning import automatic
@@ -223,11 +224,16 @@ def export_options(parser: argparse.ArgumentParser) -> None:
 def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """The policy of a checkpoint as an HF directory, in one process without a device."""
     refuse(rest)
-    from pa_npu.backends.registry import export_checkpoint
+    from pa_npu.launcher.quiet import quiet_libraries
 
-    with _called({"checkpoint.load": "--checkpoint", "model.path": "--model"}):
-        export_checkpoint(Path(options.checkpoint), Path(options.output), options.model, options.merged)
-    print(f"wrote {options.output}")
+    output = Path(options.output)
+    print(f"exporting {options.checkpoint}", file=sys.stderr, flush=True)
+    with _called({"checkpoint.load": "--checkpoint", "model.path": "--model"}), quiet_libraries():
+        from pa_npu.backends.registry import export_checkpoint
+
+        export_checkpoint(Path(options.checkpoint), output, options.model, options.merged)
+    sizes = [file.stat().st_size for file in output.iterdir() if file.is_file()]
+    print(f"wrote {options.output}: {counted(len(sizes), 'file')}, {sum(sizes) / 1e9:.3g} GB")
     return 0
 
 

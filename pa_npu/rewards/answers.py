@@ -13,9 +13,10 @@ that applies:
 4. for a reference in words: the words behind "answer is", all of an <answer>, or the last line.
 5. for a reference that is a formula: also what math-verify finds in the response.
 
-A number is compared exactly (numbers.py), the right-hand side of an equation counts, and a relation, several answers or the task
-left undone (`12+34` for 46) equal no number. Words and dates are compared as such (words.py), anything else as text, then by
-math-verify (https://github.com/huggingface/Math-Verify) in a process of its own (comparer.py).
+A number is compared exactly (numbers.py), also with a decimal comma in languages that write one (decimal_commas.py). The right
+side of an equation counts, and a relation, several answers or the task left undone (`12+34` for 46) equal no number. Words and
+dates are compared as such (words.py), anything else as text, then by math-verify
+(https://github.com/huggingface/Math-Verify) in a process of its own (comparer.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Literal
 
 from pa_npu.data.records import ANSWER_MARK, LETTERS
 from pa_npu.rewards.comparer import equal_expressions
+from pa_npu.rewards.decimal_commas import with_points
 from pa_npu.rewards.numbers import DIGITS, TEXT, in_base, is_in_words, plain_text, read_number, same_number, with_digits
 from pa_npu.rewards.phrases import SENTENCE_END, behind_number, first_sentences, is_heading, last_phrase
 from pa_npu.rewards.thoughts import without_thought
@@ -64,7 +66,9 @@ _ATOM = (
 _EXPRESSION = re.compile(rf"(?:{_ATOM})(?:(?:[ \t]|[,;](?=[ \d\\])|(?:and|or)(?![A-Za-z]))*(?:{_ATOM}))*")
 _VALUE = re.compile(r"[\d½¼-¾⅐-⅞]")
 _BOUND = r"at (?:the )?(?:very )?(?:least|most)"
-_OR_ELSEWHERE = r"\b(?:oder|ou|o|или|або|lub|of|eller|veya)\b|或者?|または|혹은"
+_SEVERAL_ELSEWHERE = (  # "or" and "and" of other languages, between several answers
+    r"\b(?:oder|ou|o|или|або|lub|of|eller|veya|und|et|en|och|og|ve|dan|và|oraz|и)\b|或者?|または|혹은|[和与跟、と및와과]"
+)
 _OTHER_BEFORE = re.compile(
     r"(?:\b(?:not|never|nor|cannot be|than|half|twice|double|triple|out of|\d of)|n't|(?:root|square|cube|log|logarithm|power"
     r"|factorial|reciprocal|opposite|inverse|half|third|quarter|percent|%|\w+th|sine|cosine|tangent) of"
@@ -75,14 +79,14 @@ _OTHER_BEFORE = re.compile(
     r"|\b(?:nicht|kein|mindestens|höchstens|weniger als|mehr als|über|unter|keineswegs|pas|au moins|au plus|plus de|moins de"
     r"|no es|al menos|como (?:mucho|máximo|mínimo)|más de|menos de|não é|pelo menos|no máximo|mais de|non è|almeno|più di|meno di"
     r"|не|не менее|не более|более|менее|больше|меньше|минимум|максимум)"
-    rf"|\d[\s*$]*(?:{_OR_ELSEWHERE}))[\s*$]*$",
+    rf"|\d[\s*$]*(?:{_SEVERAL_ELSEWHERE}))[\s*$]*$",
     re.IGNORECASE,
 )
 _OTHER_AFTER = re.compile(
     r"[\s*$]*(?:(?:more|less|fewer|greater) than\b|or (?:more|less|fewer|greater|higher|lower|above|below|over|under)\b"
     rf"|and (?:above|below|up)\b|{_BOUND}\b|(?:halves|thirds|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths)\b"
     r"|(?:is|was)(?:n't| (?:not|wrong|incorrect|false|unlikely|impossible|invalid)\b| too (?:large|small|big|high|low|many|few)\b)"
-    rf"|(?:{_OR_ELSEWHERE})[\s*$]*[-\d]|以上|以下|以内|左右|oder (?:mehr|weniger)|ou (?:plus|moins)|o (?:más|menos)"
+    rf"|(?:{_SEVERAL_ELSEWHERE})[\s*$]*[-\d]|以上|以下|以内|左右|oder (?:mehr|weniger)|ou (?:plus|moins)|o (?:más|menos)"
     r"|или (?:более|менее|больше|меньше)"
     r"|can(?:not|'t| not) be\b|do(?:es)?(?:n't| not) (?:work|fit|hold|satisfy)\b)",
     re.IGNORECASE,
@@ -112,7 +116,9 @@ _ARITHMETIC = re.compile(
 _INEQUALITY = re.compile(
     r"[<>≤≥≠∈]|!=|\\(?:not|neq?|geq?|leq?|gt|lt|in|geqslant|leqslant|pm|mp)(?![a-z])|:=|±", re.IGNORECASE
 )
-_SEVERAL = re.compile(r",(?!\d{3}(?!\d))|;|\\\\|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
+_SEVERAL = re.compile(
+    r",(?!\d{3}(?!\d))|;|\\\\|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|(?<=\d) (?:e|y|i|o|u) (?=[-\d])"  # 3 e 7, in Italian
+)
 _NEXT_STATEMENT = re.compile(r"(?:,|;|\band\b)\s+(?=[\d\s.,+\-*/()$×·÷]+=[^=]+$)")
 _EQUALS = re.compile(r"=|≈|≡|\\(?:approx|equiv)(?![a-z])")
 _BASE_WORD = re.compile(
@@ -424,6 +430,17 @@ def _trimmed(expression: str) -> str | None:
 def is_correct(response: str, reference: str, prompt: str = "") -> bool:
     """Whether the response's final answer equals the reference. prompt: as the model read it; it may have opened a thought."""
     reference = last_boxed(reference) or reference.rpartition(ANSWER_MARK)[2].strip()
+    if _is_correct(response, reference, prompt):
+        return True
+    rewritten = with_points(response, reference, prompt)
+    if rewritten is None:
+        return False
+    response_with_points, reference_with_points = rewritten
+    return _is_correct(response_with_points, reference_with_points, prompt)
+
+
+def _is_correct(response: str, reference: str, prompt: str) -> bool:
+    """As is_correct, for a final reference; a comma between digits separates thousands or values here."""
     answer = extract_answer(response, reference, prompt)
     if answer is not None and equal_answers(answer, reference):
         return True

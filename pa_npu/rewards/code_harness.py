@@ -1,11 +1,12 @@
 """Runs a response's program inside a cell: as a script, or with assertions and calls after it. Imports the standard library alone.
 
     python -I code_harness.py PROGRAM KIND PACKAGES      KIND: script or tests; PACKAGES: directories to import from
-    stdin   a script's own; else {"mark", "tests": [[given, name, whole_keys], ...]}
+    stdin   a script's own; else {"mark", "tests": [{"given", "name", "whole_keys", "cases", "by_pytest"}, ...]}
 
 A script runs as a file does: it is `__main__`, found in sys.modules, and its source is where `__file__` says. For assertions and
 calls the program is imported as the module `solution`, so that what it guards by `__name__ == "__main__"` is left out, and its
-standard streams are empty. Calls find what APPS and LiveCodeBench import before a program: solutions of theirs write `List[int]`
+standard streams are empty. Classes of unittest that an assertion defines are run behind it, and pytest runs a text of its own as a
+file. Calls find what APPS and LiveCodeBench import before a program: solutions of theirs write `List[int]`
 without an import.
 
 Assertions and calls answer in one line each on standard output, begun with a mark that the program is not told:
@@ -58,11 +59,11 @@ def _answer_tests(program: str) -> None:
     wanted = json.load(sys.stdin)
     answers = _private_output()
     module = _module("solution", program)
-    prelude = _prelude() if any(name for _, name, _ in wanted["tests"]) else {}
+    prelude = _prelude() if any(test["name"] for test in wanted["tests"]) else {}
     module.__dict__.update(prelude)
     _load(module)
-    for given, name, whole_keys in wanted["tests"]:
-        answer = _try(module, prelude, given, name, whole_keys)
+    for test in wanted["tests"]:
+        answer = _try(module, prelude, test)
         print(f"\n{wanted['mark']}", answer, file=answers, flush=True)
     os._exit(0)  # threads that the program has left do not matter
 
@@ -91,17 +92,50 @@ def _prelude() -> dict[str, Any]:
     return names
 
 
-def _try(module: types.ModuleType, prelude: dict[str, Any], given: Any, name: str, whole_keys: bool) -> str:
+def _try(module: types.ModuleType, prelude: dict[str, Any], test: dict[str, Any]) -> str:
     """Runs one test; returns its answer as JSON."""
+    given, name = test["given"], test["name"]
     try:
-        if not name:
+        if name:
+            function = _function(module, prelude, name)
+            arguments = [_with_whole_keys(argument) for argument in given] if test["whole_keys"] else given
+            return json.dumps({"result": _plain(function(*arguments))}, default=str)
+        if test["by_pytest"]:
+            _run_pytest(given)
+        else:
             exec(compile(given, "<test>", "exec", dont_inherit=True), module.__dict__)
-            return json.dumps({"passed": True})
-        function = _function(module, prelude, name)
-        arguments = [_with_whole_keys(argument) for argument in given] if whole_keys else given
-        return json.dumps({"result": _plain(function(*arguments))}, default=str)
+            if test["cases"]:
+                _run_cases([getattr(module, case) for case in test["cases"]])
+        return json.dumps({"passed": True})
     except BaseException as error:  # also SystemExit: a program that ends here has not passed
         return json.dumps({"failed": f"{type(error).__name__}: {error}"[:200]})
+
+
+def _run_cases(cases: list[Any]) -> None:
+    """Runs classes of unittest. Raises AssertionError where a test fails, or none is run."""
+    import unittest
+
+    loader = unittest.TestLoader()
+    suite = unittest.TestSuite(loader.loadTestsFromTestCase(case) for case in cases)
+    result = unittest.TestResult()
+    result.failfast = True
+    suite.run(result)
+    if not result.wasSuccessful() or result.testsRun == len(result.skipped):
+        raise AssertionError(f"of {result.testsRun} tests not all pass")
+
+
+def _run_pytest(text: str) -> None:
+    """Runs a file of tests by pytest, without plugins. Raises AssertionError where a test fails, or none is run."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    import pytest
+
+    for name, content in (("pytest.ini", "[pytest]\n"), ("test_program.py", text)):
+        with open(name, "w", encoding="utf-8") as file:
+            file.write(content)
+    options = ["-q", "-x", "-c", "pytest.ini", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    status = int(pytest.main([*options, "test_program.py"]))
+    if status != 0:
+        raise AssertionError(f"pytest ended with status {status}")
 
 
 def _function(module: types.ModuleType, prelude: dict[str, Any], name: str) -> Any:

@@ -112,7 +112,8 @@ class CodeReward:
         if batch[0].kind == "stdin":
             kind, stdin = "script", str(batch[0].given)
         else:
-            tests = [[test.given, test.name, test.whole_keys] for test in batch]
+            fields = ("given", "name", "whole_keys", "cases", "by_pytest")
+            tests = [{field: getattr(test, field) for field in fields} for test in batch]
             kind, stdin = "tests", json.dumps({"mark": mark, "tests": tests})
         arguments = ["{files}/harness.py", "{files}/program.py", kind, "{packages}"]
         files = {"harness.py": self._harness, "program.py": program}

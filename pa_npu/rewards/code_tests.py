@@ -8,6 +8,7 @@
     {"assert_case": [...], "import_prefix": text}         assertions (verl)
     "def check(candidate): ..." and entry_point           assertions in a function (HumanEval)
     "def test_it(): ..."                                  assertions in functions; `solution` is the program (KodCode)
+    "class TestCases(unittest.TestCase): ..."             run by unittest (BigCodeBench), or by pytest (code_suites.py)
     any other program text that asserts something         run behind the program, as it is
 
 A layout may be JSON text, or the text of a Python list or dictionary as CSV files hold it.
@@ -27,6 +28,14 @@ from typing import Any, Literal
 
 from pa_npu.config.sections.rollout import MOST_TESTS
 from pa_npu.errors import DataError
+from pa_npu.rewards.code_suites import (
+    Suite,
+    is_importable,
+    missing_modules,
+    read_suite,
+    text_for_pytest,
+    without_guards,
+)
 
 _NAMES = ("fn_name", "func_name", "function_name")  # under these a layout holds the name of the function to call
 _STDIN_TYPES = frozenset({"stdin", "stdin_stdout", "stdio", "standard_input"})
@@ -46,6 +55,7 @@ class CodeTest:
     kind: stdin gives `given` to the program and wants a text of `wanted` printed; call gives the arguments `given` to the function
     `name` and wants one of the values `wanted`; assertion runs the program text `given`, which must not fail.
     whole_keys: arguments that are objects with whole numbers as keys have them as text, since JSON knows no others.
+    cases: of an assertion, classes of unittest that it defines and that have to pass. by_pytest: whether pytest runs the text.
     needed: names that a program must define for this test.
     """
 
@@ -54,6 +64,8 @@ class CodeTest:
     wanted: tuple[Any, ...] = ()
     name: str = ""
     whole_keys: bool = False
+    cases: tuple[str, ...] = ()
+    by_pytest: bool = False
     needed: frozenset[str] = frozenset()
 
 
@@ -186,7 +198,14 @@ def _pair(given: Any, wanted: Any, kind: str, around: _Surroundings, in_lists: b
         return CodeTest("stdin", _text(given, "input"), (_text(wanted, "output"),))
     if not isinstance(name, str) or not name.isidentifier():
         raise _NoTest(f"it calls {_short(repr(name))}, which is no name of a function")
-    return CodeTest("call", _arguments(given), _wanted_results(wanted, in_lists), name, in_lists, frozenset({name}))
+    return CodeTest(
+        kind="call",
+        given=_arguments(given),
+        wanted=_wanted_results(wanted, in_lists),
+        name=name,
+        whole_keys=in_lists,
+        needed=frozenset({name}),
+    )
 
 
 def _text(value: Any, part: str) -> str:
@@ -228,28 +247,59 @@ def _program_text(text: str, around: _Surroundings) -> CodeTest:
         raise _NoTest(
             "it is base64, as in LiveCodeBench's private_test_cases; decode the column to JSON before the run"
         )
-    tree = _compiled(text)
-    functions = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    as_written = _compiled(text)
+    tree = without_guards(as_written)
+    if len(tree.body) != len(as_written.body) or any(
+        a is not b for a, b in zip(tree.body, as_written.body, strict=True)
+    ):
+        text = ast.unparse(tree)
+    _refuse_missing_modules(tree, around)
     is_active = any(_can_fail(statement) for statement in tree.body)
-    defines_check = any(function.name == "check" for function in functions)
+    suite = read_suite(tree)
     needed = _needed(tree)
-    if not is_active and defines_check:
-        entry_point = around.first("entry_point")
+    prefix = around.prefix()
+    if prefix:
+        needed -= _bound(_compiled(prefix))
+    entry_point = around.first("entry_point")
+    if suite.needs_pytest:
+        return _test_of_pytest(prefix, tree, suite, needed)
+    if suite.cases:
+        text += "\n" + "".join(f"{call}\n" for call in suite.calls)
+        if isinstance(entry_point, str) and entry_point in needed:
+            needed = {entry_point}  # the others are the program's imports, which BigCodeBench's tests use as well
+        return CodeTest("assertion", prefix + text, cases=suite.cases, needed=frozenset(needed))
+    if is_active:
+        return CodeTest("assertion", prefix + text, needed=frozenset(needed))
+    if any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
         if entry_point is None:
             raise _NoTest("it defines check(candidate), and the row has no entry_point to check")
         if not isinstance(entry_point, str) or not _ENTRY_POINT.fullmatch(entry_point):
             raise _NoTest(f"its entry_point is {_short(repr(entry_point))}, which is no name of a function")
         text += f"\ncheck({entry_point})\n"
         needed |= {re.split(r"\W", entry_point)[0]}
-    elif not is_active:
-        calls = [function.name for function in functions if _is_pytest(function)]
-        if not calls:
-            raise _NoTest(f"{_short(repr(text))} has no statement that can fail, such as an assert")
-        text += "\n" + "".join(f"{name}()\n" for name in calls)
-    prefix = around.prefix()
-    if prefix:
-        needed -= _bound(_compiled(prefix))
+    elif suite.calls:
+        text += "\n" + "".join(f"{call}\n" for call in suite.calls)
+    else:
+        raise _NoTest(f"{_short(repr(text))} has no statement that can fail, such as an assert")
     return CodeTest("assertion", prefix + text, needed=frozenset(needed))
+
+
+def _test_of_pytest(prefix: str, tree: ast.Module, suite: Suite, needed: set[str]) -> CodeTest:
+    """Returns the test of a suite that pytest has to run. Raises _NoTest where it cannot."""
+    if not is_importable("pytest"):
+        raise _NoTest("only pytest can run it, which is not installed here; install pytest")
+    if suite.fixtures:
+        raise _NoTest(f"it wants the fixture {suite.fixtures[0]}, which neither it nor pytest defines")
+    text = text_for_pytest(ast.Module(body=[*_compiled(prefix).body, *tree.body], type_ignores=[]))
+    return CodeTest("assertion", text, by_pytest=True, needed=frozenset(needed - set(suite.fixtures)))
+
+
+def _refuse_missing_modules(tree: ast.Module, around: _Surroundings) -> None:
+    """Raises _NoTest where a text, or BigCodeBench's column `libs`, needs a module that programs do not find."""
+    libs = _decoded(around.first("libs"))
+    named = [str(name) for name in libs] if isinstance(libs, (list, tuple)) else []
+    for name in (*missing_modules(tree), *(name for name in named if not is_importable(name.partition(".")[0]))):
+        raise _NoTest(f"it needs the module {_short(name)}, which is not installed here")
 
 
 def _compiled(text: str) -> ast.Module:
@@ -276,13 +326,6 @@ def _can_fail(statement: ast.stmt) -> bool:
             return not statement.test.elts
         return not isinstance(statement.test, ast.Constant) or not statement.test.value
     return isinstance(statement, _ACTIVE)
-
-
-def _is_pytest(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Returns whether pytest would call it as it is: fixtures and parameters are nobody's here."""
-    arguments = function.args
-    num_required = len(arguments.posonlyargs) + len(arguments.args) - len(arguments.defaults)
-    return function.name.startswith("test") and isinstance(function, ast.FunctionDef) and num_required == 0
 
 
 def _needed(tree: ast.Module) -> set[str]:

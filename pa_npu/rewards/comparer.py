@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import pa_npu
+from pa_npu.config.sections.rollout import COMPARED_CPU_S
 from pa_npu.control.worker_process import private_pipes, send
 from pa_npu.data.limits import memory_limit
 from pa_npu.errors import PaNpuError
 
-COMPARED_CPU_S = 2.0  # of one judgement; what is equal is found within 0.3 s on one core of 2020
 _MEMORY_BYTES = 2 << 30  # more than the process has when it starts to compare
 _ATTEMPTS = 3  # at a comparison whose process somebody else has ended
 _LONGEST_WAIT_S = 600.0  # for a process that has no processor, or was stopped

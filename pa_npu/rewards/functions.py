@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from pa_npu.config.sections.rollout import RESPONSE_CPU_S
 from pa_npu.config.user_code import ERROR_CHARACTERS, describe, import_function, source_of
 from pa_npu.data.limits import TimeLimitReached, time_limit
 from pa_npu.data.records import CHOICE_COLUMN
@@ -104,7 +105,6 @@ class FunctionSpec:
     programs: int = 0
 
 
-_RESPONSE_CPU_S = 5.0  # in this process, beside what a comparison has (comparer.py); usual are milliseconds
 _OVERLONG_SHARE = 5  # DAPO, section 4.1: of 20,480 tokens the last 4,096
 CONCURRENT = frozenset({"judge", "code"})
 """Built-in functions that wait more than they compute: many groups at once, in a process of their own (pool.py)."""
@@ -160,12 +160,12 @@ def is_users(spec: FunctionSpec) -> bool:
 def math_reward(group: RewardInput) -> list[float]:
     """1 for a response whose final answer equals the reference, else 0; of a multiple choice (data/records.py) its letter.
 
-    A response whose answer is not found within _RESPONSE_CPU_S of processor time has 0.
+    A response whose answer is not found within RESPONSE_CPU_S of processor time has 0.
     """
     letters = str(group.row.get(CHOICE_COLUMN) or "")
     rewards = [0.0] * len(group.responses)
     for number, response in enumerate(group.responses):
-        with contextlib.suppress(TimeLimitReached), time_limit(_RESPONSE_CPU_S):
+        with contextlib.suppress(TimeLimitReached), time_limit(RESPONSE_CPU_S):
             if letters:
                 right = chosen_letter(response, letters, group.prompt) == group.answer
             else:
@@ -188,11 +188,11 @@ def format_reward(pattern: str) -> Function:
 
     def is_found(text: str) -> bool:
         try:
-            with time_limit(_RESPONSE_CPU_S):
+            with time_limit(RESPONSE_CPU_S):
                 return expression.search(text) is not None
         except TimeLimitReached:
             raise ValueError(
-                f"format: the pattern {pattern!r:.200} is not done with a response within {_RESPONSE_CPU_S:g} s of processor "
+                f"format: the pattern {pattern!r:.200} is not done with a response within {RESPONSE_CPU_S:g} s of processor "
                 f"time; write one that tries fewer ways"
             ) from None
 

@@ -227,8 +227,11 @@ def judge_key() -> str:
 def _question(group: RewardInput) -> list[dict[str, str]]:
     """Returns the question without the policy's template: the row's messages or question, else the rendered prompt."""
     messages = group.row.get("messages")
-    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-        return messages
+    if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
+        # an assistant's last message is the reference answer
+        asked = messages[:-1] if messages and messages[-1].get("role") == "assistant" else messages
+        if asked:
+            return asked
     for column in ("question", "prompt", "problem"):
         if isinstance(text := group.row.get(column), str):
             return [{"role": "user", "content": _clean(text)}]

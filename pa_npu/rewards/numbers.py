@@ -25,7 +25,7 @@ _ROUNDED_DECIMALS = 6  # of a decimal that may stand for a number without an end
 
 # Digits and exponents are bounded, so that "1e999999999" costs nothing.
 DIGITS = (
-    r"(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d{1,3}(?: \d{3})+(?![\d,])|\d{1,300})(?:\.\d{1,300})?(?:[eE][-+]?\d{1,2}(?!\d))?"
+    r"(?:[1-9]\d{0,2}(?:,\d{3})+(?![\d,])|[1-9]\d{0,2}(?: \d{3})+(?![\d,])|\d{1,300})(?:\.\d{1,300})?(?:[eE][-+]?\d{1,2}(?!\d))?"
     r"|\.\d{1,300}(?:[eE][-+]?\d{1,2}(?!\d))?"
 )
 TEXT = r"\\(?:text|textbf|textit|textrm|mbox|mathrm|mathbf|mathit|boldsymbol|bm|emph|underline|operatorname)\s*"

@@ -7,8 +7,9 @@
 
 So a worker that somebody kills changes no reward (I6), and a function that kills its worker every time costs its group.
 
-Functions that compute run in reward.workers processes (worker.py), each of which has one group at a time. The wall clock limits
-users' functions alone: `math` and `format` have processor time for each response, so that a busy machine changes no verdict.
+Functions that compute run in reward.workers processes (worker.py), each of which has one group at a time. A user's function has
+reward.timeout_s in which it could run (running_time.py): what it waits for a processor does not count. `math` and `format` have
+processor time for each response. So a busy machine changes no verdict, and every wait has an end.
 
 Functions that wait (a judge, the sandbox, a user's `async def`) run beside these in one process, which has all groups at once and
 says every second that its event loop turns.
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from pa_npu.config.sections.rollout import MAX_REWARD, RewardConfig
+from pa_npu.control.running_time import TimeLimit
 from pa_npu.control.tasks import gather
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, DeadlineExceeded, InvariantViolation, PaNpuError
@@ -318,6 +320,7 @@ class _Worker:
         self._process: WorkerProcess | None = None
         self._server: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._limit: TimeLimit | None = None
         self._overdue: list[_Job] = []
         self._closing = False
         self._runs_users_code = False
@@ -415,16 +418,30 @@ class _Worker:
     def _restart_clock(self) -> None:
         """Starts the time in which the process has to say something, where it has anything to score."""
         self._stop_clock()
-        limit_s = OWN_SILENCE_S
+        if not self.jobs or self._process is None:
+            return
         if self._runs_users_code:
             limit_s = self._all.timeout_s + (SILENCE_S if self._all.waits else 0.0)
-        if self.jobs:
-            self._timer = asyncio.get_running_loop().call_later(limit_s, self._on_time_limit)
+            self._limit = TimeLimit(self._process.pid, limit_s)
+        else:
+            self._limit = TimeLimit(self._process.pid, OWN_SILENCE_S, longest_s=OWN_SILENCE_S)
+        self._look_later()
+
+    def _look_later(self) -> None:
+        assert self._limit is not None
+        self._timer = asyncio.get_running_loop().call_later(self._limit.look_again_s(), self._look)
+
+    def _look(self) -> None:
+        assert self._limit is not None
+        if self._limit.is_over():
+            self._on_time_limit()
+        else:
+            self._look_later()
 
     def _stop_clock(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None
+        self._timer = self._limit = None
 
     def _on_time_limit(self) -> None:
         self._overdue = list(self.jobs.values())

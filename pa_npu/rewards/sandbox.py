@@ -1,7 +1,7 @@
 """Runs a program that nobody has read: under limits, in an empty directory, without network, keys, or files but its own.
 
-Each run is a cell (sandbox_child.py). What isolates it depends on the system and has a level: "namespaces" (by bubblewrap where it
-is there and works, else by the cell itself), "files" (Landlock and a filter of system calls), or "limits" alone.
+Each run is a cell (sandbox_child.py). What isolates it depends on the system and has a level: "namespaces" (by bubblewrap or nsjail
+where one is there and works, else by the cell itself), "files" (Landlock and a filter of system calls), or "limits" alone.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pa_npu.errors import PaNpuError
+from pa_npu.rewards.sandbox_jails import JAILS, remove_workplaces
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _GRACE_S = 5.0  # a killed cell is gone within milliseconds
@@ -33,7 +34,8 @@ _SET_UP_S = 20.0  # for a cell to begin on a machine that is busy; not part of t
 _READ_BYTES = 1 << 16
 _FIRST_USER = 1_000_000_000  # ids that nobody has; one for each cell, because processes are counted by user
 _cells = itertools.count(os.getpid() * 1000 % _FIRST_USER)
-_BUBBLEWRAP_S = 10.0
+_JAIL_TRIAL_S = 10.0
+_JAIL_PATH = "/usr/bin:/usr/local/bin:/bin"
 _LANDLOCK_VERSION = 6  # the newest of the kernel's interface that is used
 _REMOVAL_S = 60.0  # for what a cell has left on disk: its files are counted, so that it is done within a second
 
@@ -105,6 +107,7 @@ async def run(arguments: Sequence[str], stdin: bytes, limits: Limits, files: Map
     files: written before, to be read at the paths that begin with "{files}/" in the arguments; "{packages}" is where this
     environment's packages are. Raises SandboxFailed where nothing could be run.
     """
+    jail, user = _jail(), _unused_user(next(_cells) % _FIRST_USER)
     parent = os.path.realpath(tempfile.mkdtemp(prefix="pa_npu-cell-"))
     try:
         directory, given, root = (Path(parent) / name for name in ("work", "given", "root"))
@@ -123,8 +126,8 @@ async def run(arguments: Sequence[str], stdin: bytes, limits: Limits, files: Map
             "given": str(given),
             "root": str(root),
             "shown": shown,
-            "user": _unused_user(next(_cells) % _FIRST_USER),
-            "bubblewrap": _bubblewrap(),
+            "user": user,
+            "jail": jail,
             "landlock": _LANDLOCK_VERSION,
             "inside": False,
             **asdict(limits),
@@ -135,6 +138,8 @@ async def run(arguments: Sequence[str], stdin: bytes, limits: Limits, files: Map
     finally:
         # also where this task is cancelled: the thread goes on
         await asyncio.shield(asyncio.to_thread(_remove, parent))
+        if jail is not None:
+            remove_workplaces(jail[0], user)
 
 
 def _remove(parent: str) -> None:
@@ -224,27 +229,41 @@ def _unused_user(cell: int) -> int | None:
 
 
 @functools.cache
-def _bubblewrap() -> str | None:
-    """Returns the program bubblewrap where it can carry a cell, else None.
+def _jail() -> tuple[str, str] | None:
+    """Returns name and file of the first program of JAILS that can carry a cell, else None.
 
     It is tried with all that a cell shows, as the user that a cell has: root's cells have one that nobody else has, who can often
     not read what lies below /root.
     """
-    program = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin")
     user = _unused_user(next(_cells) % _FIRST_USER)
-    if program is None or (os.geteuid() == 0 and user is None):
+    if os.geteuid() == 0 and user is None:
         return None
+    for name, (file, _) in JAILS.items():
+        program = shutil.which(file, path=_JAIL_PATH)
+        if program is not None and _carries_a_cell(name, program, user):
+            return name, program
+    return None
+
+
+def _carries_a_cell(name: str, program: str, user: int | None) -> bool:
+    """Returns whether a jail starts this Python, with what a cell shows, as this user."""
     python, _, shown = _shown()
-    arguments = [program, "--unshare-all", "--proc", "/proc", "--dev", "/dev"]
-    for path in (*shown, str(_CHILD.parent), os.path.realpath(tempfile.gettempdir())):
-        arguments += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
-    arguments += ["--perms", "0755", "--size", "4096", "--tmpfs", "/dev/shm", "--", python, "-I", "-c", ""]
-    as_user: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
+    parent = os.path.realpath(tempfile.mkdtemp(prefix="pa_npu-cell-"))
     try:
-        done = subprocess.run(arguments, capture_output=True, timeout=_BUBBLEWRAP_S, cwd="/", **as_user)
+        os.chmod(parent, 0o755)
+        cell: dict[str, Any] = {"shown": shown, "given": str(_CHILD.parent), "directory": parent}
+        cell |= {"files_bytes": Limits.files_bytes, "num_files": Limits.num_files}
+        command = [*JAILS[name][1](program, cell, (), None), "--", python, "-I", "-c", ""]
+        as_user: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_JAIL_TRIAL_S, cwd="/", **as_user
+        )
     except (OSError, subprocess.SubprocessError):
-        return None
-    return program if done.returncode == 0 else None
+        return False
+    finally:
+        os.rmdir(parent)
+        remove_workplaces(name, user)
+    return done.returncode == 0
 
 
 async def _run(wanted: dict[str, object], stdin: bytes, limits: Limits, parent: Path) -> Outcome:

@@ -3,7 +3,7 @@
     python -I sandbox_child.py LIMITS REPORT      limits as JSON; a descriptor. The program's standard streams are this process's
 
     this process: makes namespaces, forks, sums up what the cell holds, ends with the program's status; kills what is left of it
-      └─ first process of a new PID namespace: makes the root, and reaps; with it everything of the program ends (or bubblewrap)
+      └─ first process of a new PID namespace: makes the root, and reaps; with it everything of the program ends (or a jail's)
            └─ the program, as a user that nobody is, without capabilities, behind its filters and limits
 
 Three levels: "namespaces" (all of that), "files" (Landlock and the filter of system calls alone keep it from network and files),
@@ -25,14 +25,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(__file__))  # -I leaves it out
+import sandbox_jails as jails
 import sandbox_meters as meters
 import sandbox_walls as walls
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
-_USER_INSIDE = 1000
+_USER_INSIDE = jails.USER_INSIDE
 _LOOK_EVERY_S = 0.02
 _FAILED = 126
-_PROCESSES_ADDED = 4  # by this file and bubblewrap
+_PROCESSES_ADDED = 4  # by this file and a jail
+_FILES = ("sandbox_child.py", "sandbox_jails.py", "sandbox_meters.py", "sandbox_walls.py")
 _USERS_COUNTED_BY_NAMESPACE = (5, 14)  # from this kernel on
 LEVELS = ("limits", "files", "namespaces")
 
@@ -49,7 +51,7 @@ def main() -> NoReturn:
     limits, report = json.loads(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(report, False)
     if limits["inside"]:
-        _guarded(report, lambda: _become_the_program(limits, report, "bubblewrap", None, None))
+        _guarded(report, lambda: _inside_a_jail(limits, report))
     signal.signal(signal.SIGTERM, _on_end)
     # so that its delivery ends the pause between two looks at the cell
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -57,10 +59,10 @@ def main() -> NoReturn:
     walls.libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     limits["others"] = _processes_of_this_user()
     _raise_open_files()
-    if limits["bubblewrap"]:
+    if limits["jail"]:
         first = os.fork()
         if first == 0:
-            _guarded(report, lambda: _bubblewrap(limits, report))
+            _guarded(report, lambda: _become_the_jail(limits, report))
     else:
         user, refused = _namespaces(limits["user"])
         first = os.fork()
@@ -144,6 +146,11 @@ def _first_process(limits: Mapping[str, Any], report: int, user: int | None, ref
     program = os.fork()
     if program == 0:
         _guarded(report, lambda: _become_the_program(limits, report, by, user, refused))
+    _reap_until(program, report)
+
+
+def _reap_until(program: int, report: int) -> NoReturn:
+    """Is the first process of a PID namespace: reaps whatever ends in it, and ends as the program does."""
     walls.libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # nothing of this process is the program's to read or to trace
     walls.drop_bounding_set()
     walls.drop_capabilities()
@@ -156,37 +163,39 @@ def _first_process(limits: Mapping[str, Any], report: int, user: int | None, ref
             os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
 
 
-def _bubblewrap(limits: Mapping[str, Any], report: int) -> NoReturn:
-    """Becomes bubblewrap, whose first program is this file again, inside. Root becomes the user that nobody is before."""
+def _become_the_jail(limits: Mapping[str, Any], report: int) -> NoReturn:
+    """Becomes bubblewrap or nsjail, whose first program is this file again, inside. Root becomes the user that nobody is before."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.set_inheritable(report, True)
-    here, directory = os.path.dirname(os.path.realpath(__file__)), limits["directory"]
-    arguments = [limits["bubblewrap"], "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    arguments += ["--uid", str(_USER_INSIDE), "--gid", str(_USER_INSIDE), "--proc", "/proc", "--dev", "/dev"]
-    for path in limits["shown"]:
-        kind = ("--symlink", os.readlink(path)) if os.path.islink(path) else ("--ro-bind", path)
-        arguments += [*kind, path]
-    files = [os.path.join(here, name) for name in ("sandbox_child.py", "sandbox_meters.py", "sandbox_walls.py")]
-    for path in (limits["given"], *files):
-        arguments += ["--ro-bind", path, path]
-    arguments += ["--perms", "1777", "--size", str(limits["files_bytes"]), "--tmpfs", directory]
-    arguments += ["--perms", "1777", "--size", str(1 << 20), "--tmpfs", "/dev/shm"]
-    for path in ("/dev", "/"):  # without the file systems below them
-        arguments += ["--remount-ro", path]
-    if program := walls.filter_of_calls(namespaces=True):  # for bubblewrap's own process in there too
+    here = os.path.dirname(os.path.realpath(__file__))
+    files = [os.path.join(here, name) for name in _FILES]
+    name, program = limits["jail"]
+    command = jails.JAILS[name][1](program, limits, files, report)
+    calls = walls.filter_of_calls(namespaces=True)
+    if name == "bubblewrap" and calls:  # for bubblewrap's own process in there too
         reading, writing = os.pipe()
-        os.write(writing, program)
+        os.write(writing, calls)
         os.close(writing)
         os.set_inheritable(reading, True)
-        arguments += ["--seccomp", str(reading)]
+        command += ["--seccomp", str(reading)]
     inside = json.dumps({**limits, "inside": True})
     if limits["user"] is not None:
         os.setgroups([])
         os.setresgid(limits["user"], limits["user"], limits["user"])
         os.setresuid(limits["user"], limits["user"], limits["user"])
         walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # another user's process has lost it
-    os.execv(arguments[0], [*arguments, "--", limits["python"], "-I", files[0], inside, str(report)])
+    os.execv(program, [*command, "--", limits["python"], "-I", files[0], inside, str(report)])
+
+
+def _inside_a_jail(limits: Mapping[str, Any], report: int) -> None:
+    """Becomes the program; behind a first process of its own where the jail, unlike bubblewrap, has put none into the namespace."""
+    name = limits["jail"][0]
+    if os.getpid() == 1:
+        program = os.fork()
+        if program != 0:
+            _reap_until(program, report)
+    _become_the_program(limits, report, name, None, None)
 
 
 def _become_the_program(
@@ -218,7 +227,7 @@ def _become_the_program(
     if not os.access(python, os.X_OK):
         raise PermissionError(f"{python} cannot be read by the user of programs")
     by = by or (f"Landlock {landlock} and a filter of system calls" if level else "limits of processes alone")
-    report_line = {"level": LEVELS[level], "by": by, "refused": refused if by != "bubblewrap" else None}
+    report_line = {"level": LEVELS[level], "by": by, "refused": refused}
     os.write(report, json.dumps(report_line).encode() + b"\n")
     os.close(report)
     if level < LEVELS.index(limits["require"]):
@@ -296,7 +305,7 @@ def _holds_too_much(first: int, limits: Mapping[str, Any]) -> bool:
     if meters.memory_of(pids, limits["memory_bytes"]) > limits["memory_bytes"]:
         return True
     directory = limits["directory"]
-    if limits["bubblewrap"]:  # whose file systems have no limit of files
+    if limits["jail"]:  # whose file systems may have no limit of files
         return meters.files_inside(pids, directory) > limits["num_files"]
     num_bytes, num_files = meters.files_of(pids, directory, limits["num_files"])
     return num_bytes > limits["files_bytes"] or num_files > limits["num_files"]

@@ -10,8 +10,8 @@
 
 Without `waits` it runs functions that compute, one group after another, in the main thread, where signals limit their time. With
 `waits` it runs the judge, the sandbox and users' `async def`, many groups at once in one event loop; null is a response without
-a verdict, and a user's function has timeout_s for a group. Functions of the other kind are named as others and left to another
-process.
+a verdict, and a user's function has timeout_s in which it could run (running_time.py) for a group. Functions of the other kind
+are named as others and left to another process.
 
 Functions see /dev/null as standard input, and what they print goes to standard error. The process ends with its input, and its
 keeper kills it when its parent dies.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ from functools import partial
 from typing import Any
 
 from pa_npu.config.user_code import describe
+from pa_npu.control.running_time import TimeLimit
 from pa_npu.control.tasks import held
 from pa_npu.control.worker_process import private_pipes, send
 from pa_npu.errors import UserError
@@ -196,8 +198,12 @@ class _Waiting:
             return values, problem, False
         async with self._turn:
             task = asyncio.ensure_future(held(lambda: function(group)))
-            done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
-        if not done:
+            limit = TimeLimit(os.getpid(), self._timeout_s)
+            while not task.done():
+                await asyncio.wait({task}, timeout=limit.look_again_s())
+                if not task.done() and limit.is_over():
+                    break
+        if not task.done():
             task.cancel()
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
             return [0.0] * len(nothing), f"not done within reward.timeout_s = {self._timeout_s:g} s", False

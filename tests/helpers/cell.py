@@ -2,7 +2,7 @@
 
     python cell.py REQUEST      {"without": [...], "user": id | null, "limits": {...}, "landlock": newest version}
 
-without: "sys_admin" and "setfcap" are capabilities; "bubblewrap", "namespaces", "landlock" are refused as where they are missing.
+without: "sys_admin" and "setfcap" are capabilities; "bubblewrap", "nsjail", "namespaces" and "landlock" are missing or refused.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def give_up(without: list[str], user: int | None) -> None:
         assert sandbox_walls.apply_filter(_refuses(_UNSHARE[os.uname().machine]))
     if "landlock" in without:
         assert sandbox_walls.apply_filter(_refuses(_LANDLOCK))
-    if "bubblewrap" in without:
-        sandbox._bubblewrap = lambda: None  # type: ignore[assignment]
+    for name in sandbox.JAILS.keys() & set(without):
+        del sandbox.JAILS[name]
 
 
 def _refuses(*numbers: int) -> bytes:

@@ -137,8 +137,11 @@ def test_blank_lines_are_skipped_and_lines_still_counted(tmp_path: Path, tokeniz
         ('{"question": "q", "answer": true}', "answer is true, not a text or a number"),
         ('{"question": " ", "answer": "5"}', "question is empty"),
         ('{"question": 7, "answer": "5"}', "question is 7, not a text"),
-        ('{"input": "q", "answer": "5"}', "no question, problem, prompt or messages (columns: input, answer)"),
-        ("{}", "no question, problem, prompt or messages (columns: none)"),
+        (
+            '{"input": "q", "answer": "5"}',
+            "no question, problem, prompt, messages or conversations (columns: input, answer)",
+        ),
+        ("{}", "no question, problem, prompt, messages or conversations (columns: none)"),
         ('{"messages": [], "answer": "5"}', "messages is [], not a list of messages"),
         ('{"messages": "q", "answer": "5"}', 'messages is "q", not a list of messages'),
         ('{"messages": [{"role": "user"}], "answer": "5"}', 'each must be {"role": text, "content": text}'),
@@ -403,6 +406,75 @@ def test_what_a_template_would_drop_is_one_line_or_goes_into_the_text(tmp_path: 
 )
 def test_a_message_that_cannot_be_read_is_one_line(message: Any, expected: str, tmp_path: Path, tokenizer: Any) -> None:
     row = {"messages": [message, {"role": "user", "content": "q"}], "answer": "1"}
+    assert expected in refusal(write(tmp_path / "a.jsonl", row), tokenizer)
+
+
+# As ShareGPT's rows and those of its descendants say what TOOL_ROW says.
+SHARED_ROW = {
+    "conversations": [
+        {"from": "human", "value": "2+2?"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"x": 2, "y": null}}'},
+        {"from": "observation", "value": "4"},
+        {"from": "gpt", "value": "It is 4.\n#### 4"},
+    ],
+    "tools": json.dumps([ADD["function"]]),
+}
+SHARED_TEXT = '<|user|>2+2?<|assistant|><call>add({"x": 2, "y": null})</call><|tool|>4<|assistant|>'
+
+
+@pytest.mark.parametrize("column", ["conversations", "conversation", "messages", "prompt"])
+def test_a_conversation_of_sharegpt_is_a_prompt_with_its_calls_and_tools(
+    column: str, tmp_path: Path, tool_tokenizer: Any
+) -> None:
+    *asked, solved = SHARED_ROW["conversations"]
+    row = {column: asked if column == "prompt" else [*asked, solved], "tools": SHARED_ROW["tools"]}
+    answered = {**row, "answer": "4"} if column == "prompt" else row
+    (prompt,) = load(write(tmp_path / "a.jsonl", answered), tool_tokenizer)
+    assert (without_tools(prompt.text), prompt.answer) == (SHARED_TEXT, "4")
+    assert '"name": "add"' in prompt.text.partition("[/tools]")[0], "the row's tools"
+
+
+def test_a_conversation_has_its_system_prompt_from_its_own_message_or_from_its_column(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    asked = [{"from": "human", "value": "2+2?"}]
+    beside = {"conversations": asked, "system": "Be brief.", "answer": "4"}
+    inside = {**beside, "conversations": [{"from": "system", "value": "Be long."}, *asked]}
+    as_text = {**beside, "conversations": json.dumps(asked)}
+    first, second, third = load(write(tmp_path / "a.jsonl", beside, inside, as_text), tokenizer)
+    assert first.text == third.text == "<|system|>Be brief.<|user|>2+2?<|assistant|>"
+    assert second.text == "<|system|>Be long.<|user|>2+2?<|assistant|>"
+    assert first.row["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2+2?"},
+    ], "reward functions find the messages in the field's form"
+
+
+def test_a_conversation_beside_the_same_question_is_no_second_question(tmp_path: Path, tokenizer: Any) -> None:
+    talk = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+    same = {"problem": "2+2?", "conversations": talk, "answer": "4"}
+    titled = {"question": "2+2?", "conversation": 17, "answer": "4"}
+    for prompt in load(write(tmp_path / "a.jsonl", same, titled), tokenizer):
+        assert prompt.text == "<|user|>2+2?<|assistant|>"
+    other = write(tmp_path / "b.jsonl", {**same, "problem": "2+3?"})
+    assert "problem and conversations ask different things" in refusal(other, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({"from": "alien", "value": "q"}, 'is from "alien", who is none of human, user, gpt'),
+        ({"from": 5, "value": "q"}, "is from 5, who is none of"),
+        ({"from": "human"}, 'conversations holds {"from": "human"}; each must be'),
+        ({"from": "function_call", "value": "add(2)"}, "is a function_call whose value is not the JSON of one"),
+        ({"from": "function_call", "value": "[1]"}, "tool_calls has 1, which names no function"),
+        ("Human: q", '"Human: q" is not an object'),
+    ],
+)
+def test_a_message_of_sharegpt_that_cannot_be_read_is_one_line(
+    message: Any, expected: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    row = {"conversations": [message, {"from": "human", "value": "q"}], "answer": "1"}
     assert expected in refusal(write(tmp_path / "a.jsonl", row), tokenizer)
 
 

@@ -115,23 +115,42 @@ def test_where_it_is_left_out_trainers_wait_as_long_as_a_request_and_its_rewards
     assert waits(64, "code", "judge") == request_s + 32 * 10 * (2 + 64 / 2), (
         "the slower one: they run beside each other"
     )
-    assert waits(64, "math") == 1800
+    assert waits(16, "math") == 1800
+
+
+def test_every_reward_function_bounds_how_long_a_group_is_waited_for() -> None:
+    """`math` has 5 s of processor time for a response and 4 comparisons of 2 s; a user's function ends at ten times its time."""
+
+    def limit_s(responses: int, *functions: Any, **reward: Any) -> float:
+        given = {"functions": [{"name": name} for name in functions]} | reward
+        tree = {"rollout": {"responses_per_prompt": responses}, "reward": given}
+        return Config.model_validate(TREE | tree).reward_limit_s
+
+    assert limit_s(8, "math") == 8 * (5 + 4 * 2)
+    assert limit_s(8, "math", "mine:f", timeout_s=20.0) == limit_s(8, "math") + 10 * 20
+    assert limit_s(8, "mine:f", "code") == max(10 * 10, limit_s(8, "code"))
+    assert limit_s(8, "overlong") == 0
+    with pytest.raises(ValueError, match=r"50 s that the group's rewards may take then .*reward\.timeout_s"):
+        tree = {"reward": {"functions": [{"name": "mine:f"}], "timeout_s": 5.0}, "trainer": {"wait_timeout_s": 700}}
+        Config.model_validate(TREE | tree)
 
 
 def test_where_it_is_left_out_trainers_wait_as_long_as_a_request_may_take() -> None:
     def waits(rollout: dict[str, Any], **trainer: Any) -> float:
         return Config.model_validate(TREE | {"rollout": rollout, "trainer": trainer}).wait_timeout_s
 
+    rewards_s = Config.model_validate(TREE).reward_limit_s
     assert waits({}) == 1800
-    assert waits({"max_response_tokens": 8192}, devices=2) == 600 + 0.25 * 8192
-    assert waits({"request_timeout_s": 7200.0}) == 7200 + 0.25 * 256
+    assert waits({"max_response_tokens": 8192}, devices=2) == 600 + 0.25 * 8192 + rewards_s
+    assert waits({"request_timeout_s": 7200.0}) == 7200 + 0.25 * 256 + rewards_s
     assert waits({"max_response_tokens": 8192}, wait_timeout_s=4000) == 4000
     # a group of 8 waits for the room of others, and begins in rounds where it has less
     agents: Any = {"name": "agents", "timeout_s": 1000}
     for concurrent, rounds in ((8, 2), (4, 4)):
         tree = TREE | {"environment": agents, "agent": {"concurrent": concurrent}}
         config = Config.model_validate(tree)
-        assert config.wait_timeout_s == config.group_limit_s == 1000 * rounds
+        assert config.group_limit_s == 1000 * rounds
+        assert config.wait_timeout_s == config.group_limit_s + config.reward_limit_s
         assert config.engine_wait_s > config.group_limit_s
     with pytest.raises(ValueError, match="max_response_tokens"):
         waits({"max_response_tokens": "8k"})

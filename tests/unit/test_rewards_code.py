@@ -62,6 +62,43 @@ LAYOUTS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
         "def twice(x):\n    return x",
         {"entry_point": "twice"},
     ),
+    "BigCodeBench": (
+        "import unittest\nclass TestCases(unittest.TestCase):\n    def setUp(self):\n        self.given = json.loads('3')\n"
+        "    def test_case_1(self):\n        self.assertEqual(task_func(self.given), 6)\n"
+        "    def test_case_2(self):\n        with self.assertRaises(TypeError):\n            task_func(None)\n",
+        "import json\n\ndef task_func(x):\n    return 2 * x",
+        "import json\n\ndef task_func(x):\n    return 6",
+        {"entry_point": "task_func", "libs": "['json']"},
+    ),
+    "unittest behind a main guard": (
+        "from unittest import IsolatedAsyncioTestCase, main\nfrom solution import f\n"
+        "class Base(IsolatedAsyncioTestCase):\n    async def test_f(self):\n        self.assertEqual(f(2), 4)\n"
+        "class TestMore(Base):\n    pass\nif __name__ == '__main__':\n    main()\n",
+        "def f(x):\n    return 2 * x",
+        "def f(x):\n    return x",
+        {},
+    ),
+    "unittest with a runner that raises nothing": (
+        "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(f(2), 4)\n"
+        "unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T))\n",
+        "def f(x):\n    return 2 * x",
+        "def f(x):\n    return x",
+        {},
+    ),
+    "pytest with values and fixtures": (
+        "import pytest\nfrom solution import f\n@pytest.fixture\ndef two():\n    return 2\n"
+        "@pytest.mark.parametrize('x, y', [(0, 0), (3, 6)])\ndef test_values(x, y):\n    assert f(x) == y\n"
+        "class TestMore:\n    def test_fixture(self, two, tmp_path):\n        assert f(two) == 4 and tmp_path.is_dir()\n",
+        "def f(x):\n    return 2 * x",
+        "def f(x):\n    return 2 * x if x != 2 else 5",
+        {},
+    ),
+    "assertions behind a main guard": (
+        "if __name__ == '__main__':\n    assert f(2) == 4\n",
+        "def f(x):\n    return 2 * x",
+        "def f(x):\n    return x",
+        {},
+    ),
 }
 
 
@@ -71,6 +108,13 @@ async def test_a_program_that_passes_all_tests_of_a_published_layout_has_one_and
     given = group(tests, right, wrong, "syntax error here", "import sys; sys.exit(0)", **row)
     given = RewardInput(given.prompt, "", [*given.responses, "no program"], [9] * 5, given.row)
     assert await rewards(given) == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+async def test_a_suite_that_the_program_replaces_or_skips_has_not_passed() -> None:
+    tests = LAYOUTS["unittest behind a main guard"][0]
+    replaced = "import unittest\nclass TestMore(unittest.TestCase):\n    def test_f(self): pass\ndef f(x): return x"
+    skipping = "import unittest\ndef f(x):\n    raise unittest.SkipTest('no')"
+    assert await rewards(group(tests, replaced, skipping)) == [0.0, 0.0]
 
 
 async def test_the_share_of_tests_and_the_first_ones_alone_can_be_what_counts() -> None:

@@ -91,15 +91,22 @@ async def test_a_reward_models_number_is_the_score_also_beyond_the_scale() -> No
 
     with fake_judge(answer) as judge:
         config = settings(judge, api="pooling", scores=(-5, 5))
+        solved = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "the reference"}]
         found = await rewards(
-            config, group("good", "poor", "odd", question="2+2?"), group("good", messages=[{"role": "user"}])
+            config,
+            group("good", "poor", "odd", question="2+2?"),
+            group("good", messages=[{"role": "user"}]),
+            group("poor", messages=solved),
         )
-    assert found == [[1.75, 0.25, None], [1.75]]
+    assert found == [[1.75, 0.25, None], [1.75], [0.25]]
     bodies = [body for _, _, body in judge.asked]
     assert all(body["path"] == "/pooling" and "temperature" not in body for body in bodies)
     talks = [body["messages"] for body in bodies]
     assert [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "good"}] in talks
     assert [{"role": "user"}, {"role": "assistant", "content": "good"}] in talks
+    assert [solved[0], {"role": "assistant", "content": "poor"}] in talks, (
+        "the reference is no turn of the conversation"
+    )
 
 
 async def test_what_fails_for_a_moment_is_asked_again_and_what_will_fail_again_is_not() -> None:

@@ -17,7 +17,8 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.inputs import DataConfig, ModelConfig
-from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
+from pa_npu.config.sections.rollout import STARVED_FACTOR, RewardConfig, RewardFunction
+from pa_npu.control import running_time
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, PaNpuError
 from pa_npu.rewards import loading
@@ -222,6 +223,28 @@ async def test_a_group_over_the_time_limit_is_killed_with_its_children_and_gets_
         await until_gone(child)
     assert slow.total.tolist() == [0, 0] and "reward.timeout_s = 2 s" in slow.errors[0]
     assert behind.total.tolist() == [2, 3] and behind.errors == (), "the group behind must not pay for the slow one"
+
+
+def starve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the kernel say that the worker has waited for a processor ever since the machine began."""
+    monkeypatch.setattr(running_time, "waits_of", lambda root: {"worker": time.monotonic_ns()})
+
+
+async def test_a_busy_machine_costs_no_reward_of_a_users_function_and_a_hanging_one_still_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = tmp_path / "release"
+    limit_s = 0.4
+    async with RewardPool(users_config(timeout_s=limit_s)) as pool:
+        starve(monkeypatch)
+        scored = asyncio.create_task(pool.score(group(wait_for=str(release))))
+        done, _ = await asyncio.wait({scored}, timeout=3 * limit_s)
+        release.touch()
+        assert not done and (await scored).errors == (), "it had no processor"
+        start_s = time.monotonic()
+        hanging = await pool.score(group(endless=True))
+        assert time.monotonic() - start_s >= STARVED_FACTOR * limit_s
+    assert hanging.total.tolist() == [0, 0] and "reward.timeout_s = 0.4 s" in hanging.errors[0]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

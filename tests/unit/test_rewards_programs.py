@@ -11,6 +11,7 @@ import pytest
 from pa_npu.config.schema import Config
 from pa_npu.data.prompts import Prompt, PromptSet
 from pa_npu.errors import DataError
+from pa_npu.rewards import code_tests
 from pa_npu.rewards.check import check_row_tests
 from pa_npu.rewards.code_program import program_of
 from pa_npu.rewards.code_results import same_output, same_result
@@ -152,6 +153,31 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"tests": "from solution import f\ndef test_f():\n    assert f(1)"},
         [{"kind": "assertion", "given": "from solution import f\ndef test_f():\n    assert f(1)\ntest_f()\n"}],
     ),
+    "BigCodeBench": (
+        {
+            "tests": "class T(unittest.TestCase):\n    def test_f(self):\n        self.assertTrue(f(np.ones(1)))",
+            "entry_point": "f",
+            "test_imports": "import unittest",
+        },
+        [{"kind": "assertion", "cases": ("T",), "needed": frozenset({"f"})}],
+    ),
+    "assertions behind a main guard": (
+        {"tests": "if __name__ == '__main__':\n    assert f(1)"},
+        [{"kind": "assertion", "given": "assert f(1)"}],
+    ),
+    "functions that wait": (
+        {"tests": "async def test_f():\n    assert f(1)"},
+        [
+            {
+                "kind": "assertion",
+                "given": "async def test_f():\n    assert f(1)\n__import__('asyncio').run(test_f())\n",
+            }
+        ],
+    ),
+    "pytest": (
+        {"tests": "class TestF:\n    def test_f(self, tmp_path):\n        assert f(1)"},
+        [{"kind": "assertion", "by_pytest": True, "cases": (), "needed": frozenset({"f"})}],
+    ),
     "assertions beside an entry point": (
         {"tests": "assert f(1)", "entry_point": "f"},
         [{"kind": "assertion", "given": "assert f(1)"}],
@@ -168,6 +194,17 @@ def test_tests_of_a_published_layout_are_read_as_their_dataset_means_them(layout
     assert [
         {name: getattr(test, name) for name in expected} for test, expected in zip(tests, wanted, strict=True)
     ] == wanted
+
+
+def test_a_module_that_a_test_only_tries_to_import_need_not_be_there() -> None:
+    text = "try:\n    import nobody_has_this\nexcept ImportError:\n    pass\nassert f(1)"
+    assert row_tests({"tests": text}, "tests")[0].given == text
+
+
+def test_a_suite_that_needs_pytest_is_one_line_where_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_tests, "is_importable", lambda name: name != "pytest")
+    with pytest.raises(DataError, match="only pytest can run it, which is not installed here; install pytest"):
+        row_tests({"tests": "class TestF:\n    def test_f(self):\n        assert f(1)"}, "tests")
 
 
 def test_tests_may_be_a_column_inside_another_with_what_stands_beside_them() -> None:
@@ -203,6 +240,12 @@ def test_tests_may_be_a_column_inside_another_with_what_stands_beside_them() -> 
         ({"tests": ["assert True"]}, "no statement that can fail"),
         ({"tests": ["assert (f(2) == 4, 'four')"]}, "no statement that can fail"),
         ({"tests": ["print(f(2))"]}, "no statement that can fail"),
+        ({"tests": "import unittest\nclass T(unittest.TestCase):\n    pass"}, "no statement that can fail"),
+        ({"tests": "import unittest\nunittest.main()"}, "no statement that can fail"),
+        ({"tests": "if __name__ == '__main__':\n    print(f(2))"}, "no statement that can fail"),
+        ({"tests": "def test_f(mocker):\n    assert f(1)"}, "it wants the fixture mocker"),
+        ({"tests": "import nobody_has_this\nassert f(1)"}, "it needs the module nobody_has_this"),
+        ({"tests": ["assert f(1)"], "libs": "['json', 'nobody_has_this']"}, "it needs the module nobody_has_this"),
         ({"tests": "eJxr" * 40 + "YA=="}, "base64"),
         (
             {"tests": [{"input": "1", "output": "2", "testtype": "functional"}], "metadata": "{}"},

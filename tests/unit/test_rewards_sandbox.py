@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from pa_npu.rewards import sandbox
 from pa_npu.rewards.sandbox import Limits, Outcome
+from pa_npu.rewards.sandbox_jails import JAILS
 
 LIMITS = Limits(wall_s=20.0, cpu_s=10, memory_bytes=512 << 20)
 
@@ -131,18 +133,23 @@ keys = [name for name, value in os.environ.items() if "secret" in value]
 print(json.dumps({"got": got, "user": os.getuid(), "capabilities": [held for held in held if int(held, 16)], "keys": keys}))
 """
 _UNSHARED = "namespaces of its own"
+_JAILS = ("bubblewrap", "nsjail")
 # who runs it, without what, and the level that comes of it; the first is the user of these tests, whoever that is
 CELLS: dict[str, tuple[int | None, tuple[str, ...], str, str]] = {
-    "root": (0, ("bubblewrap",), "namespaces", _UNSHARED),
+    "root": (0, _JAILS, "namespaces", _UNSHARED),
     "root with bubblewrap": (0, (), "namespaces", "bubblewrap"),
-    "root of a container": (0, ("bubblewrap", "sys_admin"), "namespaces", _UNSHARED),
+    "root with nsjail": (0, ("bubblewrap",), "namespaces", "nsjail"),
+    "root of a container": (0, (*_JAILS, "sys_admin"), "namespaces", _UNSHARED),
     "root of a container with bubblewrap": (0, ("sys_admin", "setfcap"), "namespaces", "bubblewrap"),
-    "root who may map nobody": (0, ("bubblewrap", "sys_admin", "setfcap"), "files", "Landlock"),
-    "a user": (4321, ("bubblewrap",), "namespaces", _UNSHARED),
+    "root of a container with nsjail": (0, ("bubblewrap", "sys_admin", "setfcap"), "namespaces", "nsjail"),
+    "root who may map nobody": (0, (*_JAILS, "sys_admin", "setfcap"), "files", "Landlock"),
+    "a user": (4321, _JAILS, "namespaces", _UNSHARED),
     "a user with bubblewrap": (4321, (), "namespaces", "bubblewrap"),
-    "a user without namespaces": (4321, ("namespaces", "bubblewrap"), "files", "Landlock"),
-    "a user without anything": (4321, ("namespaces", "bubblewrap", "landlock"), "limits", "limits of processes alone"),
+    "a user with nsjail": (4321, ("bubblewrap",), "namespaces", "nsjail"),
+    "a user without namespaces": (4321, ("namespaces", *_JAILS), "files", "Landlock"),
+    "a user without anything": (4321, ("namespaces", *_JAILS, "landlock"), "limits", "limits of processes alone"),
 }
+_CARRIED = ["a user", "a user with bubblewrap", "a user with nsjail"]
 
 
 def readable_python() -> str:
@@ -161,7 +168,7 @@ def cell(kind: str, program: str, **limits: Any) -> dict[str, Any]:
     if os.geteuid() != 0 and user in (0, None):
         pytest.skip("needs root")
     python = sys.executable
-    if user or "bubblewrap" not in without:
+    if user or not set(_JAILS) <= set(without):
         if os.geteuid() == 0:
             python = readable_python()
         else:
@@ -184,8 +191,8 @@ def level_here(kind: str, found: dict[str, Any]) -> str:
     """The level that was reached; skips where this system is poorer than the case wants."""
     _, _, level, by = CELLS[kind]
     if "failed" in found or found["level"] != level or by not in found["isolation"]:
-        if by == "bubblewrap" and shutil.which("bwrap") is None:
-            pytest.skip("no bubblewrap here")
+        if by in _JAILS and shutil.which(JAILS[by][0]) is None:
+            pytest.skip(f"no {by} here")
         if (
             level == "namespaces"
             and subprocess.run(["unshare", "-Ur", "true"], capture_output=True, check=False).returncode
@@ -226,6 +233,85 @@ def test_whoever_runs_it_no_program_leaves_its_cell_and_its_level_is_told(
     if CELLS[kind][0] == 0 and level == "namespaces":
         assert found["user"] != 0
     assert not Path(f"{of_the_run}.made").exists()
+
+
+STAND_IN = """#!{python}
+import json, os, sys
+with open({record!r}, "a") as file:
+    file.write(json.dumps(sys.argv) + chr(10))
+sys.exit({status}) if {status} else os.execv(sys.argv[sys.argv.index("--") + 1], sys.argv[sys.argv.index("--") + 1 :])
+"""
+
+
+@pytest.fixture
+def jail_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty directory in which jails are looked for, where everybody may read."""
+    for path in (tmp_path, *tmp_path.parents[:-2]):
+        path.chmod(0o777 if path == tmp_path else 0o755)
+    monkeypatch.setattr(sandbox, "_JAIL_PATH", str(tmp_path))
+    python = readable_python()
+    monkeypatch.setattr(sandbox, "_shown", lambda: (python, [], ["/usr/bin", "/usr/lib"]))
+    sandbox._jail.cache_clear()
+    yield tmp_path
+    sandbox._jail.cache_clear()
+
+
+def stand_in(directory: Path, file: str, status: int) -> Path:
+    """Puts a program in the place of a jail that records its command line, and fails or starts what it is given."""
+    record = directory / f"{file}.commands"
+    record.touch()
+    record.chmod(0o666)
+    program = directory / file
+    program.write_text(STAND_IN.format(python=readable_python(), record=str(record), status=status))
+    program.chmod(0o755)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("statuses", "chosen"),
+    [
+        ({"bwrap": 0, "nsjail": 0}, "bubblewrap"),
+        ({"bwrap": 1, "nsjail": 0}, "nsjail"),
+        ({"nsjail": 0}, "nsjail"),
+        ({"nsjail": 3}, None),
+        ({}, None),
+    ],
+)
+def test_the_first_jail_that_works_carries_the_cells(
+    statuses: dict[str, int], chosen: str | None, jail_path: Path
+) -> None:
+    for file, status in statuses.items():
+        stand_in(jail_path, file, status)
+    found = sandbox._jail()
+    assert (found and found[0]) == chosen
+
+
+@pytest.mark.parametrize("name", JAILS)
+def test_a_jail_is_asked_for_no_more_than_a_cell_shows(name: str, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("usr/lib")
+    cell = {"shown": ["/usr/lib", str(link)], "given": "/given", "directory": "/work", "files_bytes": 5, "num_files": 3}
+    command = JAILS[name][1]("/jail", cell, ["/child.py"], 7)
+    text = " ".join(command)
+    if name == "bubblewrap":
+        read_only = ["--ro-bind /usr/lib /usr/lib", f"--symlink usr/lib {link}", "--ro-bind /given /given"]
+        read_only += ["--ro-bind /child.py /child.py", "--size 5 --tmpfs /work", "--remount-ro /", "--unshare-all"]
+        assert "--bind " not in text.replace("--ro-bind ", "") and "--share-net" not in text
+    else:
+        read_only = ["--bindmount_ro /usr/lib", f"--symlink usr/lib:{link}", "--bindmount_ro /given", "--pass_fd 7"]
+        read_only += ["--bindmount_ro /child.py", "--mount none:/work:tmpfs:size=5,nr_inodes=4,mode=1777"]
+        writable = [command[place + 1] for place, word in enumerate(command) if word == "--bindmount"]
+        assert writable == [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
+        assert not {"--rw", "--keep_env", "--keep_caps", "--disable_no_new_privs", "--chroot"} & set(command)
+        assert "--disable_clone" not in text, "every namespace is new"
+    for part in read_only:
+        assert part in text
+
+
+def test_cells_that_nsjail_carries_leave_no_directories_behind() -> None:
+    before = set(Path("/tmp").glob("nsjail.*"))
+    level_here("root with nsjail", cell("root with nsjail", "print(1)"))
+    assert set(Path("/tmp").glob("nsjail.*")) <= before
 
 
 @pytest.mark.parametrize("kind", ["a user", "a user without anything"])
@@ -476,7 +562,7 @@ def test_the_attack_on_other_processes_is_a_real_one(tmp_path: Path) -> None:
     } <= got
 
 
-@pytest.mark.parametrize("kind", ["a user", "a user with bubblewrap", _ALONE])
+@pytest.mark.parametrize("kind", [*_CARRIED, _ALONE])
 def test_what_no_process_shows_is_refused_in_every_cell_and_what_programs_need_is_not(kind: str) -> None:
     outcome = cell(kind, HIDDEN)
     level_here(kind, outcome)
@@ -505,7 +591,7 @@ print("held it all")
 """
 
 
-@pytest.mark.parametrize("kind", ["a user", "a user with bubblewrap", _ALONE])
+@pytest.mark.parametrize("kind", [*_CARRIED, _ALONE])
 def test_buffers_of_socket_pairs_are_memory_that_a_cell_holds(kind: str) -> None:
     found = cell(kind, SOCKETS, memory_bytes=96 << 20)
     level_here(kind, found)
@@ -526,7 +612,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("how", WRITES)
-@pytest.mark.parametrize("kind", ["a user", "a user with bubblewrap", _ALONE])
+@pytest.mark.parametrize("kind", [*_CARRIED, _ALONE])
 def test_files_of_a_cell_are_limited_together_in_bytes_and_number(kind: str, how: str) -> None:
     program = f"import mmap, os, time\nblock = bytes(8 << 20)\n{WRITES[how]}\ntime.sleep(3)\nprint('wrote it all')"
     found = cell(kind, program, files_bytes=16 << 20)
@@ -534,7 +620,7 @@ def test_files_of_a_cell_are_limited_together_in_bytes_and_number(kind: str, how
     assert found["code"] not in (0, None) and "wrote it all" not in found["stdout"], found
 
 
-@pytest.mark.parametrize("kind", ["a user", "a user with bubblewrap", _ALONE])
+@pytest.mark.parametrize("kind", [*_CARRIED, _ALONE])
 def test_what_a_program_writes_over_counts_once(kind: str) -> None:
     program = "import os\nfor i in range(100):\n    open('a', 'wb').write(bytes(8 << 20))\n    os.makedirs(f'd/{i}')\nprint('fits')"
     assert cell(kind, program, files_bytes=16 << 20)["stdout"] == "fits\n"
@@ -545,9 +631,9 @@ def test_no_place_but_its_directory_can_be_filled(tmp_path: Path) -> None:
     program += "    try:\n        open(place + '/pa_npu_was_here', 'wb').write(bytes(4 << 20))\n        print(place)\n"
     program += "    except OSError:\n        pass\ntry:\n    open('/dev/shm/x', 'wb').write(bytes(4 << 20))\n    print('shm')\n"
     program += "except OSError:\n    pass\n"
-    for kind in ("a user", "a user with bubblewrap", _ALONE):
+    for kind in (*_CARRIED, _ALONE):
         outcome = cell(kind, program)
-        if kind == "a user with bubblewrap" and "bubblewrap" not in outcome["isolation"]:
+        if kind != _ALONE and CELLS[kind][3] not in outcome["isolation"]:
             continue
         assert outcome["stdout"] == "", outcome
 

@@ -179,7 +179,8 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
         yield (
             f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.group_limit_s:g} s of {what} and the "
             f"{c.reward_limit_s:g} s that the group's rewards may take then (reward.judge: timeout_s and concurrency; "
-            f"reward.code.timeout_s and reward.workers), so that trainers would give up on a group that still has time; "
+            f"reward.code.timeout_s and reward.workers; reward.timeout_s), so that trainers "
+            f"would give up on a group that still has time; "
             f"set it to at least {c.group_limit_s + c.reward_limit_s:g}, remove it, or lower these"
         )
     if wait_s < 2 * c.publish.timeout_s:

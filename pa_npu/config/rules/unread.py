@@ -35,7 +35,8 @@ CONDITIONS: tuple[Condition, ...] = (
         "set data.chat_template to another than never",
     ),
     Condition(
-        "evaluate.samples evaluate.temperature evaluate.top_p evaluate.max_response_tokens evaluate.overlap",
+        "schedule.evaluate_every evaluate.samples evaluate.temperature evaluate.top_p evaluate.max_response_tokens "
+        "evaluate.overlap",
         lambda c: bool(c.evaluation_sets),
         "there are no held-out sets, set data.test or evaluate.sets",
     ),

@@ -220,6 +220,14 @@ class JudgeConfig(Section):
     )
 
 
+STARVED_FACTOR = 10
+"""A function of a user's ends at so many times reward.timeout_s of wall clock, however busy the machine is."""
+RESPONSE_CPU_S = 5.0
+"""Processor time of `math` or `format` for a response, beside that of comparisons; usual are milliseconds."""
+COMPARED_CPU_S = 2.0
+"""Processor time of one comparison by math-verify; what is equal is found within 0.3 s on one core of 2020."""
+MAX_COMPARISONS = 4
+"""Comparisons by math-verify that `math` makes for a response, at most."""
 MOST_TESTS = 32
 """Tests of a row that are run, the first ones: each may take reward.code.timeout_s, and the trainers wait for all."""
 
@@ -256,8 +264,8 @@ class RewardConfig(Section):
     timeout_s: float = Field(
         10.0,
         gt=0,
-        description="Wall-clock limit of a function of your own for one group; then its reward is zero, logged. The built-in "
-        "functions have limits of their own.",
+        description="Time of a function of your own for one group; then its reward is zero, logged. What it waits for a "
+        "processor on a busy machine does not count, up to ten times the limit. The built-in functions have limits of their own.",
     )
     workers: int = Field(
         1, ge=1, le=256, description="Processes that compute rewards; of `code` twice as many programs run at once."
