@@ -85,7 +85,7 @@ class Checks:
 
 
 def watch(checks: Checks, backend: str) -> None:
-    """Before a backend is made, which binds some of these functions."""
+    """Replaces the functions of the checks by timed ones."""
     nothing = torch.zeros(())
     checks.within(GradientSum, *(name for name in vars(GradientSum) if name.startswith("check_")))
     checks.within(StepReplay, "before")
@@ -128,8 +128,11 @@ def train(
     platform, spec, checks = platforms.get("cpu"), ModelSpec.read(model), Checks()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     module = backend_module(backend)
-    watch(checks, backend)
+    if backend == "fsdp":  # it binds some of the functions when it is made
+        watch(checks, backend)
     trainer = module.create(config, spec, platform, dist.PrefixStore(backend, store), rank, 0, Timeline(None, ""))
+    if backend == "megatron":  # it imports megatron only then
+        watch(checks, backend)
     learner = Learner(config, trainer, platform, Timeline(None, ""))
     groups = make_groups(args, spec.vocab_size)[rank :: args.ranks]
     shares, differences, seconds = [], [], []

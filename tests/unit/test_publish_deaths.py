@@ -25,6 +25,7 @@ from pa_npu.engines.protocol import Sampling
 from pa_npu.errors import InvariantViolation
 from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engines import Connection
+from pa_npu.publish.messages import VERDICT, PublishVerdict
 from pa_npu.publish.publisher import Publisher
 from pa_npu.publish.trainer_side import TrainerPublish
 from pa_npu.telemetry.timeline import Timeline
@@ -217,5 +218,7 @@ async def test_a_tensor_that_the_trainers_sent_from_an_old_copy_ends_the_run_and
                 InvariantViolation, match=rf"I5: as weight version 1 .*\({re.escape(name)}\), of which 1 are"
             ):
                 await job.version(1)
+            # the trainers wait for a verdict, as they do until the run ends
+            VERDICT.put(job.channel, PublishVerdict(True), version=1, attempt=0)
     finally:
         engine.kill()
