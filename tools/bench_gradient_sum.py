@@ -1,11 +1,19 @@
 #!/usr/bin/env python
 """Measures what invariant I7 costs: the share of a trainer's iteration that goes into checking its gradient and its step.
 
-    python tools/bench_gradient_sum.py [--ranks 2] [--prompt 64] [--response 64] [--responses 8] [--groups 8] [--repetitions 9]
+    python tools/bench_gradient_sum.py [--backends megatron fsdp] [--ranks 2] [--prompt 64] [--response 64] [--responses 8]
+                                       [--groups 8] [--pairs 9] [--dtype fp32] [--table]
 
-A random Qwen2 (hidden 256, 4 layers) is trained in fp32 by so many replicas, each of them a process of one thread. Timed is the CPU
-time of the checks themselves, and that of the whole process over forward, backward and step: waiting for the other rank, which
-shares its cores with others, is in neither. Medians over the repetitions of the slowest rank.
+A random Qwen2 (hidden 256, 4 layers) is trained by so many replicas, each of them a process of one thread. All times are CPU
+times of the process: waiting for another rank, or for a core, is in none of them. Two figures, medians over the pairs of the
+slowest rank:
+
+    inside    the time in the checks' own functions, as a share of the iteration
+    paired    an iteration with the checks against one without them, which follows or precedes it, in turn; this has everything that
+              the checks make others do, and the noise of two iterations
+
+On cores that other work uses too, caches are colder, and small calls suffer more from that than large products. --table lists where
+the time goes.
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +38,7 @@ from torch import multiprocessing
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pa_npu import platform as platforms
-from pa_npu.algorithm.loss_gradient import HeadGradient
+from pa_npu.algorithm.loss_gradient import GivenLoss, HeadGradient
 from pa_npu.algorithm.objective import Objective
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
@@ -45,85 +54,120 @@ from tools.hardware import processor
 BACKENDS = ("megatron", "fsdp")
 
 
-class Spent:
-    """Seconds of CPU time inside functions that were replaced by timed ones."""
+class Checks:
+    """The functions of the checks: times them, or leaves them out."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.are_on = True
+        self.seconds: Counter[str] = Counter()
         self._depth = 0
 
-    def within(self, owner: Any, *names: str) -> None:
+    def within(self, owner: Any, *names: str, instead: Any = None) -> None:
+        """instead: what the functions return while checks are off; a function of their arguments may say it."""
         for name in names:
-            setattr(owner, name, self._timed(getattr(owner, name)))
+            setattr(
+                owner, name, self._timed(getattr(owner, name), f"{owner.__name__.rpartition('.')[2]}.{name}", instead)
+            )
 
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, function: Callable[..., Any], label: str, instead: Any) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if not self.are_on:
+                return instead(*args, **kwargs) if callable(instead) else instead
             start, self._depth = time.thread_time(), self._depth + 1
             try:
                 return function(*args, **kwargs)
             finally:
                 self._depth -= 1
                 if not self._depth:
-                    self.seconds += time.thread_time() - start
+                    self.seconds[label] += time.thread_time() - start
 
         return timed
 
 
-def watch(spent: Spent, backend: str) -> None:
-    """Before a backend is made, which binds some of these functions."""
-    spent.within(GradientSum, *(name for name in vars(GradientSum) if name.startswith("check_")))
-    spent.within(StepReplay, "before", "after")
-    spent.within(LossGradient, "check")
-    spent.within(HeadGradient, "_arrived")
-    spent.within(Objective, "_watch", "_check_reference")
-    spent.within(Learner, "_check_reference", "_look_at_start")
+def watch(checks: Checks, backend: str) -> None:
+    """Replaces the functions of the checks by timed ones."""
+    nothing = torch.zeros(())
+    checks.within(GradientSum, *(name for name in vars(GradientSum) if name.startswith("check_")))
+    checks.within(StepReplay, "before")
+    checks.within(StepReplay, "after", instead=_count_update)
+    checks.within(LossGradient, "check")
+    checks.within(HeadGradient, "_arrived", "watch")
+    checks.within(GivenLoss, "watch")
+    checks.within(Objective, "_watch", "_check_reference")
+    checks.within(Learner, "_check_reference", "_look_at_start")
     if backend == "megatron":
         from pa_npu.backends.megatron.backend import MegatronBackend
         from pa_npu.backends.megatron.optimizer import WatchedReduction
 
-        spent.within(WatchedReduction, "_note_own", "_note_reduced", "take")
-        spent.within(MegatronBackend, "gradient_size", "stepped")
+        checks.within(WatchedReduction, "_note_own", "_note_reduced", "take")
+        checks.within(MegatronBackend, "gradient_size", instead=nothing)
+        checks.within(MegatronBackend, "stepped", instead=())
     else:
         from pa_npu.backends.fsdp import backend as fsdp
         from pa_npu.backends.fsdp.optimizer import CountedReduceScatter
 
-        spent.within(CountedReduceScatter, "take_reduced")
-        spent.within(fsdp, "counted")
-        spent.within(fsdp.FsdpBackend, "gradient_size", "stepped")
+        checks.within(CountedReduceScatter, "take_reduced", instead=_forget_input)
+        checks.within(fsdp, "counted")
+        checks.within(fsdp.FsdpBackend, "gradient_size", instead=nothing)
+        checks.within(fsdp.FsdpBackend, "stepped", instead=())
+
+
+def _count_update(replay: StepReplay, *_: Any) -> None:
+    replay._updates += 1
+
+
+def _forget_input(reduction: Any, reduced: torch.Tensor) -> None:
+    reduction._input = None
 
 
 def train(
     rank: int, backend: str, model: str, config: Config, args: argparse.Namespace, port: int, results: Any
 ) -> None:
-    """One rank: puts (share, seconds) into `results`."""
+    """One rank: puts its Cost into `results`."""
     torch.set_num_threads(1)
-    platform, spec, spent = platforms.get("cpu"), ModelSpec.read(model), Spent()
+    platform, spec, checks = platforms.get("cpu"), ModelSpec.read(model), Checks()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     module = backend_module(backend)
+    if backend == "fsdp":  # it binds some of the functions when it is made
+        watch(checks, backend)
     trainer = module.create(config, spec, platform, dist.PrefixStore(backend, store), rank, 0, Timeline(None, ""))
-    watch(spent, backend)
+    if backend == "megatron":  # it imports megatron only then
+        watch(checks, backend)
     learner = Learner(config, trainer, platform, Timeline(None, ""))
     groups = make_groups(args, spec.vocab_size)[rank :: args.ranks]
-    found = []
-    for _ in range(args.repetitions + 1):
-        spent.seconds, start_s = 0.0, time.process_time()
-        iteration(learner, groups, config, True)
-        total_s = time.process_time() - start_s
-        found.append((spent.seconds / total_s, total_s))
-    results.put([statistics.median(values) for values in zip(*found[1:], strict=True)])
+    shares, differences, seconds = [], [], []
+    iteration(learner, groups, config, True)
+    checks.seconds.clear()
+    for pair in range(args.pairs):
+        spent_s: dict[bool, float] = {}
+        for are_on in (True, False) if pair % 2 else (False, True):
+            checks.are_on = are_on
+            if are_on:  # the iteration without checks has left nothing to go on from
+                learner._replay._choose(trainer.stepped())
+            before_s, start_s = checks.seconds.total(), time.process_time()
+            iteration(learner, groups, config, True)
+            spent_s[are_on] = time.process_time() - start_s
+            if are_on:
+                shares.append((checks.seconds.total() - before_s) / spent_s[True])
+        differences.append(spent_s[True] / spent_s[False] - 1.0)
+        seconds.append(spent_s[True])
+    by_function = {name: value / args.pairs for name, value in checks.seconds.most_common()}
+    results.put((statistics.median(shares), statistics.median(differences), statistics.median(seconds), by_function))
     trainer.close()
 
 
-def measure(backend: str, model: str, args: argparse.Namespace) -> tuple[float, float]:
-    """(share of an iteration, its CPU seconds) of the rank where the share is larger."""
+def measure(backend: str, model: str, args: argparse.Namespace) -> tuple[float, float, float, dict[str, float]]:
+    """(share inside the checks, paired difference, CPU seconds of an iteration, seconds by function) of the rank where the first is
+    largest."""
     config = make_config(model, args)
     trainer = {**config.trainer.model_dump(), "backend": backend, "devices": args.ranks}
-    config = Config.model_validate({**config.model_dump(), "trainer": trainer})
+    sections = {"trainer": trainer, "model": {**config.model.model_dump(), "dtype": args.dtype}}
+    config = Config.model_validate({**config.model_dump(), **sections})
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = multiprocessing.get_context("spawn").SimpleQueue()
     multiprocessing.spawn(train, (backend, model, config, args, store.port, results), nprocs=args.ranks)
-    share, seconds = max(results.get() for _ in range(args.ranks))
-    return share, seconds
+    largest: tuple[float, float, float, dict[str, float]] = max(results.get() for _ in range(args.ranks))
+    return largest
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -134,19 +178,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("response", 64),
         ("responses", 8),
         ("groups", 8),
-        ("repetitions", 9),
+        ("pairs", 9),
     ):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--table", action="store_true")
     args = parser.parse_args(arguments)
     print(
-        f"{processor()}, {args.ranks} ranks; {args.groups} groups of {args.responses} responses of up to {args.response} tokens"
+        f"{processor()}, {args.ranks} ranks, {args.dtype}; {args.groups} groups of {args.responses} responses of up to "
+        f"{args.response} tokens"
     )
-    print("\n| backend | CPU time of an iteration | share of I7 |\n|---|---:|---:|")
+    print("\n| backend | CPU time of an iteration | inside the checks | paired difference |\n|---|---:|---:|---:|")
+    tables = {}
     with tempfile.TemporaryDirectory() as scratch:
         model = make_random_model(Path(scratch) / "model")
-        for backend in BACKENDS:
-            share, seconds = measure(backend, model, args)
-            print(f"| {backend} | {seconds:.2f} s | {share:.2%} |", flush=True)
+        for backend in args.backends:
+            share, difference, seconds, tables[backend] = measure(backend, model, args)
+            print(f"| {backend} | {seconds:.2f} s | {share:.2%} | {difference:+.2%} |", flush=True)
+    for backend, table in tables.items() if args.table else ():
+        print(f"\n| {backend} | ms an iteration |\n|---|---:|")
+        for name, value in table.items():
+            print(f"| {name} | {1e3 * value:.2f} |")
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ class SessionEnvironment(ABC):
         rewarded = self.are_rewarded(prompt, written)
         trained = [session for session in written if session.outcome not in self._settings.discards]
         samples = [one for session in trained or written for one in self.samples(session, rewarded)]
+        generate.num_trained = sum(session.tree.num_written for session in trained or written)
         generate.counted.update(tokens=sum(len(sample.tokens) for sample in samples), tokens_unique=num_unique(samples))
         # where nothing may be trained, equal rewards give the group no advantages
         return samples if trained else [replace(sample, reward=0.0) for sample in samples]
@@ -121,6 +122,8 @@ class SessionEnvironment(ABC):
 
 class AgentEnvironment(SessionEnvironment):
     """sessions: of its gateway; where nobody has given it one, it serves one of its own for as long as it is open."""
+
+    trains_all_turns = True  # of sessions that are not discarded
 
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("agents")

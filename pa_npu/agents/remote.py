@@ -42,6 +42,8 @@ _FORGOTTEN = (404, 410)  # what a server says that was started again
 class RemoteEnvironment(SessionEnvironment):
     """See the module's docstring."""
 
+    trains_all_turns = True
+
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("remote", ("url", "api_key_variable"))
         super().__init__(context)

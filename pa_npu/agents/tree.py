@@ -117,6 +117,11 @@ class SessionTree:
         self.nodes.append(node)
         return node
 
+    @property
+    def num_written(self) -> int:
+        """Tokens that the policy has written, in all turns."""
+        return sum(len(node.written.tokens) for node in self.nodes if node.written is not None)
+
     def leaves(self) -> Iterator[Node]:
         """Nodes that nothing continues, depth first: leaves that share turns follow one another."""
         stack = [self.root]

@@ -19,6 +19,7 @@ from pa_npu.config.mesh import Place
 from pa_npu.families.spec import ModelSpec
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.adapters import Base
+from pa_npu.weight_transfer.contents import Contents
 from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment
 
 _WORD_BYTES = 4  # sums of bits are those of int32, which every backend of collectives adds
@@ -42,6 +43,10 @@ class Part(ABC):
     @abstractmethod
     def lay(self, out: torch.Tensor, first: int) -> None:
         """Copy what is here of whole rows of the tensor to their places in `out`, flat, which begins with element `first`."""
+
+    @abstractmethod
+    def pieces(self, size: int) -> Iterator[torch.Tensor]:
+        """Yields what is here of the tensor, of `size` elements, each element once, in any order and shape."""
 
 
 class GatheredWeights(ABC):
@@ -85,13 +90,32 @@ class GatheredWeights(ABC):
     def parts(self, leads: bool) -> Mapping[str, Part]:
         """This rank's part of each tensor. leads: whether it lays out what all ranks have."""
 
+    @abstractmethod
+    def live_parts(self, leads: bool) -> Mapping[str, Part]:
+        """The parts again, of tensors that are looked up anew in the model that trains."""
+
     @property
     def is_leader(self) -> bool:
         return self._place.publishes
 
+    @property
+    def _leads(self) -> bool:
+        return self._group is None or self._group.rank() == 0
+
+    @torch.no_grad()
+    def contents(self) -> dict[str, str]:
+        """See WeightSource. Collective over the group, as `gather` of a part is."""
+        types = {segment.name: bucket.torch_dtype for bucket in self.manifest.buckets for segment in bucket.segments}
+        parts, contents = self.live_parts(self._leads), Contents()
+        for name, shape in self.manifest.shapes.items():
+            parts[name].gather(self._group, self._memory)
+            for piece in parts[name].pieces(math.prod(shape)):
+                contents.add(name, piece, types[name])
+        return contents.read()
+
     def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
         """See WeightSource. Collective over the group."""
-        parts = self.parts(self._group is None or self._group.rank() == 0)
+        parts = self.parts(self._leads)
         buckets = self.manifest.buckets
         upcoming = self._start(buckets[0], parts)
         for number, bucket in enumerate(buckets, start=1):

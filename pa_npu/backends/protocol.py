@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -70,8 +70,9 @@ class SteppedTensor:
     `weights`, or with what it makes of them in every pass.
     gradient: of what the step will apply; None where nothing has come to the parameter.
     mean, square: AdamW's moments; None before the first step.
-    rate, decay: that the optimizer's own group names for it. may_be_zero: whether its gradient can be exactly 0 although the
-    update's is not, as that of an expert to which no token went.
+    settings: the optimizer's own group, whose "lr" and "weight_decay" are read when they are asked for.
+    may_be_zero: whether its gradient can be exactly 0 although the update's is not, as that of an expert to which no token went.
+    share: 1 over the number of ranks that step the same elements; 0 of a tensor that another tensor must follow.
     """
 
     name: str
@@ -81,9 +82,17 @@ class SteppedTensor:
     gradient: torch.Tensor | None
     mean: torch.Tensor | None
     square: torch.Tensor | None
-    rate: float
-    decay: float
+    settings: Mapping[str, Any]
     may_be_zero: bool = False
+    share: float = 1.0
+
+    @property
+    def rate(self) -> float:
+        return float(self.settings["lr"])
+
+    @property
+    def decay(self) -> float:
+        return float(self.settings["weight_decay"])
 
 
 class MicrobatchSource(Protocol):
@@ -174,8 +183,13 @@ class TrainBackend(Protocol):
     def stepped(self) -> list[SteppedTensor]:
         """All tensors that the optimizer steps, equally many on all replicas, in one order. Not collective.
 
-        Between `scale_gradients` and `step` their gradients are those that the step clips and applies.
+        Between `scale_gradients` and `step` their gradients are those that the step clips and applies. The step writes into the
+        same memory, except that it makes moments where there are none, and that optimizer.offload moves what is stepped.
         """
+
+    def share_weights(self) -> None:
+        """Let every rank compute with what was written into SteppedTensors, into `model` where that is there, else into `weights`.
+        Collective; a step does it by itself."""
 
     def step(self) -> Step:
         """Clip and apply the gradient. Done on the device when it returns.

@@ -44,9 +44,15 @@ class Answer:
 
 
 class Answers:
-    """A group's. all_trained: whether every answer must be trained; whole: whether a trained one must be so as a whole."""
+    """A group's.
 
-    def __init__(self, *, whole: bool = True, all_trained: bool = False) -> None:
+    all_trained: whether every answer must be trained. whole: whether a trained one must be so as a whole. is_counted: whether the
+    environment says how many tokens are.
+    """
+
+    def __init__(self, *, whole: bool = True, all_trained: bool = False, is_counted: bool = False) -> None:
+        self._is_counted = is_counted
+        self._num_trained: int | None = None
         self._whole = whole
         self._all_trained = all_trained
         self._answers: list[Answer] = []
@@ -55,6 +61,10 @@ class Answers:
         digest = _digest(generation.tokens, generation.logprobs)
         logprob = float(np.sum(generation.logprobs, dtype=np.float64))
         self._answers.append(Answer(sample, turn, seed, len(generation.tokens), digest, logprob))
+
+    def expect(self, num_trained: int | None) -> None:
+        """num_trained: as the environment says it (Generate.num_trained)."""
+        self._num_trained = num_trained if self._is_counted else None
 
     def check_seeds(self, run_seed: int, iteration: int, index: int) -> None:
         """Raises InvariantViolation where a seed is not the one of this group's place, or two answers are one."""
@@ -101,6 +111,11 @@ class Answers:
                         f"engine: {why}; an environment that trains parts of answers sets trains_whole_answers = False on its class"
                     )
                 left.subtract(parts)
+        num_trained = int(group.trained.sum())
+        if self._num_trained is not None and num_trained != self._num_trained:
+            raise InvariantViolation(
+                f"{what}: its samples train {num_trained} tokens, where the turns of its sessions have {self._num_trained}"
+            )
         if self._all_trained and (missing := sum(left.values())):
             raise InvariantViolation(f"{what}: {missing} of {len(self._answers)} answers of engines are not trained")
 
@@ -116,7 +131,12 @@ def answers_of(environment: Environment) -> Answers:
     kind = type(environment)
     whole = getattr(kind, "trains_whole_answers", True)
     # a subclass may leave some out
-    return Answers(whole=whole, all_trained=vars(kind).get("trains_all_answers", False))
+    own = vars(kind)
+    return Answers(
+        whole=whole,
+        all_trained=own.get("trains_all_answers", False),
+        is_counted=own.get("trains_all_turns", False),
+    )
 
 
 def _split(

@@ -183,6 +183,7 @@ class Producer:
         ) as session:
             generate = GroupGenerate(session, seed, self.sampling, answers_of(self.environment))
             samples = await run_episode(self.config, self.environment, prompt, size, generate, self.sampling.max_tokens)
+        generate.answers.expect(generate.num_trained)
         for tell in this.points.generated:
             tell(session.lease)
         lengths = [sample.num_trained for sample in samples]

@@ -51,18 +51,20 @@ class LiveReport(msgspec.Struct, frozen=True):
     """What a worker says of a load.
 
     memory: by name. unplaced: received tensors of which no memory is known to be made. computation: what its modules compute with
-    beside the weights.
+    beside the weights. arrived: contents of each tensor that came from the trainers, by its name there.
     """
 
     memory: dict[str, HeldTensor]
     unplaced: list[str]
     computation: Computation = Computation()
+    arrived: dict[str, str] = {}
 
 
 class LiveWeights:
-    """Follows one load of a worker: `received` on the way in, `report` once the engine has loaded."""
+    """Follows one load of a worker: `arrived` and `received` on the way in, `report` once the engine has loaded."""
 
     def __init__(self) -> None:
+        self._arrived = Contents()
         self._given = Contents()
         self._dtypes: dict[str, str] = {}
 
@@ -70,6 +72,12 @@ class LiveWeights:
     def names(self) -> list[str]:
         """HF names of what was received so far."""
         return list(self._dtypes)
+
+    def arrived(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields (name, tensor) unchanged, as the trainers sent them: called where weights are made of these (adapters)."""
+        for name, tensor in tensors:
+            self._arrived.add(name, tensor)
+            yield name, tensor
 
     def received(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (HF name, tensor) unchanged, and notes its contents before a loader can write into it."""
@@ -97,7 +105,8 @@ class LiveWeights:
                 parts = [summed(parts)]
             memory[name] = HeldTensor(contents[name], dtypes[name], parts, self._dtypes[names[0]])
         unplaced = [name for name in self._dtypes if name not in placed]
-        answer: dict[str, Any] = msgspec.to_builtins(LiveReport(memory, unplaced, computation), str_keys=True)
+        report = LiveReport(memory, unplaced, computation, arrived=self._arrived.read() or given)
+        answer: dict[str, Any] = msgspec.to_builtins(report, str_keys=True)
         return answer
 
 

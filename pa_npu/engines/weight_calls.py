@@ -92,8 +92,10 @@ class WeightCalls:
         kept: bool = False,
     ) -> dict[str, Any]:
         """digests: of what was received, asked for when all of it has been loaded."""
-        live = LiveWeights()
-        weights = live.received(self._pa_get().whole(received))
+        live, receiver = LiveWeights(), self._pa_get()
+        if receiver.merges:
+            received = live.arrived(received)
+        weights = live.received(receiver.whole(received))
         self._pa_version = None  # on any error some weights may be new and others old
         with torch.no_grad():
             missing = self._pa_take(version, weights, kept)

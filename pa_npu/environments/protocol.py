@@ -27,6 +27,9 @@ class EnvironmentFailed(PaNpuError):
 class Generate(ABC):
     """Lets the policy write. The same arguments give the same tokens, whatever engine answers and however often it is asked."""
 
+    num_trained: int | None = None
+    """How many tokens the group's samples train in all, where the environment knows that from the turns and sets it (I2)."""
+
     @cached_property
     def counted(self) -> Counter[str]:
         """Numbers that the environment counts of the group; metrics.jsonl has their sums of an iteration under `environment`."""

@@ -14,16 +14,20 @@
                                         stage leaders put `begun`, then broadcast
                                         header and buckets                      ->  hands HF tensors to the engine's loader
                                   <---  SENT: SentWeights, digests of the buckets
-                                  <-----------------------------------------------  version, digests of the buckets; the engine has
-                                                                                    forgotten its prefixes
-    equal, bucket by bucket (I5)        what is sent follows what is trained (I5)
+                                  <---  TRAINED: TrainedContents of every sending rank
+                                  <-----------------------------------------------  version, digests of the buckets, contents
+                                                                                    of tensors and of its memory; prefixes
+                                                                                    are forgotten
+    equal, bucket by bucket, and        what is sent follows what is trained (I5)
+    tensor by tensor (I5)
     sample a probe, where due (I5)
     VERDICT: PublishVerdict       --->  compares the probe's log-probs with its own
 
     A probe is due for the first and the last version; between them the first groups are the probe (pa_npu.trainer.agreement).
 
-    Round trips that every border waits for: the broadcasts, one answer of each engine, SENT and VERDICT. MEMBERS and the request to
-    load are under way while the trainers step. A publish that forms groups anew begins at READY, as forming them has a deadline.
+    Round trips that every border waits for: the broadcasts, one answer of each engine, SENT, TRAINED and VERDICT. MEMBERS and
+    the request to load are under way while the trainers step. A publish that forms groups anew begins at READY, as forming them
+    has a deadline.
 
     A rank that fails puts BROKEN; the coordinator declares the groups abandoned, finds out which engines are left, says so
     in the verdict, and both begin the next attempt at MEMBERS, in groups of the next epoch.

@@ -43,6 +43,7 @@ from pa_npu.publish.messages import (
     MEMBERS,
     READY,
     SENT,
+    TRAINED,
     VERDICT,
     EnginesSwapped,
     LateAnswer,
@@ -55,6 +56,7 @@ from pa_npu.publish.messages import (
     StageManifest,
 )
 from pa_npu.samples.seeds import group_seed
+from pa_npu.weight_transfer.contents import added
 from pa_npu.weight_transfer.transport import Abandonment, epoch_name
 
 logger = logging.getLogger(__name__)
@@ -194,6 +196,7 @@ class CoordinatorPublish:
         by_engine = {member.name: weights for member, weights in zip(members, received, strict=True)}
         if self._arrival.applies:
             self._arrival.check(version, await self._sent(SENT, place), by_engine)
+            self._live_memory.expect(version, await self._trained(place))
         VERDICT.put(self._channel, PublishVerdict(True), **place)
         return members
 
@@ -292,7 +295,7 @@ class CoordinatorPublish:
             raise
         if self._arrival.applies:
             self._arrival.check_late(version, await self._sent(LATE_SENT, place), {engine.name: loaded})
-            self._check_live(version, {engine.name: loaded})
+            self._check_live(version, {engine.name: loaded}, as_published=self._connection.sends_late_alike)
         return True
 
     async def _attempt(
@@ -335,6 +338,7 @@ class CoordinatorPublish:
         by_engine = {member.name: weights for member, weights in zip(members, loaded, strict=True)}
         if self._arrival.applies:
             self._arrival.check(version, await self._sent(SENT, place), by_engine)
+            self._live_memory.expect(version, await self._trained(place))
             self._check_live(version, by_engine)
         compared_s = time.perf_counter()
         probe = await self._probe(version, members, prompt) if prompt is not None else None
@@ -342,10 +346,10 @@ class CoordinatorPublish:
         still_s = max(0.0, loaded_s - max(ready_s, asked_s))
         return EnginesHold(probe, ready_s, max(loaded_s, ready_s), compared_s, time.perf_counter(), memory, still_s)
 
-    def _check_live(self, version: int, loaded: Mapping[str, LoadedWeights]) -> None:
+    def _check_live(self, version: int, loaded: Mapping[str, LoadedWeights], *, as_published: bool = True) -> None:
         """After a load, where trainers send anything. Raises InvariantViolation (I5)."""
         if self._arrival.applies:
-            self._live_memory.check(version, loaded)
+            self._live_memory.check(version, loaded, as_published=as_published)
 
     async def _sent(self, topic: Topic[SentWeights], place: dict[str, int]) -> list[SentWeights]:
         """Wait for what each stage's leader says that it sent: it does so when the last engine has the last bucket."""
@@ -353,6 +357,15 @@ class CoordinatorPublish:
             await topic.wait_async(self._channel, self._deadline_s, stage=stage, **place)
             for stage in range(len(self._connection.stages))
         ]
+
+    async def _trained(self, place: dict[str, int]) -> dict[str, str]:
+        """Wait for what the trainers hold of each tensor that they train: its contents, summed up while engines load."""
+        of_ranks = []
+        for rank in self._config.mesh.senders():
+            trained = await TRAINED.wait_async(self._channel, self._deadline_s, rank=rank, **place)
+            self._channel.delete(TRAINED.at(rank=rank, **place))  # a mixture has many tensors
+            of_ranks.append(trained.contents)
+        return added(of_ranks)
 
     async def _broken(self, topic: Topic[PublishBroken], place: dict[str, int], longer_s: float = 0.0) -> None:
         """A guard of work that may never end where the trainers cannot do their part: raises TrainersBroke then.

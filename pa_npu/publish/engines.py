@@ -40,6 +40,11 @@ class Connection:
     device: str = ""
     computation: Computation | None = None
 
+    @property
+    def sends_late_alike(self) -> bool:
+        """Whether a late engine gets the tensors, in the types, that all engines get in a publish."""
+        return [stage.manifest for stage in self.late_stages] == [stage.manifest for stage in self.stages]
+
 
 class EngineGroups:
     """The groups of engines, by the way to each."""

@@ -1,12 +1,15 @@
-"""Compare what an engine's live modules hold after a load with what was sent (invariant I5).
+"""Compare what the trainers train with what an engine's live modules hold after a load, tensor by tensor (invariant I5).
 
-    trainers ──digests──> an engine's receiver ──contents──> the memory that its modules compute with
+    the model      ──contents──>  what is sent  ──digests──>  an engine's   ──contents──>  the memory that its
+    that trains                                               receiver                     modules compute with
 
 Modules also compute with numbers that are no weights: rotations, scales, epsilons, routers' settings. These are the trainers', too.
 
-The first arrow is pa_npu.publish.engines, this is the second: a layer that a loader skipped, weights that it scaled, a packed copy
-that stayed old. There is no tolerance, so that it shows in bf16 what log-probs cannot. Where an engine keeps weights in a narrower
-type than they are sent in, their values differ by design; there, memory must not change when nothing of what it is made of does.
+The arrow in the middle is pa_npu.publish.engines. The first one shows a tensor that the trainers sent from a copy that was old, or
+changed on its way into a bucket; the last one a layer that a loader skipped, weights that it scaled, a packed copy that stayed old.
+So every tensor that an update changed has changed in every engine, and no other. There is no tolerance, so that it shows in bf16
+what log-probs cannot. Where an engine keeps weights in a narrower type than they are sent in, their values differ by design;
+there, memory must not change when nothing of what it is made of does.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ from pa_npu.weight_transfer.contents import follows, summed
 
 logger = logging.getLogger(__name__)
 
+_NAMED = 3
+# Versions whose contents are remembered: one may be loaded while the one after it arrives.
+_REMEMBERED = 2
 # Types that hold every value of the types that weights are sent in, fp32 and bf16, or are the same as these.
 _EXACT = {"float32": ("float32", "bfloat16", "float16"), "bfloat16": ("bfloat16",), "float16": ("float16",)}
 
@@ -35,11 +41,24 @@ class LiveMemoryCheck:
     def __init__(self, trainers: Computation | None = None) -> None:
         self._trainers = trainers
         self._before: dict[str, dict[str, HeldTensor]] = {}
+        self._trained: dict[int, Mapping[str, str]] = {}
         self._notes: set[str] = set()
 
-    def check(self, version: int, loaded: Mapping[str, LoadedWeights]) -> None:
-        """loaded: by the engine's name. Raises InvariantViolation."""
+    def expect(self, version: int, trained: Mapping[str, str]) -> None:
+        """Remembers what the trainers hold of `version` in the model that they train. trained: contents by tensor."""
+        self._trained[version] = trained
+        for old in sorted(self._trained)[:-_REMEMBERED]:
+            del self._trained[old]
+
+    def check(self, version: int, loaded: Mapping[str, LoadedWeights], *, as_published: bool = True) -> None:
+        """Raises InvariantViolation.
+
+        loaded: by the engine's name. as_published: whether they were sent in the types of the publish.
+        """
         for engine, weights in loaded.items():
+            for report in weights.live:
+                if as_published:
+                    self._check_sent(version, report.arrived)
             if not weights.live:
                 self._note(
                     f"engine {engine} does not say what its memory holds after a load; only log-probs show it there"
@@ -66,6 +85,26 @@ class LiveMemoryCheck:
                     f"I5: engine {engine}, worker {worker}, computes with something else than the trainers: {'; '.join(reasons)}; "
                     f"compare how both read config.json of model.path, and rollout.extra_args"
                 )
+
+    def _check_sent(self, version: int, arrived: Mapping[str, str]) -> None:
+        """arrived: contents by tensor of what an engine got, whose digests are those of what was sent."""
+        trained = self._trained.get(version)
+        if trained is None or not arrived:
+            return
+        last = max((known for known in self._trained if known < version), default=None)
+        before = {} if last is None else self._trained[last]
+        wrong = [name for name, contents in trained.items() if arrived.get(name) != contents]
+        wrong += [name for name in arrived if name not in trained]
+        if not wrong:
+            return
+        old = [name for name in wrong if name in arrived and arrived[name] == before.get(name)]
+        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        reason = f", of which {len(old)} are still those of version {last}, first {old[0]}" if old else ""
+        raise InvariantViolation(
+            f"I5: as weight version {version} the trainers sent other values than they train in {len(wrong)} of {len(trained)} "
+            f"tensors ({', '.join(wrong[:_NAMED])}{more}){reason}; look for what keeps a copy of weights, or changes them, on "
+            f"their way into a publish"
+        )
 
     def _check_engine(self, version: int, engine: str, memory: Mapping[str, HeldTensor], workers: int) -> None:
         before = self._before.get(engine, {})

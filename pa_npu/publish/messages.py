@@ -81,6 +81,22 @@ SENT = Topic(
 
 
 @dataclass(frozen=True)
+class TrainedContents:
+    """What a sending rank holds of `version` in the model that trains: contents by tensor (weight_transfer.contents). Those of all
+    sending ranks, added up, are the tensor's."""
+
+    version: int
+    contents: dict[str, str]
+
+
+TRAINED = Topic(
+    "publish/{version}/{attempt}/trained/{rank}",
+    TrainedContents,
+    "trainers: rank {rank} to sum up what it trains as weight version {version}",
+)
+
+
+@dataclass(frozen=True)
 class PublishBroken:
     """A trainer rank could not complete its part of an attempt."""
 

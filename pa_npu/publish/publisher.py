@@ -57,6 +57,10 @@ class WeightSource(Protocol):
     def manifest(self) -> Manifest:
         """Describe what will be sent, equally on all TP ranks."""
 
+    def contents(self) -> dict[str, str]:
+        """Sums up this rank's part of each of the manifest's tensors, as the model that trains has it now, and not as it was sent
+        (weight_transfer.contents). A tensor's contents are those of all ranks together. Collective over TP."""
+
     def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
         """The manifest's buckets in order: a flat tensor on the leader, None on its TP peers. Collective over TP.
 
@@ -166,6 +170,11 @@ class Publisher:
                 pass
         sent = self.num_bytes if self.is_leader else 0
         return PublishStats(time.perf_counter() - start, sent, wire_wait_s, digests.read())
+
+    def contents(self) -> dict[str, str]:
+        """Returns this rank's part of the contents of what is trained, by tensor; see WeightSource. Call it after `publish`, also
+        after one that raised WeightSyncError."""
+        return {} if self._source is None else self._source.contents()
 
     def close(self) -> None:
         """Leave the group."""

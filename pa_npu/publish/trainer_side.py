@@ -19,11 +19,13 @@ from pa_npu.publish.messages import (
     MEMBERS,
     READY,
     SENT,
+    TRAINED,
     VERDICT,
     Probe,
     PublishBroken,
     PublishMembers,
     SentWeights,
+    TrainedContents,
     TrainersReady,
 )
 from pa_npu.publish.publisher import PublishStats
@@ -63,8 +65,11 @@ class TrainerPublish:
         stage: int | None,
         timeout_s: float,
         timeline: Timeline,
+        contents: Callable[[], dict[str, str]] | None = None,
     ) -> None:
-        """trained: the digest of the weights that this rank trains, asked for after they were sent, while the engines load them.
+        """contents: sums up what this rank trains of what is sent (Publisher.contents); None on a rank that sends nothing.
+
+        trained: the digest of the weights that this rank trains, asked for after they were sent, while the engines load them.
 
         timeout_s: of every wait for the coordinator, which in that time starts engines and makes attempts that fail.
         """
@@ -75,6 +80,7 @@ class TrainerPublish:
         self._stage = stage
         self._timeout_s = timeout_s
         self._timeline = timeline
+        self._contents = contents
         self._last: PublishStats | None = None
         self._policy = ""
 
@@ -119,12 +125,18 @@ class TrainerPublish:
         except (WeightSyncError, DeadlineExceeded) as error:
             logger.warning("%s", error)
             BROKEN.put(self._channel, PublishBroken(str(error)), version=version, attempt=attempt)
+            if self._contents is not None:
+                self._contents()  # peers for which all went well do it together with this rank
             return time.perf_counter() - start
         if self._stage is not None and stats is not None:
             sent = SentWeights(version, stats.digests)
             SENT.put(self._channel, sent, version=version, attempt=attempt, stage=self._stage)
         send_s = time.perf_counter() - start
-        self._policy = self._trained()  # while engines load
+        # from here on engines load
+        if self._contents is not None:
+            trained = TrainedContents(version, self._contents())
+            TRAINED.put(self._channel, trained, version=version, attempt=attempt, rank=self._rank)
+        self._policy = self._trained()
         if self._stage is not None and stats is not None:
             stats = replace(stats, policy=self._policy)
             check_follows(version, self._stage, stats, self._last)

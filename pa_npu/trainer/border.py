@@ -71,9 +71,16 @@ class Border:
         self._when = PublishWhen(config, learner)
         self._swaps_to: int | None = None  # the version that engines have received and do not hold yet
         # replicas that take no part in a publish hold copies of the first one's weights
-        trained = no_digest if learner.publisher is None else learner.backend.digest
+        publisher = learner.publisher
         self._publish = TrainerPublish(
-            channel, learner.publish, trained, rank, stage, config.border_timeout_s, timeline
+            channel,
+            learner.publish,
+            no_digest if publisher is None else learner.backend.digest,
+            rank,
+            stage,
+            config.border_timeout_s,
+            timeline,
+            contents=None if publisher is None else publisher.contents,
         )
 
     def cross(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import Traffic
 from pa_npu.telemetry.sample_store import TrainerLogprobs
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.finite_difference import FiniteDifference, finite_difference
 from pa_npu.trainer.invariants import GradientSum
 from pa_npu.trainer.loss_checks import LossGradient
 from pa_npu.trainer.step_replay import StepReplay
@@ -142,9 +143,8 @@ class Learner:
             self.backend.scale_gradients(1.0 / normaliser)
             divided = self.backend.gradient_size(self._first_sampled)
             self._sum.check_divided(float(before), float(divided), normaliser)
-            begun = self._replay.before(
-                self._where(), self.backend.stepped(), self.backend.reductions, self.backend.device
-            )
+            tensors = self.backend.stepped()
+            begun = self._replay.before(self._where(), tensors, self.backend.reductions, self.backend.device)
             if late_source(self._config) == "policy":
                 self.gate.close()
             # the weights that computed the log-probs, which the step changes
@@ -157,7 +157,9 @@ class Learner:
                 f"gradient norm is {step.grad_norm}: the update would destroy the weights; lower optimizer.learning_rate, or look "
                 f"at the rewards and log-prob differences of the last iterations in metrics.jsonl"
             )
-        self._replay.after(begun, self.backend.stepped(), step)
+        if self._config.optimizer.offload or any(tensor.mean is None for tensor in tensors):
+            tensors = self.backend.stepped()  # the step has moved them, or made their moments
+        self._replay.after(begun, tensors, step)
         update = self._update(totals, traffic, normaliser, step, time.perf_counter() - start)
         if self._policy is not None:
             self._name_policy(PolicyState(self._policy.version, self._policy.updates + 1))
@@ -191,6 +193,23 @@ class Learner:
         if not self.backend.rounding(microbatches, compare):
             return None
         return sums.over_ranks(self.backend.reductions).all
+
+    def finite_difference(
+        self, microbatches: Sequence[Microbatch], advantages: Mapping[int, Sequence[float]]
+    ) -> FiniteDifference | None:
+        """Compares the gradient of microbatches that are about to be trained with what weights that move along it change.
+
+        Collective; changes no weight. advantages: of their groups, each sample's as its rewards give it, by dispatch index.
+        Returns None where no token has a gradient. Raises InvariantViolation (I7).
+        """
+        return finite_difference(
+            self.backend,
+            self._config,
+            microbatches,
+            GradientSum(self._where()),
+            advantages,
+            seed=self._replay.first_sampled,
+        )
 
     def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
         """Send the weights to all engines, if there are any, and freeze them as the old policy where needed.

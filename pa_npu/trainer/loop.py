@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from pa_npu.control.messages import (
 from pa_npu.errors import CheckpointError, ExportError
 from pa_npu.platform.base import Platform
 from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.microbatch import Microbatch
+from pa_npu.telemetry.records import RecordFile, json_line
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.border import Border
@@ -47,6 +47,7 @@ from pa_npu.trainer.learner import Learner, Update
 logger = logging.getLogger(__name__)
 
 DIRECTORY = "profile"  # of a run, where profiles go
+FINITE_DIFFERENCES = "finite_differences.jsonl"  # of a run, a line for each
 
 
 def train(
@@ -76,7 +77,7 @@ def train(
             rides = config.probe_rides and probe == ProbeReport()
             judge = partial(checks.agreement.check_probe, version) if rides else None
             updates = config.schedule.updates_per_iteration
-            measure = partial(checks.agreement.measure, version)
+            measure = partial(measure_first, config, learner, checks.agreement, version)
             consumed = consume(learner, rollouts(version), updates, measure, judge, border.before_step)
             if rides:
                 probe = ProbeReport(consumed.first.largest, consumed.first.absolute_mean)
@@ -105,6 +106,23 @@ def leave_behind(config: Config, learner: Learner, checkpoints: Checkpointing, v
         learner.backend.export(directory)
 
 
+def measure_first(
+    config: Config, learner: Learner, agreement: Agreement, version: int, share: MicrobatchIterator
+) -> None:
+    """Measures what is due of the microbatches that an iteration trains first. Collective. Raises InvariantViolation."""
+    agreement.measure(version, share.first)
+    every = config.schedule.finite_difference_every
+    if not every or version % every:
+        return
+    number = config.microbatches_per_group if config.trainer.pipeline_parallel > 1 else 1
+    found = learner.finite_difference(share.first(number)[:number], share.advantages)
+    if found is None or learner.backend.place.rank:
+        return
+    logger.info("%s", found)
+    with closing(RecordFile(Path(config.run.dir) / FINITE_DIFFERENCES)) as file:
+        file.write(json_line({"iteration": version, **asdict(found)}))
+
+
 @dataclass(frozen=True)
 class Consumed:
     """An iteration that has been trained. trained: by this replica. exact, aged: differences of all replicas' tokens from the
@@ -124,14 +142,14 @@ def consume(
     learner: Learner,
     microbatches: MicrobatchIterator,
     updates: int,
-    measure: Callable[[Callable[[int], list[Microbatch]]], None] = lambda _: None,
+    measure: Callable[[MicrobatchIterator], None] = lambda _: None,
     judge_first: Callable[[DifferenceSums], None] | None = None,
     before_step: Callable[[], None] = lambda: None,
 ) -> Consumed:
     """Train an iteration's groups in `updates` equal shares, one optimizer step after each.
 
     Args:
-        measure: given what gives the first share's first microbatches, before anything is trained.
+        measure: given the first share, before anything is trained.
         judge_first: as Learner.accumulate, for the first share.
         before_step: called before every step.
     """
@@ -139,7 +157,7 @@ def consume(
     steps: list[Update] = []
     for share in microbatches.updates(updates):
         if not steps:
-            measure(share.first)
+            measure(share)
         trained += learner.accumulate(share, None if steps else judge_first)
         before_step()
         steps.append(learner.step())

@@ -20,17 +20,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from pa_npu.algorithm.adamw import Elements, clip_factor, scheduled_rate, step
+from pa_npu.algorithm.adamw import Elements, Values, clip_factor, scheduled_rate, step
 from pa_npu.algorithm.update_sums import Reductions
 from pa_npu.backends.protocol import Step, SteppedTensor
 from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
 
+Integers = npt.NDArray[np.int64]
+
 _ELEMENTS = 512  # a rank, in all
 _OF_EACH = 2  # tensor, at least
-_LOOKED_AT = 1024  # elements of a tensor's gradient, before all of them are asked whether they are 0
 _NAMED = 4
 # Of the mean change of all elements, in deviations of its rounding: the limits of single elements
 # are some three of these.
@@ -40,64 +42,79 @@ _RATE_ROUNDING = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class _Chosen:
-    """Elements of each tensor, in one order. indices: int64 [k] on the host, of each tensor. owner: [n], each element's tensor."""
+    """Elements of each tensor, at equal distances from a random one on, in one order.
 
-    indices: tuple[torch.Tensor, ...]
-    owner: np.ndarray
+    slices: (start, stop, distance) of each tensor. counts: int64 [tensors], of its elements; owner: int64 [n], each element's
+    tensor.
+    """
+
+    slices: list[tuple[int, int, int]]
+    counts: Integers
+    owner: Integers
 
     @classmethod
     def of(cls, tensors: Sequence[SteppedTensor], seed: int, update: int, rank: int) -> _Chosen:
         """The elements by which step `update` is judged on this rank."""
-        present = sum(1 for tensor in tensors if tensor.weights.numel())
-        each = max(_OF_EACH, _ELEMENTS // max(1, present))
-        random = np.random.default_rng((seed, update, rank))
-        indices, owner = [], []
-        for number, tensor in enumerate(tensors):
-            size = tensor.weights.numel()
-            count = min(each, size)
-            chosen = random.integers(0, size, count) if count else np.zeros(0, np.int64)
-            indices.append(torch.from_numpy(chosen.astype(np.int64)))
-            owner.append(np.full(count, number))
-        return cls(tuple(indices), np.concatenate(owner))
+        sizes = np.array([tensor.weights.numel() for tensor in tensors], np.int64)
+        each = max(_OF_EACH, _ELEMENTS // max(1, np.count_nonzero(sizes)))
+        counts = np.minimum(each, sizes)
+        random = np.random.default_rng((seed, update, rank)).random((2, len(sizes)))
+        # up to the largest distance at which there are as many, so that no pattern of elements is at it every time
+        largest = np.maximum(1, sizes // np.maximum(1, counts))
+        distances = np.maximum(1, largest - (random[0] * largest / 4).astype(np.int64))
+        room = sizes - np.maximum(0, counts - 1) * distances
+        starts = (random[1] * room).astype(np.int64)
+        stops = np.minimum(starts + counts * distances, sizes)
+        slices = list(zip(starts.tolist(), stops.tolist(), distances.tolist(), strict=True))
+        return cls(slices, counts, np.repeat(np.arange(len(sizes)), counts))
 
-    @torch.no_grad()
-    def read(self, tensors: Sequence[SteppedTensor], name: str) -> np.ndarray:
-        """One column of these elements, fp64 [n]; NaN where a tensor has none. One copy from each device."""
-        parts: list[torch.Tensor] = []
-        for tensor, indices in zip(tensors, self.indices, strict=True):
-            values: torch.Tensor | None = getattr(tensor, name)
-            if values is None or not len(indices):
-                parts.append(torch.full((len(indices),), torch.nan))
-                continue
-            # nothing but the one call that is needed: there are many tensors
-            chosen = values.index_select(0, indices if values.is_cpu else indices.to(values.device))
-            parts.append(chosen if chosen.dtype == torch.float32 else chosen.float())
-        devices = {part.device for part in parts if len(part)}
-        if len(devices) == 1:
-            device = devices.pop()
-            return torch.cat([part.to(device) for part in parts]).cpu().numpy().astype(np.float64)
-        return torch.cat([part.cpu() for part in parts]).numpy().astype(np.float64)
+    def __len__(self) -> int:
+        return len(self.owner)
 
-    def with_next(self, following: _Chosen) -> _Chosen:
-        """Both choices as one: of each tensor first this one's elements, then those of the next."""
-        pairs = zip(self.indices, following.indices, strict=True)
-        owner = [np.concatenate(parts) for parts in zip(self._owners(), following._owners(), strict=True)]
-        return _Chosen(tuple(torch.cat(pair) for pair in pairs), np.concatenate(owner))
+    def of_elements(self, values: Sequence[float]) -> Values:
+        """Spreads a value of each tensor over its elements."""
+        return np.repeat(np.asarray(values, np.float64), self.counts)
 
-    def _owners(self) -> list[np.ndarray]:
-        return [np.full(len(indices), number) for number, indices in enumerate(self.indices)]
+    def any_of_tensors(self, values: Values) -> npt.NDArray[np.bool_]:
+        """Says of each tensor whether any of its elements here is not 0."""
+        return np.bincount(self.owner, weights=values != 0, minlength=len(self.counts)) > 0
 
-    def is_first_of(self, following: _Chosen) -> np.ndarray:
-        """Which of with_next's elements are this choice's, bool."""
-        halves = zip(self.indices, following.indices, strict=True)
-        return np.concatenate([np.arange(len(own) + len(other)) < len(own) for own, other in halves])
 
-    def state(self, tensors: Sequence[SteppedTensor]) -> dict[str, np.ndarray]:
-        """Weights and moments. Moments that no step has made yet are 0."""
-        columns = {name: self.read(tensors, name) for name in ("weights", "mean", "square")}
-        return {
-            name: np.nan_to_num(values, nan=0.0) if name != "weights" else values for name, values in columns.items()
-        }
+@torch.no_grad()
+def _read(tensors: Sequence[SteppedTensor], columns: Sequence[tuple[_Chosen, str]]) -> list[Values]:
+    """Reads attributes of chosen elements, fp64 [n] each; NaN where a tensor has none. One copy from each device for all of them.
+
+    columns: of which elements, and which attribute of SteppedTensor.
+    """
+    parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    places: dict[tuple[torch.device, torch.dtype], list[tuple[int, int]]] = {}
+    position = 0
+    for chosen, name in columns:
+        for tensor, (start, stop, distance), count in zip(tensors, chosen.slices, chosen.counts.tolist(), strict=True):
+            memory: torch.Tensor | None = getattr(tensor, name)
+            if count and memory is not None:
+                kind = memory.device, memory.dtype
+                if kind not in parts:
+                    parts[kind], places[kind] = [], []
+                parts[kind].append(memory[start:stop:distance])
+                places[kind].append((position, position + count))
+            position += count
+    values = np.full(position, np.nan)
+    for kind, elements in parts.items():
+        read = torch.cat(elements).float().cpu().numpy()
+        if len(read) == position:
+            values = read.astype(np.float64)
+            continue
+        begin = 0
+        for first, last in places[kind]:
+            values[first:last] = read[begin : begin + last - first]
+            begin += last - first
+    return np.split(values, np.cumsum([len(chosen) for chosen, _ in columns])[:-1])
+
+
+def _state(weights: Values, mean: Values, square: Values) -> dict[str, Values]:
+    """Weights and moments by name. Moments that no step has made yet are 0."""
+    return {"weights": weights, "mean": np.nan_to_num(mean, nan=0.0), "square": np.nan_to_num(square, nan=0.0)}
 
 
 class StepReplay:
@@ -108,7 +125,7 @@ class StepReplay:
         self._rank = rank
         self._updates = 0
         self._next: _Chosen | None = None
-        self._remembered: dict[str, np.ndarray] = {}
+        self._remembered: dict[str, Values] = {}
         self._left_out: dict[str, int] = {}  # by tensor, in how many updates nothing came to it
 
     @property
@@ -124,12 +141,13 @@ class StepReplay:
 
         where: which update, for messages.
         """
-        self._check_gradients(where, tensors, reductions, device)
         if self._next is None:
             self._choose(tensors)
         chosen, remembered = self._next, self._remembered
         assert chosen is not None, "it has just been chosen"
-        state = chosen.state(tensors)
+        gradient, *columns = _read(tensors, [(chosen, name) for name in ("gradient", *_STATE)])
+        self._check_gradients(where, tensors, chosen.any_of_tensors(np.nan_to_num(gradient)), reductions, device)
+        state = _state(*columns)
         for name, values in state.items():
             differs = values != remembered[name]
             if differs.any():
@@ -140,29 +158,32 @@ class StepReplay:
                     f"and was {remembered[name][place]:.9g} after the last one; {int(differs.sum())} of {len(differs)} elements "
                     f"have changed in between, when nothing may write them",
                 )
-        gradient = chosen.read(tensors, "gradient")
         return BeforeStep(where, chosen, Elements(state["weights"], state["mean"], state["square"]), gradient)
 
     def after(self, begun: BeforeStep, tensors: Sequence[SteppedTensor], result: Step) -> None:
-        """Compares what the step made of the weights with the replay, and chooses the next elements. Raises InvariantViolation."""
+        """Compares what the step made of the weights with the replay, and chooses the next elements. Raises InvariantViolation.
+
+        tensors: those that `before` was given, whose memory the step has written.
+        """
         where, chosen, before = begun.where, begun.chosen, begun.state
         self._updates += 1
         rate = scheduled_rate(self._config, self._updates)
         self._check_settings(where, tensors, result, rate)
-        decays = np.array([self._decay(tensor) for tensor in tensors])[chosen.owner]
-        left_out = np.array([self._left_out.get(tensor.name, 0) for tensor in tensors])[chosen.owner]
+        decays = chosen.of_elements([self._decay(tensor) for tensor in tensors])
+        left_out = chosen.of_elements([self._left_out.get(tensor.name, 0) for tensor in tensors])
         replayed = step(
             before,
             begun.gradient,
             decays,
-            (self._updates - left_out).astype(np.float64),
+            self._updates - left_out,
             config=self._config,
             rate=rate,
             clip=clip_factor(self._config, result.grad_norm),
         )
         following = _Chosen.of(tensors, self._config.run.seed, self._updates + 1, self._rank)
-        both, is_own = chosen.with_next(following).state(tensors), chosen.is_first_of(following)
-        state = {name: values[is_own] for name, values in both.items()}
+        columns = [(elements, name) for elements in (chosen, following) for name in _STATE]
+        *read, model = _read(tensors, [*columns, (chosen, "model")])
+        state, next_state = _state(*read[:3]), _state(*read[3:])
         for name, values in state.items():
             expected, limit = getattr(replayed.expected, name), getattr(replayed.limit, name)
             wrong = ~(np.abs(values - expected) <= limit)
@@ -180,8 +201,8 @@ class StepReplay:
         self._check_mean_change(
             where, before.weights, state["weights"], replayed.expected.weights, replayed.limit.weights
         )
-        self._check_copies(where, chosen, tensors, state["weights"])
-        self._next, self._remembered = following, {name: values[~is_own] for name, values in both.items()}
+        self._check_copies(where, chosen, tensors, state["weights"], model)
+        self._next, self._remembered = following, next_state
 
     def saved(self, tensors: Sequence[SteppedTensor]) -> dict[str, Any]:
         """This rank's part of a checkpoint's `optimizer`: what a resume compares with."""
@@ -228,7 +249,7 @@ class StepReplay:
         """For the next step."""
         seed = self._config.run.seed if seed is None else seed
         self._next = _Chosen.of(tensors, seed, self._updates + 1, self._rank)
-        self._remembered = self._next.state(tensors)
+        self._remembered = _state(*_read(tensors, [(self._next, name) for name in _STATE]))
 
     def _decay(self, tensor: SteppedTensor) -> float:
         """Norms and biases are not decayed."""
@@ -253,9 +274,7 @@ class StepReplay:
                     where, f"{name} has the learning rate {used:.9g}, where update {self._updates} has {rate:.9g}"
                 )
 
-    def _check_mean_change(
-        self, where: str, before: np.ndarray, after: np.ndarray, expected: np.ndarray, limit: np.ndarray
-    ) -> None:
+    def _check_mean_change(self, where: str, before: Values, after: Values, expected: Values, limit: Values) -> None:
         """Sees a factor that is too small for any single element's rounding."""
         change = expected - before
         size = float(np.sum(change**2))
@@ -266,14 +285,15 @@ class StepReplay:
         if abs(error) > _DEVIATIONS * rounding + 1e-5:
             raise _broken(where, f"the step changed its weights by {1 + error:.6g} times as much as AdamW does")
 
-    def _check_copies(self, where: str, chosen: _Chosen, tensors: Sequence[SteppedTensor], weights: np.ndarray) -> None:
+    def _check_copies(
+        self, where: str, chosen: _Chosen, tensors: Sequence[SteppedTensor], weights: Values, model: Values
+    ) -> None:
         """The weights that the model computes with are those that were stepped, in the model's type."""
         narrow = [tensor.model is not None for tensor in tensors]
         if not any(narrow):
             return
         dtype = next(tensor.model.dtype for tensor in tensors if tensor.model is not None)
         stepped = torch.from_numpy(weights).float().to(dtype).float().numpy()
-        model = chosen.read(tensors, "model")
         wrong = np.array(narrow)[chosen.owner] & (stepped != model)
         if wrong.any():
             place = int(wrong.argmax())
@@ -284,11 +304,19 @@ class StepReplay:
             )
 
     def _check_gradients(
-        self, where: str, tensors: Sequence[SteppedTensor], reductions: Reductions, device: torch.device
+        self,
+        where: str,
+        tensors: Sequence[SteppedTensor],
+        sampled: npt.NDArray[np.bool_],
+        reductions: Reductions,
+        device: torch.device,
     ) -> None:
-        """Names tensors whose gradient is exactly 0, on all ranks that hold a part of them, while others' are not."""
-        present = _any_gradient(tensors)
-        moving = torch.tensor([[float(values) for values in row] for row in present], device=device)
+        """Names tensors whose gradient is exactly 0, on all ranks that hold a part of them, while others' are not.
+
+        sampled: whether any chosen element of each tensor's gradient is not 0.
+        """
+        present = _any_gradient(tensors, sampled)
+        moving = torch.from_numpy(np.array(present, np.float32)).to(device)
         arrived, nonzero, weights = reductions.replicas(moving, largest=True).cpu().numpy()
         for tensor in tensors:
             if tensor.gradient is None:
@@ -320,43 +348,60 @@ class BeforeStep:
     where: str
     chosen: _Chosen
     state: Elements
-    gradient: np.ndarray
+    gradient: Values
 
 
+_STATE = ("weights", "mean", "square")
 _NAMES = {"weights": "the weight", "mean": "the mean moment", "square": "the square moment"}
 _PARTNERS = {".lora_A.": ".lora_B."}
 """A's gradient is exactly 0 as long as B is, as it begins."""
 
 
-def _waits_for_its_partner(name: str, weights: dict[str, float]) -> bool:
-    """Whether a tensor is multiplied by another one that is 0. weights: by name, whether any is not 0."""
+def _partner(name: str) -> str | None:
+    """Returns the name of the tensor without which this one has no gradient."""
     for part, partner in _PARTNERS.items():
         if part in name:
-            return not weights.get(name.replace(part, partner), 1.0)
-    return False
+            return name.replace(part, partner)
+    return None
+
+
+def _waits_for_its_partner(name: str, weights: dict[str, float]) -> bool:
+    """Whether a tensor is multiplied by another one that is 0. weights: by name, whether any is not 0."""
+    partner = _partner(name)
+    return partner is not None and not weights.get(partner, 1.0)
 
 
 @torch.no_grad()
-def _any_gradient(tensors: Sequence[SteppedTensor]) -> tuple[list[bool], list[bool], list[bool]]:
-    """Says of each tensor whether a gradient has come, whether any of its elements is not 0, and of B of an adapter whether any
-    weight is not."""
+def _any_gradient(
+    tensors: Sequence[SteppedTensor], sampled: npt.NDArray[np.bool_]
+) -> tuple[list[bool], list[bool], list[bool]]:
+    """Says of each tensor whether a gradient has come, whether any of its elements is not 0, and of B of an adapter whose A has
+    no gradient whether any weight is not. sampled: as of _check_gradients."""
     arrived = [tensor.gradient is not None for tensor in tensors]
-    nonzero, weights = [False] * len(tensors), [True] * len(tensors)
-    partners = tuple(_PARTNERS.values())
-    pairs = [
+    nonzero, weights = sampled.tolist(), [True] * len(tensors)
+    # most rows of an embedding have no gradient, so that a sample that is 0 says nothing
+    unknown = [
         (number, tensor.gradient)
         for number, tensor in enumerate(tensors)
-        if tensor.gradient is not None and tensor.gradient.numel()
+        if not nonzero[number] and tensor.gradient is not None
     ]
-    if pairs:
-        sampled = [gradient[:: max(1, gradient.numel() // _LOOKED_AT)].any() for _, gradient in pairs]
-        for (number, gradient), has_any in zip(pairs, torch.stack(sampled).tolist(), strict=True):
-            # most rows of an embedding have none, so that a sample that is 0 says nothing
-            nonzero[number] = has_any or bool(gradient.any())
-    for number, tensor in enumerate(tensors):
-        if any(part in tensor.name for part in partners):
-            weights[number] = bool(tensor.weights.any())
+    for (number, _), has_any in zip(unknown, _any([gradient for _, gradient in unknown]), strict=True):
+        nonzero[number] = has_any
+    still_zero = [tensors[number].name for number, _ in unknown if not nonzero[number]]
+    waited_for = {_partner(name) for name in still_zero}
+    partners = [(number, tensor.weights) for number, tensor in enumerate(tensors) if tensor.name in waited_for]
+    for (number, _), has_any in zip(partners, _any([partner for _, partner in partners]), strict=True):
+        weights[number] = has_any
     return arrived, nonzero, weights
+
+
+def _any(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Says of each tensor whether any element is not 0; the device is waited for once."""
+    if not tensors:
+        return []
+    device = tensors[0].device
+    answers: list[bool] = torch.stack([tensor.any().to(device) for tensor in tensors]).tolist()
+    return answers
 
 
 def _broken(where: str, what: str) -> InvariantViolation:

@@ -14,7 +14,7 @@ Imports torch only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -28,14 +28,15 @@ _CHUNK = 2**20
 
 
 @torch.no_grad()
-def contents_of(tensor: torch.Tensor) -> torch.Tensor:
+def contents_of(tensor: torch.Tensor, sent_as: torch.dtype | None = None) -> torch.Tensor:
     """Returns the contents of a tensor, int64 [] on its device.
 
     Floating-point elements of fewer than 32 bits are widened, so that a tensor and its exact copy in a wider type have the same
-    contents. Whole numbers are taken as they are.
+    contents. Whole numbers are taken as they are. sent_as: the type that elements are rounded to first.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in tensor.detach().reshape(-1).split(_CHUNK):
+        chunk = chunk if sent_as is None else chunk.to(sent_as)
         bits = chunk.float().view(torch.int32) if chunk.is_floating_point() else chunk
         mixed = bits.to(torch.int64)
         mixed.mul_(_FIRST)
@@ -52,8 +53,9 @@ class Contents:
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        contents = contents_of(tensor)
+    def add(self, name: str, tensor: torch.Tensor, sent_as: torch.dtype | None = None) -> None:
+        """sent_as: as of contents_of."""
+        contents = contents_of(tensor, sent_as)
         if name in self._sums:
             contents = contents + self._sums[name].to(contents.device)
         self._sums[name] = contents
@@ -71,6 +73,15 @@ class Contents:
 def summed(contents: Iterable[str]) -> str:
     """Returns the contents of tensors put together."""
     return f"{sum(int(digits, 16) for digits in contents) % _MODULUS:016x}"
+
+
+def added(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """Returns the contents by name of tensors that several ranks have parts of. parts: of each rank."""
+    by_name: dict[str, list[str]] = {}
+    for of_rank in parts:
+        for name, contents in of_rank.items():
+            by_name.setdefault(name, []).append(contents)
+    return {name: summed(contents) for name, contents in by_name.items()}
 
 
 def follows(memory: str, given: Sequence[str], workers: int) -> bool:

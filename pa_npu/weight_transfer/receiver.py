@@ -123,6 +123,11 @@ class Receiver:
         """Whether the LM head is the embedding, so that the trainer sends no head."""
         return all(HEAD not in manifest.loaded for manifest in self._manifests)
 
+    @property
+    def merges(self) -> bool:
+        """Whether what the trainers send is merged into weights that the engine has."""
+        return self._base is not None
+
     def whole(self, received: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """(HF name, tensor) of all weights, as an engine loads them: what was received, or what it is merged into."""
         return iter(received) if self._base is None else self._base.merged(received)

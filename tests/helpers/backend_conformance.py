@@ -35,6 +35,7 @@ from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner, Update
 from pa_npu.weight_transfer.computation import computation_of, disagreements
+from pa_npu.weight_transfer.contents import Contents
 from pa_npu.weight_transfer.manifest import Assembler, Manifest
 from pa_npu.weight_transfer.transport import Deadline
 from tests.helpers import step_faults
@@ -67,6 +68,14 @@ STEP_CASES = [
     for fault in [*step_faults.FAULTS, step_faults.COPIES]
     for dtype in ("fp32", "bf16")
     if fault != step_faults.COPIES or dtype == "bf16"
+]
+
+
+FINITE_DIFFERENCE_FAULTS = [
+    "the gradient doubled",
+    "the gradient turned round",
+    "the gradient behind the log-probs doubled",
+    "advantages negated inside the loss",
 ]
 
 
@@ -199,6 +208,21 @@ class BackendConformance:
         step = backend.step()
         assert np.isfinite(step.grad_norm) and step.learning_rate == pytest.approx(LEARNING_RATE)
 
+    def test_what_is_written_where_the_optimizer_steps_is_computed_with(self, make: Make, model: Path) -> None:
+        learner = make(config_of(model))
+        some, backend = microbatches(shares()[0])[:1], learner.backend
+        tensors = [tensor for tensor in backend.stepped() if tensor.weights.numel()]
+        assert all(tensor.share == 1 for tensor in tensors), "of one rank"
+        seen: list[torch.Tensor] = []
+        for change in (0.0, 0.01, -0.01):
+            with torch.no_grad():
+                for tensor in tensors:
+                    (tensor.weights if tensor.model is None else tensor.model).add_(change)
+            backend.share_weights()
+            backend.evaluate(some, lambda _, outputs: seen.append(outputs.policy.values))
+        assert not torch.allclose(seen[0], seen[1], atol=1e-3)
+        torch.testing.assert_close(seen[0], seen[2], atol=1e-4, rtol=1e-4)
+
     def test_copies_take_the_policys_weights_and_their_name_along(self, make: Make, model: Path) -> None:
         learner = make(config_of(model))
         self.train(learner)
@@ -244,6 +268,10 @@ class BackendConformance:
                 found |= {name: tensor.clone() for name, tensor in assembler.take(bucket, data)}
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
+            contents = Contents()
+            for name, tensor in found.items():
+                contents.add(name, tensor)
+            assert weights.contents() == contents.read(), "summed up in the model"
 
     def test_a_checkpoint_goes_on_as_if_nothing_had_been(self, make: Make, model: Path, tmp_path: Path) -> None:
         """Weights, reference, optimizer and learning rate; and the same weights from an export of the checkpoint, on demand."""
@@ -417,6 +445,49 @@ class BackendConformance:
             learner.publish(iteration)
             for share in shares():
                 assert train_share(learner, share).report.grad_norm > 0
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    def test_weights_that_move_along_the_gradient_change_log_probs_as_it_says(
+        self, dtype: str, make: Make, model: Path
+    ) -> None:
+        """Other tensors every time; not a bit of what is trained afterwards is another one."""
+        config = config_of(model, model={"dtype": dtype}, **step_faults.KEYS)
+        learner, untouched = make(config), make(config)
+        for one in (learner, untouched):
+            one.publish(0)
+        for number, share in enumerate([*shares(), *shares()]):
+            before = learner.backend.digest()
+            found = learner.finite_difference(microbatches(share)[:2], {})
+            assert found is not None and found.limit is not None and found.tensors > 0, found
+            assert abs(found.measured - found.predicted) <= found.limit < 0.5 * abs(found.predicted)
+            assert learner.backend.digest() == before
+            if number < 2:
+                for one in (learner, untouched):
+                    train_share(one, share)
+                assert learner.backend.digest() == untouched.backend.digest()
+
+    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize("fault", FINITE_DIFFERENCE_FAULTS)
+    def test_a_finite_difference_shows_a_gradient_of_something_else(
+        self, fault: str, dtype: str, make: Make, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        learner = make(config_of(model, model={"dtype": dtype}, **step_faults.KEYS))
+        restored_after(monkeypatch)
+        factor = {"the gradient doubled": 2.0, "the gradient turned round": -1.0}.get(fault)
+        if factor is None:
+            step_faults.inject(fault, learner)
+        else:
+            accumulate, scale = learner.backend.accumulate, learner.backend.scale_gradients
+
+            def scaled(*arguments: Any) -> Any:
+                reduced = accumulate(*arguments)
+                scale(factor)
+                return reduced
+
+            monkeypatch.setattr(learner.backend, "accumulate", scaled)
+        learner.publish(0)
+        with pytest.raises(InvariantViolation, match=r"I7 gradient: .* moved along the gradient .* the gradient says"):
+            learner.finite_difference(microbatches(shares()[0])[:2], {})
 
     @pytest.mark.parametrize("lost", ["both moments", "the square moment", "weights", "nothing"])
     def test_what_a_resume_lost_ends_it_before_anything_is_trained(

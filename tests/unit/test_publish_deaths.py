@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +22,15 @@ from pa_npu.engines.client import EngineClient
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
+from pa_npu.errors import InvariantViolation
 from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engines import Connection
+from pa_npu.publish.messages import VERDICT, PublishVerdict
 from pa_npu.publish.publisher import Publisher
 from pa_npu.publish.trainer_side import TrainerPublish
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer.contents import Contents
 from tests.helpers.engine_conformance import VOCAB, bits, make_engine_model
 from tests.helpers.forked_engine import KEY, ForkedEngine
 from tests.helpers.weight_sender import manifest_of, tensors_of
@@ -57,8 +61,16 @@ class Source:
     def __init__(self, model: Path) -> None:
         self.tensors = tensors_of(model)
         self.manifest = manifest_of(self.tensors, {})
+        self.old: dict[str, torch.Tensor] = {}
         self.stop = False
         self.stopped, self.go_on = threading.Event(), threading.Event()
+
+    def contents(self) -> dict[str, str]:
+        """Of the weights as they are; `old` are sent instead of them."""
+        contents = Contents()
+        for name, tensor in self.tensors.items():
+            contents.add(name, tensor)
+        return contents.read()
 
     def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor]:
         for number, bucket in enumerate(self.manifest.buckets):
@@ -66,7 +78,8 @@ class Source:
                 self.stop = False
                 self.stopped.set()
                 assert self.go_on.wait(60)
-            parts = [self.tensors[s.name].flatten()[s.start : s.start + s.size] for s in bucket.segments]
+            sent = {**self.tensors, **self.old}
+            parts = [sent[s.name].flatten()[s.start : s.start + s.size] for s in bucket.segments]
             yield torch.cat(parts)
 
     def update(self) -> None:
@@ -104,7 +117,16 @@ class Job:
         )
         self.fleet.deliver_late = None  # these trainers serve nobody inside an iteration
         trainers = StoreChannel(dist.TCPStore(*address, wait_for_workers=False))
-        self.trainers = TrainerPublish(trainers, self.publisher.publish, lambda: "", 0, 0, 60.0, Timeline(None, ""))
+        self.trainers = TrainerPublish(
+            trainers,
+            self.publisher.publish,
+            lambda: "",
+            0,
+            0,
+            60.0,
+            Timeline(None, ""),
+            contents=self.publisher.contents,
+        )
 
     async def __aenter__(self) -> Job:
         await self.fleet.__aenter__()
@@ -181,3 +203,22 @@ async def test_a_publish_goes_on_without_who_dies_in_it_and_with_who_is_back(
     finally:
         for engine in engines:
             engine.kill()
+
+
+async def test_a_tensor_that_the_trainers_sent_from_an_old_copy_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    """The digests agree: the engine has what was sent, and it is not what is trained."""
+    model = make_engine_model(tmp_path / "model")
+    engine = ForkedEngine(model, tmp_path / "engine")
+    try:
+        async with Job(model, [engine.url()]) as job:
+            await job.version(0)
+            name = next(name for name in job.source.tensors if "layers.1" in name and "down_proj" in name)
+            job.source.old = {name: job.source.tensors[name].clone()}
+            with pytest.raises(
+                InvariantViolation, match=rf"I5: as weight version 1 .*\({re.escape(name)}\), of which 1 are"
+            ):
+                await job.version(1)
+            # the trainers wait for a verdict, as they do until the run ends
+            VERDICT.put(job.channel, PublishVerdict(True), version=1, attempt=0)
+    finally:
+        engine.kill()

@@ -100,8 +100,7 @@ class Toy:
             tensors.append(
                 SteppedTensor(
                     *(name, parameter.dim(), flat, None, gradient, *moments),
-                    rate=group["lr"],
-                    decay=group["weight_decay"],
+                    settings=group,
                 )
             )
         return tensors
@@ -151,7 +150,7 @@ def test_other_elements_are_looked_at_in_every_update_and_on_every_rank() -> Non
             samples.append(replay.first_sampled % SAMPLED_EVERY)
             toy.give_gradients()
             begun = replay.before("update", toy.stepped(), Reductions(), CPU)
-            chosen.append(tuple(begun.chosen.indices[0].tolist()))
+            chosen.append(begun.chosen.slices[0])
             replay._updates += 1
             replay._choose(toy.stepped())
     assert len(set(chosen)) == 8
@@ -193,7 +192,8 @@ def test_a_of_an_adapter_has_no_gradient_as_long_as_b_is_zero() -> None:
     values = torch.ones(8)
 
     def tensor(name: str, weights: torch.Tensor, gradient: torch.Tensor) -> SteppedTensor:
-        return SteppedTensor(name, 2, weights, None, gradient, None, None, rate=1.0, decay=0.0)
+        settings = {"lr": 1.0, "weight_decay": 0.0}
+        return SteppedTensor(name, 2, weights, None, gradient, None, None, settings)
 
     replay = StepReplay(CONFIG, 0)
     for b, passes in ((torch.zeros(8), True), (values, False)):

@@ -27,7 +27,8 @@ from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
 from pa_npu.errors import InvariantViolation
 from pa_npu.samples.group import Group
-from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.iterator import MicrobatchIterator
+from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.trainer.agreement import FALSE_STOP_RATE, YARDSTICK_EVERY, Agreement
 from tests.helpers.backend import make_learner
 from tests.helpers.groups import with_trained
@@ -135,8 +136,8 @@ class Run:
         freshness = Freshness(self.config.schedule.max_staleness)
         microbatches = shelf_iterator(groups, number, responses=RESPONSES, freshness=freshness)
 
-        def measure(first: Callable[[int], list[Microbatch]]) -> None:
-            self.agreement.measure(number, first)
+        def measure(share: MicrobatchIterator) -> None:
+            self.agreement.measure(number, share.first)
 
         def judge(first: DifferenceSums) -> None:
             self.agreement.check_probe(number, first)

@@ -70,11 +70,10 @@ class FsdpBackend:
         self.reductions = Reductions(None if dist.get_world_size() == 1 else dist.group.WORLD)
         self._timeline = timeline
         self._weights: dict[str, PolicyState] = {}
+        self._copies = mesh.size() // mesh.size(mesh.ndim - 1)
         self._shard_group = None if dist.get_world_size() == 1 else mesh.get_group(mesh.ndim - 1)
         self._reductions = (
-            []
-            if self._shard_group is None
-            else count_reductions(self._module, mesh.size() // mesh.size(mesh.ndim - 1), platform.widest_dtype)
+            [] if self._shard_group is None else count_reductions(self._module, self._copies, platform.widest_dtype)
         )
         self._optimizer = ShardedAdamW(self._policy.parameters(), config, platform.widest_dtype)
         self._offloaded = OffloadedState(self._optimizer.moments, config, platform, device)
@@ -140,7 +139,10 @@ class FsdpBackend:
 
     def stepped(self) -> list[SteppedTensor]:
         names = {weight: name for name, weight in self._policy.named_weights().items()}
-        return self._optimizer.stepped(names, self._spec.experts is not None)
+        return self._optimizer.stepped(names, self._spec.experts is not None, self._copies)
+
+    def share_weights(self) -> None:
+        """Nothing to do: every pass gathers the shards."""
 
     def step(self) -> Step:
         with self._offloaded.on_device():

@@ -7,6 +7,7 @@ gets A and B alone does the same (base_of).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,8 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.families.wire_names import WireWeight
 from pa_npu.weight_transfer.adapters import Base, StoredWeight, merge, stored_digest
 
+# Of a merged weight, made at once where its contents are summed up.
+_BLOCK_ROWS = 1024
 _TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -91,6 +94,15 @@ class _MergedRows(Rows):
             if group is not None:
                 dist.all_reduce(whole, group=group)  # a sum with zeros
             self._whole.append(whole.to(own.shard.device).view(self.down.shape))
+
+    def pieces(self, size: int) -> Iterator[torch.Tensor]:
+        """See Part. Rows are merged block by block, so that no merged copy of all of them is anywhere."""
+        block = _BLOCK_ROWS * self.down.shape[1]
+        first, end = max(0, -self.start), min(self.shard.numel(), size - self.start)
+        while first < end:
+            last = min(end, first + block)
+            yield self.read(first, last)
+            first = last
 
     @torch.no_grad()
     def read(self, first: int, last: int) -> torch.Tensor:

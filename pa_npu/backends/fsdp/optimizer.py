@@ -99,8 +99,8 @@ class ShardedAdamW:
         return norm, rate
 
     @torch.no_grad()
-    def stepped(self, names: Mapping[torch.Tensor, str], has_experts: bool) -> list[SteppedTensor]:
-        """See TrainBackend.stepped. names: of all parameters."""
+    def stepped(self, names: Mapping[torch.Tensor, str], has_experts: bool, copies: int) -> list[SteppedTensor]:
+        """See TrainBackend.stepped. names: of all parameters. copies: of the shards."""
         settings = {parameter: group for group in self.adamw.param_groups for parameter in group["params"]}
         tensors = []
         for parameter in self._parameters:
@@ -110,14 +110,14 @@ class ShardedAdamW:
                 SteppedTensor(
                     name=name,
                     dimensions=parameter.dim(),
-                    weights=local(parameter.detach()).flatten(),
+                    weights=local(parameter).flatten().detach(),
                     model=None,
                     gradient=gradient,
                     mean=local(state["exp_avg"]).flatten(),
                     square=local(state["exp_avg_sq"]).flatten(),
-                    rate=float(settings[parameter]["lr"]),
-                    decay=float(settings[parameter]["weight_decay"]),
+                    settings=settings[parameter],
                     may_be_zero=has_experts and any(part in name for part in _OF_MIXTURES),
+                    share=1 / copies,
                 )
             )
         return tensors

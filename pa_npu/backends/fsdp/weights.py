@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,12 @@ class Rows(Part):
         begin, end = max(first, self.start), min(first + len(out), self.start + self.shard.numel())
         if begin < end:
             out[begin - first : end - first].copy_(self.read(begin - self.start, end - self.start))
+
+    def pieces(self, size: int) -> Iterator[torch.Tensor]:
+        """See Part."""
+        first, last = max(0, -self.start), min(self.shard.numel(), size - self.start)
+        if first < last:
+            yield self.read(first, last)
 
     def read(self, first: int, last: int) -> torch.Tensor:
         """Elements [first, last) of the shard as they are sent."""
@@ -75,6 +81,9 @@ class ShardedWeights(GatheredWeights):
 
     def parts(self, leads: bool) -> Mapping[str, Rows]:
         return {name: self._model.rows(weight, whole, leads) for name, weight, whole in self._weights}
+
+    def live_parts(self, leads: bool) -> Mapping[str, Rows]:
+        return {name: self._model.rows(weight, whole, leads) for name, weight, whole in self._model.wire_weights()}
 
 
 def rows_of(whole: torch.Tensor, start: int, alone: bool) -> Rows:

@@ -121,6 +121,8 @@ class MegatronBackend:
     def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> ReducedGradient | None:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
+        if self._routing is not None:
+            self._routing.forget()
         if self._watched is not None:
             self._watched.first = objective.first_sampled
         num_microbatches = 0
@@ -154,6 +156,10 @@ class MegatronBackend:
 
     def stepped(self) -> list[SteppedTensor]:
         return stepped_tensors(self._optimizer, self._ddp, self.place)
+
+    def share_weights(self) -> None:
+        if self._config.trainer.distributed_optimizer:
+            self._ddp.start_param_sync(force_sync=True)
 
     def step(self) -> Step:
         self._updates += 1

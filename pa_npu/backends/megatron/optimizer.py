@@ -124,16 +124,22 @@ def gradient_size(ddp: Any, first: int, every: int) -> torch.Tensor:
 
 def stepped_tensors(optimizer: Any, ddp: Any, place: Place) -> list[SteppedTensor]:
     """See TrainBackend.stepped."""
-    parts = {}
+    parts, is_sharded = {}, False
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if part.optimizer is not None:
             parts.update(_stepped_parts(part))
+            is_sharded = is_sharded or hasattr(part, "model_float16_groups")
     tensors = []
     for name, parameter in ddp.module.named_parameters():
         if not parameter.requires_grad:
             continue
         is_shard_of_rows = place.mesh.tensor > 1 and "word_embeddings" in name
         stepped = parts.get(parameter) or _SteppedPart.empty(parameter)
+        is_expert = not getattr(parameter, "allreduce", True)
+        copies = 1 if place.mesh.tensor == 1 or is_expert or _is_cut(parameter) else place.mesh.tensor
+        if not is_sharded:
+            copies *= place.mesh.expert_data if is_expert else place.mesh.data * place.mesh.context
+        is_tied = place.mesh.pipeline > 1 and getattr(parameter, "shared_embedding", False)
         tensors.append(
             SteppedTensor(
                 name=name,
@@ -143,12 +149,17 @@ def stepped_tensors(optimizer: Any, ddp: Any, place: Place) -> list[SteppedTenso
                 gradient=stepped.gradient,
                 mean=_flat(stepped.state.get("exp_avg")),
                 square=_flat(stepped.state.get("exp_avg_sq")),
-                rate=float(stepped.settings["lr"]),
-                decay=float(stepped.settings["weight_decay"]),
+                settings=stepped.settings,
                 may_be_zero=is_shard_of_rows or any(part in name for part in _OF_MIXTURES),
+                share=0.0 if is_tied else 1 / copies,
             )
         )
     return tensors
+
+
+def _is_cut(parameter: torch.Tensor) -> bool:
+    """Whether tensor-parallel ranks have parts of it."""
+    return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
 @dataclass(frozen=True, eq=False)

@@ -160,6 +160,11 @@ class RoutingWatch:
         self._experts, self._place, self._updates = experts, place, 0
         self._seen: torch.Tensor | int = 0  # tokens of each expert, [layers, experts]
 
+    def forget(self) -> None:
+        """Begins another update: what was noted before is of passes that were not stepped."""
+        for router in self._routers.values():
+            router.take_noted()
+
     def take(self, reductions: Reductions, device: torch.device) -> Routing:
         """Returns the figures of the update that has ended, of all layers and tokens, and forgets them. Collective."""
         own = torch.zeros(len(self._experts.layers) + 6, device=device)

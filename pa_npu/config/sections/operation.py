@@ -56,6 +56,12 @@ class ScheduleConfig(Section):
         description="Replace groups whose responses are all right or all wrong by further prompts, until an iteration has "
         "prompts_per_iteration others (DAPO).",
     )
+    finite_difference_every: int = Field(
+        0,
+        ge=0,
+        description="Move weights along their gradient every n iterations, and end the run where log-probs do not change as the "
+        "gradient says (I7); costs some nine passes over one microbatch, and changes no weight. 0 never does.",
+    )
     evaluate_every: int = Field(
         0, ge=0, description="Evaluate every n iterations; 0 only before the first and after the last."
     )

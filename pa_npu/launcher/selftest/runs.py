@@ -28,13 +28,17 @@ ITERATIONS = 12
 LEARNT = 0.3  # reward at the end; 0.04 at the start
 # mean |difference| of an engine's and another's log-probs of the same tokens
 AGREEMENT = {"fp32": 1e-4, "bf16": 5e-2}
+# of a gradient's change and a finite difference, as a share of it
+FINITE_DIFFERENCE = {"fp32": 0.05, "bf16": 0.45}
 _ENGINES, _TRAINERS = ("api_server", "pa_npu.engines"), ("pa_npu.trainer",)
 
 
 def learns(bench: Bench) -> list[Finding]:
-    """A periodic run: its reward, the engines' log-probs against the trainers' after each publish and against transformers'."""
-    records = _run(bench, "periodic", ["schedule.stream=true"])
+    """A periodic run: its reward, the engines' log-probs against the trainers' after each publish and against transformers', and
+    the gradient against finite differences."""
+    records = _run(bench, "periodic", ["schedule.stream=true", "schedule.finite_difference_every=1"])
     dtype = _dtype(bench)
+    errors = _finite_difference_errors(bench, "periodic")
     return [
         Finding("reward of the first iteration", records[0]["reward_mean"]),
         Finding("reward of the last three", _mean(records[-3:], "reward_mean"), LEARNT, least=True),
@@ -48,6 +52,19 @@ def learns(bench: Bench) -> list[Finding]:
             _against_transformers(bench),
             AGREEMENT[dtype],
         ),
+        Finding("finite differences of the gradient", len(errors), 1, least=True),
+        Finding("gradient against a finite difference, worst", max(errors, default=0.0), FINITE_DIFFERENCE[dtype]),
+    ]
+
+
+def _finite_difference_errors(bench: Bench, name: str) -> list[float]:
+    """How far each is from what the gradient said, as a share of it, of those that rounding does not hide."""
+    lines = (bench.folder / "runs" / name / "finite_differences.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [
+        abs(record["measured"] - record["predicted"]) / abs(record["predicted"])
+        for record in records
+        if record["limit"] is not None
     ]
 
 

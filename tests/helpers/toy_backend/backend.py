@@ -21,6 +21,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.weight_transfer.computation import Computation
+from pa_npu.weight_transfer.contents import Contents
 from pa_npu.weight_transfer.digest import digest_of
 from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment
 from pa_npu.weight_transfer.transport import Deadline
@@ -118,11 +119,13 @@ class ToyBackend:
             weights, gradient = master.view(-1), master.grad.view(-1)
             own = SteppedTensor(
                 *(name, master.ndim, weights, parameter.detach().view(-1), gradient, mean, square),
-                rate=group["lr"],
-                decay=group["weight_decay"],
+                settings=group,
+                share=1 / self.place.mesh.data,
             )
             tensors.append(own)
         return tensors
+
+    def share_weights(self) -> None: ...
 
     def step(self) -> Step:
         norm, limit = float(self._gradient.norm()), self._config.optimizer.clip_grad
@@ -207,6 +210,7 @@ class PublishedTensors:
     is_leader = True
 
     def __init__(self, model: torch.nn.Module, spec: ModelSpec, bucket_bytes: int) -> None:
+        self._model = model
         self._tensors = dict(model.named_parameters())
         self._runs: list[tuple[str, int, int]] = []
         for name, tensor in self._tensors.items():
@@ -217,6 +221,12 @@ class PublishedTensors:
         shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         buckets = tuple(Bucket(dtype, (Segment(*run),)) for run in self._runs)
         self.manifest = Manifest(0, spec.wire_sizes(), shapes, buckets)
+
+    def contents(self) -> dict[str, str]:
+        contents = Contents()
+        for name, parameter in self._model.named_parameters():
+            contents.add(name, parameter)
+        return contents.read()
 
     def buckets(self, deadline: Deadline) -> Iterator[torch.Tensor]:
         for name, start, size in self._runs:

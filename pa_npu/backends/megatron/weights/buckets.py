@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class StageTensors(GatheredWeights):
         shard_group: dist.ProcessGroup | None = None,
         on_host: bool = False,
     ) -> None:
+        self._module = module
         self._spec = spec
         self._rank = place.shard_group.index(place.rank)
         self._parameters = standard_parameters(module)
@@ -48,9 +49,13 @@ class StageTensors(GatheredWeights):
         super().__init__(sent, spec, place, bucket_bytes, shard_group, device, on_host=on_host)
 
     def parts(self, leads: bool) -> Mapping[str, _Shard]:
-        return {tensor.name: self._part(tensor, leads) for tensor in self._tensors}
+        return {tensor.name: self._part(tensor, self._parameters, leads) for tensor in self._tensors}
 
-    def _part(self, tensor: HfTensor, leads: bool) -> _Shard:
+    def live_parts(self, leads: bool) -> Mapping[str, _Shard]:
+        parameters = standard_parameters(self._module)
+        return {tensor.name: self._part(tensor, parameters, leads) for tensor in self._tensors}
+
+    def _part(self, tensor: HfTensor, parameters: Mapping[str, torch.Tensor], leads: bool) -> _Shard:
         """Experts are the part of the rank that holds them, what TP cuts that of the first replica's ranks."""
         size, owner = self._place.mesh.tensor, holder(tensor, self._spec, self._place)
         is_cut = tensor.shard_dim is not None
@@ -59,7 +64,7 @@ class StageTensors(GatheredWeights):
             has_part = self._rank == owner
         if not has_part:
             return _Shard(None, tensor, 0, 0)
-        view = part_view(self._parameters[tensor.parameter].detach(), tensor, self._spec)
+        view = part_view(parameters[tensor.parameter].detach(), tensor, self._spec)
         first, last = tensor.local_range(self._rank, size) if is_cut else (0, tensor.shape[0])
         return _Shard(view, tensor, first, last)
 
@@ -73,6 +78,17 @@ class _Shard(Part):
     tensor: HfTensor
     first: int
     last: int
+
+    def pieces(self, size: int) -> Iterator[torch.Tensor]:
+        """See Part."""
+        if self.view is None:
+            return
+        if self.tensor.shard_dim == 1:
+            yield self.view
+            return
+        # of a part that is cut along rows, those that pad the vocabulary come last
+        elements = (self.last - self.first) * math.prod(self.tensor.shape[1:])
+        yield self.view if elements == self.view.numel() else self.view.reshape(-1)[:elements]
 
     def lay(self, out: torch.Tensor, first: int) -> None:
         """See Part."""

@@ -1,0 +1,321 @@
+"""Invariant I7 from one end to the other, now and then: weights that move along the gradient change log-probs as it says.
+
+    microbatches ──accumulate──> gradient G of the weights      predicted:  G · (w+ - w-)
+    w+, w-       ──evaluate────> log-probs                      measured:   sum over tokens of g (log p(w+) - log p(w-))
+
+w+ and w- lie on both sides of the weights w, so that the difference is exact to the second order; g is the gradient at the
+log-probs that the algorithm's formula gives for the groups' rewards (algorithm/loss_gradient.py). So nothing that the gradient went
+through is taken on trust: the objective, the backward, the sum over microbatches and replicas. The weights are put back to the bit.
+
+Elements move by a share of their size, in the direction of their own gradient's sign, in another half of the tensors every time;
+so many of them that the change is far above the rounding of log-probs, and small enough to be a straight line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pa_npu.algorithm.loss_gradient import Values, expected_gradient, joined, on_host
+from pa_npu.algorithm.objective import Objective, Outputs, Targets
+from pa_npu.backends.protocol import DTYPES, SteppedTensor, TrainBackend
+from pa_npu.config.schema import Config
+from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.replica_feed import Traffic
+from pa_npu.trainer.invariants import GradientSum
+from pa_npu.trainer.loss_checks import with_advantages
+
+# By model.dtype. The rounding of a token's log-prob, in nats; the change to aim at, as the root of the summed squares of tokens'
+# changes, at least; the share of its size by which an element moves, which in bf16 is some units of its last place.
+_ROUNDING = {"fp32": 1e-5, "bf16": 0.05}
+_CHANGE = {"fp32": 0.05, "bf16": 2.0}
+_SHARE = {"fp32": 2.0**-8, "bf16": 2.0**-5}
+_LARGEST_SHARE = 0.25
+# What is left of the third order, and in bf16 of rounding that tokens have in common, as a share of the change.
+_TOLERANCE = {"fp32": 0.02, "bf16": 0.3}
+_DEVIATIONS = 8.0
+# Added to an element's size, so that biases and the B of adapters move from 0.
+_SIZE_OF_ZERO = 0.01
+# A change that differs more between its two sides is no straight line; then another try moves fewer elements.
+_BENT = 0.3
+_TRIES = 4
+_FEWER = 4
+
+
+@dataclass(frozen=True)
+class FiniteDifference:
+    """What weights that moved changed. predicted: by their gradient; measured: by two passes. limit: of their difference, or None
+    where rounding or a bend hides too much to tell. tensors: how many moved."""
+
+    predicted: float
+    measured: float
+    limit: float | None
+    tensors: int
+
+    def __str__(self) -> str:
+        verdict = "which is too little to tell" if self.limit is None else f"they may differ by {self.limit:.3g}"
+        return (
+            f"{self.tensors} tensors moved along their gradient change the objective by {self.measured:.6g}, where it says "
+            f"{self.predicted:.6g}; {verdict}"
+        )
+
+
+class _Listed:
+    """A MicrobatchSource of microbatches that are here."""
+
+    waited_s = 0.0
+    traffic = Traffic()
+
+    def __init__(self, microbatches: Sequence[Microbatch], groups: int) -> None:
+        self._left = list(microbatches)
+        self._groups = groups
+        self.advantages: Mapping[int, Sequence[float]] = {}
+
+    @property
+    def is_last(self) -> bool:
+        return not self._left
+
+    def settle(self) -> int:
+        return self._groups
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        return self
+
+    def __next__(self) -> Microbatch:
+        if not self._left:
+            raise StopIteration
+        return self._left.pop(0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tokens:
+    """The tokens of this rank that count: none where another rank has the same ones.
+
+    gradient, entropy_gradient: of the objective at their log-probs and entropies, fp64 [N]; logprobs: where nothing has moved.
+    """
+
+    gradient: Values
+    entropy_gradient: Values
+    logprobs: Values
+
+    @classmethod
+    def of(cls, objective: Objective, config: Config, advantages: Mapping[int, Sequence[float]]) -> _Tokens:
+        """What the objective was given, and the gradient that the algorithm's formula makes of it."""
+        given = objective.given
+        if not given:
+            return cls(np.zeros(0), np.zeros(0), np.zeros(0))
+        batch = on_host(joined([microbatch.batch for microbatch in given]))
+        sources = [source for microbatch in given for source in microbatch.sources]
+        lengths = np.array([length for microbatch in given for length in microbatch.lengths])
+        batch = with_advantages(batch, sources, lengths, advantages)
+        expected = expected_gradient(batch, config.algorithm)
+        none = [torch.zeros_like(microbatch.batch.logprobs) for microbatch in given]
+        arrived = torch.cat(
+            [
+                blank if microbatch.gradient is None else microbatch.gradient
+                for microbatch, blank in zip(given, none, strict=True)
+            ]
+        )
+        # beside a bound of a ratio either slope is right
+        gradient = np.where(expected.is_sure, expected.values, arrived.cpu().double().numpy())
+        entropy_gradient = -config.algorithm.entropy_coef * batch.weights.double().numpy()
+        return cls(gradient, entropy_gradient, batch.logprobs.double().numpy())
+
+    def change(self, first: _Scores, second: _Scores) -> float:
+        """By how much the objective changes from the first scores to the second, along its gradient at the log-probs."""
+        by_logprobs = np.sum(self.gradient * (second.logprobs - first.logprobs))
+        return float(by_logprobs + np.sum(self.entropy_gradient * (second.entropy - first.entropy)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Scores:
+    """Of tokens, fp64 [N] each."""
+
+    logprobs: Values
+    entropy: Values
+
+
+@dataclass(frozen=True, eq=False)
+class _Moving:
+    """Elements of a tensor at equal distances, as far as this rank has them.
+
+    memory: a view of what the model computes with. before: its bits. step: by how much it moves, fp32. gradient: fp32.
+    share: see SteppedTensor.
+    """
+
+    memory: torch.Tensor
+    before: torch.Tensor
+    step: torch.Tensor
+    gradient: torch.Tensor
+    share: float
+
+    def at(self, side: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the elements on a side of where they were, as the model computes with them; fp32."""
+        return (self.before.float() + side * self.step).to(dtype).float()
+
+
+class WeightMoves:
+    """Moves a rank's weights along the gradient that `backend` holds, to both sides, and back."""
+
+    def __init__(self, backend: TrainBackend, config: Config, seed: int) -> None:
+        self._backend = backend
+        self._dtype = DTYPES[config.model.dtype]
+        self._seed = seed
+        every = [tensor for tensor in backend.stepped() if tensor.share and tensor.gradient is not None]
+        half = [tensor for tensor in every if _digest(seed, tensor.name) % 2]
+        self.reach = self._over_ranks(_reach(half))
+        self._tensors = half
+        if not self.reach:  # the half without a gradient
+            self._tensors, self.reach = every, self._over_ranks(_reach(every))
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @contextmanager
+    def chosen(self, share: float, distance: int) -> Iterator[list[_Moving]]:
+        """Elements that move by a `share` of their size, one in `distance` of each tensor. Puts them back to the bit."""
+        moving = [self._moving(tensor, share, distance) for tensor in self._tensors if tensor.weights.numel()]
+        try:
+            yield moving
+        finally:
+            for part in moving:
+                part.memory.copy_(part.before)
+            self._backend.share_weights()
+
+    def move(self, moving: Sequence[_Moving], side: int) -> None:
+        """Collective."""
+        for part in moving:
+            part.memory.copy_(part.at(side, self._dtype))
+        self._backend.share_weights()
+
+    def predicted(self, moving: Sequence[_Moving]) -> float:
+        """By how much the gradient says that the objective changes from one side to the other, on this rank."""
+        changes = [
+            part.share * torch.sum(part.gradient * (part.at(1, self._dtype) - part.at(-1, self._dtype)))
+            for part in moving
+        ]
+        return float(torch.stack(changes).sum()) if changes else 0.0
+
+    def _moving(self, tensor: SteppedTensor, share: float, distance: int) -> _Moving:
+        memory = tensor.weights if tensor.model is None else tensor.model
+        assert tensor.gradient is not None, "tensors without one were left out"
+        start = _digest(self._seed, tensor.name) % min(distance, memory.numel())
+        memory, gradient = memory[start::distance], tensor.gradient[start::distance].float()
+        before = memory.clone()
+        step = share * (before.float().abs() + _SIZE_OF_ZERO) * gradient.sign()
+        return _Moving(memory, before, step, gradient, tensor.share)
+
+    def _over_ranks(self, value: float) -> float:
+        return over_ranks(self._backend, [value])[0]
+
+
+def _digest(seed: int, name: str) -> int:
+    """A number of a tensor that is the same on all ranks, and another one for every seed."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "big")
+
+
+def _reach(tensors: Sequence[SteppedTensor]) -> float:
+    """By how much the objective changes, to the first order, where all elements move by their size; on this rank."""
+    changes = []
+    for tensor in tensors:
+        if tensor.gradient is not None and tensor.weights.numel():
+            size = tensor.weights.float().abs() + _SIZE_OF_ZERO
+            changes.append(tensor.share * torch.sum(tensor.gradient.float().abs() * size))
+    return float(torch.stack(changes).sum()) if changes else 0.0
+
+
+def over_ranks(backend: TrainBackend, values: Sequence[float]) -> list[float]:
+    """Adds numbers up over all ranks. Collective."""
+    sums: list[float] = backend.reductions.ranks(
+        torch.tensor(values, dtype=torch.float32, device=backend.device)
+    ).tolist()
+    return sums
+
+
+@torch.no_grad()
+def finite_difference(
+    backend: TrainBackend,
+    config: Config,
+    microbatches: Sequence[Microbatch],
+    update: GradientSum,
+    advantages: Mapping[int, Sequence[float]],
+    seed: int,
+) -> FiniteDifference | None:
+    """Compares the gradient of `microbatches` with what weights that move along it change. Collective; changes nothing but the
+    gradient.
+
+    Args:
+        backend: holds the policy that the microbatches are about to train.
+        config: the run's.
+        microbatches: of this replica, the pieces of one group where there are pipeline stages.
+        update: which update, for messages.
+        advantages: as of LossGradient.check.
+        seed: another one for another choice of weights.
+
+    Returns None where no token has a gradient.
+
+    Raises:
+        InvariantViolation: the two differ by more than rounding and the third order make.
+    """
+    place, dtype = backend.place, config.model.dtype
+    # the routers' auxiliary loss is no function of log-probs
+    algorithm = config.algorithm.model_copy(update={"router_aux_coef": 0.0})
+    objective = Objective(config.model_copy(update={"algorithm": algorithm}), backend.device)
+    with torch.enable_grad():
+        backend.accumulate(_Listed(microbatches, 1), objective)
+    tokens = _Tokens.of(objective, config, advantages)
+    counts = float(place.is_last_stage and place.is_tensor_leader)
+    (squares,) = over_ranks(backend, [counts * float(np.sum(tokens.gradient**2))])
+    size = math.sqrt(squares)
+    if not size:
+        return None  # rewards that are all equal train nothing
+    moves = WeightMoves(backend, config, seed)
+    if not moves.reach:
+        raise update.broken(
+            f"the gradient of every weight is exactly 0, while that of the log-probs has the norm {size:.6g}"
+        )
+    start = _evaluated(backend, microbatches)
+    needed = _CHANGE[dtype] * size / moves.reach  # the share of their size by which all elements would move
+    for _ in range(_TRIES):
+        distance = max(1, int(_SHARE[dtype] / needed)) | 1
+        share = min(_LARGEST_SHARE, needed * distance)
+        with moves.chosen(share, distance) as moving:
+            predicted = moves.predicted(moving)
+            sides = []
+            for side in (1, -1):
+                moves.move(moving, side)
+                sides.append(_evaluated(backend, microbatches))
+        plus, minus = sides
+        measured, bend = tokens.change(minus, plus), tokens.change(start, plus) + tokens.change(start, minus)
+        predicted, measured, bend = over_ranks(backend, [predicted, counts * measured, counts * bend])
+        if abs(bend) <= _BENT * max(abs(predicted), abs(measured)):
+            break
+        needed /= _FEWER
+    rounding = _DEVIATIONS * math.sqrt(2.0) * _ROUNDING[dtype] * size
+    limit = _TOLERANCE[dtype] * min(abs(predicted), abs(measured)) + rounding
+    if abs(bend) > _BENT * max(abs(predicted), abs(measured)) or rounding > _TOLERANCE[dtype] * abs(predicted):
+        return FiniteDifference(predicted, measured, None, len(moves))
+    if not abs(measured - predicted) <= limit:
+        raise update.broken(
+            f"weights that moved along the gradient in {len(moves)} tensors changed the objective by {measured:.6g}, where the "
+            f"gradient says {predicted:.6g}; they may differ by {limit:.3g} (schedule.finite_difference_every)"
+        )
+    return FiniteDifference(predicted, measured, limit, len(moves))
+
+
+def _evaluated(backend: TrainBackend, microbatches: Sequence[Microbatch]) -> _Scores:
+    """Log-probs and entropies of the policy as it is now, in the order of the microbatches. Collective."""
+    logprobs, entropies = [np.zeros(0)], [np.zeros(0)]
+
+    def take(microbatch: Targets, outputs: Outputs) -> None:
+        logprobs.append(outputs.policy.values.detach().cpu().double().numpy())
+        entropies.append(outputs.entropy.detach().cpu().double().numpy())
+
+    backend.evaluate(list(microbatches), take)
+    return _Scores(np.concatenate(logprobs), np.concatenate(entropies))

@@ -1,0 +1,183 @@
+"""Puts a fault into the processes of a real run, before anything of the run is imported there.
+
+A run gets `variables(directory, fault)`: a sitecustomize that is found first imports this module, which waits for the module that
+the fault is in. Imports nothing of the run by itself, so that processes without the module are as ever.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+VARIABLE = "PA_NPU_FAULT_OF_TEST"
+LAYER = "layers.1"
+
+SENT_OLD = "a tensor of a layer sent from an old copy"
+KEPT_OLD = "a tensor of a layer kept by the engine"
+PUBLISHES = {
+    SENT_OLD: r"I5: as weight version 1 the trainers sent other values than they train in 1 of .* still those of version 0",
+    KEPT_OLD: r"I5: engine .* holds other values than were sent as weight version 1 in 1 of .*",
+}
+"""Faults of a publish, and what the run's last lines say."""
+SESSIONS = {
+    "a turn of a session not trained": r"I2 exactly once: .* train \d+ tokens, where the turns of its sessions have",
+    "a turn of a session trained in part": r"I2 exactly once: .* are no answers of an engine",
+    "a session trained twice": r"I2 exactly once: .* it is trained a second time",
+    "a session's sample missing": r"I2 exactly once: .* train \d+ tokens, where the turns of its sessions have",
+    "rewards of another session": r"I7 rewards: .* were given to other texts",
+}
+"""Faults of groups of sessions, likewise."""
+
+
+def variables(directory: Path, fault: str) -> dict[str, str]:
+    """Returns the environment of a run with this fault. directory: one that this makes."""
+    directory.mkdir()
+    (directory / "sitecustomize.py").write_text("from tests.helpers import fault_in_run\n\nfault_in_run.install()\n")
+    paths = [str(directory), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(path for path in paths if path), VARIABLE: fault}
+
+
+def install() -> None:
+    """In a process of the run: injects the fault once its module is imported."""
+    fault = os.environ.get(VARIABLE, "")
+    place, inject = _place_of(fault)
+    sys.meta_path.insert(0, _AfterImport(place, inject))
+
+
+def _place_of(fault: str) -> tuple[str, Callable[[ModuleType], None]]:
+    if fault == SENT_OLD:
+        return "pa_npu.backends.buckets", _send_old
+    if fault == KEPT_OLD:
+        return "pa_npu.engines.weight_calls", _keep_old
+    if fault in SESSIONS:
+        return "pa_npu.coordinator.episode", lambda module: _into_sessions(fault, module)
+    return "pa_npu.trainer.learner", lambda module: _into_learner(fault, module)
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds one module as all others do, and calls `inject` with it once it is executed."""
+
+    def __init__(self, name: str, inject: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._inject = inject
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def executed(module: ModuleType) -> None:
+            execute(module)
+            self._inject(module)
+
+        spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
+
+
+def _into_learner(fault: str, module: ModuleType) -> None:
+    """Faults of steps, losses and gradients, in every trainer rank."""
+    make = module.Learner.__init__
+
+    def made(self: Any, *arguments: Any, **keys: Any) -> None:
+        from tests.helpers import gradient_faults
+
+        make(self, *arguments, **keys)
+        gradient_faults.inject(fault, self)
+
+    module.Learner.__init__ = made
+
+
+def _send_old(module: ModuleType) -> None:
+    """Of one tensor every publish sends what the first one sent, wherever buckets are laid out."""
+    start = module.GatheredWeights._start
+
+    def changed(self: Any, bucket: Any, parts: Any) -> Any:
+        kept = vars(self).setdefault("_kept_by_test", {})
+        of_layer = [name for name in parts if LAYER in name and "down_proj" in name and "lora_A" not in name]
+        parts = {name: _Old(part, kept) if name == of_layer[0] else part for name, part in parts.items()}
+        return start(self, bucket, parts)
+
+    module.GatheredWeights._start = changed
+
+
+class _Old:
+    """A part that lays out what it has laid out first."""
+
+    def __init__(self, part: Any, kept: dict[int, Any]) -> None:
+        self._part = part
+        self._kept = kept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+    def lay(self, out: Any, first: int) -> None:
+        if first not in self._kept:
+            self._part.lay(out, first)
+            self._kept[first] = out.clone()
+        else:
+            out.copy_(self._kept[first])
+
+
+def _keep_old(module: ModuleType) -> None:
+    """Of one tensor the engine's loader is given what it was given first."""
+    kept: dict[str, Any] = {}
+
+    def old(weights: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        for name, tensor in weights:
+            if LAYER in name and "down_proj" in name and "experts" not in name:
+                tensor = kept.setdefault(name, tensor.clone())
+            yield name, tensor
+
+    load = module.LiveWeights.received
+    module.LiveWeights.received = lambda self, weights: old(load(self, weights))
+
+
+def _into_sessions(fault: str, module: ModuleType) -> None:
+    """Changes what leaves the coordinator, in iteration 1."""
+    make = module.ScoredGroup.group
+
+    def changed(self: Any, run_seed: int, iteration: int, index: int, *rest: Any, **keys: Any) -> Any:
+        if iteration == 1 and index == 1:
+            _change(fault, self)
+        return make(self, run_seed, iteration, index, *rest, **keys)
+
+    module.ScoredGroup.group = changed
+
+
+def _change(fault: str, scored: Any) -> None:
+    from dataclasses import replace
+
+    import numpy as np
+
+    samples = list(scored.samples)
+    first = samples[0]
+    trained = first.trained.copy()
+    starts = np.flatnonzero(np.diff(np.concatenate([[False], trained]).astype(np.int8)) == 1)
+    ends = np.flatnonzero(np.diff(np.concatenate([trained, [False]]).astype(np.int8)) == -1)
+    stretch = slice(int(starts[0]), int(ends[0]) + 1)
+    if fault == "a turn of a session not trained":
+        trained[stretch] = False
+    elif fault == "a turn of a session trained in part":
+        trained[stretch.stop - 1] = False
+    elif fault == "a session trained twice":
+        samples[-1] = first
+    elif fault == "a session's sample missing":
+        samples = samples[:-1]
+        scored.result = replace(scored.result, total=scored.result.total[:-1], scored="")
+    elif fault == "rewards of another session":
+        scored.result = replace(scored.result, total=np.roll(scored.result.total, 1) + 1)
+    if fault.startswith("a turn"):
+        logprobs, versions = first.logprobs.copy(), first.versions.copy()
+        logprobs[~trained], versions[~trained] = 0, -1
+        samples[0] = replace(first, trained=trained, logprobs=logprobs, versions=versions)
+    scored.samples = samples

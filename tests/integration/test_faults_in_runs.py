@@ -1,0 +1,156 @@
+"""Faults that are put into whole runs end them in the iteration of the fault, with one line that says what is wrong.
+
+Coordinator, engine and trainers are real. Faults of steps and losses in every layout of ranks: test_gradient_sum.py.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import step_faults
+from tests.helpers.fault_in_run import KEPT_OLD, PUBLISHES, SENT_OLD, SESSIONS, variables
+from tests.helpers.launched import Launched, settings
+from tests.integration.test_agents_runs import AGENT
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+LIMIT_S = 300.0
+
+ADAPTERS = {"trainer.backend": "fsdp", "lora.rank": 4}
+RUNS: dict[str, dict[str, object]] = {
+    "megatron": {},
+    "fsdp": {"trainer.backend": "fsdp"},
+    "adapters, merged": ADAPTERS,
+    "adapters, alone": {**ADAPTERS, "publish.lora": "adapter"},
+    "roles": {"rollout.engines": 2, "trainer.devices": 2, "placement.colocate": "true"},
+    "adapters, roles": {**ADAPTERS, "rollout.engines": 2, "trainer.devices": 2, "placement.colocate": "true"},
+    "TP2": {"trainer.devices": 2, "trainer.tensor_parallel": 2},
+    "PP2": {"trainer.devices": 2, "trainer.pipeline_parallel": 2},
+    "delayed": {"schedule.max_staleness": 1, "publish.mode": "delayed", "schedule.iterations": 4},
+    "vllm": {"rollout.backend": "vllm"},
+}
+FAULTS = {
+    **PUBLISHES,
+    "the step skipped": step_faults.OPTIMIZER["the step skipped"],
+    "the gradient behind the log-probs doubled": step_faults.LOSS["the gradient behind the log-probs doubled"],
+    "advantages negated inside the loss": step_faults.LOSS["advantages negated inside the loss"],
+}
+FEW = [("megatron", "bf16", SENT_OLD), ("adapters, roles", "fp32", "the step skipped")]
+CASES = [
+    pytest.param(run, dtype, fault, marks=[] if (run, dtype, fault) in FEW else [pytest.mark.nightly])
+    for run in RUNS
+    for dtype in ("fp32", "bf16")
+    for fault in FAULTS
+    # what an engine merges of A and B is not summed up by trainers
+    if (run, fault) != ("adapters, alone", KEPT_OLD)
+]
+
+
+@pytest.fixture
+def launch(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    started: list[Launched] = []
+
+    def start(name: str, environment: dict[str, str] | None = None, /, **keys: object) -> Launched:
+        (tmp_path / name).mkdir()
+        base: dict[str, object] = {
+            "data.test": "null",
+            "rollout.responses_per_prompt": 4,
+            "schedule.order": "prompt",
+            "schedule.iterations": 3,
+            "optimizer.learning_rate": 1e-2,
+            "optimizer.warmup_iterations": 0,
+            "reward.functions": '[{name: format, pattern: "[0-4]"}]',
+            "telemetry.trackers": "[]",
+        }
+        arguments = settings(tiny, tmp_path / name / "run", **(base | keys))
+        started.append(Launched(tmp_path / name, "run", *arguments, variables=environment))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.close()
+
+
+def ends_with(run: Launched, message: str) -> None:
+    assert run.popen.wait(LIMIT_S) != 0, f"nobody saw it:\n{run.output}"
+    logs = "".join(file.read_text() for file in (run.output_file.parent / "run").rglob("*.log"))
+    assert re.search(message, run.output + logs), run.output[-3000:]
+
+
+@pytest.mark.parametrize(("run", "dtype", "fault"), CASES)
+def test_a_fault_ends_the_run_in_its_iteration(
+    run: str, dtype: str, fault: str, launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    environment = variables(tmp_path / "site", fault)
+    launched = launch("run", environment, **{"model.dtype": dtype, **RUNS[run]})
+    ends_with(launched, FAULTS[fault])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("run", RUNS)
+def test_without_a_fault_the_same_run_ends_well(run: str, dtype: str, launch: Callable[..., Launched]) -> None:
+    every = {"model.dtype": dtype, "schedule.finite_difference_every": 1, **RUNS[run]}
+    launched = launch("run", **every)
+    assert launched.popen.wait(LIMIT_S) == 0, launched.output
+
+
+AFTER_RESUME = {
+    name: step_faults.ALL[name]
+    for name in (
+        "the step skipped",
+        "the rate of the update before",
+        "moments zeroed in the step",
+        "gradients not zeroed",
+        "advantages negated inside the loss",
+        "the policy copied into the reference",
+    )
+}
+AFTER_RESUME[SENT_OLD] = PUBLISHES[SENT_OLD].replace("version 1", r"version \d").replace("version 0", r"version \d")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+@pytest.mark.parametrize("fault", AFTER_RESUME)
+def test_a_fault_after_a_resume_ends_the_run(
+    fault: str, backend: str, launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {
+        "trainer.backend": backend,
+        "checkpoint.every": 1,
+        "algorithm.kl_coef": 0.1,
+        "schedule.updates_per_iteration": 2,
+        "optimizer.warmup_iterations": 6,
+        "run.dir": tmp_path / "run",
+    }
+    before = launch("before", **keys, **{"schedule.iterations": 2})
+    assert before.popen.wait(LIMIT_S) == 0, before.output
+    after = launch("after", variables(tmp_path / "site", fault), **keys, **{"schedule.iterations": 5})
+    assert after.popen.wait(LIMIT_S) != 0, f"nobody saw it:\n{after.output}"
+    logs = "".join(file.read_text() for file in (tmp_path / "run").rglob("*.log"))
+    assert re.search(AFTER_RESUME[fault], after.output + logs), after.output[-3000:]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", SESSIONS)
+def test_a_fault_in_a_gateways_sessions_ends_the_run(
+    fault: str, launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(AGENT)
+    keys = {
+        "environment.name": "agents",
+        "environment.max_turns": 3,
+        "agent.command": shlex.join([sys.executable, str(agent)]),
+        "agent.programs": 1,
+        "data.max_prompt_tokens": 64,
+        "rollout.max_response_tokens": 48,
+        "reward.functions": "[{name: format}]",
+    }
+    ends_with(launch("run", variables(tmp_path / "site", fault), **keys), SESSIONS[fault])
