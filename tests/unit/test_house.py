@@ -203,10 +203,8 @@ FEATURE_KEYS = {
     **dict.fromkeys(("command", "programs", "port", "discards", "tool_parser", "concurrent", "output_kib"), "agent"),
     **dict.fromkeys(("rank", "alpha", "targets"), "lora"),
     **dict.fromkeys(("expert_parallel", "shards", "frozen_pass"), "trainer"),
-    **dict.fromkeys(("iterations_ahead", "swaps_in_turn", "delays", "keeps_published"), None),
-    **dict.fromkeys(
-        ("num_shared_engines", "trained_groups", "needs_whole_groups", "follows_work", "unequal_groups"), None
-    ),
+    **dict.fromkeys(("iterations_ahead", "swaps_in_turn", "delays"), None),
+    **dict.fromkeys(("num_shared_engines", "trained_groups", "follows_work", "unequal_groups"), None),
     **dict.fromkeys(("reduces_in_buckets", "updates", "has_shards"), None),
 }
 MOST_READERS = 3
