@@ -6,6 +6,7 @@ python -m pa_npu.algorithm.trial      Config as JSON on stdin; see pa_npu.contro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,6 +119,10 @@ def try_class(config: Config) -> None:
         advantages = algorithm.credit(group)
         wrong_credit = algorithm.broken_credit(group, advantages)
         batch = _made_up_batch(algorithm.loss_columns)
+        if not any(model.name == "reference" for model in algorithm.models):
+            batch = replace(batch, reference_logprobs=None)
+        if config.schedule.max_staleness:
+            batch = replace(batch, ages=torch.ones_like(batch.weights))
         sums = algorithm.loss_sums(batch)
         (gradient,) = torch.autograd.grad(sums.loss, batch.logprobs, allow_unused=True)
         expected = algorithm.expected_gradient(on_host(batch))

@@ -78,7 +78,8 @@ HANDS_ON = {
 ASIDE = {
     "algorithm/adamw.py": "the step calculated again",
     "algorithm/agreement.py": "statistics of log-prob differences",
-    "algorithm/loss_gradient.py": "the loss's gradient calculated again",
+    "algorithm/gradient_formulas.py": "the loss's gradient calculated again",
+    "algorithm/loss_gradient.py": "what the loss was given, and the gradient that came back",
     "coordinator/answers.py": "what engines answered, to compare samples with",
     "samples/group_digest.py": "digests for the chain",
     "trainer/loss_checks.py": "compares gradients",
