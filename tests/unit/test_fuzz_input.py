@@ -211,7 +211,7 @@ def test_a_hostile_chat_template_is_one_line(
     assert re.search(expected, str(refused.value))
     assert time.monotonic() - before_s < 60, "seconds, whatever the template"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 < before_bytes + 1.1 * RENDER_MEMORY_BYTES
-    assert resource.getrlimit(resource.RLIMIT_AS) == limits and _address_space() < used + RENDER_MEMORY_BYTES
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits and _address_space() <= used + RENDER_MEMORY_BYTES
     good = load_prompts(
         TrainingDataset(path=str(file)), Tokenizer("{{ messages[0].content }} ?"), DataConfig(train="t"), "data.train"
     )
