@@ -26,6 +26,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from pa_npu.algorithm.algorithm import ScoredSamples
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.coordinator.admission import Admitted
@@ -62,7 +63,7 @@ from pa_npu.backends.megatron.factory import load_stage  # isort: skip
 
 ROWS = (
     *(Record, Prompt, Generation, Sample, SampleBuilder, RewardInput, RewardResult, Group, Microbatch, PrefixLayout),
-    *(ScoredGroup, Admitted, TokenBatch),
+    *(ScoredGroup, ScoredSamples, Admitted, TokenBatch),
 )
 DATA = (*ROWS, torch.Tensor, np.ndarray)
 PRODUCER = "coordinator/producer.py"
