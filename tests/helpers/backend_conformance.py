@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from pa_npu import platform as platforms
 from pa_npu.algorithm.objective import Objective, PolicyState
 from pa_npu.algorithm.policy_gradient import PolicyGradient
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.backends.registry import backend_module
 from pa_npu.checkpoints.directories import directory_name
 from pa_npu.checkpoints.saving import Checkpointing
@@ -395,7 +396,7 @@ class BackendConformance:
                 learner.accumulate(source)
                 normalisers.append(learner.step().normaliser)
             groups = [DispatchedGroup(g.index, 0, tuple(g.trained_lengths.tolist())) for s in shares() for g in s]
-            check_normalisers(Dispatched(0, tuple(groups)), normalisers, config)
+            check_normalisers(Dispatched(0, tuple(groups)), normalisers, build_algorithm(config))
 
     @pytest.mark.parametrize(("fault", "dtype"), STEP_CASES)
     def test_a_step_or_a_loss_that_is_another_one_is_an_invariant_broken(
