@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pa_npu.algorithm.rules import load_config as load_config
     from pa_npu.api import Run as Run
     from pa_npu.api import RunFailed as RunFailed
-    from pa_npu.config.load import load_config as load_config
     from pa_npu.config.schema import Config as Config
 
 __version__ = "0.2.0"
@@ -22,7 +22,7 @@ _HOMES = {
     "Config": "pa_npu.config.schema",
     "Run": "pa_npu.api",
     "RunFailed": "pa_npu.api",
-    "load_config": "pa_npu.config.load",
+    "load_config": "pa_npu.algorithm.rules",
 }
 
 

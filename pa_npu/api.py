@@ -27,7 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pa_npu.config.load import dump_config, load_config
+from pa_npu.algorithm.rules import load_config
+from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.config.yaml_source import KeyPath
 from pa_npu.errors import DataError, DeadlineExceeded, PaNpuError, UserError

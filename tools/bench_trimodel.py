@@ -43,8 +43,8 @@ import torch
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
-from pa_npu.algorithm.objective import loss_sums
-from pa_npu.algorithm.policy_losses import TokenBatch, find_policy_loss, token_weights
+from pa_npu.algorithm.policy_losses import TokenBatch
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.backends.megatron.patches.table import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
@@ -276,7 +276,7 @@ def build_pass(name: str, case: Case, config: Config, platform: Any, microbatche
     from pa_npu.backends.megatron.weights.hf_map import load_hf
 
     specs = {model: ModelSpec.read(path) for model, path in case.models.items()}
-    policy_loss = find_policy_loss(config.algorithm.loss)
+    algorithm = build_algorithm(config)
 
     def load(models: tuple[str, ...]) -> Any:
         """A stage whose policy is the first of `models`, the others frozen beside it."""
@@ -307,12 +307,12 @@ def build_pass(name: str, case: Case, config: Config, platform: Any, microbatche
                 reference_logprobs=found["reference"][index],
                 engine_logprobs=m.engine_logprobs,
                 advantages=m.advantages,
-                weights=token_weights(m.response_lengths, config.algorithm.aggregation, torch.device("cpu")),
+                weights=algorithm.token_weights(m.response_lengths, torch.device("cpu")),
                 response_index=m.response_index,
                 num_responses=m.num_samples,
                 group_size=case.responses,
             )
-            return loss_sums(batch, config.algorithm, policy_loss).loss
+            return algorithm.loss_sums(batch).loss
 
         with torch.set_grad_enabled(not forward_only):
             if case.stages == 1:

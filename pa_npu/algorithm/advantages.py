@@ -48,6 +48,10 @@ GROUP_ADVANTAGES: dict[str, GroupAdvantage] = {
     "leave-one-out": leave_one_out,
 }
 
+BATCH_STD = "batch-std"
+"""Needs every group of an iteration: see batch_advantages."""
+KNOWN_ADVANTAGES = (*GROUP_ADVANTAGES, BATCH_STD)
+
 
 def find_group_advantage(name: str) -> GroupAdvantage:
     """The registered function, or the one that `module:function` names. Raises ConfigError when there is none."""
@@ -83,7 +87,7 @@ def broken_advantages(rewards: Rewards, advantages: Rewards, kind: str) -> str |
 
     Of batch-std, which one group does not determine: a positive multiple of the centred rewards.
     """
-    if kind == "batch-std":
+    if kind == BATCH_STD:
         centred_rewards = _centre(rewards)
         squares = float(np.square(centred_rewards).sum())
         scale = float(np.dot(centred_rewards, advantages)) / squares if squares else 0.0

@@ -3,7 +3,7 @@
     backend: forward ──Outputs──> objective.loss ──scalar──> backend: backward, gradients added up unnormalised
              after the last one   objective.normaliser ──> backend: divide, once (invariant I3)
 
-An Objective is made anew for every update. The backend runs the models that the configuration names (Config.frozen_models), calls
+An Objective is made anew for every update. The backend runs the models that the algorithm needs (trainer_models.py), calls
 `loss` for each microbatch where log-probs are computed, `sent` where hidden states go on to another stage, and knows no loss. What
 passes backward is counted where its gradient does (invariant I7), so that a backward that is left out or run twice shows.
 """
@@ -18,19 +18,14 @@ from typing import Literal
 import torch
 
 from pa_npu.algorithm.agreement import UNCERTAINTY_FLOOR, DifferenceSums, difference_sums
-from pa_npu.algorithm.corrections import KL_ESTIMATORS, age_weights, importance_weights, k3, kl_reward_advantages
+from pa_npu.algorithm.algorithm import Algorithm
 from pa_npu.algorithm.loss_gradient import GivenLoss, HeadGradient
-from pa_npu.algorithm.policy_losses import (
-    PREFERENCE_METRICS,
-    PolicyLoss,
-    TokenBatch,
-    find_policy_loss,
-    normaliser,
-    token_weights,
-)
+from pa_npu.algorithm.normaliser import Counts
+from pa_npu.algorithm.policy_losses import TokenBatch
+from pa_npu.algorithm.registry import build_algorithm
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, MetricSums, Reductions, Totals
 from pa_npu.config.schema import Config
-from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.control.freshness import Freshness
 from pa_npu.errors import InvariantViolation
 
@@ -56,9 +51,12 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Outputs of the models for a microbatch's N targets. Gradients flow through policy.values, through `entropy` [N] where
-    Objective.entropy_gradient asks for it. frozen: by name, of Config.frozen_models. head: watches the gradient behind
-    policy.values; None where nobody does."""
+    """Outputs of the models for a microbatch's N targets.
+
+    Gradients flow through policy.values, and through `entropy` [N] where Objective.entropy_gradient
+    asks for it. frozen: by name, TrainerModels.computed. head: watches the gradient behind
+    policy.values; None where nobody does.
+    """
 
     policy: Logprobs
     entropy: torch.Tensor
@@ -132,11 +130,13 @@ class Objective:
         first_sampled: int = 0,
         reference: PolicyState | None = None,
         before_first: Callable[[], None] = lambda: None,
+        algorithm: Algorithm | None = None,
     ) -> None:
         """judge_first: called with the first microbatch's differences before its backward; it may raise.
 
-        reference: the weights that the reference must be of; None: nobody knows. before_first: called before the first microbatch's
-        backward, on every stage.
+        reference: the weights that the reference must be of; None: nobody knows. before_first: called
+        before the first microbatch's backward, on every stage. algorithm: the configuration's; None
+        makes it.
         """
         self._config = config
         self._device = device
@@ -145,10 +145,11 @@ class Objective:
         self._reference = reference
         self._before_first: Callable[[], None] | None = before_first
         self.first_sampled = first_sampled % SAMPLED_EVERY
-        self._policy_loss = find_policy_loss(config.algorithm.loss)
+        self._algorithm = build_algorithm(config) if algorithm is None else algorithm
+        self._computes_old = "old" in trainer_models(config, self._algorithm).computed
         self._freshness = Freshness.of(config)
         self.totals = Totals()
-        self.sums = MetricSums(device, metric_names(config.algorithm, stale=self._freshness.max_staleness > 0))
+        self.sums = MetricSums(device, self._algorithm.metric_names)
         self.entered: list[TrainedResponse] = []
         self.trained: list[TrainedResponse] = []
         self.advantages: list[torch.Tensor] = []
@@ -161,9 +162,9 @@ class Objective:
 
     def balance(self, microbatch: Targets) -> float:
         """The factor of the routers' auxiliary loss: with the microbatch's part of the normaliser, its weight in their mean."""
-        lengths, algorithm = microbatch.response_lengths, self._config.algorithm
-        most = self._config.rollout.max_response_tokens
-        return algorithm.router_aux_coef * normaliser(algorithm.aggregation, sum(lengths), len(lengths), most)
+        lengths = microbatch.response_lengths
+        counts = Counts(tokens=sum(lengths), responses=len(lengths))
+        return self._config.algorithm.router_aux_coef * self._algorithm.normaliser(counts)
 
     def sent(self, microbatch: Targets, hidden: torch.Tensor) -> torch.Tensor:
         """Returns `hidden` unchanged, as a stage sends it to the next; its gradient comes back from there."""
@@ -172,7 +173,6 @@ class Objective:
 
     def loss(self, microbatch: Targets, outputs: Outputs) -> torch.Tensor:
         """The sum over the microbatch's tokens, whose gradient the backend computes, undivided. Raises InvariantViolation."""
-        algorithm = self._config.algorithm
         denominator = self._denominator(microbatch, outputs)
         self._check_denominator(microbatch, denominator, outputs.policy.weights)
         old_logprobs = denominator.values
@@ -187,7 +187,7 @@ class Objective:
             reference_logprobs=None if reference is None else reference.values,
             engine_logprobs=microbatch.engine_logprobs,
             advantages=microbatch.advantages,
-            weights=token_weights(microbatch.response_lengths, algorithm.aggregation, self._device),
+            weights=self._algorithm.token_weights(microbatch.response_lengths, self._device),
             response_index=microbatch.response_index,
             num_responses=len(microbatch.response_lengths),
             group_size=self._config.rollout.responses_per_prompt,
@@ -197,7 +197,7 @@ class Objective:
         self.advantages.append(batch.response_sum(batch.advantages))
         self.sums.moved = torch.maximum(self.sums.moved, (batch.old_logprobs != batch.logprobs.detach()).any().float())
         self._watch(microbatch, outputs, batch)
-        sums = loss_sums(batch, algorithm, self._policy_loss)
+        sums = self._algorithm.loss_sums(batch)
         # of the iteration's weight version, as the trainer computes them
         generated = outputs.frozen.get("old", outputs.policy)
         differences = measure(microbatch, generated.values, outputs.entropy, self._config)
@@ -215,20 +215,16 @@ class Objective:
 
     def normaliser(self, totals: Totals, reductions: Reductions) -> float:
         """The divisor of the update's sum. totals: of all replicas. Collective if only the last stage knows it."""
-        if self._config.algorithm.loss == "dpo":  # the mean over pairs
-            return max(1.0, self.sums.total("preference_pairs", reductions))
-        return normaliser(
-            self._config.algorithm.aggregation,
-            totals.tokens_response,
-            totals.num_responses,
-            self._config.rollout.max_response_tokens,
-        )
+        counts = Counts(totals.tokens_response, totals.num_responses)
+        if (metric := self._algorithm.counted_metric) is not None:
+            counts = replace(counts, units=self.sums.total(metric, reductions))
+        return self._algorithm.normaliser(counts)
 
     def _watch(self, microbatch: Targets, outputs: Outputs, batch: TokenBatch) -> None:
         """Keeps what the gradient of this microbatch must follow from, its denominators as the algorithm names them."""
         policy = outputs.policy.values
         old = policy
-        if self._config.ratio == "sampling":
+        if self._algorithm.ratio == "sampling":
             old = microbatch.engine_logprobs
         elif "old" in outputs.frozen:
             old = outputs.frozen["old"].values
@@ -269,7 +265,7 @@ class Objective:
 
         The proximal one is the policy at the iteration's beginning; with one update per iteration the policy itself: ratio 1.
         """
-        if self._config.ratio == "sampling":
+        if self._algorithm.ratio == "sampling":
             return Logprobs(microbatch.engine_logprobs, "engine")
         if "old" in outputs.frozen:
             return outputs.frozen["old"]
@@ -282,15 +278,15 @@ class Objective:
         if not isinstance(policy, PolicyState):
             return  # nobody has named the weights
         what = f"a microbatch of groups {microbatch.group_indices}"
-        if self._config.ratio != "sampling" and "old" not in self._config.frozen_models:
+        if self._algorithm.ratio != "sampling" and not self._computes_old:
             self._freshness.check(policy.version + policy.updates, microbatch.versions, what)
-            if self._config.algorithm.loss == "dpo":
-                return  # takes no ratio
-        wanted = "engine" if self._config.ratio == "sampling" else PolicyState(policy.version)
+            if not self._algorithm.reads_old_logprobs:
+                return
+        wanted = "engine" if self._algorithm.ratio == "sampling" else PolicyState(policy.version)
         if found.weights != wanted:
             raise InvariantViolation(
                 f"I7 gradient: iteration {microbatch.iteration}: {what} has ratios against {_named(found.weights)}, where "
-                f"algorithm.ratio = {self._config.ratio} takes {_named(wanted)}; give the log-probs of that one"
+                f"algorithm.ratio = {self._algorithm.ratio} takes {_named(wanted)}; give the log-probs of that one"
             )
 
     def _check_reference(self, microbatch: Targets, reference: Logprobs | None) -> None:
@@ -331,65 +327,3 @@ def measure(
         floor=UNCERTAINTY_FLOOR[config.model.dtype],
         copies=copies,
     )
-
-
-@dataclass(frozen=True)
-class LossSums:
-    """Sums over one microbatch. `loss` carries the gradient; `metrics` holds detached sums, by name (see metric_names)."""
-
-    loss: torch.Tensor
-    metrics: dict[str, torch.Tensor]
-
-
-def metric_names(config: AlgorithmConfig, *, stale: bool = False) -> tuple[str, ...]:
-    """Names in LossSums.metrics: loss and policy_loss are weighted sums, the others sums over tokens. stale: of those with ages."""
-    names: tuple[str, ...] = ("loss", "policy_loss", "entropy", "clipped")
-    if config.has_reference:
-        names += ("kl",)
-    if config.loss == "dpo":
-        names += PREFERENCE_METRICS
-    if config.importance_sampling != "none":
-        names += ("importance_weight", "importance_cut")
-    if config.importance_sampling != "none" or stale:
-        names += ("weight", "weight_squared")
-    return (*names, "age") if stale else names
-
-
-def loss_sums(batch: TokenBatch, config: AlgorithmConfig, policy_loss: PolicyLoss) -> LossSums:
-    """The weighted sum of w * policy loss + kl_coef * KL - entropy_coef * entropy; w: importance and age weights, if asked for."""
-    if config.kl_coef and config.kl_in == "reward" and config.loss != "dpo":
-        extra = kl_reward_advantages(batch, config.kl_estimator, config.kl_coef, config.advantage)
-        batch = replace(batch, advantages=batch.advantages + extra)
-    terms = policy_loss(batch, config)
-    token_loss = terms.loss
-    metrics = {
-        "entropy": batch.entropy.detach().sum(),
-        "clipped": terms.clipped.float().sum(),
-        **terms.metrics,
-    }
-    weight = None
-    if config.importance_sampling != "none":
-        importance = importance_weights(batch, config)
-        weight = importance.values
-        token_loss = token_loss * weight
-        metrics |= {"importance_weight": weight.sum(), "importance_cut": importance.cut.float().sum()}
-    if batch.ages is not None:
-        if weight is None:  # the ratio in the loss says how far the policy has moved from the one that sampled
-            weight = (batch.logprobs.detach() - batch.engine_logprobs).exp()
-        if config.age_exponent:
-            by_age = age_weights(batch.ages, config.age_exponent)
-            weight = weight * by_age
-            token_loss = token_loss * by_age
-        metrics["age"] = batch.ages.sum()
-    if weight is not None:
-        metrics |= {"weight": weight.sum(), "weight_squared": weight.square().sum()}
-    metrics["policy_loss"] = (token_loss.detach() * batch.weights).sum()
-    if batch.reference_logprobs is not None:
-        kl = KL_ESTIMATORS[config.kl_estimator](batch.logprobs, batch.reference_logprobs)
-        metrics["kl"] = k3(batch.logprobs.detach(), batch.reference_logprobs).sum()
-        if config.kl_coef and config.kl_in == "loss" and config.loss != "dpo":
-            token_loss = token_loss + config.kl_coef * kl
-    if config.entropy_coef:
-        token_loss = token_loss - config.entropy_coef * batch.entropy
-    loss = (token_loss * batch.weights).sum()
-    return LossSums(loss, metrics | {"loss": loss.detach()})

@@ -1,33 +1,20 @@
 """The trained tokens of a microbatch, their weights, and the losses: one function per algorithm, registered under its config value.
 
 A loss is `(TokenBatch, AlgorithmConfig) -> PolicyTerms`. r is the ratio to the old policy, A the advantage; the old policy is the
-policy itself (ratio 1) when an iteration makes one update. How tokens are weighted is aggregation's business, not the loss's.
+policy itself (ratio 1) when an iteration makes one update. How tokens are weighted is not the loss's business (normaliser.py).
 A loss of your own: write such a function anywhere importable and set algorithm.loss=module:function.
-
-The loss of an iteration is sum_t w_t l_t / N (invariant I3). The weights w depend on one response only and N is known when the
-iteration ends, so the sum can be accumulated over any cut into microbatches and replicas and divided once, at the step.
-
-| aggregation   | w_t            | N                        | source                          |
-|---------------|----------------|--------------------------|---------------------------------|
-| token-mean    | 1              | response tokens          | DAPO, arXiv 2503.14476, eq. 8   |
-| sequence-mean | 1 / len(o_i)   | responses                | GRPO, arXiv 2402.03300, eq. 3   |
-| sequence-sum  | 1              | responses                | RLOO, arXiv 2402.14740          |
-| dr-grpo       | 1              | responses x max length   | Dr.GRPO, arXiv 2503.20783       |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.config.user_code import find_function
-
-Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"]
 
 
 @dataclass(frozen=True)
@@ -61,23 +48,6 @@ class TokenBatch:
     def per_token(self, response_values: torch.Tensor) -> torch.Tensor:
         """[responses] -> [tokens]."""
         return response_values.index_select(0, self.response_index)
-
-
-def token_weights(response_lengths: Sequence[int], aggregation: Aggregation, device: torch.device) -> torch.Tensor:
-    """Weights [sum of response_lengths] fp32, in the order of the responses."""
-    lengths = torch.tensor(response_lengths, dtype=torch.int64)
-    if aggregation == "sequence-mean":
-        return (1.0 / lengths.float()).repeat_interleave(lengths).to(device)
-    return torch.ones(int(lengths.sum()), device=device)
-
-
-def normaliser(aggregation: Aggregation, num_tokens: int, num_responses: int, max_response_tokens: int) -> float:
-    """N of the table above, from the iteration's totals over all replicas."""
-    if aggregation == "token-mean":
-        return float(num_tokens)
-    if aggregation in ("sequence-mean", "sequence-sum"):
-        return float(num_responses)
-    return float(num_responses * max_response_tokens)
 
 
 @dataclass(frozen=True)
@@ -168,7 +138,6 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "gspo": gspo,
     "cispo": cispo,
     "reinforce": reinforce,
-    "dpo": dpo,
 }
 
 

@@ -1,16 +1,20 @@
-"""A user's own loss and advantage, called once on a small made-up batch before a run: what is wrong is one line.
+"""A user's own loss, advantage or algorithm, called once on a small made-up batch before a run: what is wrong is one line.
 
-python -m pa_npu.algorithm.trial      AlgorithmConfig as JSON on stdin; see pa_npu.control.worker_process
+python -m pa_npu.algorithm.trial      Config as JSON on stdin; see pa_npu.control.worker_process
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pa_npu.algorithm.advantages import group_advantages
+from pa_npu.algorithm.algorithm import ScoredSamples
+from pa_npu.algorithm.normaliser import Counts
+from pa_npu.config.schema import Config
 from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.config.user_code import describe, source_of
 from pa_npu.control.worker_process import ask, serve
@@ -24,17 +28,20 @@ _LENGTHS = (3, 5, 2, 4)  # tokens of the made-up batch's responses, a group of f
 _REWARDS = (1.0, 0.0, 0.0, 1.0)
 
 
-def check_algorithm(config: AlgorithmConfig) -> None:
+def check_algorithm(config: Config) -> None:
     """Tries what is the user's own. Raises ConfigError in one line with file and line of the user's code."""
-    own = [f"algorithm.{key}: {name}" for key, name in (("loss", config.loss), ("advantage", config.advantage))]
-    own = [what for what in own if what.count(":") > 1]
-    if not own:
+    keys = config.algorithm
+    named = [f"algorithm.{key}: {name}" for key, name in (("loss", keys.loss), ("advantage", keys.advantage))]
+    if keys.is_users_own:
+        named.append(f"algorithm.name: {keys.name}")
+    users = [value for value in named if value.count(":") > 1]
+    if not users:
         return
     problem = ask(
         "pa_npu.algorithm.trial",
         config.model_dump_json().encode(),
         TIME_LIMIT_S,
-        " and ".join(own),
+        " and ".join(users),
         f"not imported and called within {TIME_LIMIT_S:.0f} s; make it import and return faster",
     )
     if problem is not None:
@@ -42,11 +49,14 @@ def check_algorithm(config: AlgorithmConfig) -> None:
 
 
 def _try(request: bytes) -> None:
-    config = AlgorithmConfig.model_validate_json(request)
-    if ":" in config.advantage:
-        group_advantages(np.array(_REWARDS, np.float32), config.advantage)
-    if ":" in config.loss:
-        try_loss(config)
+    config = Config.model_validate_json(request)
+    keys = config.algorithm
+    if ":" in keys.advantage:
+        group_advantages(np.array(_REWARDS, np.float32), keys.advantage)
+    if ":" in keys.loss:
+        try_loss(keys)
+    if keys.is_users_own:
+        try_class(config)
 
 
 def try_loss(config: AlgorithmConfig) -> None:
@@ -57,13 +67,8 @@ def try_loss(config: AlgorithmConfig) -> None:
 
     loss = find_policy_loss(config.loss)
     where = f"algorithm.loss: {config.loss} ({source_of(loss)})"
-    batch = _made_up_batch()
+    batch = _made_up_batch(getattr(loss, "columns", ()))
     num_tokens = batch.logprobs.numel()
-    columns = {
-        one.name: torch.ones(num_tokens, *one.shape).to(getattr(torch, one.dtype))
-        for one in getattr(loss, "columns", ())
-    }
-    batch = replace(batch, columns=columns)
     try:
         terms = loss(batch, config)
     except Exception as error:  # a user's function may raise anything
@@ -97,8 +102,73 @@ def try_loss(config: AlgorithmConfig) -> None:
         raise ConfigError(f"{where}: its gradient is not finite on a made-up batch; correct the formula")
 
 
-def _made_up_batch() -> TokenBatch:
-    """A TokenBatch of one group, on the policy that sampled for half of the tokens and near it for the others."""
+def try_class(config: Config) -> None:
+    """Raises ConfigError where the class of algorithm.name cannot be made, breaks a rule of its own, or gives no usable credit or
+    loss."""
+    import torch
+
+    from pa_npu.algorithm.loss_gradient import on_host
+    from pa_npu.algorithm.registry import build_algorithm
+    from pa_npu.algorithm.rules import rules_of
+
+    where = f"algorithm.name: {config.algorithm.name}"
+    try:
+        algorithm = build_algorithm(config)
+        broken = next(rules_of(algorithm), None)
+        group = _made_up_group()
+        advantages = algorithm.credit(group)
+        wrong_credit = algorithm.broken_credit(group, advantages)
+        batch = _made_up_batch(algorithm.loss_columns)
+        if not any(model.name == "reference" for model in algorithm.models):
+            batch = replace(batch, reference_logprobs=None)
+        if config.schedule.max_staleness:
+            batch = replace(batch, ages=torch.ones_like(batch.weights))
+        sums = algorithm.loss_sums(batch)
+        (gradient,) = torch.autograd.grad(sums.loss, batch.logprobs, allow_unused=True)
+        expected = algorithm.expected_gradient(on_host(batch))
+        counts = Counts(tokens=sum(_LENGTHS), responses=len(_LENGTHS), units=1.0)
+        normaliser = algorithm.normaliser(counts)
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's class may raise anything
+        raise ConfigError(f"{where} failed on a made-up batch: {describe(error)}; correct the class") from None
+    if broken is not None:
+        raise ConfigError(broken)
+    shape, num_tokens = np.shape(advantages), len(group.tokens)
+    if shape != (num_tokens,) or not np.isfinite(advantages).all():
+        raise ConfigError(f"{where}: credit returned {shape} for {num_tokens} tokens; return a finite number for each")
+    if wrong_credit is not None:
+        raise ConfigError(
+            f"{where}: of what credit returned, broken_credit says that {wrong_credit}; correct one of them"
+        )
+    if set(sums.metrics) != set(algorithm.metric_names):
+        raise ConfigError(
+            f"{where}: loss_sums has the metrics {sorted(sums.metrics)}, metric_names are {sorted(algorithm.metric_names)}; name "
+            f"the same ones"
+        )
+    if gradient is None or not gradient.any() or not torch.isfinite(gradient).all():
+        raise ConfigError(f"{where}: the gradient of its loss is zero or not finite; compute it from batch.logprobs")
+    wrong = ~(np.abs(gradient.double().numpy() - expected.values) <= expected.limit)
+    if (wrong & expected.is_sure).any():
+        raise ConfigError(f"{where}: expected_gradient is not the gradient of loss_sums; correct one of them")
+    if not normaliser > 0:
+        raise ConfigError(f"{where}: normaliser is {normaliser}; return a positive number")
+
+
+def _made_up_group() -> ScoredSamples:
+    lengths = np.array(_LENGTHS, np.int32) + 2  # a prompt of two tokens
+    trained = np.ones(int(lengths.sum()), np.bool_)
+    starts = np.cumsum(lengths) - lengths
+    trained[starts] = trained[starts + 1] = False
+    tokens = np.arange(len(trained), dtype=np.int32)
+    return ScoredSamples(np.array(_REWARDS, np.float32), lengths, tokens, trained)
+
+
+def _made_up_batch(columns: Sequence[Any] = ()) -> TokenBatch:
+    """A TokenBatch of one group, on the policy that sampled for half of the tokens and near it for the others.
+
+    columns: the declared ones that it has.
+    """
     import torch
 
     from pa_npu.algorithm.policy_losses import TokenBatch  # brings torch, which the launcher need not wait for
@@ -118,6 +188,9 @@ def _made_up_batch() -> TokenBatch:
         response_index=index,
         num_responses=len(_LENGTHS),
         group_size=len(_LENGTHS),
+        columns={
+            column.name: torch.ones(num_tokens, *column.shape).to(getattr(torch, column.dtype)) for column in columns
+        },
     )
 
 

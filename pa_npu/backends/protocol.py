@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -99,7 +100,7 @@ class MicrobatchSource(Protocol):
     """The microbatches of one update as they arrive; `waited_s` counts the seconds spent waiting for them.
 
     is_last: whether the microbatch handed out last is the update's last one. traffic: how they came to this replica so far.
-    advantages: of the groups handed out, each sample's as its rewards give it, by dispatch index; of those that are known.
+    advantages: of the groups handed out whose credit is known, by dispatch index: those of each sample's trained tokens, float32.
     """
 
     @property
@@ -112,7 +113,7 @@ class MicrobatchSource(Protocol):
     def is_last(self) -> bool: ...
 
     @property
-    def advantages(self) -> Mapping[int, Sequence[float]]: ...
+    def advantages(self) -> Mapping[int, Sequence[np.ndarray]]: ...
 
     def settle(self) -> int:
         """How many groups the update has; waits until that is known. Raises DeadlineExceeded."""

@@ -10,7 +10,7 @@ A mistake ends in one ConfigError line: where it was written, the key, the value
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import ValidationError
@@ -28,17 +28,29 @@ COMMAND_LINE = "command line"
 _NO_VALUE = ("null", "~")
 
 
+Rules = Callable[[Config], Iterable[str]]
+
+
+def no_rules(config: Config) -> Iterable[str]:
+    """For a configuration that has been checked before, and for one whose algorithm does not matter."""
+    return ()
+
+
 def load_config(
-    paths: Iterable[str], overrides: Sequence[str] = (), values: Mapping[KeyPath, Any] | None = None
+    paths: Iterable[str],
+    overrides: Sequence[str] = (),
+    values: Mapping[KeyPath, Any] | None = None,
+    rules: Rules = no_rules,
 ) -> Config:
     """Merge the YAML files (later ones win), apply the overrides, then `values`, and validate.
 
-    values: by the parts of their keys, as Python has them. Raises ConfigError with one line.
+    values: by the parts of their keys, as Python has them. rules: of rooms above, checked last; each
+    yields lines that begin with a key. Raises ConfigError with one line.
     """
     tree, places = merged(paths, overrides)
     for path, value in (values or {}).items():
         _put(tree, places, path, value)
-    return validated(tree, places)
+    return validated(tree, places, rules)
 
 
 def merged(paths: Iterable[str], overrides: Sequence[str]) -> tuple[dict[str, Any], Places]:
@@ -53,17 +65,23 @@ def merged(paths: Iterable[str], overrides: Sequence[str]) -> tuple[dict[str, An
     return tree, places
 
 
-def validated(tree: dict[str, Any], places: Places) -> Config:
-    """The configuration of such a tree. Raises ConfigError with one line, which says where the value was written."""
+def validated(tree: dict[str, Any], places: Places, rules: Rules = no_rules) -> Config:
+    """The configuration of such a tree. rules: as in load_config.
+
+    Raises ConfigError with one line, which says where the value was written.
+    """
     for key, value in leaves(tree, ""):
         if isinstance(value, str) and (remedy := removed(f"{key}={value}")):
             raise ConfigError(
                 f"{_where(tuple(key.split('.')), places)}{key}={value}: removed in an earlier release; {remedy}"
             )
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_first_line(error, places)) from None
+    for broken in rules(config):
+        raise ConfigError(_with_place(broken, places))
+    return config
 
 
 def dump_config(config: Config) -> str:
@@ -193,8 +211,7 @@ def _one_line(detail: ErrorDetails, places: Places) -> str:
     path = _real_path(detail["loc"])
     kind = detail["type"]
     if kind == "value_error" and not path:  # a rule between keys: the message begins with the key
-        message = detail["msg"].removeprefix("Value error, ")
-        return _where(tuple(message.partition(":")[0].split(".")), places) + message
+        return _with_place(detail["msg"].removeprefix("Value error, "), places)
     types = {key.name: key.type for key in all_keys()}
     name, where, shown = ".".join(path), _where(path, places), as_json(detail["input"])
     if kind == "missing":
@@ -207,6 +224,11 @@ def _one_line(detail: ErrorDetails, places: Places) -> str:
     if name in types:
         return f"{where}{name}: {shown} is not allowed; use {types[name]}"
     return f"{where}{name}: {shown} is not allowed: {detail['msg']}; see --help for the key's values"
+
+
+def _with_place(message: str, places: Places) -> str:
+    """A rule's message, which begins with a key, behind the place where that was written."""
+    return _where(tuple(message.partition(":")[0].split(".")), places) + message
 
 
 def _real_path(loc: tuple[int | str, ...]) -> KeyPath:

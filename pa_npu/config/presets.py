@@ -82,6 +82,12 @@ PRESETS: dict[PresetName, Preset] = {
 assert set(PRESETS) == set(get_args(PresetName))
 
 
+def preset_keys(name: str | None) -> dict[str, Any]:
+    """Returns the dotted keys of the preset of this name, with their values; none where it is no preset's."""
+    preset = PRESETS.get(name)  # type: ignore[call-overload]
+    return {} if preset is None else preset.keys()
+
+
 def fill_preset(tree: Any) -> Any:
     """The unvalidated configuration tree with the preset's values in the keys that are not set; anything else as it is."""
     if not isinstance(tree, dict):

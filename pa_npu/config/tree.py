@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.sections import Section
@@ -117,18 +116,6 @@ class ConfigTree(Section):
         return self.microbatch.responses or self.rollout.responses_per_prompt
 
     @property
-    def needs_whole_groups(self) -> str | None:
-        """The key that needs exactly responses_per_prompt samples of every prompt; None where environments may make any number."""
-        if self.algorithm.loss == "dpo":
-            return "algorithm.loss=dpo"
-        if self.algorithm.kl_in == "reward" and self.algorithm.kl_coef:
-            return "algorithm.kl_in=reward"
-        if self.trainer.pipeline_parallel > 1:
-            stages = self.trainer.pipeline_parallel
-            return f"trainer.pipeline_parallel = {stages}, whose stages agree on the number of microbatches beforehand,"
-        return None
-
-    @property
     def pad_multiple(self) -> int:
         """Packed lengths are multiples of this."""
         return self.trainer.tensor_parallel
@@ -161,41 +148,9 @@ class ConfigTree(Section):
         return bool(self.publish.probe_tokens) and self.schedule.max_staleness == 0 and not replays
 
     @property
-    def frozen_models(self) -> tuple[str, ...]:
-        """Models that the trainers keep beside the policy, and compute for every microbatch."""
-        takes_ratio = self.ratio == "proximal" and self.algorithm.loss != "dpo"
-        old = ("old",) if self.schedule.updates_per_iteration > 1 and takes_ratio else ()
-        return (*old, "reference") if self.algorithm.has_reference else old
-
-    @property
-    def ratio(self) -> Literal["proximal", "sampling"]:
-        """algorithm.ratio, resolved: with max_staleness, and no weights between the two, against the policy that sampled."""
-        if self.algorithm.ratio != "auto":
-            return self.algorithm.ratio
-        uncorrected = self.schedule.max_staleness and self.algorithm.importance_sampling == "none"
-        return "sampling" if uncorrected else "proximal"
-
-    @property
-    def keeps_published(self) -> bool:
-        """Whether trainers keep a copy of the published weights: with max_staleness they change while engines still need them."""
-        is_old = "old" in self.frozen_models and self.publish.divergence is None and self.publish.mode == "blocking"
-        return self.schedule.max_staleness > 0 and not is_old
-
-    @property
     def has_adapters(self) -> bool:
         """Whether adapters are trained (LoRA), and the model's weights stay as they are."""
         return bool(self.lora.rank or self.model.adapter)
-
-    @property
-    def keeps_reference(self) -> bool:
-        """Whether the reference has weights of its own: without a change to come it is the policy with its adapters off."""
-        began_otherwise = bool(self.algorithm.reference_refresh_every or self.model.adapter)
-        return self.algorithm.has_reference and (began_otherwise or not self.has_adapters)
-
-    @property
-    def model_copies(self) -> tuple[str, ...]:
-        """All models that trainers keep beside the policy, computed with or not."""
-        return (*self.frozen_models, *(("published",) if self.keeps_published else ()))
 
     @property
     def has_shards(self) -> bool:
@@ -359,11 +314,6 @@ class ConfigTree(Section):
         """Whether replicas may train different numbers of an iteration's groups."""
         together = self.mesh.pipeline > 1 or self.mesh.shards > 1 or self.schedule.updates_per_iteration > 1
         return self.follows_work and self.schedule.order == "completion" and not together
-
-    @property
-    def divides_groups(self) -> bool:
-        """Whether several replicas may train a part each of a group; pairs of a preference loss are made of a whole one."""
-        return self.unequal_groups and self.algorithm.loss != "dpo"
 
     def ranks_beside(self, index: int) -> tuple[int, ...]:
         """The trainer ranks on whose devices a shared engine is: replica after replica."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pa_npu.algorithm.advantages import batch_advantages, group_advantages
+from pa_npu.algorithm.algorithm import Algorithm
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.coordinator.episode import ScoredGroup, check_size
@@ -44,6 +44,7 @@ class Delivery:
     """
 
     config: Config
+    algorithm: Algorithm
     production: Production
     assignment: Assignment
     work: GroupCost
@@ -54,7 +55,7 @@ class Delivery:
 
     async def take(self, number: int, scored: ScoredGroup) -> None:
         """A group that is trained under this number."""
-        check_size(self.config, scored.prompt, scored.samples)
+        check_size(self.config, self.algorithm, scored.prompt, scored.samples)
         self.production.add(number, scored)
         await self._deliver(number, scored)
 
@@ -75,7 +76,7 @@ class Delivery:
         await self._deliver_to(number, scored, self.assignment.assign(number, self._cost(scored)))
 
     async def _deliver_to(self, number: int, scored: ScoredGroup, slot: tuple[int, int]) -> None:
-        await self._put(number, scored, group_advantages(scored.rewards, self.config.algorithm.advantage), {slot: None})
+        await self._put(number, scored, self.algorithm.credit(scored.for_credit), {slot: None})
 
     async def _put(
         self,
@@ -84,7 +85,10 @@ class Delivery:
         advantages: np.ndarray,
         slots: Mapping[tuple[int, int], tuple[int, int] | None],
     ) -> None:
-        """slots: each (replica, slot) that gets it, and which samples that replica trains; None: all."""
+        """advantages: float32 [tokens].
+
+        slots: each (replica, slot) that gets it, and which samples that replica trains; None: all.
+        """
         group = scored.group(self.config.run.seed, self.production.iteration, number, advantages)
         loop = asyncio.get_running_loop()
         for slot, part in slots.items():
@@ -105,11 +109,7 @@ class HeldDelivery(Delivery):
         self._held.append((number, scored))
 
     async def finish(self, num_groups: int) -> float:
-        rewards = [scored.rewards for _, scored in self._held]
-        if self.config.algorithm.advantage == "batch-std":
-            advantages = batch_advantages(rewards)
-        else:
-            advantages = [group_advantages(values, self.config.algorithm.advantage) for values in rewards]
+        advantages = self.algorithm.batch_credit([scored.for_credit for _, scored in self._held])
         slots = self.assignment.assign_all(
             [number for number, _ in self._held], [self._cost(scored) for _, scored in self._held]
         )

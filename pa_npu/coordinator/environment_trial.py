@@ -72,6 +72,7 @@ class _MadeUpPolicy:
 
 async def _try(config: Config, given: dict[str, Any] | None) -> None:
     # what the launcher, which only starts this process, need not import
+    from pa_npu.algorithm.registry import build_algorithm
     from pa_npu.coordinator.episode import GroupGenerate, check_size, run_episode
     from pa_npu.environments.registry import make_environment, opened
 
@@ -86,7 +87,7 @@ async def _try(config: Config, given: dict[str, Any] | None) -> None:
         policy: Any = _MadeUpPolicy(tokenizer, prompt.answer)
         size, generate = config.rollout.responses_per_prompt, GroupGenerate(policy, 0, sampling)
         samples = await run_episode(config, environment, prompt, size, generate, sampling.max_tokens)
-        check_size(config, prompt, samples)
+        check_size(config, build_algorithm(config), prompt, samples)
 
 
 def _attempt(request: bytes) -> None:

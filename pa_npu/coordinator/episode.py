@@ -11,10 +11,13 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from pa_npu.algorithm.algorithm import Algorithm, ScoredSamples
+from pa_npu.algorithm.rules import needs_whole_groups
 from pa_npu.config.schema import Config
 from pa_npu.config.user_code import describe
 from pa_npu.control.tasks import gather, held
@@ -29,7 +32,7 @@ from pa_npu.rewards.functions import RewardInput, RewardResult, scored_digest
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import turn_seed
-from pa_npu.samples.types import Sample, group_lengths
+from pa_npu.samples.types import Sample, SampleRow, group_lengths
 
 
 @dataclass(eq=False)
@@ -76,19 +79,35 @@ class ScoredGroup:
         """float32 [samples]."""
         return np.asarray(self.result.total, np.float32)
 
+    @cached_property
+    def _row(self) -> SampleRow:
+        return SampleRow.of(self.samples)
+
+    @property
+    def for_credit(self) -> ScoredSamples:
+        """The group as the algorithm's credit sees it."""
+        return ScoredSamples(
+            rewards=self.rewards,
+            lengths=np.array([len(sample.tokens) for sample in self.samples], np.int32),
+            tokens=self._row.tokens,
+            trained=self._row.trained,
+            columns={column.name: values for column, values in self._row.columns.items()},
+        )
+
     def group(self, run_seed: int, iteration: int, index: int, advantages: np.ndarray | None = None) -> Group:
-        """The group that trainers get under this number. advantages: float32 [samples]; None: zeros.
+        """The group that trainers get under this number. advantages: float32 [tokens]; None: zeros.
 
         Raises InvariantViolation where its samples are not what engines answered, or its rewards are of other texts.
         """
-        values = np.zeros(len(self.samples), np.float32) if advantages is None else advantages
+        values = np.zeros(len(self._row.tokens), np.float32) if advantages is None else advantages
         identity = {
             "run_seed": run_seed,
             "iteration": iteration,
             "index": index,
             "prompt_id": self.prompt.prompt_id,
         }
-        group = Group.of_samples(self.samples, self.rewards, values, **identity)
+        finished = [sample.finished for sample in self.samples]
+        group = Group.of_row(self._row, finished, self.rewards, values, **identity)
         if self.answers is not None:
             self.answers.check(group)
         texts = [sample.text for sample in self.samples]
@@ -154,10 +173,10 @@ def _check(what: str, samples: Sequence[Sample], most_tokens: int) -> None:
             )
 
 
-def check_size(config: Config, prompt: Prompt, samples: Sequence[Sample]) -> None:
+def check_size(config: Config, algorithm: Algorithm, prompt: Prompt, samples: Sequence[Sample]) -> None:
     """Raises EnvironmentFailed where what compares or cuts the samples of a prompt needs another number of them."""
     size = config.rollout.responses_per_prompt
-    if len(samples) != size and (needs := config.needs_whole_groups) is not None:
+    if len(samples) != size and (needs := needs_whole_groups(config, algorithm)) is not None:
         raise EnvironmentFailed(
             f"environment.name: {config.environment.name} made {len(samples)} samples of prompt {prompt.prompt_id}, but {needs} "
             f"needs exactly rollout.responses_per_prompt = {size}; make as many, or change that key"

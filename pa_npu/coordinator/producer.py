@@ -27,10 +27,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import InitVar, dataclass, field, replace
+from functools import partial
 
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.admission import Admission, Admitted, Planner
@@ -93,6 +95,7 @@ class Producer:
     def __post_init__(self, controller: ScheduleController) -> None:
         if self.roles is not None:
             self.variants = [*self.variants, self.roles]
+        self._algorithm = build_algorithm(self.config)
         self._planner = Planner(self.config, self.pool, controller, self.work)
 
     async def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
@@ -153,12 +156,21 @@ class Producer:
         production = Production(iteration, kept_groups(config.telemetry.samples))
         tail, pace = TailMeter(self.pool), self._planner.pace(iteration, prompts)
         points = Points([*self.variants, tail, pace, production, *variants])
-        parts = (config, production, assignment, self.work, self.buffer, self.store_thread, points.delivered)
-        delivery = Delivery(*parts)
+        kind: Callable[..., Delivery] = Delivery
         if not config.streams(iteration):
-            delivery = HeldDelivery(*parts)
+            kind = HeldDelivery
         elif self.roles is not None:
-            delivery = RolesDelivery(*parts, self.roles)
+            kind = partial(RolesDelivery, roles=self.roles)
+        delivery = kind(
+            config=config,
+            algorithm=self._algorithm,
+            production=production,
+            assignment=assignment,
+            work=self.work,
+            buffer=self.buffer,
+            store_thread=self.store_thread,
+            told=points.delivered,
+        )
         admission = Admission(self._planner, self.pool, iteration, choice, pace, version, points)
         return _Iteration(iteration, version, choice, pace, tail, points, admission, production, delivery)
 

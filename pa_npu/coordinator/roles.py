@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from pa_npu.algorithm.advantages import group_advantages
+from pa_npu.algorithm.registry import build_algorithm
+from pa_npu.algorithm.rules import divides_groups
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.delivery import Delivery
@@ -68,6 +69,8 @@ class Roles(Variant):
 
     def __post_init__(self) -> None:
         self.units = units_of(self.config)
+        self.divides_groups = divides_groups(self.config, build_algorithm(self.config))
+        """Whether several replicas may train a part each of a group."""
         # what the run has taught: an engine's speed, seconds of training a unit of work, lengths of the last responses
         self._engine: EngineSpeed | None = None
         self._seconds_per_work = self._change_s = 0.0
@@ -188,7 +191,7 @@ class Roles(Variant):
             [work * self._seconds_per_work for work in self._delivery.held_work],
             self._delivery.free_in(),
             self.config.rollout.max_num_seqs,
-            size if self.config.divides_groups else 1,
+            size if self.divides_groups else 1,
             self._change_s,
         )
         wanted, end_s, turns_s = decoding_units(rest, self._engine)
@@ -310,7 +313,7 @@ class RolesDelivery(Delivery):
         if self._pump is not None:
             await self._pump
         while (due := self._due(at_end=True)) is not None:
-            if self.config.divides_groups:
+            if self.roles.divides_groups:
                 await self._give_parts(due[0])
             else:
                 await self._give(*due[:2])
@@ -331,7 +334,7 @@ class RolesDelivery(Delivery):
 
     def _due(self, *, at_end: bool) -> tuple[int, int, float] | None:
         """(place in what is held, replica, in how many seconds) of the next group to give; None until something changes."""
-        if not self._held or not self._given_s or (self.config.divides_groups and self.roles.all_scored and not at_end):
+        if not self._held or not self._given_s or (self.roles.divides_groups and self.roles.all_scored and not at_end):
             return None
         if self.assignment.by_index:
             for place, (number, _) in enumerate(self._held):
@@ -382,7 +385,7 @@ class RolesDelivery(Delivery):
         await self._put(
             number,
             scored,
-            group_advantages(scored.rewards, self.config.algorithm.advantage),
+            self.algorithm.credit(scored.for_credit),
             dict(zip(slots, told, strict=True)),
         )
 

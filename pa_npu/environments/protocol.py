@@ -70,8 +70,8 @@ class Environment(Protocol):
 
         An attempt may be several samples, such as those of sub-agents or of a context that was compacted, and one that came to
         nothing may be none; one sample at least is needed. What depends on exactly num_samples of them refuses others in one line
-        (Config.needs_whole_groups). A continuation is trained as a whole, once, or not at all; a class that trains parts of some on
-        purpose says `trains_whole_answers = False`.
+        (algorithm.rules.needs_whole_groups). A continuation is trained as a whole, once, or not at all; a class that trains parts
+        of some on purpose says `trains_whole_answers = False`.
 
         Runs in the coordinator's event loop beside all other groups: wait with `await`, and give what blocks to a thread or a
         process. Its own work has limits (environments/time_limit.py), beyond which the run ends and says where it stood. What does

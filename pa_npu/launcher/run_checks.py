@@ -125,6 +125,7 @@ def check_surroundings(
     device_memory_gib: the memory to plan with, instead of that of the devices here.
     """
     findings = Findings(platform=platform)
+    check_algorithm(config)  # first, since its models are counted
     if config.placement.cluster == "ray":
         findings.placements = place_nodes(config)
     _find_memory(findings, config, device_memory_gib)
@@ -156,7 +157,6 @@ def check_surroundings(
     tokenizer = load_tokenizer(path, trusted) if Path(path).is_dir() else None
     sample = None if tokenizer is None else _check_data(config, findings, tokenizer, local)
     findings.counts += check_rewards(config, sample, ask_judge=not forgive)
-    check_algorithm(config.algorithm)
     check_engine_keys(config, findings.spec)
     backend_module(config.trainer.backend)
     if tokenizer is not None:

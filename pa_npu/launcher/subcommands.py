@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from pa_npu.algorithm.rules import load_config
 from pa_npu.config.keys import keys_help, sections_help
-from pa_npu.config.load import dump_config, load_config
+from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.errors import UserError

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu import platform as platforms
+from pa_npu.algorithm.rules import broken_rules
+from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.config.load import merged, validated
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
@@ -50,9 +52,10 @@ def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], No
     tree, places = merged(paths, overrides)
     asked = [key for key in KEYS if _section(tree, key).get(_name(key)) == AUTO]
     if not asked:
-        return validated(tree, places)
+        return validated(tree, places, broken_rules)
     given = {key: _section(tree, key).get(_name(key)) for key in KEYS if key not in asked}
-    base = validated(_without(tree, asked), places)
+    base = validated(_without(tree, asked), places, broken_rules)
+    check_algorithm(base)  # whose models are counted
     devices = _num_devices(base, asked[0])
     try:
         spec, typical = _spec(base), _typical(base)
@@ -83,7 +86,7 @@ def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], No
     )
     for key, value in chosen.items():
         tree.setdefault(key.partition(".")[0], {})[_name(key)] = value
-    return validated(tree, places)
+    return validated(tree, places, broken_rules)
 
 
 def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.config.schema import Config
 from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.families.spec import ModelSpec
@@ -99,13 +100,13 @@ def _sharded_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, i
 
     element: bytes of a weight in model.dtype.
     """
-    weights = spec.num_parameters
+    weights, models = spec.num_parameters, trainer_models(config)
     held = {
         "weights": weights * FP32,
         "gradients": weights * FP32,
         "optimizer": 2 * weights * FP32,
-        "frozen models": weights * element * len(config.frozen_models),
-        "published weights": weights * element * ("published" in config.model_copies),
+        "frozen models": weights * element * len(models.computed),
+        "published weights": weights * element * models.keeps_published,
     }
     return {name: size // config.mesh.shards for name, size in held.items()}
 
@@ -113,7 +114,7 @@ def _sharded_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, i
 def _adapter_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, int]:
     """The same of a rank that trains adapters (LoRA): the weights once, and little beside them."""
     own = FP32 * adapter_parameters(config, spec)
-    copies = [name for name in config.model_copies if name != "reference" or config.keeps_reference]
+    copies = trainer_models(config).with_weights
     published = copies.count("published")
     held = {
         "weights": spec.num_parameters * element + own,
@@ -149,6 +150,7 @@ def _gathered_bytes(config: Config, spec: ModelSpec, element: int) -> int:
 
 def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
     trainer, element = config.trainer, BYTES[config.model.dtype]
+    models = trainer_models(config)
     dense, experts = _stage_parameters(config, spec, stage)
     weights, state = dense + experts, 2 * FP32 + (0 if config.model.dtype == "fp32" else FP32)
     shards, expert_shards = (config.mesh.data, config.mesh.expert_data) if trainer.distributed_optimizer else (1, 1)
@@ -159,8 +161,8 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
             ("weights", weights * element),
             ("gradients", weights * FP32),
             ("optimizer", dense * state // shards + experts * state // expert_shards),
-            ("frozen models", weights * element * len(config.frozen_models)),
-            ("published weights", weights * element * config.keeps_published),
+            ("frozen models", weights * element * len(models.computed)),
+            ("published weights", weights * element * models.keeps_published),
             ("activations", activations),
             ("working set", working_set),
             ("publish buckets", 2 * min(LARGEST_BUCKET_BYTES, weights * element)),
@@ -241,7 +243,7 @@ def _head_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
 
 def _num_beside(config: Config) -> int:
     """Frozen models in the policy's own pass."""
-    return len(config.frozen_models) if config.trainer.frozen_pass == "together" else 0
+    return len(trainer_models(config).computed) if config.trainer.frozen_pass == "together" else 0
 
 
 def engine_memory(config: Config, spec: ModelSpec, device_bytes: int | None, *, shared: bool = False) -> Memory:

@@ -21,6 +21,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pa_npu.algorithm.rules import broken_rules
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
@@ -286,10 +287,11 @@ def _changed(config: Config, changes: Changes) -> Config:
 
 def _allowed(config: Config, spec: ModelSpec) -> bool:
     try:
-        check_model(Config.model_validate(config.model_dump()), spec)
+        allowed = Config.model_validate(config.model_dump())
+        check_model(allowed, spec)
     except (ValidationError, ConfigError):
         return False
-    return True
+    return not any(broken_rules(allowed))
 
 
 def _shown(value: Any) -> str:

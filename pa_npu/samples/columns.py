@@ -143,7 +143,12 @@ class RunColumns:
     @classmethod
     def of_features(cls, features: Iterable[Any]) -> RunColumns:
         """Collects the columns that functions or classes declare by their attribute `columns`; two may declare the same one."""
-        return cls(tuple(dict.fromkeys(column for one in features for column in getattr(one, "columns", ()))))
+        return cls.of_columns(column for feature in features for column in getattr(feature, "columns", ()))
+
+    @classmethod
+    def of_columns(cls, columns: Iterable[Column]) -> RunColumns:
+        """These columns, of which two may be the same one."""
+        return cls(tuple(dict.fromkeys(columns)))
 
     def reading(self, names: Iterable[str]) -> RunColumns:
         """The same for a task that reads the columns of these names, `logprobs` and `advantages` among them, and no others."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from pa_npu.algorithm.algorithm import ScoredSamples
 from pa_npu.samples.columns import ADVANTAGES, FIXED, LOGPROBS, VERSIONS, Column, GroupFormatError, Values
 from pa_npu.samples.types import Sample, SampleRow, checked
 
@@ -83,19 +84,25 @@ class Group:
     ) -> Group:
         """rewards: float32 [G]. advantages: float32 [G], the same for a sample's trained tokens. identity: IDENTITY's numbers."""
         row = SampleRow.of(samples)
-        lengths = np.array([len(sample.tokens) for sample in samples], np.int32)
-        of_tokens = np.repeat(np.asarray(advantages, np.float32), lengths)
+        of_tokens = np.repeat(np.asarray(advantages, np.float32), [len(sample.tokens) for sample in samples])
         of_tokens[~row.trained] = 0
+        return cls.of_row(row, [sample.finished for sample in samples], rewards, of_tokens, **identity)
+
+    @classmethod
+    def of_row(
+        cls, row: SampleRow, finished: Sequence[bool], rewards: np.ndarray, advantages: np.ndarray, **identity: Any
+    ) -> Group:
+        """finished: of each sample. rewards: float32 [G]. advantages: float32 [tokens]. identity: IDENTITY's numbers."""
         return cls(
             **identity,
-            lengths=lengths,
+            lengths=np.diff(row.ends, prepend=0).astype(np.int32),
             tokens=row.tokens,
             trained=row.trained,
             logprobs=row.logprobs,
             versions=row.versions,
-            advantages=of_tokens,
+            advantages=advantages,
             rewards=np.asarray(rewards, np.float32),
-            finished=np.array([sample.finished for sample in samples], np.bool_),
+            finished=np.array(finished, np.bool_),
             columns=row.columns,
         )
 
@@ -185,6 +192,17 @@ class Group:
         advantages = next((found for one, found in values.items() if one.name == ADVANTAGES.name), self.advantages)
         declared = {column: found for column, found in values.items() if column.name != ADVANTAGES.name}
         return replace(self, advantages=advantages, columns={**self.columns, **declared})
+
+    @property
+    def scored(self) -> ScoredSamples:
+        """The group as credit sees it."""
+        return ScoredSamples(
+            rewards=self.rewards,
+            lengths=self.lengths,
+            tokens=self.tokens,
+            trained=self.trained,
+            columns={column.name: values for column, values in self.columns.items()},
+        )
 
     def samples(self, texts: Sequence[str]) -> list[Sample]:
         """The samples that `of_samples` was given, views, without rewards. texts: theirs."""

@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from pa_npu.algorithm.advantages import broken_advantages
+from pa_npu.algorithm.algorithm import Algorithm
 from pa_npu.config.mesh import Mesh
 from pa_npu.control.freshness import EXACT, Freshness
 from pa_npu.control.messages import Dispatched
@@ -49,7 +49,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
     device: where the microbatches go, and over whose backend groups are passed on.
     links: between the ranks of the replica, None when it has one rank.
     size: where the number of groups is not known in advance: asked for it until it says a number; `groups` is the most then.
-    advantage: algorithm.advantage, by which groups' advantages are checked against their rewards; None checks nothing.
+    algorithm: the run's, which checks that groups' advantages are their credit; None checks nothing.
     dispatched: what the coordinator says of the iteration when its last group is in the buffer; None before. From then on a slot
     that is empty is lost, and no deadline is waited for.
 
@@ -75,7 +75,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
     links: ReplicaLinks | None = None
     timeline: Timeline = field(default_factory=lambda: Timeline(None, ""))
     freshness: Freshness = EXACT
-    advantage: str | None = None
+    algorithm: Algorithm | None = None
     size: Callable[[], int | None] | None = None
     dispatched: Callable[[], Dispatched | None] = lambda: None
 
@@ -86,8 +86,8 @@ class MicrobatchIterator(Iterator[Microbatch]):
             )
         # without padding; 0 for None: then every piece is larger and goes alone
         self._budget = (self.max_tokens or 0) // self.pad_multiple * self.pad_multiple
-        self.advantages: dict[int, list[float]] = {}
-        """Advantages of the groups taken so far, by dispatch index: each sample's, as its rewards give it."""
+        self.advantages: dict[int, list[np.ndarray]] = {}
+        """Advantages of the groups taken so far, by dispatch index: those of each sample's trained tokens, float32."""
         self._pending: deque[Group] = deque()
         self._source = ReplicaFeed(
             self.buffer,
@@ -195,23 +195,22 @@ class MicrobatchIterator(Iterator[Microbatch]):
         pieces = cut(group if group.part is None else group[slice(*group.part)], self.responses_per_microbatch)
         for piece in pieces:
             num_packed_tokens(piece, self.shared_prompt)
-        return Parsed(group, pieces, None if self.advantage is None else self._checked_advantages(group))
+        return Parsed(
+            group, pieces, None if self.algorithm is None else self._checked_advantages(group, self.algorithm)
+        )
 
-    def _checked_advantages(self, group: Group) -> list[float]:
-        """Returns each sample's advantage. Raises InvariantViolation if they do not follow from the group's rewards (I7)."""
-        assert self.advantage is not None
-        starts, offsets = group.runs[0], group.offsets()
-        of_runs, samples = group.advantages[starts], np.searchsorted(offsets, starts, side="right") - 1
-        found = of_runs[np.searchsorted(samples, np.arange(group.num_samples))]
-        why = broken_advantages(group.rewards, found, self.advantage)
-        if (of_runs != found[samples]).any():
-            why = "a sample has several advantages"
+    def _checked_advantages(self, group: Group, algorithm: Algorithm) -> list[np.ndarray]:
+        """Returns the advantages of each sample's trained tokens.
+
+        Raises InvariantViolation if they are not the group's credit (I7).
+        """
+        why = algorithm.broken_credit(group.scored, group.advantages)
         if why is not None:
             raise InvariantViolation(
-                f"I7 gradient: {group} of iteration {self.iteration}, replica {self.replica}: {why}, by algorithm.advantage = "
-                f"{self.advantage}; the group was changed on its way, or that function depends on more than the rewards"
+                f"I7 gradient: {group} of iteration {self.iteration}, replica {self.replica}: {why}, by {algorithm.credit_key}; "
+                f"the group was changed on its way, or its credit depends on more than the group"
             )
-        return [float(value) for value in found]
+        return np.split(group.advantages[group.trained], np.cumsum(group.trained_lengths)[:-1])
 
     def _take(self, slot: int, wait: bool) -> list[Group]:
         """The pieces of the slot's group; without `wait` none where it has not arrived."""

@@ -58,12 +58,12 @@ class Traffic:
 class Parsed:
     """A group and the pieces that it is trained in, which remember their layouts.
 
-    advantages: each sample's, where they were checked against the rewards.
+    advantages: those of each sample's trained tokens, where they were checked to be the group's credit.
     """
 
     group: Group
     pieces: list[Group]
-    advantages: list[float] | None = None
+    advantages: list[np.ndarray] | None = None
 
 
 Lost = Callable[[int], None]

@@ -24,19 +24,18 @@ were in it are generated again, or come back from the checkpoint. Every attempt 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from pa_npu.algorithm.advantages import find_group_advantage
-from pa_npu.algorithm.policy_losses import find_policy_loss
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import BoundedCalls, NoAnswer, StoreChannel, StoreError, connect, host_store
 from pa_npu.control.messages import SHARD, ShardAddress
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
-from pa_npu.samples.columns import LOGPROBS, NONE, RunColumns
+from pa_npu.samples.columns import LOGPROBS, NONE, Column, RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.routes import routes_of
 from pa_npu.samples.wire import from_bytes, to_bytes
@@ -168,20 +167,22 @@ def open_buffer(
 
 
 def run_columns(config: Config) -> RunColumns:
-    """The run's routes, and the columns that loss and advantage declare. Raises ConfigError for those that no run can have."""
-    features: list[Any] = [find_policy_loss(config.algorithm.loss)]
-    if config.algorithm.advantage != "batch-std":  # which is of no group
-        features.append(find_group_advantage(config.algorithm.advantage))
-    return RunColumns.of_features([*features, routes_of(config)])
+    """The run's routes, and the columns that its algorithm reads. Raises ConfigError for those that no run can have."""
+    algorithm = build_algorithm(config)
+    return RunColumns.of_columns([*algorithm.loss_columns, *algorithm.credit_columns, *_route_columns(config)])
 
 
 def trained_columns(config: Config) -> RunColumns:
-    """The same for trainers, who leave out columns that only the advantage reads, unless they make some column."""
+    """The same for trainers, who leave out columns that only credit reads, unless they make some column."""
     columns = run_columns(config)
     if any(column.filled_by == "trainers" for column in columns.declared):
         return columns
-    loss = RunColumns.of_features([find_policy_loss(config.algorithm.loss), routes_of(config)])
-    return columns.reading([LOGPROBS.name, *(column.name for column in loss.declared)])
+    read = [*build_algorithm(config).loss_columns, *_route_columns(config)]
+    return columns.reading([LOGPROBS.name, *(column.name for column in read)])
+
+
+def _route_columns(config: Config) -> Sequence[Column]:
+    return tuple(getattr(routes_of(config), "columns", ()))
 
 
 def payloads(config: Config, channel: StoreChannel, own: OwnShard | None = None) -> ShardPayloads | None:

@@ -12,6 +12,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from pa_npu.algorithm.registry import build_algorithm
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.attention.forms import attention_kernels
 from pa_npu.backends.protocol import DTYPES, TrainBackend
 from pa_npu.backends.registry import backend_module
@@ -30,7 +32,7 @@ from pa_npu.telemetry.sample_store import TrainerLogprobs, kept_groups
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.border import Border
-from pa_npu.trainer.learner import Learner, late_source
+from pa_npu.trainer.learner import Learner
 from pa_npu.trainer.loop import IterationChecks
 from pa_npu.weight_transfer.transport import HOST_BACKEND
 
@@ -80,7 +82,7 @@ def assemble_rank(
     num_bytes = bucket_bytes(platform, backend)
     # on all ranks: both make groups
     weights = backend.published_weights(num_bytes)
-    late_weights = backend.published_weights(num_bytes, late_source(config))
+    late_weights = backend.published_weights(num_bytes, trainer_models(config).published_source)
     learner = Learner(config, backend, platform, timeline)
     publisher, late = None, None
     if weights is not None and late_weights is not None:
@@ -145,6 +147,7 @@ def rollout_source(
     if config.has_shards and (backend.replica_links is None or backend.replica_links.reads):
         address = os.environ.get(ADDRESS_VARIABLE, config.placement.address)
         own = host_shard(channel, replica, address)
+    algorithm = build_algorithm(config)
     buffer = open_buffer(config, channel, readers=config.mesh.replica_size, trains=True, own=own)
 
     freshness, is_told = Freshness.of(config), config.trained_groups is None
@@ -178,7 +181,7 @@ def rollout_source(
             links=backend.replica_links,
             timeline=timeline,
             freshness=freshness,
-            advantage=config.algorithm.advantage,
+            algorithm=algorithm,
             size=partial(size, iteration) if is_told or unequal(iteration) else None,
             dispatched=partial(DISPATCHED.get_if_there, channel, iteration=iteration),
         )

@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
+from pa_npu.algorithm.algorithm import Algorithm
+from pa_npu.algorithm.normaliser import Counts
 from pa_npu.algorithm.objective import TrainedResponse
-from pa_npu.algorithm.policy_losses import normaliser
 from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
-from pa_npu.config.schema import Config
 from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.errors import InvariantViolation
 
@@ -97,13 +98,14 @@ class GradientSum:
             )
 
     def check_advantages(
-        self, responses: Sequence[TrainedResponse], found: Sequence[float], expected: Mapping[int, Sequence[float]]
+        self, responses: Sequence[TrainedResponse], found: Sequence[float], expected: Mapping[int, Sequence[np.ndarray]]
     ) -> None:
-        """found: the sum over each response's tokens. expected: of each group known by its rewards, each sample's."""
+        """found: the sum over each response's tokens. expected: of each group whose credit is known, those of each sample's
+        trained tokens."""
         for response, value in zip(responses, found, strict=True):
             if response.group not in expected:
                 continue
-            wanted = float(expected[response.group][response.number]) * response.tokens
+            wanted = float(expected[response.group][response.number].sum(dtype=np.float64))
             if not abs(value - wanted) <= _SUM_ROUNDING * abs(wanted):
                 raise self.broken(
                     f"response {response.number} of group {response.group} has the advantage {value / response.tokens:.6g} in the "
@@ -135,23 +137,15 @@ class GradientSum:
         return InvariantViolation(f"I7 gradient: {self._where}: {what}")
 
 
-def check_normalisers(dispatched: Dispatched, normalisers: Sequence[float], config: Config) -> None:
+def check_normalisers(dispatched: Dispatched, normalisers: Sequence[float], algorithm: Algorithm) -> None:
     """Raises InvariantViolation where the updates were divided by something else than what was dispatched makes."""
-    algorithm = config.algorithm
     tokens = sum(sum(group.response_tokens) for group in dispatched.groups)
     responses = sum(len(group.response_tokens) for group in dispatched.groups)
-    what = f"I7 gradient: iteration {dispatched.iteration}: its updates were divided by {', '.join(f'{n:g}' for n in normalisers)}"
-    if algorithm.loss == "dpo":
-        if not all(n >= 1 and n.is_integer() for n in normalisers) or sum(normalisers) > len(dispatched.groups):
-            raise InvariantViolation(
-                f"{what}, which are no numbers of pairs of {len(dispatched.groups)} dispatched groups"
-            )
-        return
-    expected = normaliser(algorithm.aggregation, tokens, responses, config.rollout.max_response_tokens)
-    if sum(normalisers) != expected:
+    wrong = algorithm.broken_normalisers(normalisers, Counts(tokens, responses), len(dispatched.groups))
+    if wrong is not None:
+        divisors = ", ".join(f"{normaliser:g}" for normaliser in normalisers)
         raise InvariantViolation(
-            f"{what}, which should add up to {expected:g}: dispatched were {responses} responses with {tokens} tokens, and "
-            f"algorithm.aggregation = {algorithm.aggregation}"
+            f"I7 gradient: iteration {dispatched.iteration}: its updates were divided by {divisors}, {wrong}"
         )
 
 

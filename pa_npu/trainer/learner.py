@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.objective import Objective, Outputs, PolicyState, Targets, TrainedResponse, measure
+from pa_npu.algorithm.registry import build_algorithm
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, MetricSums, Statistics, Totals
 from pa_npu.backends.protocol import MicrobatchSource, Routing, Step, TrainBackend
 from pa_npu.checkpoints.directories import damaged
@@ -55,14 +57,6 @@ class Update:
     normaliser: float
 
 
-def late_source(config: Config) -> str:
-    """The model that keeps the published weights longest: a copy made for that, or the old policy, through all of an iteration's
-    updates; else the policy, until its next update."""
-    if config.keeps_published:
-        return "published"
-    return "old" if "old" in config.frozen_models else "policy"
-
-
 # AdamW moves a weight by about the learning rate. With one below this the weights may differ and all log-probs in fp32 be equal.
 _LEAST_RATE = 1e-10
 # Of what a rank says of its optimizer for a checkpoint: two digests, its number and a share, as JSON.
@@ -74,6 +68,8 @@ class Learner:
 
     def __init__(self, config: Config, backend: TrainBackend, platform: Platform, timeline: Timeline) -> None:
         self._config = config
+        self._algorithm = build_algorithm(config)
+        self._models = trainer_models(config, self._algorithm)
         self.backend = backend
         self._platform = platform
         self._timeline = timeline
@@ -113,6 +109,7 @@ class Learner:
             first_sampled=self._first_sampled,
             reference=self._reference_state(),
             before_first=self._look_at_start,
+            algorithm=self._algorithm,
         )
         start = time.perf_counter()
         waited_s = microbatches.waited_s
@@ -145,7 +142,7 @@ class Learner:
             self._sum.check_divided(float(before), float(divided), normaliser)
             tensors = self.backend.stepped()
             begun = self._replay.before(self._where(), tensors, self.backend.reductions, self.backend.device)
-            if late_source(self._config) == "policy":
+            if self._models.published_source == "policy":
                 self.gate.close()
             # the weights that computed the log-probs, which the step changes
             self._computed_with = self.backend.digest() if self._gives_no_difference() else None
@@ -223,7 +220,7 @@ class Learner:
         else:
             self.gate.close()
             self.skip_publish(version)
-            if self._config.keeps_published:
+            if self._models.keeps_published:
                 self._keep_published()
             self.gate.open(version)
         if self.publisher is None or members is None:
@@ -236,7 +233,7 @@ class Learner:
         All of a publish where engines keep the version that was published last, and so do the trainers for engines that come late.
         """
         self._name_policy(PolicyState(version))
-        if "old" in self._config.frozen_models:
+        if "old" in self._models.computed:
             self.backend.copy_policy("old")
         refresh = self._config.algorithm.reference_refresh_every
         if refresh and version and version % refresh == 0:
@@ -250,7 +247,7 @@ class Learner:
 
     def plan_save(self, directory: Path) -> PlannedSave:
         """See SavedState."""
-        has_reference, version = "reference" in self._config.frozen_models, self._reference_version
+        has_reference, version = "reference" in self._models.computed, self._reference_version
         plan = self.backend.plan_save(directory, has_reference and version > 0)
         reference = {"version": version, "saved": version > 0} if has_reference else None
         optimizer = self._of_all_ranks(self._replay.saved(self.backend.stepped()))
@@ -276,7 +273,7 @@ class Learner:
 
     def _reference_state(self) -> PolicyState | None:
         """The weights that the reference is of; None where there is none."""
-        return PolicyState(self._reference_version) if "reference" in self._config.frozen_models else None
+        return PolicyState(self._reference_version) if "reference" in self._models.computed else None
 
     def _name_reference(self) -> None:
         """The reference is what it has just been loaded as."""
@@ -317,7 +314,7 @@ class Learner:
         if self._computed_with is not None and self._has_moved_from_old() and not statistics.moved:
             self._sum.check_unmoved(self._computed_with, self.backend.digest("old"))
         self._check_reference(statistics)
-        LossGradient(self._sum, self._config, self._policy).check(
+        LossGradient(self._sum, self._config, self._algorithm, self._policy).check(
             objective.given, self._expected_advantages, self._partial_head_group()
         )
 
@@ -334,7 +331,7 @@ class Learner:
 
     def _has_moved_from_old(self) -> bool:
         """Whether an update of this iteration lies between the policy and the old policy."""
-        return self._policy is not None and self._policy.updates > 0 and "old" in self._config.frozen_models
+        return self._policy is not None and self._policy.updates > 0 and "old" in self._models.computed
 
     def _gives_no_difference(self) -> bool:
         """Whether a frozen model of other weights gave this rank the policy's own log-probs; on ranks that compute them."""
@@ -385,5 +382,5 @@ class Learner:
             step_s=step_s,
         )
         moved = self._policy is not None and self._policy.updates > 0
-        exact = not statistics.age_max and ("old" in self._config.frozen_models or not moved)
+        exact = not statistics.age_max and ("old" in self._models.computed or not moved)
         return Update(report, statistics.all, exact, statistics.first, normaliser)

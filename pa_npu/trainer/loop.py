@@ -22,6 +22,7 @@ from typing import Any
 
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.objective import TrainedResponse
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
@@ -185,6 +186,7 @@ class IterationChecks:
 
     def __init__(self, config: Config, channel: StoreChannel, agreement: Agreement, replica: int) -> None:
         self._config = config
+        self._algorithm = build_algorithm(config)
         self._channel = channel
         self.agreement = agreement
         self._replica = replica
@@ -199,5 +201,5 @@ class IterationChecks:
         unequal = self._config.unequal_groups and self._config.streams(iteration)
         check_dispatched(dispatched, iteration, self._config.mesh.data, size, unequal=unequal)
         check_trained(dispatched, self._replica, consumed.trained)
-        check_normalisers(dispatched, consumed.normalisers, self._config)
+        check_normalisers(dispatched, consumed.normalisers, self._algorithm)
         return self.agreement.check_trained(iteration, consumed.exact, consumed.aged)

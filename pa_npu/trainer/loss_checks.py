@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pa_npu.algorithm.algorithm import Algorithm
 from pa_npu.algorithm.loss_gradient import (
     ExpectedGradient,
     GivenLoss,
-    expected_gradient,
     joined,
     on_host,
     slope_of,
@@ -41,22 +41,23 @@ _SAME_WEIGHTS = {"fp32": 1e-3, "bf16": 0.05}
 class LossGradient:
     """Checks one update's on one rank. policy: the weights that were trained; None: nobody knows."""
 
-    def __init__(self, update: GradientSum, config: Config, policy: PolicyState | None) -> None:
+    def __init__(self, update: GradientSum, config: Config, algorithm: Algorithm, policy: PolicyState | None) -> None:
         self._update = update
         self._config = config
+        self._algorithm = algorithm
         self._policy = policy
 
     def check(
         self,
         given: Sequence[GivenLoss],
-        advantages: Mapping[int, Sequence[float]],
+        advantages: Mapping[int, Sequence[np.ndarray]],
         group: dist.ProcessGroup | None,
     ) -> None:
         """Raises InvariantViolation. Empty where no loss is computed. Collective over `group`,
         where gradients are partial in it.
 
-        advantages: of the groups that are known, each sample's as its rewards give it, by dispatch
-        index.
+        advantages: of the groups whose credit is known, those of each sample's trained tokens, by
+        dispatch index.
         """
         if not given:
             return
@@ -68,7 +69,7 @@ class LossGradient:
         sources = [source for one in given for source in one.sources]
         lengths = np.array([length for one in given for length in one.lengths])
         batch = with_advantages(batch, sources, lengths, advantages)
-        self._compare(sources, lengths, arrived, expected_gradient(batch, self._config.algorithm))
+        self._compare(sources, lengths, arrived, self._algorithm.expected_gradient(batch))
         self._check_same(float((batch.logprobs - batch.old_logprobs).abs().sum()), len(arrived))
         self._check_head(given, arrived, (batch.logprobs + batch.entropy).double().numpy(), group)
 
@@ -87,14 +88,14 @@ class LossGradient:
         raise self._update.broken(
             f"the gradient of the log-prob of token {place} of response {number} of group {group} is "
             f"{arrived[token]:.6g}, where algorithm.loss = {self._config.algorithm.loss}, aggregation = "
-            f"{self._config.algorithm.aggregation} and the group's rewards make {expected.values[token]:.6g}; "
+            f"{self._config.algorithm.aggregation} and the group's credit make {expected.values[token]:.6g}; "
             f"{int(wrong.sum())} of {len(wrong)} tokens of the update differ"
         )
 
     def _check_same(self, apart: float, tokens: int) -> None:
         """Before an iteration's first update the old policy is the policy, so that ratios are 1."""
         begins = self._policy is not None and self._policy.updates == 0
-        if not begins or self._config.ratio == "sampling" or self._config.schedule.max_staleness or not tokens:
+        if not begins or self._algorithm.ratio == "sampling" or self._config.schedule.max_staleness or not tokens:
             return
         if not apart / tokens <= _SAME_WEIGHTS[self._config.model.dtype]:
             raise self._update.broken(
@@ -140,13 +141,14 @@ def with_advantages(
     batch: TokenBatch,
     sources: Sequence[tuple[int, int]],
     lengths: np.ndarray,
-    advantages: Mapping[int, Sequence[float]],
+    advantages: Mapping[int, Sequence[np.ndarray]],
 ) -> TokenBatch:
-    """The batch with the advantages that the groups' rewards give, where they are known."""
-    known = np.array([group in advantages for group, _ in sources])
-    if not known.any():
+    """The batch with the advantages that the groups' credit gives, where it is known."""
+    if not any(group in advantages for group, _ in sources):
         return batch
-    values = np.array([advantages[group][number] if group in advantages else 0.0 for group, number in sources])
-    of_tokens = torch.from_numpy(np.repeat(values, lengths)).float()
-    is_known = torch.from_numpy(np.repeat(known, lengths))
-    return replace(batch, advantages=torch.where(is_known, of_tokens, batch.advantages))
+    values: list[np.ndarray] = []
+    for (group, number), length in zip(sources, lengths.tolist(), strict=True):
+        is_known = group in advantages
+        values.append(advantages[group][number] if is_known else np.full(length, np.nan, np.float32))
+    of_tokens = torch.from_numpy(np.concatenate(values))
+    return replace(batch, advantages=torch.where(of_tokens.isnan(), batch.advantages, of_tokens))

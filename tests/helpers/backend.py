@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
+
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
@@ -25,7 +27,7 @@ class Source(Iterator[Microbatch]):
 
     is_last = False  # of one replica nobody asks
 
-    advantages: Mapping[int, Sequence[float]] = {}
+    advantages: Mapping[int, Sequence[np.ndarray]] = {}
 
     def __init__(self, microbatches: Iterable[Microbatch], waited_s: float = 0.0, each: Traffic = NONE) -> None:
         """each: how every microbatch came."""

@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from pa_npu import platform as platforms
 from pa_npu.algorithm.objective import Objective, PolicyState
+from pa_npu.algorithm.policy_gradient import PolicyGradient
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.backends.registry import backend_module
 from pa_npu.checkpoints.directories import directory_name
 from pa_npu.checkpoints.saving import Checkpointing
@@ -42,6 +44,7 @@ from tests.helpers import step_faults
 from tests.helpers.adapters import plain
 from tests.helpers.backend import Source
 from tests.helpers.gradient_faults import FAULTS, faults_of, inject, negated
+from tests.helpers.groups import trained_advantages
 from tests.helpers.megatron import model_config
 from tests.helpers.trainer_rank import make_groups
 
@@ -402,7 +405,7 @@ class BackendConformance:
         from pa_npu.trainer.invariants import check_normalisers
 
         for place, name in (
-            *((objectives, "normaliser"), (objectives.Objective, "_denominator"), (objectives.Objective, "loss")),
+            *((objectives.Objective, attribute) for attribute in ("normaliser", "_denominator", "loss")),
             *((iterator, "pack"), (torch.autograd, "backward")),
         ):
             monkeypatch.setattr(place, name, getattr(place, name))  # put back what the fault changes
@@ -417,11 +420,11 @@ class BackendConformance:
                 source = Source(microbatches(share))
                 if "advantages" in fault:
                     source = Source([negated(one) for one in microbatches(share)])
-                source.advantages = {g.index: g.advantages[g.offsets()[1:] - 1].tolist() for g in share}
+                source.advantages = {g.index: trained_advantages(g) for g in share}
                 learner.accumulate(source)
                 normalisers.append(learner.step().normaliser)
             groups = [DispatchedGroup(g.index, 0, tuple(g.trained_lengths.tolist())) for s in shares() for g in s]
-            check_normalisers(Dispatched(0, tuple(groups)), normalisers, config)
+            check_normalisers(Dispatched(0, tuple(groups)), normalisers, build_algorithm(config))
 
     @pytest.mark.parametrize(("fault", "dtype"), STEP_CASES)
     def test_a_step_or_a_loss_that_is_another_one_is_an_invariant_broken(
@@ -525,7 +528,7 @@ class BackendConformance:
 def train_share(learner: Learner, share: list[Group]) -> Update:
     """An update over these groups, whose advantages are known."""
     source = Source(microbatches(share))
-    source.advantages = {g.index: g.advantages[g.offsets()[1:] - 1].tolist() for g in share}
+    source.advantages = {g.index: trained_advantages(g) for g in share}
     learner.accumulate(source)
     return learner.step()
 
@@ -534,7 +537,7 @@ def restored_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """Faults of modules go with the test."""
     from pa_npu.algorithm import objective as objectives
 
-    places: list[tuple[Any, str]] = [(objectives, "loss_sums")]
+    places: list[tuple[Any, str]] = [(PolicyGradient, "loss_sums")]
     places += [(objectives.Objective, name) for name in ("_denominator", "loss")]
     for module in ("pa_npu.backends.megatron.optimizer", "pa_npu.backends.fsdp.optimizer"):
         places += [(sys.modules[module], "learning_rate")] if module in sys.modules else []

@@ -73,8 +73,8 @@ def inject(name: str, learner: Learner) -> None:
         if unsharded is not None:
             vars(unsharded)["torch"] = _With(torch, distributed=_With(torch.distributed, all_reduce=_own_part))
     elif name == "the normaliser divided by the microbatches":
-        found = objectives.normaliser
-        objectives.normaliser = lambda *args: found(*args) / 4
+        normaliser = objectives.Objective.normaliser
+        objectives.Objective.normaliser = lambda self, *args: normaliser(self, *args) / 4  # type: ignore[method-assign]
     elif name == "the gradient divided by another number":
         scale = learner.backend.scale_gradients
         learner.backend.scale_gradients = lambda factor: scale(4 * factor)  # type: ignore[method-assign]

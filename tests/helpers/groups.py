@@ -26,6 +26,11 @@ def sample_advantages(group: Group) -> np.ndarray:
     return group.advantages[group.offsets()[1:] - 1]
 
 
+def trained_advantages(group: Group) -> list[np.ndarray]:
+    """The advantages of each sample's trained tokens."""
+    return np.split(group.advantages[group.trained], np.cumsum(group.trained_lengths)[:-1])
+
+
 def prompt_tokens(group: Group) -> np.ndarray:
     """Returns the prompt of a group that has one."""
     return group.tokens[: group.prompt_lengths()[0]]

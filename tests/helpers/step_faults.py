@@ -10,6 +10,7 @@ changing what the code says that it does: rates, names of weights and reports st
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import torch
 
 from pa_npu.algorithm import objective as objectives
 from pa_npu.algorithm.objective import Logprobs
+from pa_npu.algorithm.policy_gradient import PolicyGradient
 from pa_npu.trainer.learner import Learner
 
 OPTIMIZER: dict[str, str] = {
@@ -348,8 +350,14 @@ def _behind(factor: float) -> None:
 
 
 def _change_batch(change: Callable[[Any], Any], config: Callable[[Any], Any] = lambda config: config) -> None:
-    sums = objectives.loss_sums
-    objectives.loss_sums = lambda batch, algorithm, loss: sums(change(batch), config(algorithm), loss)
+    sums = PolicyGradient.loss_sums
+
+    def changed(self: PolicyGradient, batch: Any) -> Any:
+        other = copy.copy(self)
+        other.keys = config(self.keys)
+        return sums(other, change(batch))
+
+    PolicyGradient.loss_sums = changed  # type: ignore[method-assign]
 
 
 def _moved(batch: Any) -> Any:

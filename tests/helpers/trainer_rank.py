@@ -19,6 +19,7 @@ import numpy as np
 import torch.distributed as dist
 
 from pa_npu.algorithm.advantages import batch_advantages, group_advantages
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import DISPATCHED, Dispatched, DispatchedGroup
@@ -174,7 +175,7 @@ def main(job_file: str) -> None:
         replicas = config.mesh.data
         check_dispatched(said, iteration, replicas, len(said.groups) // replicas)
         check_trained(said, backend.place.replica, consumed.trained)
-        check_normalisers(said, consumed.normalisers, config)
+        check_normalisers(said, consumed.normalisers, build_algorithm(config))
         reports.append(numbers(consumed.report, checkpoints.at_border(iteration + 1)))
     if config.checkpoint.every:
         checkpoints.finish(job["last"])

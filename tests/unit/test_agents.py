@@ -43,6 +43,7 @@ from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import ConfigError
 from pa_npu.launcher.engine_key import run_key_file
 from pa_npu.samples.types import Sample, SampleBuilder
+from tests.helpers.algorithms import checked
 from tools import tiny_edits
 from tools.make_tiny_model import AGENT_TEMPLATE, END_OF_TURN, make_tokenizer
 
@@ -654,8 +655,8 @@ def test_agents_are_refused_where_other_numbers_of_samples_would_end_the_run() -
         with pytest.raises(
             ValueError, match=r"environment\.name: agents, whose sessions are one sample, several or none"
         ):
-            Config.model_validate(tree | {section: keys})
-    Config.model_validate(tree)
+            checked(tree | {section: keys})
+    checked(tree)
 
 
 def test_the_gateways_key_is_in_a_file_also_where_engines_are_attached(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import torch
 
 from pa_npu.algorithm.advantages import STD_EPSILON, batch_advantages, group_advantages
 from pa_npu.algorithm.corrections import age_weights, effective_sample_size, importance_weights, k1, k2, k3
-from pa_npu.algorithm.objective import loss_sums, metric_names
+from pa_npu.algorithm.loss_sums import metric_names
+from pa_npu.algorithm.normaliser import Counts, normaliser, token_weights
 from pa_npu.algorithm.policy_losses import (
     PolicyTerms,
     TokenBatch,
@@ -22,12 +23,11 @@ from pa_npu.algorithm.policy_losses import (
     clip,
     find_policy_loss,
     gspo,
-    normaliser,
     reinforce,
-    token_weights,
 )
 from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.errors import ConfigError
+from tests.helpers.algorithms import loss_sums
 
 CPU = torch.device("cpu")
 
@@ -342,7 +342,7 @@ def test_loss_does_not_depend_on_the_cut_into_microbatches(aggregation: str) -> 
         "sequence-sum": sum(x.sum() for x in losses) / len(lengths),
         "dr-grpo": sum(x.sum() for x in losses) / (len(lengths) * 8),
     }[aggregation]
-    n = normaliser(aggregation, sum(lengths), len(lengths), 8)
+    n = normaliser(aggregation, Counts(tokens=sum(lengths), responses=len(lengths)), 8)
     for cut in ([0, 4], [0, 1, 4], [0, 2, 3, 4]):
         total = sum(
             (torch.cat(losses[a:b]) * token_weights(lengths[a:b], aggregation, CPU)).sum()

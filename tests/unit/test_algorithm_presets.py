@@ -11,16 +11,19 @@ import numpy as np
 import pytest
 import torch
 
-from pa_npu.algorithm.advantages import batch_advantages, group_advantages
-from pa_npu.algorithm.objective import loss_sums
-from pa_npu.algorithm.policy_losses import TokenBatch, find_policy_loss, normaliser, token_weights
+from pa_npu.algorithm.algorithm import ScoredSamples
+from pa_npu.algorithm.normaliser import Counts
+from pa_npu.algorithm.policy_losses import TokenBatch
+from pa_npu.algorithm.registry import build_algorithm
+from pa_npu.algorithm.rules import load_config
 from pa_npu.config.keys import keys_help
-from pa_npu.config.load import dump_config, load_config
+from pa_npu.config.load import dump_config
 from pa_npu.config.presets import PRESETS, PresetName
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.errors import ConfigError
 from pa_npu.rewards.functions import function_specs
+from tests.helpers.algorithms import checked
 
 MAX_LENGTH = 8
 REWARDS = [[1.0, 0.0, 0.5], [0.0, 2.0, 0.0]]
@@ -152,31 +155,29 @@ FORMULAS: dict[PresetName, Callable[[Tokens, Tokens, Tokens], torch.Tensor]] = {
 
 def our_loss(config: Config, logprobs: torch.Tensor, old: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """As trainer and coordinator compute it, from rewards to the normalised loss."""
-    algorithm = config.algorithm
-    rewards = [np.array(group, np.float32) for group in REWARDS]
-    if algorithm.advantage == "batch-std":
-        groups = batch_advantages(rewards)
-    else:
-        groups = [group_advantages(group, algorithm.advantage) for group in rewards]
-    advantages = torch.from_numpy(np.concatenate(groups)).double()
+    algorithm = build_algorithm(config)
+    groups = []
+    for rewards, responses in zip(REWARDS, LENGTHS, strict=True):
+        tokens = np.zeros(sum(responses), np.int32)
+        trained = np.ones(sum(responses), np.bool_)
+        groups.append(ScoredSamples(np.array(rewards, np.float32), np.array(responses, np.int32), tokens, trained))
     lengths = [n for group in LENGTHS for n in group]
     index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     batch = TokenBatch(
         logprobs=logprobs,
         entropy=torch.zeros_like(old),
         old_logprobs=old,
-        reference_logprobs=reference if algorithm.has_reference else None,
+        reference_logprobs=reference if config.algorithm.has_reference else None,
         engine_logprobs=old,
-        advantages=advantages[index],
-        weights=token_weights(lengths, algorithm.aggregation, torch.device("cpu")).double(),
+        advantages=torch.from_numpy(np.concatenate(algorithm.batch_credit(groups))).double(),
+        weights=algorithm.token_weights(lengths, torch.device("cpu")).double(),
         response_index=index,
         num_responses=len(lengths),
         group_size=3,
     )
-    sums = loss_sums(batch, algorithm, find_policy_loss(algorithm.loss))
-    if algorithm.loss == "dpo":
-        return sums.loss / sums.metrics["preference_pairs"]
-    return sums.loss / normaliser(algorithm.aggregation, sum(lengths), len(lengths), MAX_LENGTH)
+    sums = algorithm.loss_sums(batch)
+    units = 0.0 if algorithm.counted_metric is None else float(sums.metrics[algorithm.counted_metric])
+    return sums.loss / algorithm.normaliser(Counts(tokens=sum(lengths), responses=len(lengths), units=units))
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -231,7 +232,7 @@ def test_kl_in_the_reward_is_refused_where_it_cannot_be_exact(
 ) -> None:
     algorithm = {"name": "rloo", "kl_coef": 0.1, **overrides.get("algorithm", {})}
     with pytest.raises(ValueError, match=message):
-        Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, **overrides, "algorithm": algorithm})
+        checked({"model": {"path": "m"}, "data": {"train": "t"}, **overrides, "algorithm": algorithm})
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ def test_kl_in_the_reward_is_refused_where_it_cannot_be_exact(
 )
 def test_a_changed_key_that_nothing_reads_is_refused(algorithm: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": algorithm})
+        checked({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": algorithm})
 
 
 def test_every_preset_has_a_formula_and_only_known_keys() -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from pa_npu.algorithm.objective import Objective
+from pa_npu.algorithm.rules import broken_rules
 from pa_npu.attention import PrefixLayout
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
@@ -108,7 +109,8 @@ def test_where_there_is_no_such_loss_its_coefficient_is_refused_in_a_line(
 ) -> None:
     algorithm = {"router_aux_coef": 0.1, **sections.get("algorithm", {})}
     with pytest.raises(ValueError, match=expected):
-        model_config(model, **{**sections, "algorithm": algorithm})
+        for broken in broken_rules(model_config(model, **{**sections, "algorithm": algorithm})):
+            raise ValueError(broken)
 
 
 def test_a_dense_model_has_no_routers_to_balance(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.load import load_config
 from pa_npu.telemetry.chain import read_chain
 from tests.helpers.chained_run import make_chained_run, step
@@ -60,7 +61,11 @@ def test_every_case_of_staleness_is_a_configuration() -> None:
     ratios = {}
     for case in found:
         config = load_config([str(ROOT / "configs" / "grpo_tiny.yaml")], list(case.settings))
-        ratios[case.name] = (config.schedule.max_staleness, config.ratio, config.schedule.tokens_per_update)
+        ratios[case.name] = (
+            config.schedule.max_staleness,
+            build_algorithm(config).ratio,
+            config.schedule.tokens_per_update,
+        )
     assert len(ratios) == 15
     assert ratios["k1-sampling"] == (1, "sampling", None) and ratios["k4-uncorrected"] == (4, "proximal", None)
     assert ratios["k1-sampling-budget"] == (1, "sampling", 2000)

@@ -79,13 +79,13 @@ def test_the_files_that_a_prompt_passes_exist() -> None:
 
 def test_a_loss_and_an_advantage() -> None:
     own = config(algorithm={"loss": "my_loss:soft_clip", "advantage": "my_advantage:best_of"})
-    check_algorithm(own.algorithm)
+    check_algorithm(own)
     assert group_advantages(np.array([0, 1, 1], np.float32), "my_advantage:best_of").tolist() == [-0.5, 0.5, 0.5]
 
 
 def test_a_column() -> None:
     own = config(algorithm={"loss": "my_column:weighted"})
-    check_algorithm(own.algorithm)
+    check_algorithm(own)
     (column,) = run_columns(own).declared
     sample = SampleBuilder(np.arange(2, dtype=np.int32))
     values = np.arange(18, dtype=np.float32).reshape(3, 3, 2)

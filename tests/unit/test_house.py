@@ -203,10 +203,8 @@ FEATURE_KEYS = {
     **dict.fromkeys(("command", "programs", "port", "discards", "tool_parser", "concurrent", "output_kib"), "agent"),
     **dict.fromkeys(("rank", "alpha", "targets"), "lora"),
     **dict.fromkeys(("expert_parallel", "shards", "frozen_pass"), "trainer"),
-    **dict.fromkeys(("iterations_ahead", "swaps_in_turn", "delays", "keeps_published"), None),
-    **dict.fromkeys(
-        ("num_shared_engines", "trained_groups", "needs_whole_groups", "follows_work", "unequal_groups"), None
-    ),
+    **dict.fromkeys(("iterations_ahead", "swaps_in_turn", "delays"), None),
+    **dict.fromkeys(("num_shared_engines", "trained_groups", "follows_work", "unequal_groups"), None),
     **dict.fromkeys(("reduces_in_buckets", "updates", "has_shards"), None),
 }
 MOST_READERS = 3
@@ -219,15 +217,15 @@ MANY_READERS: dict[str, tuple[int, str]] = {}
 def _readers(key: str, section: str | None) -> set[str]:
     """Files that read a key of the configuration, by its section, `config`, or a name for one of these.
 
-    Left out are config/ and planning/, whose subject is the configuration itself: one says what it means, the other compares
-    what its keys would bring.
+    Left out are config/, planning/ and algorithm/, whose subject is the configuration itself: one says what it means, another
+    compares what its keys would bring, and the third is what the others ask instead of the keys.
     """
     own = section or "config"
     kind = Config.model_fields[section].annotation.__name__ if section else "Config"  # type: ignore[union-attr]
     found: set[str] = set()
     for file in modules().values():
         path = file.relative_to(PACKAGE).as_posix()
-        if path.startswith(("config/", "planning/")) or path == OWN.get(key):
+        if path.startswith(("config/", "planning/", "algorithm/")) or path == OWN.get(key):
             continue
         text = file.read_text()
         if key not in text:

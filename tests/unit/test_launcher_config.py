@@ -10,12 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pa_npu.algorithm.registry import KINDS
+from pa_npu.algorithm.rules import load_config
 from pa_npu.config.keys import ENTRIES, all_keys, find_annotation, keys_help
-from pa_npu.config.load import dump_config, load_config
+from pa_npu.config.load import dump_config
 from pa_npu.config.removed import REMOVED
 from pa_npu.config.rules.unread import CONDITIONS, value_and_default
 from pa_npu.config.schema import Config
+from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.errors import ConfigError
+from tests.helpers.algorithms import algorithm_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -166,7 +170,10 @@ BESIDE = {
     "publish.probe_tolerance": ["publish.probe_tokens=0"],
     **{f"telemetry.{name}": ["telemetry.trackers=[]"] for name in ("project", "metric_names")},
 }
-CONDITIONAL = dict.fromkeys(key for condition in CONDITIONS for key in condition.keys.split())
+OF_ALGORITHMS = [
+    condition for loss in KINDS for condition in algorithm_of(AlgorithmConfig(loss=loss, kl_coef=0.1)).unread
+]
+CONDITIONAL = dict.fromkeys(key for condition in (*CONDITIONS, *OF_ALGORITHMS) for key in condition.keys.split())
 
 
 def another_value(key: str) -> str:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from pa_npu.algorithm.loss_gradient import HeadGradient, expected_gradient, on_host, slope_of
-from pa_npu.algorithm.objective import loss_sums
-from pa_npu.algorithm.policy_losses import PolicyTerms, TokenBatch, find_policy_loss, token_weights
+from pa_npu.algorithm.loss_gradient import HeadGradient, on_host, slope_of
+from pa_npu.algorithm.normaliser import token_weights
+from pa_npu.algorithm.policy_losses import PolicyTerms, TokenBatch
 from pa_npu.backends.logprob import vocab_parallel_logprobs
 from pa_npu.config.sections.learning import AlgorithmConfig
+from tests.helpers.algorithms import algorithm_of
 
 SIZE = 4
 LOSSES: dict[str, dict[str, Any]] = {
@@ -73,7 +74,7 @@ def batch_of(config: AlgorithmConfig, seed: int, groups: int = 3) -> TokenBatch:
 
 
 def by_autograd(batch: TokenBatch, config: AlgorithmConfig) -> np.ndarray:
-    loss = loss_sums(batch, config, find_policy_loss(config.loss)).loss
+    loss = algorithm_of(config).loss_sums(batch).loss
     (gradient,) = torch.autograd.grad(loss, batch.logprobs, allow_unused=True)
     return np.zeros(len(batch.logprobs)) if gradient is None else gradient.double().numpy()
 
@@ -86,7 +87,7 @@ def test_it_is_the_gradient_of_autograd(loss: str, terms: str, aggregation: str)
     looked_at = 0
     for seed in range(5):
         batch = batch_of(config, seed)
-        expected, found = expected_gradient(on_host(batch), config), by_autograd(batch, config)
+        expected, found = algorithm_of(config).expected_gradient(on_host(batch)), by_autograd(batch, config)
         wrong = expected.is_sure & ~(np.abs(found - expected.values) <= expected.limit)
         assert not wrong.any(), (found[wrong], expected.values[wrong])
         assert expected.is_sure.mean() > 0.8

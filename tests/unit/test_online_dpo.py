@@ -13,12 +13,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pa_npu.algorithm.objective import loss_sums, metric_names
-from pa_npu.algorithm.policy_losses import TokenBatch, dpo, find_policy_loss, token_weights
+from pa_npu.algorithm.normaliser import token_weights
+from pa_npu.algorithm.policy_losses import TokenBatch, dpo
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.control.freshness import Freshness
 from pa_npu.samples.group import Group
+from tests.helpers.algorithms import algorithm_of, checked
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.reports import numbers
@@ -54,7 +56,7 @@ DPO = AlgorithmConfig(loss="dpo", kl_coef=BETA)
 def test_what_makes_no_sense_with_preferences_is_refused_in_one_line(sections: dict[str, Any], says: str) -> None:
     algorithm = {"loss": "dpo", "kl_coef": 0.1, **sections.get("algorithm", {})}
     with pytest.raises(ValueError, match=says):
-        Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, **sections, "algorithm": algorithm})
+        checked({"model": {"path": "m"}, "data": {"train": "t"}, **sections, "algorithm": algorithm})
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -62,7 +64,7 @@ def test_the_preset_keeps_a_reference_and_nothing_else(staleness: int) -> None:
     schedule = {"max_staleness": staleness, "updates_per_iteration": 2}
     tree = {"model": {"path": "m"}, "data": {"train": "t"}, "schedule": schedule, "algorithm": {"name": "online-dpo"}}
     config = Config.model_validate(tree)
-    assert config.frozen_models == ("reference",) and config.algorithm.kl_coef == 0.1
+    assert trainer_models(config).computed == ("reference",) and config.algorithm.kl_coef == 0.1
     assert config.algorithm.loss == "dpo"
     refreshed = {**tree, "algorithm": {"name": "online-dpo", "reference_refresh_every": 5}}
     assert Config.model_validate(refreshed).algorithm.reference_refresh_every == 5
@@ -124,8 +126,9 @@ def test_a_preference_is_of_whole_groups_with_a_reference() -> None:
     for broken in (batch, replace(batch, group_size=3, reference_logprobs=None)):
         with pytest.raises(ValueError, match="whole groups of"):
             dpo(broken, DPO)
-    sums = loss_sums(replace(batch, group_size=3), DPO, find_policy_loss("dpo"))
-    assert set(sums.metrics) == set(metric_names(DPO)), "every number has a name, and the other way round"
+    pairs = algorithm_of(DPO)
+    sums = pairs.loss_sums(replace(batch, group_size=3))
+    assert set(sums.metrics) == set(pairs.metric_names), "every number has a name, and the other way round"
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from pa_npu.algorithm.algorithm import ScoredSamples
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.coordinator.admission import Admitted
@@ -62,7 +63,7 @@ from pa_npu.backends.megatron.factory import load_stage  # isort: skip
 
 ROWS = (
     *(Record, Prompt, Generation, Sample, SampleBuilder, RewardInput, RewardResult, Group, Microbatch, PrefixLayout),
-    *(ScoredGroup, Admitted, TokenBatch),
+    *(ScoredGroup, ScoredSamples, Admitted, TokenBatch),
 )
 DATA = (*ROWS, torch.Tensor, np.ndarray)
 PRODUCER = "coordinator/producer.py"
@@ -78,7 +79,8 @@ HANDS_ON = {
 ASIDE = {
     "algorithm/adamw.py": "the step calculated again",
     "algorithm/agreement.py": "statistics of log-prob differences",
-    "algorithm/loss_gradient.py": "the loss's gradient calculated again",
+    "algorithm/gradient_formulas.py": "the loss's gradient calculated again",
+    "algorithm/loss_gradient.py": "what the loss was given, and the gradient that came back",
     "coordinator/answers.py": "what engines answered, to compare samples with",
     "samples/group_digest.py": "digests for the chain",
     "trainer/loss_checks.py": "compares gradients",

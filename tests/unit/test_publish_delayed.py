@@ -39,7 +39,7 @@ from tools.bench_publish import MODELS
 # these import megatron, which the helper above has prepared
 from pa_npu.trainer.agreement import Agreement  # isort: skip
 from pa_npu.trainer.border import Border  # isort: skip
-from pa_npu.trainer.learner import late_source  # isort: skip
+from pa_npu.algorithm.trainer_models import trainer_models  # isort: skip
 from pa_npu.trainer.loop import consume  # isort: skip
 
 GIB = 2**30
@@ -59,7 +59,7 @@ def test_the_first_and_the_last_version_are_published_at_the_border() -> None:
     config = config_of(schedule={"max_staleness": 1, "iterations": 4})
     assert [version for version in range(5) if config.delays(version)] == [1, 2, 3]
     assert not any(config_of(publish={}).delays(version) for version in range(5))
-    assert config.keeps_published, "engines that come late get the version before the swap"
+    assert trainer_models(config).keeps_published, "engines that come late get the version before the swap"
 
 
 class Stage(Receiver):
@@ -154,7 +154,7 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
     learner, stage = make_learner(config)
     channel = StoreChannel(dist.HashStore(), "pa/0/")  # type: ignore[attr-defined]
     border = Border(config, learner, channel, Timeline(None, ""), 0, Agreement(config, learner))
-    policy = dict(stage.policy.named_parameters())
+    policy, kept = dict(stage.policy.named_parameters()), trainer_models(config).published_source
 
     def copied() -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in policy.items()}
@@ -162,9 +162,7 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
     def held(version: int) -> dict[str, torch.Tensor]:
         assert learner.gate.hold(version), f"version {version} can be sent to a late engine"
         learner.gate.release()
-        return {
-            name: parameter.detach().clone() for name, parameter in stage.model(late_source(config)).named_parameters()
-        }
+        return {name: parameter.detach().clone() for name, parameter in stage.model(kept).named_parameters()}
 
     def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
         return all(torch.equal(a[name], b[name]) for name in a)

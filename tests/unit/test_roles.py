@@ -324,10 +324,22 @@ class Given(module.RolesDelivery):
         self.given: list[int] = []
         self.all_given = asyncio.Event()
         self._expected = groups
-        roles: Any = SimpleNamespace(begin=lambda delivery: None, all_written=False, all_scored=False)
+        nothing: Any = None
+        roles: Any = SimpleNamespace(
+            begin=lambda delivery: None, all_written=False, all_scored=False, divides_groups=False
+        )
         assignment = Assignment("completion", replicas, groups // replicas)
-        parts: Any = (config(), None, assignment, lambda prompt, responses: 1.0, None, None, (), roles)
-        super().__init__(*parts)
+        super().__init__(
+            config=config(),
+            algorithm=nothing,
+            production=nothing,
+            assignment=assignment,
+            work=lambda prompt, responses: 1.0,
+            buffer=nothing,
+            store_thread=nothing,
+            told=(),
+            roles=roles,
+        )
 
     def _cost(self, scored: Any) -> float:
         return 1.0

@@ -267,7 +267,9 @@ async def test_rewards_that_an_environment_gives_are_bound_to_its_texts_too() ->
 def test_records_are_made_of_the_group_that_was_dispatched() -> None:
     generations = [generation(number) for number in range(RESPONSES)]
     samples = samples_of(PROMPT.tokens, generations)
-    group = scored_group(samples, None).group(RUN_SEED, ITERATION, INDEX, np.arange(4, dtype=np.float32))
+    scored = scored_group(samples, None)
+    advantages = scored.for_credit.spread(np.arange(4, dtype=np.float32))
+    group = scored.group(RUN_SEED, ITERATION, INDEX, advantages)
     others = samples_of(PROMPT.tokens, [generation(20 + number) for number in range(RESPONSES)])
     result = result_of(others)
     result.total[:] = 9

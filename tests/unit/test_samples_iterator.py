@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from pa_npu.algorithm.advantages import group_advantages
+from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.columns import NONE, GroupFormatError, RunColumns
@@ -24,6 +25,7 @@ from pa_npu.samples.replica_feed import ReplicaLinks
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import from_bytes, to_bytes
 from pa_npu.telemetry.timeline import Timeline
+from tests.helpers.algorithms import algorithm_of
 from tools.groups import group_of_responses
 
 
@@ -96,14 +98,17 @@ def test_of_a_divided_group_each_replica_trains_its_samples_with_all_advantages_
     whole = replace(whole, advantages=np.where(whole.trained, np.repeat(values, whole.lengths), 0).astype(np.float32))
     found = []
     for part in ((0, 3), (3, 4)):
-        microbatches = iterator(MemoryBuffer([replace(whole, part=part)]), groups=1, advantage="group-std")
+        microbatches = iterator(
+            MemoryBuffer([replace(whole, part=part)]), groups=1, algorithm=algorithm_of(AlgorithmConfig())
+        )
         found += [source for one in microbatches for source in one.sources]
         microbatches.finish()
-        assert microbatches.advantages == {4: pytest.approx(values.tolist())}, "of the whole group"
+        of_samples = [np.unique(tokens).tolist() for tokens in microbatches.advantages[4]]
+        assert of_samples == [[value] for value in values.tolist()], "of the whole group"
     assert found == [(4, 0), (4, 1), (4, 2), (4, 3)]
     spoilt = replace(whole, part=(3, 4), rewards=rewards[::-1].copy())
     with pytest.raises(InvariantViolation, match="I7 gradient"):
-        next(iterator(MemoryBuffer([spoilt]), groups=1, advantage="group-std"))
+        next(iterator(MemoryBuffer([spoilt]), groups=1, algorithm=algorithm_of(AlgorithmConfig())))
 
 
 @pytest.mark.parametrize("part", [(0, 0), (2, 5), (3, 1), (-1, 2)])

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from pa_npu.algorithm.registry import build_algorithm
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
 from pa_npu.errors import InvariantViolation
@@ -17,6 +19,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.microbatch import build_microbatches
+from tests.helpers.algorithms import checked
 from tests.helpers.groups import sample_advantages, with_trained
 from tests.helpers.megatron import PLATFORM, model_config, single_process
 from tests.helpers.models import make_model
@@ -32,7 +35,7 @@ from pa_npu.trainer.loop import consume  # isort: skip
 
 def keys(**sections: dict[str, Any]) -> Config:
     base: dict[str, dict[str, Any]] = {"model": {"path": "m"}, "data": {"train": "t"}}
-    return Config.model_validate({**base, **sections})
+    return checked({**base, **sections})
 
 
 ROLLING: dict[str, Any] = {"publish": {"mode": "rolling"}, "rollout": {"engines": 4}}
@@ -80,13 +83,14 @@ def test_age_weights_need_ages() -> None:
 
 def test_the_policy_of_the_ratio_follows_from_staleness_and_weights() -> None:
     stale = {"max_staleness": 1, "updates_per_iteration": 2}
-    assert keys().ratio == "proximal" and keys(schedule={"max_staleness": 1}).ratio == "sampling"
+    one_behind = keys(schedule={"max_staleness": 1})
+    assert build_algorithm(keys()).ratio == "proximal" and build_algorithm(one_behind).ratio == "sampling"
     weighed = keys(schedule=stale, algorithm={"importance_sampling": "token"})
-    assert weighed.ratio == "proximal" and weighed.frozen_models == ("old",)
-    assert keys(schedule=stale).frozen_models == (), "no old policy is computed that nothing reads"
+    assert build_algorithm(weighed).ratio == "proximal" and trainer_models(weighed).computed == ("old",)
+    assert trainer_models(keys(schedule=stale)).computed == (), "no old policy is computed that nothing reads"
     # a copy of what engines hold is kept where nothing else keeps it
-    assert keys(schedule={"max_staleness": 1}).keeps_published and not weighed.keeps_published
-    assert not keys().keeps_published
+    assert trainer_models(one_behind).keeps_published and not trainer_models(weighed).keeps_published
+    assert not trainer_models(keys()).keeps_published
 
 
 @pytest.mark.parametrize(("staleness", "end"), [(0, 5), (1, 5), (2, 5), (3, 4)])

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pa_npu.algorithm.agreement import CHECKS, UNCERTAINTY_FLOOR, DifferenceSums, difference_sums, limits
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
@@ -310,7 +311,7 @@ def stale_run(
         rollout={"max_response_tokens": 48},
         optimizer={"learning_rate": 3e-4},
     )
-    assert run.config.frozen_models == ()
+    assert trainer_models(run.config).computed == ()
     staleness = run.config.schedule.max_staleness
     directories: list[Path] = []
     for version in range(iterations):

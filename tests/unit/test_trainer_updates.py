@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from pa_npu.algorithm.rules import broken_rules
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import merge_updates
 from pa_npu.errors import InvariantViolation
@@ -245,4 +246,5 @@ def test_merged_report_adds_work_and_averages_the_rest() -> None:
 )
 def test_combinations_that_cannot_be_exact_are_refused(sections: dict[str, Any], message: str, model: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        make_config(model, **sections)
+        for broken in broken_rules(make_config(model, **sections)):
+            raise ValueError(broken)

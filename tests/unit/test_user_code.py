@@ -9,12 +9,14 @@ import pytest
 
 from pa_npu.algorithm.advantages import GROUP_ADVANTAGES, group_advantages
 from pa_npu.algorithm.policy_losses import POLICY_LOSSES
-from pa_npu.algorithm.trial import check_algorithm, try_loss
-from pa_npu.config.load import load_config
+from pa_npu.algorithm.registry import KINDS
+from pa_npu.algorithm.rules import load_config
+from pa_npu.algorithm.trial import check_algorithm, try_class, try_loss
 from pa_npu.config.schema import Config
-from pa_npu.config.sections.learning import ADVANTAGES, LOSSES, AlgorithmConfig
+from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.rewards.check import check_reward_functions, sample_group
+from tests.helpers.algorithms import algorithm_of
 
 MODULE = """
 import torch
@@ -134,20 +136,32 @@ def test_a_module_that_is_none_is_named_with_its_line(users_module: str) -> None
         try_loss(AlgorithmConfig(loss="broken_syntax:f"))
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_loss_of_ours_passes_the_same_trial(name: str) -> None:
-    try_loss(AlgorithmConfig(loss=name, kl_coef=0.1 if name == "dpo" else 0.0))
+    try_loss(AlgorithmConfig(loss=name))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_algorithm_of_ours_passes_the_trial_of_a_users_class(name: str) -> None:
+    kl_coef = 0.1 if name == "dpo" else 0.0
+    try_class(algorithm_of(AlgorithmConfig(loss=name, kl_coef=kl_coef)).config)
 
 
 def test_the_names_in_the_configuration_are_those_that_exist() -> None:
-    assert tuple(POLICY_LOSSES) == LOSSES
-    assert (*GROUP_ADVANTAGES, "batch-std") == ADVANTAGES
+    described = {name: AlgorithmConfig.model_fields[name].description or "" for name in ("loss", "advantage")}
+    assert set(KINDS) == {*POLICY_LOSSES, "dpo"}
+    assert all(name in described["loss"] for name in KINDS)
+    assert all(name in described["advantage"] for name in (*GROUP_ADVANTAGES, "batch-std"))
+
+
+def config_of(**keys: str) -> Config:
+    return algorithm_of(AlgorithmConfig(**keys)).config
 
 
 def test_the_trial_is_a_process_of_its_own_and_takes_good_functions(users_module: str) -> None:
-    check_algorithm(AlgorithmConfig(loss=f"{users_module}:good", advantage=f"{users_module}:squared"))
+    check_algorithm(config_of(loss=f"{users_module}:good", advantage=f"{users_module}:squared"))
     with pytest.raises(ConfigError, match=r"algorithm\.advantage: ends:f: the process that tried it ended with 7"):
-        check_algorithm(AlgorithmConfig(advantage="ends:f"))
+        check_algorithm(config_of(advantage="ends:f"))
 
 
 def test_an_advantage_of_ones_own_is_used_by_name(users_module: str) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pa_npu.algorithm.loss_gradient import HeadGradient
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.fsdp.checkpoint import PlannedShards, load_state, state_of
@@ -44,7 +45,7 @@ from pa_npu.weight_transfer.transport import HOST_BACKEND as HOST
 
 
 class FsdpBackend:
-    """One rank. models: "policy", the frozen ones that the configuration names, and "published" where that is kept."""
+    """One rank. models: "policy", the frozen ones that the algorithm needs, and "published" where that is kept."""
 
     software = f"FSDP2 of torch {torch.__version__}"
     tensor_group = replica_links = None
@@ -63,6 +64,7 @@ class FsdpBackend:
         self._policy = models["policy"]
         self._module = self._policy.model if isinstance(self._policy, Adapted) else self._policy
         self._config = config
+        self._frozen = trainer_models(config).computed
         self._spec = spec
         self._platform = platform
         self.device = device
@@ -167,7 +169,7 @@ class FsdpBackend:
         if wide == own:
             return False
         on_device = [one.to(self.device) for one in microbatches]
-        narrow = self._logprobs("old" if "old" in self._config.frozen_models else "policy", on_device)
+        narrow = self._logprobs("old" if "old" in self._frozen else "policy", on_device)
         with widened(self._module, wide):
             widest = self._logprobs("policy", on_device)
         for microbatch, less, more in zip(on_device, narrow, widest, strict=True):
@@ -244,7 +246,7 @@ class FsdpBackend:
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
         frozen = {}
         with torch.no_grad():
-            for name in self._config.frozen_models:
+            for name in self._frozen:
                 values, _ = self._models[name](*inputs, temperature, chunk, entropy=False)
                 frozen[name] = Logprobs(values, self._weights.get(name))
         logprobs, entropy = self._policy(*inputs, temperature, chunk, entropy_grad=entropy_gradient, head_gradient=head)

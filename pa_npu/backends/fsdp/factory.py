@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.mesh import LONE_RANK
 from pa_npu.config.schema import Config
@@ -93,7 +94,7 @@ def create(
         shard(shared, mesh, compute=dtype, trained=True, recompute=recompute)
         return FsdpBackend(adapted(shared, config), mesh, config, spec, platform, device, timeline)
     models: dict[str, ScoredModel] = {}
-    for name in ("policy", *config.model_copies):
+    for name in ("policy", *trainer_models(config).copies):
         held = torch.float32 if name == "policy" else dtype
         causal = load_model(spec.path, held, trust_remote_code=spec.trust_remote_code)
         model = ScoredModel(causal, config.attention.implementation)

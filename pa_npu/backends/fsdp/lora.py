@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.backends.fsdp.model import ScoredModel, load_model
 from pa_npu.backends.fsdp.weights import Weights, rows_of
 from pa_npu.backends.protocol import DTYPES
@@ -103,7 +104,7 @@ def add_adapters(causal: Any, config: Config) -> None:
 def adapted(model: ModelWithAdapters, config: Config) -> dict[str, Adapted]:
     """The run's models by name, over the one that is sharded."""
     sets = _sets(config)
-    return {name: Adapted(model, name if name in sets else None) for name in (POLICY, *config.model_copies)}
+    return {name: Adapted(model, name if name in sets else None) for name in (POLICY, *trainer_models(config).copies)}
 
 
 class Adapted(Weights):
@@ -158,8 +159,7 @@ class Adapted(Weights):
 
 
 def _sets(config: Config) -> tuple[str, ...]:
-    copies = [name for name in config.model_copies if name != "reference" or config.keeps_reference]
-    return (POLICY, *copies)
+    return (POLICY, *trainer_models(config).with_weights)
 
 
 def _layers(causal: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.backends.megatron.patches.table import PATCHES, prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
@@ -53,7 +54,8 @@ def load_stage(config: Config, spec: ModelSpec, platform: Platform) -> TriModel:
     from pa_npu.backends.megatron.stage import build_stage
     from pa_npu.backends.megatron.weights.hf_map import load_hf
 
-    stage = build_stage(spec, config, platform, frozen=config.frozen_models, keeps_published=config.keeps_published)
+    models = trainer_models(config)
+    stage = build_stage(spec, config, platform, frozen=models.computed, keeps_published=models.keeps_published)
     for name, model in stage.gpts().items():
         if name != "old":
             load_hf(model, spec)

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from pa_npu.config.sections.learning import ADVANTAGES, LOSSES, REWARDS
+from pa_npu.config.sections.learning import REWARDS
 from pa_npu.config.sections.rollout import JudgeConfig
 from pa_npu.config.texts import shown, url_problem
 from pa_npu.config.tree import ConfigTree
@@ -49,15 +49,10 @@ def broken_rewards(c: ConfigTree) -> Iterator[str]:
 
 def _unknown_names(c: ConfigTree) -> Iterator[str]:
     """Values that name a function: one of ours, or module:function of the user's (imported by the checks before a run)."""
-    named: list[tuple[str, str, tuple[str, ...]]] = [
-        ("algorithm.loss", c.algorithm.loss, LOSSES),
-        ("algorithm.advantage", c.algorithm.advantage, ADVANTAGES),
-        *(("reward.functions", function.name, REWARDS) for function in c.reward.functions),
-    ]
-    for key, name, known in named:
-        module, separator, function = name.partition(":")
-        if name not in known and not (separator and module.strip() and function.strip()):
-            yield f"{key}: {name!r} is not {', '.join(known)} or module:function; use one of these"
+    for reward in c.reward.functions:
+        module, separator, function = reward.name.partition(":")
+        if reward.name not in REWARDS and not (separator and module.strip() and function.strip()):
+            yield f"reward.functions: {reward.name!r} is not {', '.join(REWARDS)} or module:function; use one of these"
 
 
 def _broken_judge(j: JudgeConfig) -> Iterator[str]:

@@ -2,15 +2,16 @@
 
 A key with its default, or with the value of algorithm.name's preset, counts as not set: the resolved configuration that a run
 writes has every key. What depends on the device or on attached engines is not here, since one file serves several of them.
+What depends on the algorithm is the algorithm's own (Algorithm.unread).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pa_npu.config.presets import PRESETS
+from pa_npu.config.presets import preset_keys
 from pa_npu.config.tree import ConfigTree
 from pa_npu.config.words import as_json
 
@@ -22,6 +23,11 @@ class Condition:
     keys: str
     read: Callable[[ConfigTree], bool]
     remedy: str
+
+
+def never_read(c: ConfigTree) -> bool:
+    """For a condition that holds of whoever names it."""
+    return False
 
 
 def _has_function(name: str) -> Callable[[ConfigTree], bool]:
@@ -84,26 +90,10 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition("reward.code", _has_function("code"), "add {name: code} to reward.functions"),
     Condition("algorithm.kl_in algorithm.kl_estimator", lambda c: c.algorithm.kl_coef > 0, "set algorithm.kl_coef"),
     Condition(
-        "algorithm.kl_in algorithm.kl_estimator",
-        lambda c: c.algorithm.loss != "dpo",
-        "take another algorithm.loss than dpo, whose beta is algorithm.kl_coef",
-    ),
-    Condition(
         "algorithm.importance_cap algorithm.importance_floor",
         lambda c: c.algorithm.importance_sampling != "none",
         "set algorithm.importance_sampling to token or sequence",
     ),
-    Condition(
-        "algorithm.ratio algorithm.clip_low algorithm.clip_high",
-        lambda c: c.algorithm.loss not in ("reinforce", "dpo"),
-        "take an algorithm.loss with a ratio to clip",
-    ),
-    Condition(
-        "algorithm.dual_clip algorithm.delta",
-        lambda c: c.algorithm.loss not in ("cispo", "reinforce", "dpo"),
-        "set algorithm.loss to clip or gspo",
-    ),
-    Condition("algorithm.aggregation", lambda c: c.algorithm.loss != "dpo", "take an algorithm.loss of tokens"),
     Condition("publish.probe_tolerance", lambda c: c.publish.probe_tokens > 0, "set publish.probe_tokens above 0"),
     Condition("optimizer.min_learning_rate", lambda c: c.optimizer.decay != "constant", "set optimizer.decay"),
     Condition(
@@ -116,18 +106,23 @@ _OF_FUNCTIONS = {"pattern": "format", "buffer_tokens": "overlong"}
 
 
 def broken_unread(c: ConfigTree) -> Iterator[str]:
-    """One line per key that is set and read by nothing."""
-    preset = PRESETS[c.algorithm.name].keys() if c.algorithm.name else {}
-    for condition in CONDITIONS:
+    """One line per key that is set and read by nothing, whatever the algorithm is."""
+    yield from unread_keys(c, CONDITIONS)
+    for number, function in enumerate(c.reward.functions):
+        for key, name in _OF_FUNCTIONS.items():
+            if getattr(function, key) is not None and function.name != name:
+                yield f"reward.functions.{number}.{key}: is read by {name}, not by {function.name}; remove it"
+
+
+def unread_keys(c: ConfigTree, conditions: Iterable[Condition]) -> Iterator[str]:
+    """One line per key that is set while its condition says that nothing reads it."""
+    preset = preset_keys(c.algorithm.name)
+    for condition in conditions:
         for key in condition.keys.split():
             value, default = value_and_default(c, key)
             if value not in (default, preset.get(key, default)) and not condition.read(c):
                 shown = f"{as_json(value, 60)} ".replace('"', "") if isinstance(value, (str, bool, int, float)) else ""
                 yield f"{key}: {shown}would be read by nothing; {condition.remedy}, or remove the key"
-    for number, function in enumerate(c.reward.functions):
-        for key, name in _OF_FUNCTIONS.items():
-            if getattr(function, key) is not None and function.name != name:
-                yield f"reward.functions.{number}.{key}: is read by {name}, not by {function.name}; remove it"
 
 
 def value_and_default(c: ConfigTree, key: str) -> tuple[Any, Any]:

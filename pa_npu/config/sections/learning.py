@@ -9,8 +9,6 @@ from pydantic import Field
 from pa_npu.config.presets import PresetName
 from pa_npu.config.sections import Section, Several
 
-LOSSES = ("clip", "gspo", "cispo", "reinforce", "dpo")
-ADVANTAGES = ("group-std", "centred", "leave-one-out", "batch-std")
 REWARDS = ("math", "format", "overlong", "judge", "code")
 
 
@@ -31,9 +29,15 @@ class LoraConfig(Section):
     )
 
 
+OwnName = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+"""module:Class."""
+
+
 class AlgorithmConfig(Section):
-    name: PresetName | None = Field(
-        None, description="Preset: the values below for the keys that are not set; null sets nothing."
+    name: PresetName | OwnName | None = Field(
+        None,
+        description="Preset: the values below for the keys that are not set; null sets nothing. Or module:Class, an Algorithm of "
+        "your own.",
     )
     loss: str = Field(
         "clip", description="Policy loss: clip, gspo, cispo, reinforce, dpo, or module:function of your own."
@@ -114,6 +118,11 @@ class AlgorithmConfig(Section):
         description="Token weights and normaliser: 1 over tokens, 1/length over sequences, 1 over sequences, 1 over "
         "B*G*max length.",
     )
+
+    @property
+    def is_users_own(self) -> bool:
+        """Whether `name` names a class of the user's own."""
+        return self.name is not None and ":" in self.name
 
     @property
     def has_reference(self) -> bool:

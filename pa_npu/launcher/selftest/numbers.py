@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from pa_npu import platform as platforms
+from pa_npu.algorithm.rules import load_config
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
 from pa_npu.attention.forms import gather_attention, kernel_for, kernel_name, merge_attention
 from pa_npu.attention.lse_merge import available, lse_merge_
-from pa_npu.config.load import load_config
 from pa_npu.errors import UserError
 from pa_npu.launcher.doctor import doctor
 from pa_npu.launcher.selftest.parts import Bench, Finding

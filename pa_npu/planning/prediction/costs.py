@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.config.schema import Config
 from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.families.spec import ModelSpec
@@ -140,7 +141,7 @@ def gather_seconds(config: Config, spec: ModelSpec, element: int, wire_bytes: fl
     if config.trainer.backend != "fsdp" or shards == 1:
         return 0.0
     scattered = 0 if config.has_adapters else FP32
-    passes = 2 + len(config.frozen_models)
+    passes = 2 + len(trainer_models(config).computed)
     return spec.num_parameters * (passes * element + scattered) * (shards - 1) / shards / wire_bytes
 
 
@@ -196,4 +197,4 @@ def _dispatched_bytes(config: Config, spec: ModelSpec, element: int) -> float:
 
 def passes(config: Config) -> float:
     """Forward and backward over that of the policy alone: full recomputation is another forward, and so is each frozen model."""
-    return 1.0 + (len(config.frozen_models) + (config.trainer.recompute == "full")) / 3.0
+    return 1.0 + (len(trainer_models(config).computed) + (config.trainer.recompute == "full")) / 3.0

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pa_npu.algorithm.rules import broken_rules
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
@@ -171,6 +172,8 @@ def changed(config: Config, changes: Mapping[str, Mapping[str, Any]], spec: Mode
         tree[section] = {**tree.get(section, {}), **values}
     try:
         found = Config.model_validate(tree)
+        if any(broken_rules(found)):
+            return None
         if spec is not None:
             check_model(found, spec)
     except (ValidationError, ConfigError):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
 from pa_npu.backends.optimizer import learning_rate
 from pa_npu.backends.protocol import MicrobatchSource, Step, SteppedTensor
@@ -48,7 +49,7 @@ class ToyBackend:
         self.place: Place = Mesh(data=world).place(rank)
         self.device = platform.device(local_rank)
         self.reductions = Reductions(dist.group.WORLD)
-        names = ("policy", *config.frozen_models, *(("published",) if config.keeps_published else ()))
+        names = ("policy", *trainer_models(config).copies)
         self._models = {name: self._load(name) for name in names}
         self._weights: dict[str, PolicyState] = {}
         self._parameters = list(self._models["policy"].parameters())
@@ -155,7 +156,7 @@ class ToyBackend:
     def _outputs(self, microbatch: Microbatch, entropy_gradient: bool) -> Outputs:
         logprobs, entropy = self._logprobs("policy", microbatch)
         with torch.no_grad():
-            frozen = {name: self._logprobs(name, microbatch)[0] for name in self._config.frozen_models}
+            frozen = {name: self._logprobs(name, microbatch)[0] for name in trainer_models(self._config).computed}
         return Outputs(logprobs, entropy if entropy_gradient else entropy.detach(), frozen)
 
     def _logprobs(self, name: str, microbatch: Microbatch) -> tuple[Logprobs, torch.Tensor]:

@@ -1,0 +1,232 @@
+"""Algorithm: what a run trains and how, in one object. Everybody else asks it and knows no algorithm by name.
+
+    coordinator   credit of a group's samples; what has to stay together
+    trainers      models to run, the loss and its components, ratio, normaliser, metrics; the check of credit
+    planner       models that trainers hold and compute
+    launcher      the rules between the keys that it reads
+
+A kind of algorithm is a subclass in a file of its own: policy_gradient.py, preference_pairs.py.
+registry.py makes the run's object of its configuration. A class of the user's own is named by
+algorithm.name=module:Class (docs/algorithms.md).
+
+The launcher and the planner ask the object too, and need no torch for it: what computes imports it
+where it begins.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pa_npu.algorithm.normaliser import Counts
+from pa_npu.config.rules.unread import Condition
+from pa_npu.config.schema import Config
+
+if TYPE_CHECKING:
+    import torch
+
+    from pa_npu.algorithm.loss_gradient import ExpectedGradient
+    from pa_npu.algorithm.loss_sums import LossSums
+    from pa_npu.algorithm.policy_losses import TokenBatch
+
+TokenValues = npt.NDArray[np.float32]
+SampleValues = npt.NDArray[np.float32]
+
+# Credit is computed twice, on machines whose float64 sums may round differently.
+CREDIT_ROUNDING = 1e-5
+
+
+@dataclass(frozen=True)
+class Component:
+    """A part of the loss, and the tokens that it trains.
+
+    number: what these tokens have in the datum, from 1; 0 is a token that is not trained.
+    tokens: which ones these are, in a phrase.
+    needs_provenance: whether the policy must have written them, so that a version and a log-prob
+    are known. A supervised component needs neither.
+    """
+
+    number: int
+    name: str
+    tokens: str
+    needs_provenance: bool = True
+
+
+@dataclass(frozen=True)
+class NeededModel:
+    """A model that the loss reads beside the policy.
+
+    source: where its weights come from: the policy as it was when the iteration began, or the run's
+    initial weights, which algorithm.reference_refresh_every may renew. computed_by: who runs it.
+    """
+
+    name: str
+    source: Literal["policy at the iteration's start", "initial weights"]
+    computed_by: Literal["trainers"] = "trainers"
+
+
+OLD_POLICY = NeededModel("old", "policy at the iteration's start")
+REFERENCE = NeededModel("reference", "initial weights")
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredSamples:
+    """A group as credit sees it: G samples with T tokens, one sample after another.
+
+    rewards: float32 [G]. lengths: int [G], tokens of each sample. tokens: int32 [T].
+    trained: bool [T]. columns: the declared ones that are filled by now, [T, *shape] by name.
+    """
+
+    rewards: SampleValues
+    lengths: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
+    trained: npt.NDArray[np.bool_]
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+
+    def spread(self, values: SampleValues) -> TokenValues:
+        """[G] -> [T]: each sample's value on its trained tokens, 0 on all others."""
+        of_tokens = np.repeat(np.asarray(values, np.float32), self.lengths)
+        of_tokens[~self.trained] = 0
+        return of_tokens
+
+
+class Algorithm(ABC):
+    """One per process. Subclasses say what they are by class attributes and these methods.
+
+    components: of the loss. The first one leads: the iteration's normaliser counts its tokens, its
+    samples, or what it makes of them.
+    samples_from: who writes the samples that are trained.
+    """
+
+    components: ClassVar[tuple[Component, ...]]
+    samples_from: ClassVar[Literal["engines"]] = "engines"
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.keys = config.algorithm
+
+    # What it needs
+
+    @property
+    def models(self) -> tuple[NeededModel, ...]:
+        """The models that its loss reads beside the policy."""
+        return (REFERENCE,) if self.keys.has_reference else ()
+
+    @property
+    def needs_whole(self) -> Literal["samples", "groups", "batch"]:
+        """What has to be in one place: for the loss in one microbatch, for credit at one time."""
+        return "groups" if self.whole_groups_key else "samples"
+
+    @property
+    def whole_groups_key(self) -> str | None:
+        """The key, with its value, by which the loss needs all samples of a prompt together, and
+        exactly rollout.responses_per_prompt of them; None where any number will do."""
+        return None
+
+    @property
+    def loss_columns(self) -> tuple[Any, ...]:
+        """The declared columns (samples.columns.Column) that the loss reads; each says who fills it."""
+        return tuple(getattr(type(self), "columns", ()))
+
+    @property
+    def credit_columns(self) -> tuple[Any, ...]:
+        """The declared columns that credit reads."""
+        return ()
+
+    # Credit
+
+    @property
+    @abstractmethod
+    def credit_key(self) -> str:
+        """What credit follows from, as a key with its value, for messages."""
+
+    @abstractmethod
+    def credit(self, group: ScoredSamples) -> TokenValues:
+        """Returns the advantages of one group, float32 [T]; 0 on tokens that are not trained."""
+
+    def batch_credit(self, groups: Sequence[ScoredSamples]) -> list[TokenValues]:
+        """The same of all groups of an iteration. Called where the iteration is handed over as a whole."""
+        return [self.credit(group) for group in groups]
+
+    def broken_credit(self, group: ScoredSamples, advantages: TokenValues) -> str | None:
+        """Says why `advantages` [T] are not the group's credit, as a phrase; None where they are (invariant I7).
+
+        By default credit is computed again. It must not depend on more than the group.
+        """
+        expected = self.credit(group)
+        wrong = np.abs(advantages - expected) > CREDIT_ROUNDING * np.abs(expected).max(initial=0.0)
+        if not wrong.any():
+            return None
+        token = int(wrong.argmax())
+        return f"the advantage of token {token} is {advantages[token]:.6g} and should be {expected[token]:.6g}"
+
+    # The loss
+
+    @property
+    def ratio(self) -> Literal["proximal", "sampling"]:
+        """The policy that log-probs are compared with, algorithm.ratio resolved.
+
+        proximal: that of the iteration's beginning. sampling: the one that wrote the token, by what
+        the engine reported; auto takes it with max_staleness, where no weights stand between the two.
+        """
+        if self.keys.ratio != "auto":
+            return self.keys.ratio
+        uncorrected = self.config.schedule.max_staleness and self.keys.importance_sampling == "none"
+        return "sampling" if uncorrected else "proximal"
+
+    @property
+    def reads_old_logprobs(self) -> bool:
+        """Whether the loss may depend on that policy's log-probs, so that these have to be the right ones."""
+        return True
+
+    @abstractmethod
+    def token_weights(self, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Returns the weights of the leading component's tokens, float32 [sum of lengths].
+
+        lengths: such tokens of each sample.
+        """
+
+    @abstractmethod
+    def loss_sums(self, batch: TokenBatch) -> LossSums:
+        """Returns the sum over a microbatch's tokens, each with its weight, undivided."""
+
+    @property
+    @abstractmethod
+    def metric_names(self) -> tuple[str, ...]:
+        """The names in LossSums.metrics, "loss" and "policy_loss" among them."""
+
+    @abstractmethod
+    def expected_gradient(self, batch: TokenBatch) -> ExpectedGradient:
+        """Returns the gradient of `loss_sums` at the log-probs by a second calculation, on the host (I7)."""
+
+    # The normaliser
+
+    @property
+    def counted_metric(self) -> str | None:
+        """The metric whose sum is Counts.units, known after the loss alone; None where N follows
+        from what was dispatched."""
+        return None
+
+    @abstractmethod
+    def normaliser(self, counts: Counts) -> float:
+        """Returns N, which every component's sum is divided by, of what `counts` says."""
+
+    @abstractmethod
+    def broken_normalisers(self, normalisers: Sequence[float], dispatched: Counts, num_groups: int) -> str | None:
+        """Says why these are not the normalisers of an iteration's updates, as a phrase; None where they are (I7)."""
+
+    # Its keys
+
+    def broken_rules(self) -> Iterator[str]:
+        """Yields a line for each conflict between its keys and others: keys, values, rule, remedy."""
+        yield from ()
+
+    @property
+    def unread(self) -> tuple[Condition, ...]:
+        """The keys that this algorithm does not read: set, they are refused."""
+        return ()

@@ -1,0 +1,74 @@
+"""Rules between the algorithm's keys and others, and the loading of a configuration with them.
+
+They are the algorithm's own, and so stand above the configuration, which does not know it. A class
+of the user's own names its rules too; these are checked before a run, once the class has been tried
+in a process of its own (trial.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from pa_npu.algorithm.advantages import KNOWN_ADVANTAGES
+from pa_npu.algorithm.algorithm import Algorithm
+from pa_npu.algorithm.registry import KINDS, build_algorithm
+from pa_npu.config import load
+from pa_npu.config.rules.unread import unread_keys
+from pa_npu.config.schema import Config
+from pa_npu.config.yaml_source import KeyPath
+
+
+def load_config(
+    paths: Iterable[str], overrides: Sequence[str] = (), values: Mapping[KeyPath, Any] | None = None
+) -> Config:
+    """Loads a configuration as `pa_npu.config.load.load_config` does, and checks the rules of its algorithm."""
+    return load.load_config(paths, overrides, values, broken_rules)
+
+
+def broken_rules(config: Config) -> Iterator[str]:
+    """Yields a line for each rule of the algorithm that is broken: keys, values, rule, remedy."""
+    yield from _unknown_names(config)
+    if not config.algorithm.is_users_own:
+        yield from rules_of(build_algorithm(config))
+
+
+def rules_of(algorithm: Algorithm) -> Iterator[str]:
+    """The same of an algorithm whose code is known to import."""
+    config = algorithm.config
+    yield from unread_keys(config, algorithm.unread)
+    yield from algorithm.broken_rules()
+    if config.environment.name == "agents" and (key := needs_whole_groups(config, algorithm)) is not None:
+        yield (
+            f"environment.name: agents, whose sessions are one sample, several or none, while {key} needs exactly "
+            f"rollout.responses_per_prompt = {config.rollout.responses_per_prompt} samples of every prompt; change that key"
+        )
+
+
+def needs_whole_groups(config: Config, algorithm: Algorithm) -> str | None:
+    """Returns the key that needs exactly responses_per_prompt samples of every prompt.
+
+    None where environments may make any number.
+    """
+    if algorithm.whole_groups_key is not None:
+        return algorithm.whole_groups_key
+    if (stages := config.trainer.pipeline_parallel) > 1:
+        return f"trainer.pipeline_parallel = {stages}, whose stages agree on the number of microbatches beforehand,"
+    return None
+
+
+def divides_groups(config: Config, algorithm: Algorithm) -> bool:
+    """Returns whether several replicas may train a part each of a group."""
+    return config.unequal_groups and algorithm.needs_whole == "samples"
+
+
+def _unknown_names(config: Config) -> Iterator[str]:
+    """Values that name a function: one of ours, or module:function of the user's, imported before a run."""
+    named: list[tuple[str, str, tuple[str, ...]]] = [
+        ("algorithm.loss", config.algorithm.loss, tuple(KINDS)),
+        ("algorithm.advantage", config.algorithm.advantage, KNOWN_ADVANTAGES),
+    ]
+    for key, name, known in named:
+        module, separator, function = name.partition(":")
+        if name not in known and not (separator and module.strip() and function.strip()):
+            yield f"{key}: {name!r} is not {', '.join(known)} or module:function; use one of these"

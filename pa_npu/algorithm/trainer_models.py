@@ -1,0 +1,57 @@
+"""The models that trainers keep: the policy, what the algorithm needs beside it, and what engines still need of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pa_npu.algorithm.algorithm import Algorithm
+from pa_npu.algorithm.registry import build_algorithm
+from pa_npu.config.schema import Config
+
+
+@dataclass(frozen=True)
+class TrainerModels:
+    """Models beside the policy.
+
+    computed: by name, those that go through every microbatch, frozen.
+    keeps_published: whether there is a copy of the published weights, which is never computed.
+    keeps_reference: whether the reference has weights of its own. Without a change to come it is
+    the policy with its adapters off.
+    """
+
+    computed: tuple[str, ...]
+    keeps_published: bool
+    keeps_reference: bool
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """All of them by name, computed or not."""
+        return (*self.computed, "published") if self.keeps_published else self.computed
+
+    @property
+    def with_weights(self) -> tuple[str, ...]:
+        """The copies that have weights of their own where adapters are trained."""
+        return tuple(name for name in self.copies if name != "reference" or self.keeps_reference)
+
+    @property
+    def published_source(self) -> str:
+        """The model that keeps the published weights longest: a copy made for that, or the old
+        policy, through all of an iteration's updates; else the policy, until its next update."""
+        if self.keeps_published:
+            return "published"
+        return "old" if "old" in self.computed else "policy"
+
+
+def trainer_models(config: Config, algorithm: Algorithm | None = None) -> TrainerModels:
+    """algorithm: the configuration's; None makes it."""
+    algorithm = build_algorithm(config) if algorithm is None else algorithm
+    computed = tuple(model.name for model in algorithm.models if model.computed_by == "trainers")
+    # with max_staleness the policy changes while engines still need the weights that were published
+    publish = config.publish
+    old_is_published = "old" in computed and publish.divergence is None and publish.mode == "blocking"
+    begins_otherwise = bool(config.algorithm.reference_refresh_every or config.model.adapter)
+    return TrainerModels(
+        computed=computed,
+        keeps_published=config.schedule.max_staleness > 0 and not old_is_published,
+        keeps_reference="reference" in computed and (begins_otherwise or not config.has_adapters),
+    )
