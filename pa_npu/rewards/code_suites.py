@@ -56,7 +56,7 @@ def without_guards(tree: ast.Module) -> ast.Module:
         if alias.name == "main"
     }
     for statement in tree.body:
-        guarded = statement.body if _is_main_guard(statement) else [statement]
+        guarded = statement.body if isinstance(statement, ast.If) and _is_main_guard(statement) else [statement]
         body += [inner for inner in guarded if not _starts_a_runner(inner, mains)]
     return ast.Module(body=body, type_ignores=[])
 

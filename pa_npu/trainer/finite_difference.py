@@ -22,8 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pa_npu.algorithm.loss_gradient import Values, expected_gradient, joined, on_host
+from pa_npu.algorithm.algorithm import Algorithm
+from pa_npu.algorithm.loss_gradient import Values, joined, on_host
 from pa_npu.algorithm.objective import Objective, Outputs, Targets
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.backends.protocol import DTYPES, SteppedTensor, TrainBackend
 from pa_npu.config.schema import Config
 from pa_npu.samples.microbatch import Microbatch
@@ -75,7 +77,7 @@ class _Listed:
     def __init__(self, microbatches: Sequence[Microbatch], groups: int) -> None:
         self._left = list(microbatches)
         self._groups = groups
-        self.advantages: Mapping[int, Sequence[float]] = {}
+        self.advantages: Mapping[int, Sequence[np.ndarray]] = {}
 
     @property
     def is_last(self) -> bool:
@@ -105,7 +107,7 @@ class _Tokens:
     logprobs: Values
 
     @classmethod
-    def of(cls, objective: Objective, config: Config, advantages: Mapping[int, Sequence[float]]) -> _Tokens:
+    def of(cls, objective: Objective, algorithm: Algorithm, advantages: Mapping[int, Sequence[np.ndarray]]) -> _Tokens:
         """What the objective was given, and the gradient that the algorithm's formula makes of it."""
         given = objective.given
         if not given:
@@ -114,7 +116,7 @@ class _Tokens:
         sources = [source for microbatch in given for source in microbatch.sources]
         lengths = np.array([length for microbatch in given for length in microbatch.lengths])
         batch = with_advantages(batch, sources, lengths, advantages)
-        expected = expected_gradient(batch, config.algorithm)
+        expected = algorithm.expected_gradient(batch)
         none = [torch.zeros_like(microbatch.batch.logprobs) for microbatch in given]
         arrived = torch.cat(
             [
@@ -124,7 +126,7 @@ class _Tokens:
         )
         # beside a bound of a ratio either slope is right
         gradient = np.where(expected.is_sure, expected.values, arrived.cpu().double().numpy())
-        entropy_gradient = -config.algorithm.entropy_coef * batch.weights.double().numpy()
+        entropy_gradient = -algorithm.keys.entropy_coef * batch.weights.double().numpy()
         return cls(gradient, entropy_gradient, batch.logprobs.double().numpy())
 
     def change(self, first: _Scores, second: _Scores) -> float:
@@ -244,7 +246,7 @@ def finite_difference(
     config: Config,
     microbatches: Sequence[Microbatch],
     update: GradientSum,
-    advantages: Mapping[int, Sequence[float]],
+    advantages: Mapping[int, Sequence[np.ndarray]],
     seed: int,
 ) -> FiniteDifference | None:
     """Compares the gradient of `microbatches` with what weights that move along it change. Collective; changes nothing but the
@@ -265,11 +267,13 @@ def finite_difference(
     """
     place, dtype = backend.place, config.model.dtype
     # the routers' auxiliary loss is no function of log-probs
-    algorithm = config.algorithm.model_copy(update={"router_aux_coef": 0.0})
-    objective = Objective(config.model_copy(update={"algorithm": algorithm}), backend.device)
+    keys = config.algorithm.model_copy(update={"router_aux_coef": 0.0})
+    config = config.model_copy(update={"algorithm": keys})
+    algorithm = build_algorithm(config)
+    objective = Objective(config, backend.device, algorithm=algorithm)
     with torch.enable_grad():
         backend.accumulate(_Listed(microbatches, 1), objective)
-    tokens = _Tokens.of(objective, config, advantages)
+    tokens = _Tokens.of(objective, algorithm, advantages)
     counts = float(place.is_last_stage and place.is_tensor_leader)
     (squares,) = over_ranks(backend, [counts * float(np.sum(tokens.gradient**2))])
     size = math.sqrt(squares)

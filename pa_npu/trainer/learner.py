@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -192,11 +193,11 @@ class Learner:
         return sums.over_ranks(self.backend.reductions).all
 
     def finite_difference(
-        self, microbatches: Sequence[Microbatch], advantages: Mapping[int, Sequence[float]]
+        self, microbatches: Sequence[Microbatch], advantages: Mapping[int, Sequence[np.ndarray]]
     ) -> FiniteDifference | None:
         """Compares the gradient of microbatches that are about to be trained with what weights that move along it change.
 
-        Collective; changes no weight. advantages: of their groups, each sample's as its rewards give it, by dispatch index.
+        Collective; changes no weight. advantages: as of LossGradient.check.
         Returns None where no token has a gradient. Raises InvariantViolation (I7).
         """
         return finite_difference(

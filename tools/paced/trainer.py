@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from pa_npu.algorithm.objective import Objective
 from pa_npu.algorithm.update_sums import ReducedGradient
 from pa_npu.backends.megatron import factory
@@ -40,7 +42,7 @@ class PacedMicrobatches:
         return self._source.is_last
 
     @property
-    def advantages(self) -> Mapping[int, Sequence[float]]:
+    def advantages(self) -> Mapping[int, Sequence[np.ndarray]]:
         return self._source.advantages
 
     @property
