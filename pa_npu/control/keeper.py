@@ -147,6 +147,9 @@ def _start(command: list[str], cores: str) -> int:
 def _watch(pid: int, lifeline: int, wakeup: int, received: list[int], grace_s: float) -> int | None:
     """Wait for the command's end and return its wait status; None when it must be killed instead."""
     deadline: float | None = None
+    events = select.poll()  # select.select takes no descriptor beyond 1,023, and who starts us may have as many
+    for descriptor in (lifeline, wakeup):
+        events.register(descriptor, select.POLLIN)
     while True:
         status = _reap(pid)
         if status is not None:
@@ -158,7 +161,7 @@ def _watch(pid: int, lifeline: int, wakeup: int, received: list[int], grace_s: f
         timeout = None if deadline is None else deadline - time.monotonic()
         if timeout is not None and timeout <= 0:
             return None
-        ready, _, _ = select.select([lifeline, wakeup], [], [], timeout)
+        ready = [descriptor for descriptor, _ in events.poll(None if timeout is None else 1000 * timeout)]
         if lifeline in ready:  # nothing is ever written to it: readable means closed
             return None
         if wakeup in ready:

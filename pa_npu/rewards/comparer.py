@@ -116,8 +116,9 @@ class _Comparer:
 
     def _read(self) -> dict[str, Any] | None:
         assert self._process is not None and self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], _LONGEST_WAIT_S)
-        line = self._process.stdout.readline() if ready else b""
+        output = select.poll()  # select.select takes no descriptor beyond 1,023
+        output.register(self._process.stdout, select.POLLIN)
+        line = self._process.stdout.readline() if output.poll(1000 * _LONGEST_WAIT_S) else b""
         return json.loads(line) if line.endswith(b"\n") else None
 
     def _end(self) -> None:
