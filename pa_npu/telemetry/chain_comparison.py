@@ -247,7 +247,7 @@ def _logprobs(
     row = int(differs.argmax())
     sums = mine.rows["logprob_sum"].astype(np.float64), theirs.rows["logprob_sum"].astype(np.float64)
     apart = np.abs(sums[0] - sums[1]) / np.maximum(mine.rows["length"], 1)
-    responses, others = _named(mine.where(row)), np.count_nonzero(differs) - 1
+    responses, others = _named(mine.where(row)), int(np.count_nonzero(differs)) - 1
     if others:
         responses += f" and of {counted(others, 'other')}"
     text = f"engines' log-probs of {responses} differ; by {apart.max():.2g} a token on average where they do most"
