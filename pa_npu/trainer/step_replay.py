@@ -56,7 +56,7 @@ class _Chosen:
     def of(cls, tensors: Sequence[SteppedTensor], seed: int, update: int, rank: int) -> _Chosen:
         """The elements by which step `update` is judged on this rank."""
         sizes = np.array([tensor.weights.numel() for tensor in tensors], np.int64)
-        each = max(_OF_EACH, _ELEMENTS // max(1, np.count_nonzero(sizes)))
+        each = max(_OF_EACH, _ELEMENTS // max(1, int(np.count_nonzero(sizes))))
         counts = np.minimum(each, sizes)
         random = np.random.default_rng((seed, update, rank)).random((2, len(sizes)))
         # up to the largest distance at which there are as many, so that no pattern of elements is at it every time
