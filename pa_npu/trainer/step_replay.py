@@ -80,36 +80,43 @@ class _Chosen:
         return np.bincount(self.owner, weights=values != 0, minlength=len(self.counts)) > 0
 
 
-@torch.no_grad()
-def _read(tensors: Sequence[SteppedTensor], columns: Sequence[tuple[_Chosen, str]]) -> list[Values]:
-    """Reads attributes of chosen elements, fp64 [n] each; NaN where a tensor has none. One copy from each device for all of them.
+_Elements = list[torch.Tensor | Values | None]
+"""Views of the chosen elements of each tensor, in numpy where that is the host's memory in fp32; None where there are none."""
 
-    columns: of which elements, and which attribute of SteppedTensor.
-    """
-    parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    places: dict[tuple[torch.device, torch.dtype], list[tuple[int, int]]] = {}
-    position = 0
-    for chosen, name in columns:
-        for tensor, (start, stop, distance), count in zip(tensors, chosen.slices, chosen.counts.tolist(), strict=True):
-            memory: torch.Tensor | None = getattr(tensor, name)
-            if count and memory is not None:
-                kind = memory.device, memory.dtype
-                if kind not in parts:
-                    parts[kind], places[kind] = [], []
-                parts[kind].append(memory[start:stop:distance])
-                places[kind].append((position, position + count))
-            position += count
-    values = np.full(position, np.nan)
-    for kind, elements in parts.items():
-        read = torch.cat(elements).float().cpu().numpy()
-        if len(read) == position:
-            values = read.astype(np.float64)
-            continue
+
+def _views(tensors: Sequence[SteppedTensor], chosen: _Chosen, name: str) -> _Elements:
+    """An attribute of the chosen elements of each tensor. There are many tensors: one call for each."""
+    views: _Elements = []
+    for tensor, (start, stop, distance), count in zip(tensors, chosen.slices, chosen.counts.tolist(), strict=True):
+        memory: torch.Tensor | None = getattr(tensor, name)
+        if memory is None or not count:
+            views.append(None)
+        elif memory.is_cpu and memory.dtype == torch.float32:
+            views.append(memory.numpy()[start:stop:distance])
+        else:
+            views.append(memory[start:stop:distance])
+    return views
+
+
+@torch.no_grad()
+def _read(columns: Sequence[tuple[_Chosen, _Elements]]) -> list[Values]:
+    """Reads columns of elements, fp64 [n] each; NaN where a tensor has none. One copy from each device for all of them."""
+    parts: list[Values | None] = []
+    waiting: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    for chosen, elements in columns:
+        for view, count in zip(elements, chosen.counts.tolist(), strict=True):
+            if isinstance(view, torch.Tensor):
+                waiting.setdefault((view.device, view.dtype), []).append((len(parts), view))
+                view = None
+            parts.append(np.full(count, np.nan) if view is None else view)
+    for numbered in waiting.values():
+        values = torch.cat([view for _, view in numbered]).float().cpu().numpy()
         begin = 0
-        for first, last in places[kind]:
-            values[first:last] = read[begin : begin + last - first]
-            begin += last - first
-    return np.split(values, np.cumsum([len(chosen) for chosen, _ in columns])[:-1])
+        for number, view in numbered:
+            parts[number] = values[begin : begin + len(view)]
+            begin += len(view)
+    whole = np.concatenate([np.zeros(0), *(part for part in parts if part is not None)])
+    return np.split(whole, np.cumsum([len(chosen) for chosen, _ in columns])[:-1])
 
 
 def _state(weights: Values, mean: Values, square: Values) -> dict[str, Values]:
@@ -145,7 +152,8 @@ class StepReplay:
             self._choose(tensors)
         chosen, remembered = self._next, self._remembered
         assert chosen is not None, "it has just been chosen"
-        gradient, *columns = _read(tensors, [(chosen, name) for name in ("gradient", *_STATE)])
+        views = [_views(tensors, chosen, name) for name in ("gradient", *_STATE)]
+        gradient, *columns = _read([(chosen, elements) for elements in views])
         self._check_gradients(where, tensors, chosen.any_of_tensors(np.nan_to_num(gradient)), reductions, device)
         state = _state(*columns)
         for name, values in state.items():
@@ -158,7 +166,8 @@ class StepReplay:
                     f"and was {remembered[name][place]:.9g} after the last one; {int(differs.sum())} of {len(differs)} elements "
                     f"have changed in between, when nothing may write them",
                 )
-        return BeforeStep(where, chosen, Elements(state["weights"], state["mean"], state["square"]), gradient)
+        before = Elements(state["weights"], state["mean"], state["square"])
+        return BeforeStep(where, chosen, before, gradient, tensors, views[1:])
 
     def after(self, begun: BeforeStep, tensors: Sequence[SteppedTensor], result: Step) -> None:
         """Compares what the step made of the weights with the replay, and chooses the next elements. Raises InvariantViolation.
@@ -181,8 +190,11 @@ class StepReplay:
             clip=clip_factor(self._config, result.grad_norm),
         )
         following = _Chosen.of(tensors, self._config.run.seed, self._updates + 1, self._rank)
-        columns = [(elements, name) for elements in (chosen, following) for name in _STATE]
-        *read, model = _read(tensors, [*columns, (chosen, "model")])
+        # written by the step where it is the same memory
+        own = begun.views if tensors is begun.tensors else [_views(tensors, chosen, name) for name in _STATE]
+        columns = [(chosen, elements) for elements in own]
+        columns += [(following, _views(tensors, following, name)) for name in _STATE]
+        *read, model = _read([*columns, (chosen, _views(tensors, chosen, "model"))])
         state, next_state = _state(*read[:3]), _state(*read[3:])
         for name, values in state.items():
             expected, limit = getattr(replayed.expected, name), getattr(replayed.limit, name)
@@ -249,7 +261,7 @@ class StepReplay:
         """For the next step."""
         seed = self._config.run.seed if seed is None else seed
         self._next = _Chosen.of(tensors, seed, self._updates + 1, self._rank)
-        self._remembered = _state(*_read(tensors, [(self._next, name) for name in _STATE]))
+        self._remembered = _state(*_read([(self._next, _views(tensors, self._next, name)) for name in _STATE]))
 
     def _decay(self, tensor: SteppedTensor) -> float:
         """Norms and biases are not decayed."""
@@ -343,12 +355,14 @@ class StepReplay:
 
 @dataclass(frozen=True, eq=False)
 class BeforeStep:
-    """What StepReplay.before saw. gradient: divided, not yet clipped, fp64 [n]."""
+    """What StepReplay.before saw. gradient: divided, not yet clipped, fp64 [n]. views: of the weights and moments of `tensors`."""
 
     where: str
     chosen: _Chosen
     state: Elements
     gradient: Values
+    tensors: Sequence[SteppedTensor]
+    views: list[_Elements]
 
 
 _STATE = ("weights", "mean", "square")

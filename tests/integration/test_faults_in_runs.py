@@ -19,8 +19,8 @@ from tests.helpers.fault_in_run import KEPT_OLD, PUBLISHES, SENT_OLD, SESSIONS, 
 from tests.helpers.launched import Launched, settings
 from tests.integration.test_agents_runs import AGENT
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
-LIMIT_S = 300.0
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
+LIMIT_S = 500.0
 
 ADAPTERS = {"trainer.backend": "fsdp", "lora.rank": 4}
 RUNS: dict[str, dict[str, object]] = {

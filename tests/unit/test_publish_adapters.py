@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.memory import engine_memory
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer.adapters import BaseDirectory, merge
+from pa_npu.weight_transfer.contents import Contents
 from pa_npu.weight_transfer.manifest import Manifest
 from pa_npu.weight_transfer.receiver import Receiver
 from pa_npu.weight_transfer.transport import WeightSyncError
@@ -59,6 +60,13 @@ def backend(model: Path, lora: str, /, **sections: Any) -> Any:
     return backend_module("fsdp").create(config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline)
 
 
+def contents_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    contents = Contents()
+    for name, tensor in tensors.items():
+        contents.add(name, tensor)
+    return contents.read()
+
+
 def engines_weights(source: Any, directory: Path) -> dict[str, torch.Tensor]:
     """Returns what an engine loads that was started with the directory."""
     manifest = Manifest.from_json(json.loads(json.dumps(source.manifest.to_json())))
@@ -73,9 +81,12 @@ def test_an_engine_ends_with_the_merged_weights_to_the_bit(
 ) -> None:
     """Buckets of either kind cut weights into other rows."""
     sections = {"model": {"adapter": str(adapter), "dtype": dtype}}
-    merged = received(backend(model, "merged", **sections).published_weights(2**12))
+    whole = backend(model, "merged", **sections).published_weights(2**12)
+    merged = received(whole)
     source = backend(model, "adapter", **sections).published_weights(bucket_bytes)
     loaded = engines_weights(source, model)
+    for weights, sent in ((whole, merged), (source, received(source))):
+        assert weights.contents() == contents_by_name(sent), "summed up in the model that trains"
     assert list(loaded) == list(merged), "in the same order"
     assert all(
         torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype for name, tensor in merged.items()

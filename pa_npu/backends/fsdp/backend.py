@@ -78,6 +78,7 @@ class FsdpBackend:
             [] if self._shard_group is None else count_reductions(self._module, self._copies, platform.widest_dtype)
         )
         self._optimizer = ShardedAdamW(self._policy.parameters(), config, platform.widest_dtype)
+        self._names = {weight: name for name, weight in self._policy.named_weights().items()}
         self._offloaded = OffloadedState(self._optimizer.moments, config, platform, device)
 
     def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> ShardedWeights | None:
@@ -140,8 +141,7 @@ class FsdpBackend:
         self._optimizer.scale_gradients(factor)
 
     def stepped(self) -> list[SteppedTensor]:
-        names = {weight: name for name, weight in self._policy.named_weights().items()}
-        return self._optimizer.stepped(names, self._spec.experts is not None, self._copies)
+        return self._optimizer.stepped(self._names, self._spec.experts is not None, self._copies)
 
     def share_weights(self) -> None:
         """Nothing to do: every pass gathers the shards."""

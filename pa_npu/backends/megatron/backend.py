@@ -25,12 +25,12 @@ from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.checkpoint import CheckpointContents, PlannedShards
 from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
 from pa_npu.backends.megatron.optimizer import (
+    SteppedTensors,
     WatchedReduction,
     build_optimizer,
     gradient_size,
     set_rates,
     state_tensors,
-    stepped_tensors,
 )
 from pa_npu.backends.megatron.routing import Replay, RoutingWatch, replay_of
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
@@ -92,6 +92,7 @@ class MegatronBackend:
         )
         self._routing = None if spec.experts is None else RoutingWatch(stage.policy, self.place, spec.experts)
         self._optimizer = build_optimizer(self._ddp, config)
+        self._stepped = SteppedTensors(self._optimizer, self._ddp, self.place)
         self._updates = 0
         self._offloaded = OffloadedState(partial(state_tensors, self._optimizer), config, platform, device)
         stage.config.no_sync_func = self._ddp.no_sync
@@ -155,7 +156,7 @@ class MegatronBackend:
         self._ddp.scale_gradients(factor)
 
     def stepped(self) -> list[SteppedTensor]:
-        return stepped_tensors(self._optimizer, self._ddp, self.place)
+        return self._stepped()
 
     def share_weights(self) -> None:
         if self._config.trainer.distributed_optimizer:

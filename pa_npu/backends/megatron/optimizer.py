@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from operator import is_
 from typing import Any, overload
 
 import torch
@@ -122,63 +123,105 @@ def gradient_size(ddp: Any, first: int, every: int) -> torch.Tensor:
     return torch.stack(sizes).norm()
 
 
-def stepped_tensors(optimizer: Any, ddp: Any, place: Place) -> list[SteppedTensor]:
-    """See TrainBackend.stepped."""
-    parts, is_sharded = {}, False
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is not None:
-            parts.update(_stepped_parts(part))
-            is_sharded = is_sharded or hasattr(part, "model_float16_groups")
-    tensors = []
-    for name, parameter in ddp.module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        is_shard_of_rows = place.mesh.tensor > 1 and "word_embeddings" in name
-        stepped = parts.get(parameter) or _SteppedPart.empty(parameter)
-        is_expert = not getattr(parameter, "allreduce", True)
-        copies = 1 if place.mesh.tensor == 1 or is_expert or _is_cut(parameter) else place.mesh.tensor
-        if not is_sharded:
-            copies *= place.mesh.expert_data if is_expert else place.mesh.data * place.mesh.context
-        is_tied = place.mesh.pipeline > 1 and getattr(parameter, "shared_embedding", False)
-        tensors.append(
-            SteppedTensor(
+class SteppedTensors:
+    """Finds what this rank steps of each parameter; see TrainBackend.stepped.
+
+    Megatron keeps weights and gradients in the same memory from step to step, so that they are looked up again only where its
+    optimizer has other groups, as after a checkpoint was loaded.
+    """
+
+    def __init__(self, optimizer: Any, ddp: Any, place: Place) -> None:
+        self._optimizer = optimizer
+        self._ddp = ddp
+        self._place = place
+        self._groups: list[Any] = []
+        self._parts: list[_SteppedPart] = []
+
+    def __call__(self) -> list[SteppedTensor]:
+        groups = self._optimizer.param_groups
+        is_known = len(groups) == len(self._groups) and all(map(is_, groups, self._groups))
+        if not is_known or not self._parts:
+            self._groups, self._parts = list(groups), self._looked_up()
+        return [part.tensor() for part in self._parts]
+
+    def _looked_up(self) -> list[_SteppedPart]:
+        stepped, is_sharded = {}, False
+        for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
+            if part.optimizer is not None:
+                stepped.update(_memory_of(part))
+                is_sharded = is_sharded or hasattr(part, "model_float16_groups")
+        return [
+            _SteppedPart(
                 name=name,
                 dimensions=parameter.dim(),
-                weights=_flat(stepped.weights),
-                model=_flat(stepped.model),
-                gradient=stepped.gradient,
-                mean=_flat(stepped.state.get("exp_avg")),
-                square=_flat(stepped.state.get("exp_avg_sq")),
-                settings=stepped.settings,
-                may_be_zero=is_shard_of_rows or any(part in name for part in _OF_MIXTURES),
-                share=0.0 if is_tied else 1 / copies,
+                memory=stepped.get(parameter) or _Memory.empty(parameter),
+                may_be_zero=self._may_be_zero(name),
+                share=self._share(parameter, is_sharded),
             )
-        )
-    return tensors
+            for name, parameter in self._ddp.module.named_parameters()
+            if parameter.requires_grad
+        ]
 
+    def _may_be_zero(self, name: str) -> bool:
+        is_shard_of_rows = self._place.mesh.tensor > 1 and "word_embeddings" in name
+        return is_shard_of_rows or any(part in name for part in _OF_MIXTURES)
 
-def _is_cut(parameter: torch.Tensor) -> bool:
-    """Whether tensor-parallel ranks have parts of it."""
-    return bool(getattr(parameter, "tensor_model_parallel", False))
+    def _share(self, parameter: torch.Tensor, is_sharded: bool) -> float:
+        mesh = self._place.mesh
+        if mesh.pipeline > 1 and getattr(parameter, "shared_embedding", False):
+            return 0.0  # the first stage's and the last one's must be equal
+        is_expert = not getattr(parameter, "allreduce", True)
+        is_cut = getattr(parameter, "tensor_model_parallel", False)
+        copies = 1 if is_expert or is_cut else mesh.tensor
+        if not is_sharded:
+            copies *= mesh.expert_data if is_expert else mesh.data * mesh.context
+        return 1 / copies
 
 
 @dataclass(frozen=True, eq=False)
-class _SteppedPart:
-    """The part of a parameter that this rank steps, as Megatron keeps it."""
+class _Memory:
+    """The part of a parameter that this rank steps, as Megatron keeps it. owner: the optimizer of torch that has its moments."""
 
     weights: torch.Tensor
     model: torch.Tensor | None
     gradient: torch.Tensor
-    state: Mapping[str, Any]
+    owner: Any
     settings: Mapping[str, Any]
 
     @classmethod
-    def empty(cls, parameter: torch.Tensor) -> _SteppedPart:
+    def empty(cls, parameter: torch.Tensor) -> _Memory:
         nothing = parameter.new_empty(0, dtype=torch.float32)
-        return cls(nothing, None, nothing, {}, {"lr": math.nan, "weight_decay": math.nan})
+        return cls(nothing, None, nothing, None, {"lr": math.nan, "weight_decay": math.nan})
 
 
-def _stepped_parts(part: Any) -> dict[torch.Tensor, _SteppedPart]:
+@dataclass(frozen=True, eq=False)
+class _SteppedPart:
+    """A parameter and its memory; the rest is as SteppedTensor's."""
+
+    name: str
+    dimensions: int
+    memory: _Memory
+    may_be_zero: bool
+    share: float
+
+    def tensor(self) -> SteppedTensor:
+        memory = self.memory
+        state = {} if memory.owner is None else memory.owner.state.get(memory.weights, {})
+        return SteppedTensor(
+            name=self.name,
+            dimensions=self.dimensions,
+            weights=_flat(memory.weights),
+            model=_flat(memory.model),
+            gradient=memory.gradient,
+            mean=_flat(state.get("exp_avg")),
+            square=_flat(state.get("exp_avg_sq")),
+            settings=memory.settings,
+            may_be_zero=self.may_be_zero,
+            share=self.share,
+        )
+
+
+def _memory_of(part: Any) -> dict[torch.Tensor, _Memory]:
     """By parameter, of one of Megatron's optimizers: its distributed one, or one of whole parameters in bf16 or fp32."""
     settings = {id(weights): group for group in part.optimizer.param_groups for weights in group["params"]}
     whole: Iterable[tuple[torch.Tensor, torch.Tensor]]
@@ -194,15 +237,14 @@ def _stepped_parts(part: Any) -> dict[torch.Tensor, _SteppedPart]:
         whole = ((parameter, parameter) for group in part.optimizer.param_groups for parameter in group["params"])
     rows = [*zip(*(chain(*groups) for groups in narrow), strict=True)]
     rows += [(parameter, None, weights) for parameter, weights in whole]
-    parts = {}
+    memory = {}
     for parameter, model, weights in rows:
         gradient = parameter.main_grad.view(-1)
         if is_sharded:
             place = part._get_model_param_range_map(parameter)["param"]
             gradient = gradient[place.start : place.end]
-        state = part.optimizer.state.get(weights, {})
-        parts[parameter] = _SteppedPart(weights, model, gradient, state, settings[id(weights)])
-    return parts
+        memory[parameter] = _Memory(weights, model, gradient, part.optimizer, settings[id(weights)])
+    return memory
 
 
 @overload
