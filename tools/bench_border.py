@@ -26,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pa_npu.telemetry.chrome_trace import read_spans, spans_of
 from pa_npu.telemetry.timeline import DIRECTORY
 
 COLUMNS = ("iteration", "step", "check", "send", "verdict", "begin", "border")
@@ -47,20 +48,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def borders(run: Path, skip: int) -> list[dict[str, float]]:
     """The parts of the border before each iteration from `skip` on, in seconds. Raises SystemExit where there is no timeline."""
     trainer, coordinator = (_events(run, name) for name in ("trainer-0", "coordinator"))
-    steps = sorted((e["start"], e["end"]) for e in trainer if e.get("name") == "step")
-    sent = {e["args"]["version"]: e for e in trainer if e.get("name") == "publish"}
-    published = {e["args"]["version"]: e["end"] for e in coordinator if e.get("name") == "publish"}
-    evaluated = {e["args"]["version"] for e in coordinator if e.get("name") == "evaluate"}
+    steps = sorted((span["start"], span["end"]) for span in trainer if span["name"] == "step")
+    sent = spans_of(trainer, "publish", "version")
+    published = {version: span["end"] for version, span in spans_of(coordinator, "publish", "version").items()}
+    evaluated = spans_of(coordinator, "evaluate", "version").keys()
     first: dict[int, float] = {}
     for event in coordinator:
-        if event.get("name", "").startswith("group "):
-            iteration = event["args"]["iteration"]
+        iteration = event["args"].get("iteration")
+        if event["name"].startswith("group ") and isinstance(iteration, int):
             first[iteration] = min(first.get(iteration, event["start"]), event["start"])
     rows = []
     for version in range(max(1, skip), max(first, default=0) + 1):
-        if version in evaluated or version not in sent:
+        before = [step for step in steps if version in sent and step[1] < sent[version]["end"]]
+        is_complete = version in published and version in first and version - 1 in first
+        if version in evaluated or not before or not is_complete:
             continue
-        began, ended = [step for step in steps if step[1] < sent[version]["end"]][-1]
+        began, ended = before[-1]
         marks = [ended, sent[version]["start"], sent[version]["end"], published[version], first[version]]
         parts = dict(zip(COLUMNS[2:6], (b - a for a, b in pairwise(marks)), strict=True))
         iteration_s = first[version] - first[version - 1]
@@ -84,7 +87,7 @@ def _events(run: Path, process: str) -> list[dict[str, Any]]:
     file = run / DIRECTORY / f"{process}.jsonl"
     if not file.is_file():
         raise SystemExit(f"bench_border: {file}: no timeline; name the directory of a run")
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return read_spans(file)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ periodic, on the same engines, trainers and kind of work. By default the last pa
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pa_npu.config.plain_file import reason
 from pa_npu.errors import DataError, UserError
+from pa_npu.telemetry.chrome_trace import read_spans, spans_of
 from pa_npu.telemetry.timeline import DIRECTORY
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -69,8 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
 def iterations(run: Path) -> dict[int, Iteration]:
     """All iterations between two publishes, by number. Raises DataError where the run has no timeline."""
     coordinator, trainer = (_events(run / DIRECTORY / f"{name}.jsonl") for name in ("coordinator", "trainer-0"))
-    published = {event["args"]["version"]: event for event in coordinator if event["name"] == "publish"}
-    evaluated = {event["args"]["version"]: event["end"] for event in coordinator if event["name"] == "evaluate"}
+    published = spans_of(coordinator, "publish", "version")
+    evaluated = {version: span["end"] for version, span in spans_of(coordinator, "evaluate", "version").items()}
     found = {}
     for number in sorted(published):
         if number + 1 not in published:
@@ -87,9 +88,9 @@ def iterations(run: Path) -> dict[int, Iteration]:
         groups = [
             event
             for event in coordinator
-            if str(event.get("lane")).startswith("engine ") and event.get("args", {}).get("iteration") == number
+            if event["lane"].startswith("engine ") and event["args"].get("iteration") == number
         ]
-        steps = [event for event in trainer if event.get("lane") == "microbatches" or event["name"] == "step"]
+        steps = [event for event in trainer if event["lane"] == "microbatches" or event["name"] == "step"]
         found[number] = Iteration(
             number,
             end_s - start_s,
@@ -149,18 +150,9 @@ def merged(spans: list[Span], gap_s: float = 0.0) -> list[Span]:
 
 def _events(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return read_spans(path)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; draw the directory of a run") from None
-    events = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:  # the last line of a killed process
-            continue
-        if "end" in event:
-            events.append(event)
-    return events
+        raise DataError(f"{path}: {reason(error)}; draw the directory of a run") from None
 
 
 if __name__ == "__main__":

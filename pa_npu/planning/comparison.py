@@ -69,6 +69,7 @@ class Compared:
     """This configuration, the best of each way, and the change that would gain most.
 
     change: keys and values; None where none gains. gain: the share of an iteration that it saves. together: each device does both.
+    work_s: what full engines and trainers take on devices that do both, with the best sizes; None where none fit.
     """
 
     this: Way
@@ -77,6 +78,7 @@ class Compared:
     gain: float
     iterations: int
     together: bool
+    work_s: float | None = None
 
     @property
     def turns(self) -> Way | None:
@@ -98,7 +100,21 @@ def compare(config: Config, spec: ModelSpec, typical: TypicalSpeed | None = None
     this = _this(basis, config)
     ways = [way for way in _ways(basis, config) if way is not None]
     change, gain = _best_change(basis, config)
-    return Compared(this, tuple(ways), change, gain, config.schedule.iterations, config.placement.colocate)
+    return Compared(
+        this=this,
+        ways=tuple(ways),
+        change=change,
+        gain=gain,
+        iterations=config.schedule.iterations,
+        together=config.placement.colocate,
+        work_s=_work_s(basis, config),
+    )
+
+
+def _work_s(basis: Basis, config: Config) -> float | None:
+    """What the work takes on devices that do both and never wait, with the sizes that are best for that; None where none fit."""
+    together = replace(choices_of(config, basis.spec, config.num_devices, _FREE), colocate=(True,))
+    return min((each.work_s for each in fitting(basis, together)), default=None)
 
 
 def _this(basis: Basis, config: Config) -> Way:
@@ -202,6 +218,12 @@ def comparison_lines(compared: Compared) -> list[str]:
     lines.append(
         f"the whole run         {_duration(this.seconds * compared.iterations)} for {compared.iterations} iterations"
     )
+    if turns is not None and compared.work_s is not None:
+        least_s = min(compared.work_s, this.seconds, turns.seconds)
+        lines.append(
+            f"no order below        {least_s:.3g} s, which full engines and trainers take; turns are "
+            f"{turns.seconds / least_s - 1.0:.0%} above it, and no overlap can gain more"
+        )
     if turns is not None:
         gain = turns.seconds / this.seconds - 1.0
         lines.append(f"gain over turns       {_gain_words(gain)}")

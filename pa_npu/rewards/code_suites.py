@@ -56,7 +56,9 @@ def without_guards(tree: ast.Module) -> ast.Module:
         if alias.name == "main"
     }
     for statement in tree.body:
-        guarded = statement.body if isinstance(statement, ast.If) and _is_main_guard(statement) else [statement]
+        guarded = [statement]
+        if isinstance(statement, ast.If) and _is_main_guard(statement):
+            guarded = statement.body
         body += [inner for inner in guarded if not _starts_a_runner(inner, mains)]
     return ast.Module(body=body, type_ignores=[])
 
@@ -123,9 +125,9 @@ def is_importable(name: str) -> bool:
     return PathFinder.find_spec(name, packages) is not None
 
 
-def _is_main_guard(statement: ast.stmt) -> bool:
+def _is_main_guard(statement: ast.If) -> bool:
     """Returns whether it is `if __name__ == "__main__":` without an else."""
-    if not isinstance(statement, ast.If) or statement.orelse or not isinstance(statement.test, ast.Compare):
+    if statement.orelse or not isinstance(statement.test, ast.Compare):
         return False
     compared = statement.test
     if len(compared.ops) != 1 or not isinstance(compared.ops[0], ast.Eq):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ MERGED = "timeline.json"
 def merge(run_dir: Path | str) -> Path:
     """Writes RUN/timeline.json from all RUN/timeline/*.jsonl and returns its path; its time 0 is the first event."""
     run_dir = Path(run_dir)
-    processes = [(path, read_events(path)) for path in sorted((run_dir / DIRECTORY).glob("*.jsonl"))]
-    origin_s = min((event["start"] for _, events in processes for event in events), default=0.0)
+    files = sorted((run_dir / DIRECTORY).glob("*.jsonl"))
+    processes = [(path, read_events(path), read_spans(path)) for path in files]
+    origin_s = min((span["start"] for _, _, spans in processes for span in spans), default=0.0)
     trace: list[dict[str, Any]] = []
-    for pid, (path, events) in enumerate(processes, start=1):
-        headers = [event for event in events if "process" in event]
+    for pid, (path, events, spans) in enumerate(processes, start=1):
+        headers = [event for event in events if isinstance(event.get("process"), str)]
         name = headers[-1]["process"] if headers else path.stem
         trace.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
         trace.append({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}})
-        trace.extend(_process_trace(pid, [event for event in events if "end" in event], origin_s))
+        trace.extend(_process_trace(pid, spans, origin_s))
     merged = run_dir / MERGED
     partial = merged.with_suffix(".partial")
     partial.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": trace}), encoding="utf-8")
@@ -45,6 +47,25 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             if isinstance(event, dict) and isinstance(event.get("start"), float):
                 events.append(event)
     return events
+
+
+def read_spans(path: Path) -> list[dict[str, Any]]:
+    """Events of one process with a beginning, an end, a name, a lane and arguments; what is no such event is left out."""
+    return [event for event in read_events(path) if _is_span(event)]
+
+
+def spans_of(spans: Iterable[dict[str, Any]], name: str, number: str) -> dict[int, dict[str, Any]]:
+    """Returns the spans of a name by a whole number among their arguments, such as `publish` by its `version`."""
+    named = (span for span in spans if span["name"] == name and isinstance(span["args"].get(number), int))
+    return {span["args"][number]: span for span in named}
+
+
+def _is_span(event: dict[str, Any]) -> bool:
+    event.setdefault("args", {})
+    is_named = isinstance(event.get("name"), str) and isinstance(event.get("lane"), str)
+    if not is_named or not isinstance(event["args"], dict) or not isinstance(event.get("end"), float):
+        return False
+    return math.isfinite(event["start"]) and event["start"] <= event["end"] < math.inf
 
 
 def _process_trace(pid: int, events: list[dict[str, Any]], origin_s: float) -> Iterator[dict[str, Any]]:

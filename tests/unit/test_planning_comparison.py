@@ -17,6 +17,7 @@ from pa_npu.platform.typical import typical_speed
 from tests.helpers.recipes import ROOT
 
 MIXTURE = str(ROOT / "configs" / "grpo_qwen3_30b_a3b.yaml")
+SEVEN = str(ROOT / "configs" / "grpo_qwen2.5_7b.yaml")
 DENSE = str(ROOT / "configs" / "grpo_qwen3_8b.yaml")
 SPLIT = [
     "run.device=npu",
@@ -104,6 +105,20 @@ def test_a_gain_over_turns_below_five_percent_is_said_to_decide_nothing(turns_s:
     lines = comparison_lines(Compared(THIS, ways, None, 0.0, 100, together=True))
     assert said in lines
     assert "the whole run         2 h 47 min for 100 iterations" in lines
+
+
+def test_no_way_takes_less_than_full_engines_and_trainers_and_the_plan_says_how_far_above_it_turns_are() -> None:
+    config, spec = load_config([SEVEN], ["run.device=npu"]), known_spec("Qwen2.5-7B")
+    assert spec is not None
+    compared = compare(config, spec)
+    assert compared is not None and compared.turns is not None and compared.work_s is not None
+    exact = [way.seconds for way in compared.ways if way.name != "one version behind"]
+    assert 0.5 * min(exact) < compared.work_s < min(exact)
+    above = compared.turns.seconds / compared.work_s - 1.0
+    assert (
+        f"no order below        {compared.work_s:.3g} s, which full engines and trainers take; turns are {above:.0%} above it, "
+        f"and no overlap can gain more"
+    ) in comparison_lines(compared)
 
 
 def test_several_keys_are_named_where_no_single_one_gains_as_much() -> None:

@@ -13,7 +13,7 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
 from pa_npu.planning.iteration_model.subjects import GroupTiming
 from pa_npu.planning.prediction.workload import Shape, Workload, drawn_shapes
-from pa_npu.telemetry.chrome_trace import read_events
+from pa_npu.telemetry.chrome_trace import read_spans
 from pa_npu.telemetry.records import read_records
 from pa_npu.telemetry.timeline import DIRECTORY
 
@@ -103,7 +103,7 @@ def seen_workload(run: SeenRun) -> Workload:
 
 def _events(path: Path) -> list[dict[str, Any]]:
     try:
-        return [event for event in read_events(path) if isinstance(event.get("end"), float)] if path.is_file() else []
+        return read_spans(path) if path.is_file() else []
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 
@@ -114,26 +114,37 @@ def _generated(directory: Path) -> dict[int, list[GroupTiming]]:
     events = _events(directory / DIRECTORY / _COORDINATOR)
     rewarded: dict[tuple[int, int], dict[str, Any]] = {}
     for event in events:
-        number, args = _number(event, "reward"), event.get("args", {})
+        number, args = _number(event, "reward"), event["args"]
         if number is not None and isinstance(args.get("iteration"), int):
             rewarded[args["iteration"], number] = event
     for event in events:
-        number, args = _number(event, "group"), event.get("args", {})
-        lane, lengths, prompt = str(event.get("lane", "")), args.get("lengths"), args.get("prompt")
-        if number is None or not lane.startswith("engine ") or not _lengths(lengths) or not isinstance(prompt, int):
+        number, args = _number(event, "group"), event["args"]
+        lane, lengths = event["lane"], args.get("lengths")
+        prompt, iteration = args.get("prompt"), args.get("iteration")
+        if number is None or not lane.startswith("engine ") or not _lengths(lengths):
             continue
-        iteration, end_s = int(args["iteration"]), event["end"]
+        if not isinstance(prompt, int) or not isinstance(iteration, int):
+            continue
+        end_s = event["end"]
         reward = rewarded.get((iteration, number), {"end": end_s, "args": {}})
         delivered_s = max(0.0, reward["end"] - end_s)
         engine = lane.removeprefix("engine ")
-        computed = (
-            None if (seen := reward["args"].get("computed")) is None else (int(seen[0]), tuple(map(int, seen[1])))
-        )
+        computed = _computed(reward["args"].get("computed"))
         timing = GroupTiming(
             number, engine, event["start"], end_s, prompt, tuple(lengths), delivered_s, computed=computed
         )
         found.setdefault(iteration, {})[number] = timing
     return {iteration: list(groups.values()) for iteration, groups in found.items()}
+
+
+def _computed(value: Any) -> tuple[int, tuple[int, ...]] | None:
+    """Tokens of the prompt and of each response that engines computed anew; None where the record does not say."""
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], list):
+        return None
+    prompt, responses = value
+    if not all(isinstance(number, int) and number >= 0 for number in (prompt, *responses)):
+        return None
+    return prompt, tuple(responses)
 
 
 def _lengths(value: Any) -> bool:
@@ -156,11 +167,11 @@ def _trained(directory: Path) -> dict[int, list[Trained]]:
     for path in sorted((directory / DIRECTORY).glob("trainer-*.jsonl")):
         events = _events(path)
         spans = [
-            (event["start"], event["end"], int(event["args"]["iteration"]))
+            (event["start"], event["end"], event["args"]["iteration"])
             for event in events
-            if event.get("name") == "iteration" and isinstance(event.get("args", {}).get("iteration"), int)
+            if event["name"] == "iteration" and isinstance(event["args"].get("iteration"), int)
         ]
-        pieces = [event for event in events if event.get("lane") == "microbatches"]
+        pieces = [event for event in events if event["lane"] == "microbatches"]
         pieces.sort(key=lambda event: event["start"])
         for start_s, end_s, iteration in spans:
             inside = [event for event in pieces if start_s <= event["start"] and event["end"] <= end_s]

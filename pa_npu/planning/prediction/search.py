@@ -60,9 +60,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Fitting:
-    """A combination that fits. seconds: of an iteration, estimated. changes: of the configuration that was given."""
+    """A combination that fits. seconds: of an iteration, estimated. changes: of the configuration that was given.
+
+    work_s: what full engines and trainers take that never wait for each other, which no order of the same work can undercut.
+    """
 
     seconds: float
+    work_s: float
     together: bool
     changes: Changes
 
@@ -196,10 +200,13 @@ class _Search:
             rollout["max_num_seqs"] = most
             generate_s, tail_s = self._generating_s(_with(whole, {"rollout": rollout}))
             seconds = generate_s + _TAIL_LEFT * tail_s + train_s
+            work_s = (generate_s * decoding + train_s * config.trainer.devices) / self.sizes.devices
             if not together:
                 generate_s += tail_s
                 seconds = max(generate_s, train_s) + _NOT_OVERLAPPED * min(generate_s, train_s)
-            yield Fitting(seconds, together, {**changes, "rollout": rollout, "placement": {"colocate": together}})
+            yield Fitting(
+                seconds, work_s, together, {**changes, "rollout": rollout, "placement": {"colocate": together}}
+            )
 
     def _share(self, config: Config) -> float:
         """The share of a device that an engine has beside its trainer; 0 where what was given is not left."""
