@@ -79,27 +79,27 @@ class ScoredSamples:
     """A group as credit sees it: G samples with T tokens, one sample after another.
 
     rewards: float32 [G]. lengths: int [G], tokens of each sample. tokens: int32 [T].
-    trained: bool [T]. columns: the declared ones that are filled by now, [T, *shape] by name.
+    component: uint8 [T]. columns: the declared ones that are filled by now, [T, *shape] by name.
     """
 
     rewards: SampleValues
     lengths: npt.NDArray[np.int32]
     tokens: npt.NDArray[np.int32]
-    trained: npt.NDArray[np.bool_]
+    component: npt.NDArray[np.uint8]
     columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def spread(self, values: SampleValues) -> TokenValues:
-        """[G] -> [T]: each sample's value on its trained tokens, 0 on all others."""
+        """[G] -> [T]: each sample's value on its tokens of the leading component, 0 on all others."""
         of_tokens = np.repeat(np.asarray(values, np.float32), self.lengths)
-        of_tokens[~self.trained] = 0
+        of_tokens[self.component != 1] = 0
         return of_tokens
 
 
 class Algorithm(ABC):
     """One per process. Subclasses say what they are by class attributes and these methods.
 
-    components: of the loss. The first one leads: the iteration's normaliser counts its tokens, its
-    samples, or what it makes of them.
+    components: of the loss, with the numbers 1, 2 and so on. The first one leads: the iteration's
+    normaliser counts its tokens, its samples, or what it makes of them.
     samples_from: who writes the samples that are trained.
     """
 
@@ -137,6 +137,40 @@ class Algorithm(ABC):
     def credit_columns(self) -> tuple[Any, ...]:
         """The declared columns that credit reads."""
         return ()
+
+    # Which tokens it trains
+
+    def token_components(
+        self, tokens: npt.NDArray[np.int32], component: npt.NDArray[np.uint8], written: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.uint8]:
+        """Returns the component of each token of a sample, uint8 [T]; 0 for its first token, which follows from nothing.
+
+        By default it is as the environment put the sample together: 1 for tokens that the policy wrote. A subclass whose
+        components train other tokens of any environment names them here.
+
+        Args:
+            tokens: int32 [T].
+            component: uint8 [T], as the environment put it.
+            written: bool [T], whether the policy wrote the token.
+        """
+        return component
+
+    def broken_components(self, component: npt.NDArray[np.uint8], written: npt.NDArray[np.bool_]) -> str | None:
+        """Says, as a phrase, why these are not components that it can train; None where they are."""
+        if component.max(initial=0) <= 1 and np.array_equal(component != 0, written):
+            return None  # as nearly all groups are
+        for number in np.unique(component[component != 0]).tolist():
+            if number > len(self.components):
+                known = ", ".join(f"{known.number} ({known.name})" for known in self.components)
+                return f"there is no component {number}; the algorithm has {known}"
+            part = self.components[number - 1]
+            without = int(np.count_nonzero((component == number) & ~written))
+            if part.needs_provenance and without:
+                return (
+                    f"{without} tokens of component {number} ({part.name}) have no weight version: the policy did not write them, "
+                    f"and this component trains tokens that it wrote"
+                )
+        return None
 
     # Credit
 
@@ -193,16 +227,29 @@ class Algorithm(ABC):
 
     @abstractmethod
     def loss_sums(self, batch: TokenBatch) -> LossSums:
-        """Returns the sum over a microbatch's tokens, each with its weight, undivided."""
+        """Returns the sum over the leading component's tokens of a microbatch, each with its weight, undivided."""
+
+    def component_loss(self, component: Component, batch: TokenBatch) -> torch.Tensor:
+        """Returns the loss of each token of another component, [tokens], before its weight.
+
+        batch: of these tokens alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no loss for component {component.name}")
 
     @property
     @abstractmethod
     def metric_names(self) -> tuple[str, ...]:
-        """The names in LossSums.metrics, "loss" and "policy_loss" among them."""
+        """The names in the metrics of `loss_sums`, "loss" and "policy_loss" among them."""
 
-    @abstractmethod
     def expected_gradient(self, batch: TokenBatch) -> ExpectedGradient:
-        """Returns the gradient of `loss_sums` at the log-probs by a second calculation, on the host (I7)."""
+        """Returns the gradient of `loss_sums` at the log-probs by a second calculation, on the host (I7).
+
+        By default it is autograd's again, in fp64. That sees what the loss is given and what becomes of its gradient, not a
+        mistake in the formula: a second formula sees that too.
+        """
+        from pa_npu.algorithm.component_sums import gradient_by_autograd
+
+        return gradient_by_autograd(lambda wide: self.loss_sums(wide).loss, batch)
 
     # The normaliser
 

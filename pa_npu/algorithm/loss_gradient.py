@@ -139,5 +139,19 @@ def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
 
     names = ("logprobs", "entropy", "old_logprobs", "reference_logprobs", "engine_logprobs")
     columns: dict[str, Any] = {name: column(name) for name in (*names, "advantages", "weights", "ages")}
-    declared = {name: torch.cat([batch.columns[name] for batch in batches]) for name in first.columns}
+    declared = {
+        name: torch.cat([_column(batch, name) for batch in batches])
+        for name in dict.fromkeys(name for batch in batches for name in batch.columns)
+    }
     return replace(first, **columns, response_index=torch.cat(shifted), num_responses=starts[-1], columns=declared)
+
+
+# What a batch says by leaving a column out.
+_LEFT_OUT = {"component": (1, torch.uint8), "weight": (1.0, torch.float32), "written": (True, torch.bool)}
+
+
+def _column(batch: TokenBatch, name: str) -> torch.Tensor:
+    if name in batch.columns or name not in _LEFT_OUT:
+        return batch.columns[name]
+    value, dtype = _LEFT_OUT[name]
+    return torch.full((len(batch.logprobs),), value, dtype=dtype, device=batch.logprobs.device)

@@ -11,14 +11,15 @@ passes backward is counted where its gradient does (invariant I7), so that a bac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
 import torch
 
-from pa_npu.algorithm.agreement import UNCERTAINTY_FLOOR, DifferenceSums, difference_sums
+from pa_npu.algorithm.agreement import NUM_MAXIMA, NUM_SUMS, UNCERTAINTY_FLOOR, DifferenceSums, difference_sums
 from pa_npu.algorithm.algorithm import Algorithm
+from pa_npu.algorithm.component_sums import all_metric_names, all_sums
 from pa_npu.algorithm.loss_gradient import GivenLoss, HeadGradient
 from pa_npu.algorithm.normaliser import Counts
 from pa_npu.algorithm.policy_losses import TokenBatch
@@ -68,13 +69,16 @@ class Outputs:
 class Targets:
     """The N targets of a microbatch, the trained tokens of its samples, with all that the objective reads of them.
 
-    columns: [N, *shape] by name: "logprobs" (the engine's), "advantages", and every declared column.
+    columns: [N, *shape] by name: "logprobs" (the engine's), "advantages", and every declared column; "component" where not all
+    are 1, "weight" where not all are 1, and "written", whether the policy wrote the target, where it did not write all.
     ages: float32 [N], by how many versions the weights that sampled a target are behind those that the iteration trains.
     response_index: int64 [N], the sample's number in this microbatch, from 0.
-    response_lengths: trained tokens of each sample, its response. versions: oldest and newest weight version of a target.
+    response_lengths: trained tokens of each sample, its response. versions: oldest and newest weight version of a target; empty
+    where the policy wrote none of them.
     group_indices: dispatch indices of the groups that the samples come from, each once.
     sources: of each sample its group's dispatch index and its number in the group.
     num_computed_tokens: tokens of the microbatch that go through the model, padding left out.
+    leading_lengths: tokens of each sample that the leading component trains; None where it trains all of them.
     repeats: in how many responses of its group here a target stands, at its place and behind the same token; the mean, at least 1.
     """
 
@@ -83,11 +87,17 @@ class Targets:
     response_index: torch.Tensor
     response_lengths: tuple[int, ...]
     iteration: int
-    versions: tuple[int, int]
+    versions: tuple[int, ...]
     group_indices: tuple[int, ...]
     sources: tuple[tuple[int, int], ...]
     num_computed_tokens: int
     repeats: float
+    leading_lengths: tuple[int, ...] | None = field(default=None, kw_only=True)
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Tokens of each sample that the leading component trains."""
+        return self.response_lengths if self.leading_lengths is None else self.leading_lengths
 
     @property
     def engine_logprobs(self) -> torch.Tensor:
@@ -149,7 +159,7 @@ class Objective:
         self._computes_old = "old" in trainer_models(config, self._algorithm).computed
         self._freshness = Freshness.of(config)
         self.totals = Totals()
-        self.sums = MetricSums(device, self._algorithm.metric_names)
+        self.sums = MetricSums(device, all_metric_names(self._algorithm))
         self.entered: list[TrainedResponse] = []
         self.trained: list[TrainedResponse] = []
         self.advantages: list[torch.Tensor] = []
@@ -162,8 +172,8 @@ class Objective:
 
     def balance(self, microbatch: Targets) -> float:
         """The factor of the routers' auxiliary loss: with the microbatch's part of the normaliser, its weight in their mean."""
-        lengths = microbatch.response_lengths
-        counts = Counts(tokens=sum(lengths), responses=len(lengths))
+        lengths = microbatch.leading
+        counts = Counts(tokens=sum(lengths), responses=sum(length > 0 for length in lengths))
         return self._config.algorithm.router_aux_coef * self._algorithm.normaliser(counts)
 
     def sent(self, microbatch: Targets, hidden: torch.Tensor) -> torch.Tensor:
@@ -187,7 +197,7 @@ class Objective:
             reference_logprobs=None if reference is None else reference.values,
             engine_logprobs=microbatch.engine_logprobs,
             advantages=microbatch.advantages,
-            weights=self._algorithm.token_weights(microbatch.response_lengths, self._device),
+            weights=self._weights(microbatch),
             response_index=microbatch.response_index,
             num_responses=len(microbatch.response_lengths),
             group_size=self._config.rollout.responses_per_prompt,
@@ -197,7 +207,7 @@ class Objective:
         self.advantages.append(batch.response_sum(batch.advantages))
         self.sums.moved = torch.maximum(self.sums.moved, (batch.old_logprobs != batch.logprobs.detach()).any().float())
         self._watch(microbatch, outputs, batch)
-        sums = self._algorithm.loss_sums(batch)
+        sums = all_sums(self._algorithm, batch)
         # of the iteration's weight version, as the trainer computes them
         generated = outputs.frozen.get("old", outputs.policy)
         differences = measure(microbatch, generated.values, outputs.entropy, self._config)
@@ -215,10 +225,20 @@ class Objective:
 
     def normaliser(self, totals: Totals, reductions: Reductions) -> float:
         """The divisor of the update's sum. totals: of all replicas. Collective if only the last stage knows it."""
-        counts = Counts(totals.tokens_response, totals.num_responses)
+        counts = Counts(totals.tokens_leading, totals.responses_leading)
         if (metric := self._algorithm.counted_metric) is not None:
             counts = replace(counts, units=self.sums.total(metric, reductions))
         return self._algorithm.normaliser(counts)
+
+    def _weights(self, microbatch: Targets) -> torch.Tensor:
+        """float32 [N]: the aggregation's weights of the leading component, 1 of others, times those that the datum gives."""
+        weights = self._algorithm.token_weights(microbatch.leading, self._device)
+        component, given = microbatch.columns.get("component"), microbatch.columns.get("weight")
+        if component is not None:
+            of_all = torch.ones(len(component), device=self._device)
+            of_all[component == 1] = weights
+            weights = of_all
+        return weights if given is None else weights * given
 
     def _watch(self, microbatch: Targets, outputs: Outputs, batch: TokenBatch) -> None:
         """Keeps what the gradient of this microbatch must follow from, its denominators as the algorithm names them."""
@@ -249,7 +269,7 @@ class Objective:
             for (group, number), tokens in zip(microbatch.sources, microbatch.response_lengths, strict=True)
         ]
         self.entered += responses
-        self.totals.add(microbatch.response_lengths, microbatch.num_computed_tokens)
+        self.totals.add(microbatch.response_lengths, microbatch.leading, microbatch.num_computed_tokens)
         if output.requires_grad:
             output.register_hook(partial(self._passed, responses))
 
@@ -314,6 +334,12 @@ def measure(
 ) -> torch.Tensor:
     """Returns how far the trainers' log-probs are from `peers`, where None from the engines' (I5): see difference_sums."""
     peers = microbatch.engine_logprobs if peers is None else peers
+    index, ages = microbatch.response_index, microbatch.ages
+    if (written := microbatch.columns.get("written")) is not None:
+        logprobs, peers, entropy = logprobs[written], peers[written], entropy[written]
+        index, ages = index[written], ages[written]
+        if not len(index):
+            return torch.zeros(NUM_SUMS + NUM_MAXIMA, device=index.device)
     responses_here = len(microbatch.response_lengths) / max(1, len(microbatch.group_indices))
     # a piece of a group does not see how often its tokens stand in the others
     copies = microbatch.repeats * max(1.0, config.rollout.responses_per_prompt / max(1.0, responses_here))
@@ -321,9 +347,9 @@ def measure(
         logprobs.detach().float(),
         peers.float(),
         entropy.detach().float(),
-        microbatch.response_index,
+        index,
         len(microbatch.response_lengths),
-        microbatch.ages,
+        ages,
         floor=UNCERTAINTY_FLOOR[config.model.dtype],
         copies=copies,
     )

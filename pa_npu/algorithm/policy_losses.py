@@ -8,7 +8,8 @@ A loss of your own: write such a function anywhere importable and set algorithm.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch.nn.functional import logsigmoid
@@ -27,14 +28,28 @@ class TokenBatch:
     reference_logprobs: torch.Tensor | None  # of the reference, no gradient; None where there is none
     engine_logprobs: torch.Tensor  # what the engine reported when it sampled the token
     advantages: torch.Tensor
-    weights: torch.Tensor  # of token_weights
+    weights: torch.Tensor  # of the aggregation, times those that the datum gives
     response_index: torch.Tensor  # int64, which response of the microbatch a token belongs to, from 0
     num_responses: int
     group_size: int  # responses of a prompt; they are consecutive, though a microbatch may hold a part of a group
     # by how many versions a token is older than what it trains; None with max_staleness=0
     ages: torch.Tensor | None = None
-    # declared columns by name, [tokens, *shape], their dtype
+    # declared columns by name, [tokens, *shape], their dtype; "component", "weight" and "written" where they say something
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def select(self, rows: torch.Tensor) -> TokenBatch:
+        """The batch of some of its tokens. rows: bool [tokens]."""
+        return self._with_columns(lambda values: values[rows])
+
+    def wide(self) -> TokenBatch:
+        """The batch with all its floating-point columns in fp64."""
+        return self._with_columns(lambda values: values.double() if values.is_floating_point() else values)
+
+    def _with_columns(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenBatch:
+        own: dict[str, Any] = {
+            name: change(values) for name, values in vars(self).items() if isinstance(values, torch.Tensor)
+        }
+        return replace(self, **own, columns={name: change(values) for name, values in self.columns.items()})
 
     def response_sum(self, values: torch.Tensor) -> torch.Tensor:
         """[tokens] -> [responses]."""

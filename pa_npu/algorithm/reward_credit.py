@@ -55,6 +55,10 @@ class RewardCredit(Algorithm):
     def broken_credit(self, group: ScoredSamples, advantages: TokenValues) -> str | None:
         if type(self).credit is not RewardCredit.credit:
             return super().broken_credit(group, advantages)
+        leads = np.add.reduceat(group.component == 1, np.cumsum(group.lengths, dtype=np.int64) - group.lengths)
+        if not leads.all():
+            # a sample without such tokens shows no advantage
+            return None if self.needs_whole == "batch" else super().broken_credit(group, advantages)
         of_samples = _sample_values(group, advantages)
         if of_samples is None:
             return "a sample has several advantages"
@@ -78,9 +82,9 @@ class RewardCredit(Algorithm):
 
 
 def _sample_values(group: ScoredSamples, advantages: TokenValues) -> SampleValues | None:
-    """[T] -> [G]: each sample's advantage; None where a sample's trained tokens have several."""
+    """[T] -> [G]: each sample's advantage, of samples that all have tokens of the leading component; None where one has several."""
     starts = np.cumsum(group.lengths, dtype=np.int64) - group.lengths
-    trained_rows = np.flatnonzero(group.trained)
-    first_rows = trained_rows[np.searchsorted(trained_rows, starts)]
+    leading_rows = np.flatnonzero(group.component == 1)
+    first_rows = leading_rows[np.searchsorted(leading_rows, starts)]
     values: SampleValues = advantages[first_rows]
     return values if np.array_equal(group.spread(values), advantages) else None

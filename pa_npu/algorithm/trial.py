@@ -161,7 +161,7 @@ def _made_up_group() -> ScoredSamples:
     starts = np.cumsum(lengths) - lengths
     trained[starts] = trained[starts + 1] = False
     tokens = np.arange(len(trained), dtype=np.int32)
-    return ScoredSamples(np.array(_REWARDS, np.float32), lengths, tokens, trained)
+    return ScoredSamples(np.array(_REWARDS, np.float32), lengths, tokens, trained.astype(np.uint8))
 
 
 def _made_up_batch(columns: Sequence[Any] = ()) -> TokenBatch:

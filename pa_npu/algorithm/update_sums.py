@@ -64,16 +64,24 @@ class ReducedGradient:
 
 @dataclass
 class Totals:
-    """Counts of what the objective was given for one update, equal on all ranks of a replica."""
+    """Counts of what the objective was given for one update, equal on all ranks of a replica.
+
+    tokens_response: trained tokens, whatever their component; the leading ones and the responses that have any are what the
+    normaliser counts.
+    """
 
     tokens_response: int = 0
+    tokens_leading: int = 0
+    responses_leading: int = 0
     tokens_computed: int = 0
     num_responses: int = 0
     num_microbatches: int = 0
 
-    def add(self, response_lengths: Sequence[int], tokens_computed: int) -> None:
-        """One microbatch."""
+    def add(self, response_lengths: Sequence[int], leading_lengths: Sequence[int], tokens_computed: int) -> None:
+        """One microbatch. leading_lengths: tokens of each response that the leading component trains."""
         self.tokens_response += sum(response_lengths)
+        self.tokens_leading += sum(leading_lengths)
+        self.responses_leading += sum(length > 0 for length in leading_lengths)
         self.tokens_computed += tokens_computed
         self.num_responses += len(response_lengths)
         self.num_microbatches += 1
@@ -95,7 +103,7 @@ class Statistics:
     apart: bool
 
     def metrics(self, tokens: int, normaliser: float) -> dict[str, Any]:
-        """The fields of UpdateReport that say how the loss went. tokens: trained ones of all replicas."""
+        """The fields of UpdateReport that say how the loss went. tokens: of the leading component, of all replicas."""
         sums, tokens = self.sums, max(1, tokens)
 
         def per_token(name: str) -> float | None:

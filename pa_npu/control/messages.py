@@ -186,13 +186,23 @@ BORDER = Topic("borders/{version}/report", BorderReport, "trainers: rank 0 to ha
 
 @dataclass(frozen=True)
 class DispatchedGroup:
-    """A group in the rollout buffer, or some consecutive responses of it: its dispatch index, the replica that trains these, each
-    one's trained tokens, and the number of the first in the group."""
+    """A group in the rollout buffer, or some consecutive responses of it.
+
+    index: its dispatch index. replica: the one that trains these responses. response_tokens: trained
+    tokens of each. first: the number of the first one in the group. leading_tokens: those of the
+    leading component; None where it trains all of them.
+    """
 
     index: int
     replica: int
     response_tokens: tuple[int, ...]
     first: int = 0
+    leading_tokens: tuple[int, ...] | None = None
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Tokens of each response that the leading component trains."""
+        return self.response_tokens if self.leading_tokens is None else self.leading_tokens
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
     engine ──answer──> noted: seed, length, digest of tokens and log-probs ──> environment ──> samples ──> group
                          └───────────────── compared ────────────────────────────────────────────┘
 
-Every stretch of trained tokens must be whole answers, each trained once. Seeds must be those of the
+Every stretch of trained tokens that the policy wrote must be whole answers, each trained once. Seeds must be those of the
 group's place in the run, by a second derivation: were they those of another iteration, the policy
 would answer as it has before. An environment of your own that trains parts of answers on purpose
 says so: `trains_whole_answers = False` on its class.
@@ -97,7 +97,7 @@ class Answers:
         bounds = group.offsets().tolist()
         for number, (start, end) in enumerate(pairwise(bounds)):
             trained = np.flatnonzero(
-                np.diff(np.concatenate([[False], group.trained[start:end], [False]]).astype(np.int8))
+                np.diff(np.concatenate([[False], group.written[start:end], [False]]).astype(np.int8))
             )
             for first, last in trained.reshape(-1, 2).tolist():
                 tokens = group.tokens[start + first : start + last]
@@ -111,7 +111,7 @@ class Answers:
                         f"engine: {why}; an environment that trains parts of answers sets trains_whole_answers = False on its class"
                     )
                 left.subtract(parts)
-        num_trained = int(group.trained.sum())
+        num_trained = int(np.count_nonzero(group.written))
         if self._num_trained is not None and num_trained != self._num_trained:
             raise InvariantViolation(
                 f"{what}: its samples train {num_trained} tokens, where the turns of its sessions have {self._num_trained}"

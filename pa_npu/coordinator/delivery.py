@@ -15,15 +15,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from pa_npu.algorithm.algorithm import Algorithm
+from pa_npu.algorithm.algorithm import Algorithm, ScoredSamples, TokenValues
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import Dispatched, DispatchedGroup
-from pa_npu.coordinator.episode import ScoredGroup, check_size
+from pa_npu.coordinator.episode import Credit, ScoredGroup, check_components, check_size
 from pa_npu.coordinator.variants import Variant
 from pa_npu.data.stream import Outcome
 from pa_npu.dispatch.assignment import Assignment, GroupCost
@@ -56,6 +57,7 @@ class Delivery:
     async def take(self, number: int, scored: ScoredGroup) -> None:
         """A group that is trained under this number."""
         check_size(self.config, self.algorithm, scored.prompt, scored.samples)
+        check_components(self.algorithm, scored)
         self.production.add(number, scored)
         await self._deliver(number, scored)
 
@@ -76,20 +78,20 @@ class Delivery:
         await self._deliver_to(number, scored, self.assignment.assign(number, self._cost(scored)))
 
     async def _deliver_to(self, number: int, scored: ScoredGroup, slot: tuple[int, int]) -> None:
-        await self._put(number, scored, self.algorithm.credit(scored.for_credit), {slot: None})
+        await self._put(number, scored, self.algorithm.credit, {slot: None})
 
     async def _put(
         self,
         number: int,
         scored: ScoredGroup,
-        advantages: np.ndarray,
+        credit: Credit,
         slots: Mapping[tuple[int, int], tuple[int, int] | None],
     ) -> None:
-        """advantages: float32 [tokens].
+        """credit: gives the group's tokens their advantages.
 
         slots: each (replica, slot) that gets it, and which samples that replica trains; None: all.
         """
-        group = scored.group(self.config.run.seed, self.production.iteration, number, advantages)
+        group = scored.group(self.config.run.seed, self.production.iteration, number, credit)
         loop = asyncio.get_running_loop()
         for slot, part in slots.items():
             sent = group if part is None else replace(group, part=part)
@@ -114,8 +116,13 @@ class HeldDelivery(Delivery):
             [number for number, _ in self._held], [self._cost(scored) for _, scored in self._held]
         )
         for (number, scored), values, slot in zip(self._held, advantages, slots, strict=True):
-            await self._put(number, scored, values, {slot: None})
+            await self._put(number, scored, partial(_known, values), {slot: None})
         return await super().finish(num_groups)
+
+
+def _known(values: TokenValues, group: ScoredSamples) -> TokenValues:
+    """Credit that is known already, of all groups together."""
+    return values
 
 
 @dataclass(frozen=True)
@@ -205,9 +212,18 @@ class Production(Variant):
         slots: by (replica, slot), which samples that replica trains; None: all.
         """
         self._digests.append(digest_group(group, slots))
+        leading = group.leading_lengths.tolist()
         for (replica, _), part in slots.items():
             first, last = part or (0, len(scored.lengths))
-            self._in_buffer.append(DispatchedGroup(group.index, replica, tuple(scored.lengths[first:last]), first))
+            self._in_buffer.append(
+                DispatchedGroup(
+                    index=group.index,
+                    replica=replica,
+                    response_tokens=tuple(scored.lengths[first:last]),
+                    first=first,
+                    leading_tokens=None if leading == scored.lengths else tuple(leading[first:last]),
+                )
+            )
         if group.index < min(self._num_kept, SAMPLES_IN_SHORT):
             self._samples.append(_sample(group, scored))
         if group.index < self._num_kept:
@@ -299,6 +315,7 @@ def _kept(group: Group, scored: ScoredGroup) -> list[KeptResponse]:
     kept = []
     for number, (start, end) in enumerate(pairwise(group.offsets().tolist())):
         sample, trained = scored.samples[number], group.trained[start:end]
+        leads = group.component[start:end] == 1
         kept.append(
             KeptResponse(
                 iteration=group.iteration,
@@ -313,7 +330,7 @@ def _kept(group: Group, scored: ScoredGroup) -> list[KeptResponse]:
                 version=int(group.versions[start:end].max()),
                 reward=float(group.rewards[number]),
                 rewards={name: float(values[number]) for name, values in result.functions.items()},
-                advantage=float(group.advantages[start:end][trained][0]),
+                advantage=float(group.advantages[start:end][leads][0]) if leads.any() else 0.0,
                 correct=bool(result.correct[number]),
                 errors=tuple(result.errors),
                 tokens=group.tokens[start:end][trained].tolist(),

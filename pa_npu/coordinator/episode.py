@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.algorithm.algorithm import Algorithm, ScoredSamples
+from pa_npu.algorithm.algorithm import Algorithm, ScoredSamples, TokenValues
 from pa_npu.algorithm.rules import needs_whole_groups
 from pa_npu.config.schema import Config
 from pa_npu.config.user_code import describe
@@ -30,9 +29,13 @@ from pa_npu.environments.time_limit import ended
 from pa_npu.errors import InvariantViolation, PaNpuError
 from pa_npu.rewards.functions import RewardInput, RewardResult, scored_digest
 from pa_npu.rewards.pool import RewardPool
+from pa_npu.samples.columns import NO_VERSION
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import turn_seed
 from pa_npu.samples.types import Sample, SampleRow, group_lengths
+
+Credit = Callable[[ScoredSamples], TokenValues]
+"""Gives each token of a group its advantage (Algorithm.credit)."""
 
 
 @dataclass(eq=False)
@@ -66,8 +69,9 @@ class ScoredGroup:
 
     @property
     def version(self) -> int:
-        """The oldest weight version that generated a token."""
-        return min(int(sample.versions[sample.trained].min()) for sample in self.samples)
+        """The oldest weight version that generated a token; NO_VERSION where the policy wrote none."""
+        oldest = [int(sample.versions[sample.written].min()) for sample in self.samples if sample.written.any()]
+        return min(oldest, default=NO_VERSION)
 
     @property
     def is_informative(self) -> bool:
@@ -79,27 +83,32 @@ class ScoredGroup:
         """float32 [samples]."""
         return np.asarray(self.result.total, np.float32)
 
-    @cached_property
-    def _row(self) -> SampleRow:
+    @property
+    def row(self) -> SampleRow:
+        """The samples' arrays, one sample after another."""
         return SampleRow.of(self.samples)
 
     @property
     def for_credit(self) -> ScoredSamples:
         """The group as the algorithm's credit sees it."""
+        return self._scored(self.row)
+
+    def _scored(self, row: SampleRow) -> ScoredSamples:
         return ScoredSamples(
             rewards=self.rewards,
-            lengths=np.array([len(sample.tokens) for sample in self.samples], np.int32),
-            tokens=self._row.tokens,
-            trained=self._row.trained,
-            columns={column.name: values for column, values in self._row.columns.items()},
+            lengths=np.diff(row.ends, prepend=0).astype(np.int32),
+            tokens=row.tokens,
+            component=row.component,
+            columns={column.name: values for column, values in row.columns.items()},
         )
 
-    def group(self, run_seed: int, iteration: int, index: int, advantages: np.ndarray | None = None) -> Group:
-        """The group that trainers get under this number. advantages: float32 [tokens]; None: zeros.
+    def group(self, run_seed: int, iteration: int, index: int, credit: Credit | None = None) -> Group:
+        """The group that trainers get under this number. credit: gives its tokens advantages; None: zeros.
 
         Raises InvariantViolation where its samples are not what engines answered, or its rewards are of other texts.
         """
-        values = np.zeros(len(self._row.tokens), np.float32) if advantages is None else advantages
+        row = self.row
+        values = np.zeros(len(row.tokens), np.float32) if credit is None else credit(self._scored(row))
         identity = {
             "run_seed": run_seed,
             "iteration": iteration,
@@ -107,7 +116,7 @@ class ScoredGroup:
             "prompt_id": self.prompt.prompt_id,
         }
         finished = [sample.finished for sample in self.samples]
-        group = Group.of_row(self._row, finished, self.rewards, values, **identity)
+        group = Group.of_row(row, finished, self.rewards, values, **identity)
         if self.answers is not None:
             self.answers.check(group)
         texts = [sample.text for sample in self.samples]
@@ -159,8 +168,8 @@ def _check(what: str, samples: Sequence[Sample], most_tokens: int) -> None:
             f"{what}: must return samples, at least one, returned {kinds or 'nothing'}; correct rollout"
         )
     for number, sample in enumerate(samples):
-        same_length = len(sample.tokens) == len(sample.trained) == len(sample.logprobs) == len(sample.versions)
-        if not same_length or not sample.num_trained or sample.trained[0]:
+        same_length = len(sample.tokens) == len(sample.component) == len(sample.logprobs) == len(sample.versions)
+        if not same_length or not sample.num_trained or sample.component[0]:
             raise EnvironmentFailed(
                 f"{what}: sample {number} must have arrays of one length and trained tokens behind an untrained first one; "
                 f"put it together with SampleBuilder"
@@ -181,6 +190,26 @@ def check_size(config: Config, algorithm: Algorithm, prompt: Prompt, samples: Se
             f"environment.name: {config.environment.name} made {len(samples)} samples of prompt {prompt.prompt_id}, but {needs} "
             f"needs exactly rollout.responses_per_prompt = {size}; make as many, or change that key"
         )
+
+
+def check_components(algorithm: Algorithm, scored: ScoredGroup) -> None:
+    """Raises EnvironmentFailed where tokens are to be trained by a component that there is not, or that cannot train them."""
+    why = algorithm.broken_components(scored.row.component, scored.row.versions != NO_VERSION)
+    if why is not None:
+        raise EnvironmentFailed(
+            f"environment.name: of the samples of prompt {scored.prompt.prompt_id} {why}; put samples together with SampleBuilder, "
+            f"and show what the policy did not write, with a component of the algorithm's if it is to be trained"
+        )
+
+
+def with_components(algorithm: Algorithm, samples: list[Sample]) -> list[Sample]:
+    """The samples with the components that the algorithm gives their tokens."""
+    if type(algorithm).token_components is Algorithm.token_components:
+        return samples
+    return [
+        replace(sample, component=algorithm.token_components(sample.tokens, sample.component, sample.written))
+        for sample in samples
+    ]
 
 
 async def score(
@@ -223,7 +252,7 @@ def reward_input(prompt: Prompt, samples: Sequence[Sample]) -> RewardInput:
         prompt=prompt.text,
         answer=prompt.answer,
         responses=[sample.text for sample in samples],
-        response_tokens=[sample.num_trained for sample in samples],
+        response_tokens=[sample.num_written for sample in samples],
         row=prompt.row,
     )
 

@@ -180,7 +180,7 @@ class Evaluator:
 def check_versions(samples: Sequence[Sample], version: int, what: str) -> None:
     """Raises InvariantViolation where other weights than those that are evaluated wrote a token."""
     for sample in samples:
-        written = sample.versions[sample.trained]
+        written = sample.versions[sample.written]
         if (written != version).any():
             raise InvariantViolation(f"{what}: version {int(written.max())} answered, version {version} is evaluated")
 

@@ -89,8 +89,14 @@ class IterationsAhead:
             for number, data in enumerate(one.groups):
                 group, (replica, slot) = from_bytes(data, buffer.columns), self.config.mesh.slot_of(number)
                 buffer.put(group, replica, slot)
-                lengths = tuple(int(length) for length in group.trained_lengths)
-                dispatched.append(DispatchedGroup(group.index, replica, lengths))
+                dispatched.append(
+                    DispatchedGroup(
+                        index=group.index,
+                        replica=replica,
+                        response_tokens=tuple(group.trained_lengths.tolist()),
+                        leading_tokens=tuple(group.leading_lengths.tolist()),
+                    )
+                )
                 digests.append(digest_group(group, {(replica, slot): group.part}))
             self._put_position(one.iteration)
             self.train.restore(one.data)

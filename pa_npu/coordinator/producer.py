@@ -38,7 +38,7 @@ from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.admission import Admission, Admitted, Planner
 from pa_npu.coordinator.answers import answers_of
 from pa_npu.coordinator.delivery import Delivery, HeldDelivery, Produced, Production
-from pa_npu.coordinator.episode import GroupGenerate, ScoredGroup, run_episode, score
+from pa_npu.coordinator.episode import GroupGenerate, ScoredGroup, run_episode, score, with_components
 from pa_npu.coordinator.roles import Roles, RolesDelivery
 from pa_npu.coordinator.updates import EveryGroup
 from pa_npu.coordinator.variants import Pace, Points, TailMeter, Variant
@@ -195,10 +195,11 @@ class Producer:
         ) as session:
             generate = GroupGenerate(session, seed, self.sampling, answers_of(self.environment))
             samples = await run_episode(self.config, self.environment, prompt, size, generate, self.sampling.max_tokens)
+        samples = with_components(self._algorithm, samples)
         generate.answers.expect(generate.num_trained)
         for tell in this.points.generated:
             tell(session.lease)
-        lengths = [sample.num_trained for sample in samples]
+        lengths = [sample.num_written for sample in samples]
         # what a planner fits speeds to
         shape = {"tokens": sum(lengths), "prompt": len(prompt.tokens), "lengths": lengths}
         lane = f"engine {session.lease.engine.name}"

@@ -385,7 +385,7 @@ class RolesDelivery(Delivery):
         await self._put(
             number,
             scored,
-            self.algorithm.credit(scored.for_credit),
+            self.algorithm.credit,
             dict(zip(slots, told, strict=True)),
         )
 

@@ -38,17 +38,17 @@ def samples_of(prompt: npt.NDArray[np.int32], generations: Sequence[Generation])
     bounds = [0, *accumulate(len(prompt) + len(generation.tokens) for generation in generations)]
     parts = [part for generation in generations for part in (prompt, generation.tokens)]
     tokens = np.concatenate(parts, dtype=np.int32)
-    trained = np.zeros(bounds[-1], np.bool_)
+    component = np.zeros(bounds[-1], np.uint8)
     logprobs = np.zeros(bounds[-1], np.float32)
     versions = np.full(bounds[-1], NO_VERSION, np.int32)
     for generation, (start, end) in zip(generations, pairwise(bounds), strict=True):
         check_one_each(generation.tokens, generation.logprobs)
         written = slice(start + len(prompt), end)
-        trained[written] = True
+        component[written] = 1
         versions[written] = generation.written_by
         if len(generation.logprobs):
             logprobs[written] = generation.logprobs
-    row = SampleRow(tokens, trained, logprobs, versions, bounds[1:], prompt=len(prompt))
+    row = SampleRow(tokens, component, logprobs, versions, bounds[1:], prompt=len(prompt))
     return row.cut([generation.finished for generation in generations], [generation.text for generation in generations])
 
 

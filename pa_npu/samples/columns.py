@@ -106,12 +106,30 @@ class Column:
 
 
 TOKENS = Column("tokens", "int32", read_by="the model", tokens="all")
-TRAINED = Column("trained", "bool", read_by="the loss", tokens="all")
+COMPONENT = Column("component", "uint8", read_by="the loss", tokens="all")
+"""Of the loss, that trains the token: Component.number of the run's algorithm, of which 1 leads; 0: not trained."""
+WEIGHT = Column("weight", "float32", read_by="the loss", elsewhere=1)
+"""Of a trained token; a group has it only where one is not 1."""
 LOGPROBS = Column("logprobs", "float32", filled_by="engine", read_by="the loss")
 VERSIONS = Column("versions", "int32", filled_by="engine", read_by="I1", elsewhere=NO_VERSION)
+"""Provenance: the weights by which the policy wrote the token. A token that it did not write has NO_VERSION, and no log-prob."""
 ADVANTAGES = Column("advantages", "float32", filled_by="coordinator", read_by="the loss")
-FIXED = (TOKENS, TRAINED, LOGPROBS, VERSIONS, ADVANTAGES)
+FIXED = (TOKENS, COMPONENT, LOGPROBS, VERSIONS, ADVANTAGES)
 """The columns of every run. They are attributes of Sample and Group; what follows from runs of tokens travels once per run."""
+
+RESERVED = {
+    "weight",
+    "trained",
+    "written",
+    "components",
+    "numbers",
+    "spans",
+    "values",
+    "lengths",
+    "rewards",
+    "finished",
+}
+"""Further names that stand for something else in a group, on the wire or in a microbatch."""
 
 Values = Mapping[Column, np.ndarray]
 
@@ -132,7 +150,7 @@ class RunColumns:
     reads: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        taken = {column.name for column in FIXED} | {"numbers", "spans", "values", "lengths", "rewards", "finished"}
+        taken = {column.name for column in FIXED} | RESERVED
         for column in self.declared:
             is_advantages = column == replace(ADVANTAGES, make=column.make, filled_by=column.filled_by)
             column.check_declaration(taken - {column.name} if is_advantages else taken)

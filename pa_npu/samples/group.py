@@ -10,7 +10,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pa_npu.algorithm.algorithm import ScoredSamples
-from pa_npu.samples.columns import ADVANTAGES, FIXED, LOGPROBS, VERSIONS, Column, GroupFormatError, Values
+from pa_npu.samples.columns import (
+    ADVANTAGES,
+    FIXED,
+    LOGPROBS,
+    NO_VERSION,
+    VERSIONS,
+    WEIGHT,
+    Column,
+    GroupFormatError,
+    Values,
+)
 from pa_npu.samples.types import Sample, SampleRow, checked
 
 T = TypeVar("T")
@@ -35,11 +45,12 @@ class Group:
     run_seed, iteration, index: with a sample's number they say what was sampled, whatever engine did it. index is the dispatch
     index within the iteration. prompt_id: row of the dataset.
     lengths: int32 [G], tokens of each sample. rewards: float32 [G]. finished: bool [G].
-    tokens, trained, logprobs, versions: those of Sample, [sum of lengths]. advantages: float32 [sum of lengths].
+    tokens, component, logprobs, versions: those of Sample, [sum of lengths]. advantages: float32 [sum of lengths].
     first: the number of the first sample here, in a piece of the group that was dispatched; 0 for the whole.
     part: of a whole group, the samples that the replica which gets it trains, from one number to before another; None: all.
     columns: the declared ones, each [sum of lengths, *shape].
-    Log-probs and advantages are 0, and versions NO_VERSION, where a token is not trained.
+    weight: those of Sample, [sum of lengths]; None where all are 1.
+    Advantages are 0, and versions NO_VERSION, where a token is not trained; log-probs are 0 where it has no version.
     """
 
     run_seed: int
@@ -48,7 +59,7 @@ class Group:
     prompt_id: int
     lengths: np.ndarray
     tokens: np.ndarray
-    trained: np.ndarray
+    component: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     advantages: np.ndarray
@@ -57,6 +68,7 @@ class Group:
     first: int = 0
     part: tuple[int, int] | None = None
     columns: Values = field(default_factory=dict)
+    weight: np.ndarray | None = None
     _cache: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +97,7 @@ class Group:
         """rewards: float32 [G]. advantages: float32 [G], the same for a sample's trained tokens. identity: IDENTITY's numbers."""
         row = SampleRow.of(samples)
         of_tokens = np.repeat(np.asarray(advantages, np.float32), [len(sample.tokens) for sample in samples])
-        of_tokens[~row.trained] = 0
+        of_tokens[row.component == 0] = 0
         return cls.of_row(row, [sample.finished for sample in samples], rewards, of_tokens, **identity)
 
     @classmethod
@@ -97,13 +109,14 @@ class Group:
             **identity,
             lengths=np.diff(row.ends, prepend=0).astype(np.int32),
             tokens=row.tokens,
-            trained=row.trained,
+            component=row.component,
             logprobs=row.logprobs,
             versions=row.versions,
             advantages=advantages,
             rewards=np.asarray(rewards, np.float32),
             finished=np.array(finished, np.bool_),
             columns=row.columns,
+            weight=row.weight,
         )
 
     def _check_sizes(self) -> None:
@@ -122,6 +135,8 @@ class Group:
         total = int(self.offsets()[-1])
         for column in FIXED:
             checked(column, getattr(self, column.name), total, self)
+        if self.weight is not None:
+            checked(WEIGHT, self.weight, total, self)
         for column, values in self.columns.items():
             checked(column, values, total, self)
 
@@ -129,25 +144,33 @@ class Group:
         if (lowest := np.minimum.reduce(self.tokens)) < 0:
             raise GroupFormatError(f"{self} tokens: token ids must not be negative, lowest is {lowest}")
         self._check_finite("rewards", self.rewards)
-        if _any(self.trained[self.offsets()[:-1]]):
-            raise GroupFormatError(f"{self} trained: a sample's first token follows from nothing and cannot be trained")
+        if _any(self.component[self.offsets()[:-1]]):
+            raise GroupFormatError(
+                f"{self} component: a sample's first token follows from nothing and cannot be trained"
+            )
         if not _all(counts := self.trained_lengths):
-            raise GroupFormatError(f"{self} trained: sample {int(counts.argmin())} has no trained token")
+            raise GroupFormatError(f"{self} component: sample {int(counts.argmin())} has no trained token")
         self._check_stretches()
         for column, values in ((LOGPROBS, self.logprobs), *self.columns.items()):
             if column.is_float:
                 self._check_finite(column.name, values)
-            if column.tokens == "trained":
+            if column is LOGPROBS:
+                self._check_elsewhere(column, values, self.written, "that the policy did not write")
+            elif column.tokens == "trained":
                 self._check_elsewhere(column, values, self.trained)
+        if self.weight is not None:
+            self._check_finite(WEIGHT.name, self.weight)
+            self._check_elsewhere(WEIGHT, self.weight, self.trained)
 
     def _check_stretches(self) -> None:
         """Versions and advantages: what holds for a stretch's first token holds for all of it."""
         starts = self._stretches[:-1]
         trained, versions, advantages = self.trained[starts], self.versions[starts], self.advantages[starts]
         self._check_finite("advantages", advantages, starts)
-        if _any((versions < 0) & trained):
+        if _any(versions < NO_VERSION):
             raise GroupFormatError(
-                f"{self} versions: a trained token needs a weight version, lowest is {versions[trained].min()}"
+                f"{self} versions: a weight version is at least 0, or {NO_VERSION} where the policy did not write the token; "
+                f"lowest is {versions.min()}"
             )
         self._check_elsewhere(ADVANTAGES, advantages, trained)
         self._check_elsewhere(VERSIONS, versions, trained)
@@ -160,12 +183,14 @@ class Group:
             number, value = position if numbers is None else numbers[position], values.flat[position]
             raise GroupFormatError(f"{self} {name}: values must be finite, number {number} is {value}")
 
-    def _check_elsewhere(self, column: Column, values: np.ndarray, trained: np.ndarray) -> None:
+    def _check_elsewhere(
+        self, column: Column, values: np.ndarray, has_value: np.ndarray, others: str = "that are not trained"
+    ) -> None:
         differs = values != column.elsewhere
         if column.shape:
             differs = differs.reshape(len(values), -1).any(axis=1)
-        if _any(differs > trained):  # bool > bool: the one without the other
-            raise GroupFormatError(f"{self} {column.name}: must be {column.elsewhere} for tokens that are not trained")
+        if _any(differs > has_value):  # bool > bool: the one without the other
+            raise GroupFormatError(f"{self} {column.name}: must be {column.elsewhere} for tokens {others}")
 
     def __str__(self) -> str:
         return f"group {self.index} of iteration {self.iteration} (prompt {self.prompt_id})"
@@ -182,6 +207,7 @@ class Group:
             **{name: getattr(self, name)[rows] for name in PER_TOKEN},
             **{name: getattr(self, name)[first:last] for name in PER_SAMPLE},
             columns={column: values[rows] for column, values in self.columns.items()},
+            weight=None if self.weight is None else self.weight[rows],
         )
 
     def made(self, makers: Mapping[Column, Callable[[Group], np.ndarray]]) -> Group:
@@ -200,14 +226,22 @@ class Group:
             rewards=self.rewards,
             lengths=self.lengths,
             tokens=self.tokens,
-            trained=self.trained,
+            component=self.component,
             columns={column.name: values for column, values in self.columns.items()},
         )
 
     def samples(self, texts: Sequence[str]) -> list[Sample]:
         """The samples that `of_samples` was given, views, without rewards. texts: theirs."""
         ends = self.offsets()[1:].tolist()
-        row = SampleRow(self.tokens, self.trained, self.logprobs, self.versions, ends, self.columns)
+        row = SampleRow(
+            tokens=self.tokens,
+            component=self.component,
+            logprobs=self.logprobs,
+            versions=self.versions,
+            ends=ends,
+            columns=self.columns,
+            weight=self.weight,
+        )
         return row.cut([bool(finished) for finished in self.finished], texts)
 
     @property
@@ -216,13 +250,33 @@ class Group:
         return len(self.lengths)
 
     @property
+    def trained(self) -> np.ndarray:
+        """bool [sum of lengths]: whether some component trains the token."""
+        return self.cached("is trained", lambda: self.component != 0)
+
+    @property
+    def written(self) -> np.ndarray:
+        """bool [sum of lengths]: whether the policy wrote the token, and it is trained."""
+        return self.cached("is written", lambda: self.versions != NO_VERSION)
+
+    @property
+    def leading_lengths(self) -> np.ndarray:
+        """int64 [G]: tokens of each sample that the leading component trains."""
+
+        def count() -> np.ndarray:
+            return np.add.reduceat(self.component == 1, self.offsets()[:-1], dtype=np.int64)
+
+        return self.cached("leading", count)
+
+    @property
     def trained_lengths(self) -> np.ndarray:
         """int64 [G]: trained tokens of each sample."""
         return self.cached("trained", lambda: np.add.reduceat(self.trained, self.offsets()[:-1], dtype=np.int64))
 
     @property
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, ends), int64 [R]: consecutive trained tokens of one version and one advantage; together all trained tokens."""
+        """(starts, ends), int64 [R]: consecutive trained tokens of one component, version and advantage; together all that are
+        trained."""
 
         def build() -> tuple[np.ndarray, np.ndarray]:
             bounds = self._stretches
@@ -233,13 +287,13 @@ class Group:
 
     @property
     def _stretches(self) -> np.ndarray:
-        """int64 [S + 1]: bounds of stretches of consecutive tokens with the same `trained`, version and advantage."""
+        """int64 [S + 1]: bounds of stretches of consecutive tokens with the same component, version and advantage."""
 
         def build() -> np.ndarray:
             changes = np.empty(len(self.tokens) + 1, np.bool_)
             changes[0] = changes[-1] = True
             inner = changes[1:-1]
-            np.not_equal(self.trained[1:], self.trained[:-1], out=inner)
+            np.not_equal(self.component[1:], self.component[:-1], out=inner)
             inner |= self.versions[1:] != self.versions[:-1]
             bits = self.advantages.view(np.int32)  # 0.0 and -0.0 are two
             inner |= bits[1:] != bits[:-1]
@@ -253,10 +307,11 @@ class Group:
         return int(self.trained_lengths.sum())
 
     @property
-    def version_range(self) -> tuple[int, int]:
-        """Oldest and newest weight version that generated a trained token."""
+    def version_range(self) -> tuple[int, ...]:
+        """Oldest and newest weight version that generated a trained token; empty where the policy wrote none."""
         versions = self.versions[self.runs[0]]
-        return int(versions.min()), int(versions.max())
+        versions = versions[versions != NO_VERSION]
+        return (int(versions.min()), int(versions.max())) if len(versions) else ()
 
     def offsets(self) -> np.ndarray:
         """int64 [G + 1]: sample i is `tokens[offsets[i]:offsets[i + 1]]`."""
@@ -273,10 +328,20 @@ class Group:
         return [self.tokens[start:end] for start, end in pairwise(self.offsets().tolist())]
 
     def prompt_lengths(self) -> list[int]:
-        """Tokens before each sample's first trained one."""
+        """Tokens of each sample before the first that the policy wrote; without any, before its first trained one."""
         starts, offsets = self.runs[0], self.offsets()[:-1]
-        lengths: list[int] = (starts[np.searchsorted(starts, offsets)] - offsets).tolist()
+        first_starts = starts[np.searchsorted(starts, offsets)]
+        if not self.is_all_written:
+            written, ends = np.flatnonzero(self.written), self.offsets()[1:]
+            first_written = np.append(written, len(self.tokens))[np.searchsorted(written, offsets)]
+            first_starts = np.where(first_written < ends, first_written, first_starts)
+        lengths: list[int] = (first_starts - offsets).tolist()
         return lengths
+
+    @property
+    def is_all_written(self) -> bool:
+        """Whether the policy wrote every trained token."""
+        return not _any(self.versions[self.runs[0]] == NO_VERSION)
 
     def cached(self, name: str, build: Callable[[], T]) -> T:
         """Returns the result of `build`, built once; for results that follow from the group and take time."""

@@ -53,10 +53,16 @@ def _digest(array: np.ndarray) -> bytes:
 def _context(group: Group) -> bytes:
     """Of what trainers get beside the policy's tokens, their log-probs, rewards and advantages.
 
-    Runs of trained tokens say which these are, and have one version each; nothing is read twice.
+    Runs of trained tokens say which these are, and have one component and one version each; nothing is read twice. Where all
+    have component 1 and weight 1 it is the digest of earlier releases.
     """
     starts, ends = group.runs
     arrays = [group.lengths, group.finished, starts, ends, group.versions[starts], group.tokens[~group.trained]]
+    components = group.component[starts]
+    if (components != 1).any():
+        arrays.append(components)
+    if group.weight is not None:
+        arrays.append(group.weight)
     pieces = [array.tobytes() for array in arrays]
     for column in sorted(group.columns, key=lambda column: column.name):
         pieces += [column.name.encode(), group.columns[column].tobytes()]

@@ -202,13 +202,18 @@ class MicrobatchIterator(Iterator[Microbatch]):
     def _checked_advantages(self, group: Group, algorithm: Algorithm) -> list[np.ndarray]:
         """Returns the advantages of each sample's trained tokens.
 
-        Raises InvariantViolation if they are not the group's credit (I7).
+        Raises InvariantViolation if they are not the group's credit (I7), or if tokens have no version
+        whose component needs one (I1).
         """
+        where = f"{group} of iteration {self.iteration}, replica {self.replica}"
+        wrong = algorithm.broken_components(group.component, group.written)
+        if wrong is not None:
+            raise InvariantViolation(f"I1 version: {where}: {wrong}")
         why = algorithm.broken_credit(group.scored, group.advantages)
         if why is not None:
             raise InvariantViolation(
-                f"I7 gradient: {group} of iteration {self.iteration}, replica {self.replica}: {why}, by {algorithm.credit_key}; "
-                f"the group was changed on its way, or its credit depends on more than the group"
+                f"I7 gradient: {where}: {why}, by {algorithm.credit_key}; the group was changed on its way, or its credit depends "
+                f"on more than the group"
             )
         return np.split(group.advantages[group.trained], np.cumsum(group.trained_lengths)[:-1])
 

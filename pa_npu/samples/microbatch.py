@@ -79,7 +79,8 @@ def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Mic
     starts = [0, *np.cumsum([one.layout.total for one in packed]).tolist()]
     trained = [piece.trained for piece in pieces]
     lengths = np.concatenate([piece.trained_lengths for piece in pieces])
-    ranges = [piece.version_range for piece in pieces]
+    versions = [version for piece in pieces for version in piece.version_range]
+    leading = np.concatenate([piece.leading_lengths for piece in pieces])
     padding = torch.zeros(layout.padding, dtype=torch.int64)
     return Microbatch(
         layout=layout,
@@ -89,44 +90,67 @@ def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Mic
         ),
         targets=_joined([piece.tokens[own] for piece, own in zip(pieces, trained, strict=True)], np.int64),
         columns={
-            column.name: torch.from_numpy(
-                np.concatenate([piece.per_token[column][own] for piece, own in zip(pieces, trained, strict=True)])
-            )
-            for column in (LOGPROBS, ADVANTAGES, *pieces[0].columns)
+            **{
+                column.name: torch.from_numpy(
+                    np.concatenate([piece.per_token[column][own] for piece, own in zip(pieces, trained, strict=True)])
+                )
+                for column in (LOGPROBS, ADVANTAGES, *pieces[0].columns)
+            },
+            **_datum_columns(pieces, trained),
         },
         packed={
             column.name: _of_rows(column, pieces, packed, starts, layout.total)
             for column in pieces[0].columns
             if column.tokens != "trained"
         },
-        ages=_joined(
-            [piece.iteration - piece.versions[own] for piece, own in zip(pieces, trained, strict=True)], np.float32
-        ),
+        ages=_joined([_ages(piece)[own] for piece, own in zip(pieces, trained, strict=True)], np.float32),
         response_index=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
         response_lengths=tuple(lengths.tolist()),
         iteration=pieces[0].iteration,
-        versions=(min(oldest for oldest, _ in ranges), max(newest for _, newest in ranges)),
+        versions=(min(versions), max(versions)) if versions else (),
         group_indices=tuple(dict.fromkeys(piece.index for piece in pieces)),
         sources=tuple((piece.index, piece.first + number) for piece in pieces for number in range(piece.num_samples)),
         num_computed_tokens=layout.total - layout.padding,
         repeats=_repeats(pieces),
+        leading_lengths=None if np.array_equal(leading, lengths) else tuple(leading.tolist()),
     )
+
+
+def _datum_columns(pieces: Sequence[Group], trained: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+    """What the datum says of the targets where it is not what it usually is: another component than 1, another weight than 1, a
+    token that the policy did not write."""
+    parts = list(zip(pieces, trained, strict=True))
+    columns: dict[str, np.ndarray] = {}
+    if any((piece.component > 1).any() for piece in pieces):
+        columns["component"] = np.concatenate([piece.component[own] for piece, own in parts])
+    if any(piece.weight is not None for piece in pieces):
+        weights = [np.ones(len(p.tokens), np.float32) if p.weight is None else p.weight for p in pieces]
+        columns["weight"] = np.concatenate([weight[own] for weight, own in zip(weights, trained, strict=True)])
+    if not all(piece.is_all_written for piece in pieces):
+        columns["written"] = np.concatenate([piece.written[own] for piece, own in parts])
+    return {name: torch.from_numpy(values) for name, values in columns.items()}
+
+
+def _ages(piece: Group) -> np.ndarray:
+    """int32 [tokens]: by how many versions a token is behind; 0 for one without a version."""
+    ages = piece.iteration - piece.versions
+    return ages if piece.is_all_written else np.where(piece.written, ages, 0)
 
 
 def _repeats(pieces: Sequence[Group]) -> float:
     """Returns Targets.repeats: 1 where no two responses of a group have anything in common, all of them where they are equal."""
     num_tokens = num_repetitions = 0
     for piece in pieces:
-        tokens, is_trained = piece.tokens.astype(np.int64), piece.trained
+        tokens, is_written = piece.tokens.astype(np.int64), piece.written
         before = np.concatenate([tokens[:1], tokens[:-1]])
-        lengths = piece.trained_lengths
+        lengths = np.add.reduceat(is_written, piece.offsets()[:-1], dtype=np.int64)
         places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         # distinct numbers for distinct triples, as no vocabulary has 2^21 tokens and no response as many
-        keys = (places << 42) | (before[is_trained] << 21) | tokens[is_trained]
+        keys = (places << 42) | (before[is_written] << 21) | tokens[is_written]
         counts = np.unique(keys, return_counts=True)[1]
         num_tokens += int(lengths.sum())
         num_repetitions += int((counts * counts).sum())
-    return num_repetitions / max(1, num_tokens)
+    return num_repetitions / num_tokens if num_tokens else 1.0
 
 
 def build_microbatches(

@@ -10,12 +10,15 @@ what stays the same along a run of trained tokens once per run. A run is one sam
                                  of each run: its first token in the group, its tokens, the weight version
     values     float32 [G + R]   each sample's reward, each run's advantage
     tokens     int32             of each sample, those that it does not share
-    logprobs   float32           of the trained tokens
+    logprobs   float32           of the trained tokens; 0 of one that the policy did not write, whose run has the version -1
+    components uint8 [R]         each run's component of the loss; left out where all are 1
+    weight     float32           of the trained tokens; left out where all are 1
     NAME       its dtype         every declared column: of the trained tokens, of all, or of context, of those that a sample does
                                  not share (samples/columns.py)
 
-Shared are leading tokens that are not trained. A reader that names the columns of its task gets those and no others. The envelope
-makes every damaged or foreign payload a GroupFormatError before anything is parsed; there is no pickle anywhere.
+Shared are leading tokens before the first that the policy wrote. A reader that names the columns of its task gets those and no
+others. The envelope makes every damaged or foreign payload a GroupFormatError before anything is parsed. There is no pickle
+anywhere.
 """
 
 from __future__ import annotations
@@ -30,10 +33,22 @@ import msgspec
 import numpy as np
 import safetensors
 
-from pa_npu.samples.columns import ADVANTAGES, LOGPROBS, NONE, STORED, VERSIONS, Column, GroupFormatError, RunColumns
+from pa_npu.samples.columns import (
+    ADVANTAGES,
+    LOGPROBS,
+    NONE,
+    STORED,
+    VERSIONS,
+    WEIGHT,
+    Column,
+    GroupFormatError,
+    RunColumns,
+)
 from pa_npu.samples.group import IDENTITY, Group
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+_READABLE = (3, 4)
+"""3 had neither components nor weight, and is otherwise the same: checkpoints of earlier releases have groups in it."""
 _MAGIC = b"PAGR"
 _ENVELOPE = struct.Struct("<4sHHII")
 _SPAN_NUMBERS = 3
@@ -44,6 +59,9 @@ _FRAME = (
     Column("values", "float32"),
     Column("tokens", "int32"),
 )
+# Tensors that a group has only where they say something.
+_COMPONENTS = Column("components", "uint8")
+_OPTIONAL = {column.name: column for column in (_COMPONENTS, WEIGHT)}
 _STORED = {np.dtype(name): stored for name, stored in STORED.items()}
 Tensors = dict[str, np.ndarray]
 # A group of more tokens than this is damage, not data.
@@ -77,6 +95,11 @@ def to_bytes(group: Group, columns: RunColumns = NONE) -> bytes:
             if (values := group.columns.get(column)) is not None
         },
     }
+    components = group.component[starts]
+    if (components != 1).any():
+        tensors[_COMPONENTS.name] = components
+    if group.weight is not None:
+        tensors[WEIGHT.name] = group.weight[group.trained]
     return _framed(tensors)
 
 
@@ -103,7 +126,7 @@ def _framed(tensors: Tensors) -> bytes:
 def from_bytes(data: bytes | bytearray | memoryview, columns: RunColumns = NONE) -> Group:
     """Parses and validates; the arrays are writable and do not alias `data`.
 
-    Raises GroupFormatError, and nothing else, for any bytes that `to_bytes` of this format version did not write. columns: what the
+    Raises GroupFormatError, and nothing else, for any bytes that `to_bytes` of a readable version did not write. columns: what the
     run declares; those that the task does not read are left out.
     """
     return _group(*_read(data, columns), columns)
@@ -117,10 +140,11 @@ def _read(data: bytes | bytearray | memoryview, columns: RunColumns) -> tuple[Te
     magic, version, flags, checksum, reserved = _ENVELOPE.unpack_from(view)
     if magic != _MAGIC:
         raise GroupFormatError(f"group bytes: start with {magic!r} instead of {_MAGIC!r}, this is no group")
-    if version != FORMAT_VERSION or flags or reserved:
+    if version not in _READABLE or flags or reserved:
         raise GroupFormatError(
-            f"group bytes: format version {version} ({flags}, {reserved}), this program reads version {FORMAT_VERSION}; run "
-            f"coordinator and trainers from the same installation"
+            f"group bytes: format version {version} ({flags}, {reserved}), this program reads versions "
+            f"{' and '.join(map(str, _READABLE))}; run coordinator and trainers from the same installation, and a run from the "
+            f"checkpoint of one that is not newer"
         )
     payload = bytes(view[_ENVELOPE.size :])
     if zlib.crc32(payload) != checksum:
@@ -132,14 +156,17 @@ def _read(data: bytes | bytearray | memoryview, columns: RunColumns) -> tuple[Te
     except safetensors.SafetensorError as error:
         raise GroupFormatError(f"group bytes: payload is not safetensors ({error})") from error
     frame = {one.name: _array(one, tensors.pop(one.name)) for one in _FRAME if one.name in tensors}
+    optional = {name: _array(one, tensors.pop(name)) for name, one in _OPTIONAL.items() if name in tensors}
     found = {columns.named(name, "group bytes"): tensor for name, tensor in tensors.items()}
     # in the order of their declaration: safetensors gives them in none
     named = [(column, found[column]) for column in (LOGPROBS, *columns.carried) if column in found]
-    return _checked(frame), {column: _array(column, one) for column, one in named if columns.wants(column)}
+    return {**_checked(frame), **optional}, {
+        column: _array(column, one) for column, one in named if columns.wants(column)
+    }
 
 
 def _shared(group: Group) -> list[int]:
-    """[G]: how many leading untrained tokens each sample has in common with the one before it."""
+    """[G]: how many tokens before the first that the policy wrote each sample has in common with the one before it."""
     offsets, prompts = group.offsets().tolist(), group.prompt_lengths()
     shared, before = [0], group.tokens[: prompts[0]].tobytes()
     for start, length in zip(offsets[1:], prompts[1:], strict=False):
@@ -189,8 +216,13 @@ def _group(arrays: Tensors, of_tokens: Mapping[Column, np.ndarray], columns: Run
     shared = spans[:num_samples, 1].tolist()
     tokens = _all_tokens("tokens", lengths.tolist(), shared, arrays["tokens"])
     rows, run_lengths = _trained_rows(spans[num_samples:], len(tokens))
-    trained = np.zeros(len(tokens), np.bool_)
-    trained[rows] = True
+    component = np.zeros(len(tokens), np.uint8)
+    component[rows] = 1
+    if (components := arrays.get(_COMPONENTS.name)) is not None:
+        if len(components) != len(run_lengths):
+            raise GroupFormatError(f"group bytes: {len(components)} components for {len(run_lengths)} runs")
+        component[rows] = np.repeat(components, run_lengths)
+    weight = arrays.get(WEIGHT.name)
     sampled: dict[Column, Any] = {
         LOGPROBS: np.float32(0),
         **of_tokens,
@@ -208,7 +240,8 @@ def _group(arrays: Tensors, of_tokens: Mapping[Column, np.ndarray], columns: Run
         **dict(zip(IDENTITY, identity, strict=True)),
         lengths=lengths,
         tokens=tokens,
-        trained=trained,
+        component=component,
+        weight=None if weight is None else _full(WEIGHT, weight, len(tokens), rows),
         **fixed,
         rewards=values[:num_samples].copy(),
         finished=finished.astype(np.bool_),

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from pa_npu.algorithm.algorithm import Algorithm
+from pa_npu.algorithm.component_sums import all_gradients
 from pa_npu.algorithm.loss_gradient import Values, joined, on_host
 from pa_npu.algorithm.objective import Objective, Outputs, Targets
 from pa_npu.algorithm.registry import build_algorithm
@@ -116,7 +117,7 @@ class _Tokens:
         sources = [source for microbatch in given for source in microbatch.sources]
         lengths = np.array([length for microbatch in given for length in microbatch.lengths])
         batch = with_advantages(batch, sources, lengths, advantages)
-        expected = algorithm.expected_gradient(batch)
+        expected = all_gradients(algorithm, batch)
         none = [torch.zeros_like(microbatch.batch.logprobs) for microbatch in given]
         arrived = torch.cat(
             [
@@ -126,7 +127,11 @@ class _Tokens:
         )
         # beside a bound of a ratio either slope is right
         gradient = np.where(expected.is_sure, expected.values, arrived.cpu().double().numpy())
-        entropy_gradient = -algorithm.keys.entropy_coef * batch.weights.double().numpy()
+        # a part of the leading component's loss alone
+        weights = batch.weights.double().numpy()
+        if (component := batch.columns.get("component")) is not None:
+            weights = np.where(component.numpy() == 1, weights, 0.0)
+        entropy_gradient = -algorithm.keys.entropy_coef * weights
         return cls(gradient, entropy_gradient, batch.logprobs.double().numpy())
 
     def change(self, first: _Scores, second: _Scores) -> float:

@@ -139,8 +139,8 @@ class GradientSum:
 
 def check_normalisers(dispatched: Dispatched, normalisers: Sequence[float], algorithm: Algorithm) -> None:
     """Raises InvariantViolation where the updates were divided by something else than what was dispatched makes."""
-    tokens = sum(sum(group.response_tokens) for group in dispatched.groups)
-    responses = sum(len(group.response_tokens) for group in dispatched.groups)
+    lengths = [length for group in dispatched.groups for length in group.leading]
+    tokens, responses = sum(lengths), sum(length > 0 for length in lengths)
     wrong = algorithm.broken_normalisers(normalisers, Counts(tokens, responses), len(dispatched.groups))
     if wrong is not None:
         divisors = ", ".join(f"{normaliser:g}" for normaliser in normalisers)

@@ -365,7 +365,7 @@ class Learner:
         host_bytes, device_bytes = reductions.ranks(fullest, largest=True).tolist()
         routing: dict[str, Any] = {field.name: getattr(step.routing, field.name, None) for field in fields(Routing)}
         report = UpdateReport(
-            **statistics.metrics(totals.tokens_response, normaliser),
+            **statistics.metrics(totals.tokens_leading, normaliser),
             **routing,
             grad_norm=step.grad_norm,
             learning_rate=step.learning_rate,

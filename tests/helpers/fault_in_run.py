@@ -179,5 +179,5 @@ def _change(fault: str, scored: Any) -> None:
     if fault.startswith("a turn"):
         logprobs, versions = first.logprobs.copy(), first.versions.copy()
         logprobs[~trained], versions[~trained] = 0, -1
-        samples[0] = replace(first, trained=trained, logprobs=logprobs, versions=versions)
+        samples[0] = replace(first, component=trained, logprobs=logprobs, versions=versions)
     scored.samples = samples

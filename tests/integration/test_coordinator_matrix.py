@@ -75,7 +75,7 @@ def test_undisturbed_runs_are_what_their_configuration_says(name: str, undisturb
 
 def content(groups: list[Group], *, placed: bool = False) -> list[tuple[Any, ...]]:
     """All that is trained, whatever the order of arrival. placed: and the groups' places, where they do not follow from it."""
-    columns = ("tokens", "trained", "logprobs", "versions", "rewards", "advantages", "lengths")
+    columns = ("tokens", "component", "logprobs", "versions", "rewards", "advantages", "lengths")
     return sorted(
         (group.prompt_id, group.index if placed else 0, *(getattr(group, name).tobytes() for name in columns))
         for group in groups

@@ -36,6 +36,15 @@ def test_a_run_from_python_takes_rows_and_a_reward_of_the_script(tiny: Path, tmp
     assert (tmp_path / "run" / "hf" / "config.json").is_file()
 
 
+def test_an_algorithm_of_the_example_trains_the_quick_starts_task(tiny: Path, tmp_path: Path) -> None:
+    options = ["--iterations", "2", "--backend", "transformers", "--run-dir", str(tmp_path / "run")]
+    files = ["--model", str(tiny / "model"), "--data", str(tiny / "train.jsonl")]
+    printed = run("examples/own_algorithm.py", *files, *options, timeout_s=400)
+    pattern = r"^iteration \d: reward -?\d\.\d+, observations (\d+\.\d+),"
+    observations = [float(value) for value in re.findall(pattern, printed, flags=re.MULTILINE)]
+    assert len(observations) == 2 and observations[1] < observations[0], printed
+
+
 @pytest.mark.nightly  # a judge in a run: test_coordinator_run.py
 def test_a_run_is_rewarded_by_a_judge_and_a_function_of_the_example(tiny: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

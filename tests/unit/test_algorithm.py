@@ -332,6 +332,14 @@ def test_an_unknown_loss_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"])
+def test_replicas_have_their_parts_of_the_normaliser(aggregation: str) -> None:
+    """I3: N of what replicas trained together is the sum of what each one's counts give, so that any division is the same."""
+    whole = Counts(tokens=57, responses=12)
+    parts = (Counts(tokens=30, responses=5), Counts(tokens=27, responses=7))
+    assert sum(normaliser(aggregation, part, 8) for part in parts) == normaliser(aggregation, whole, 8)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"])
 def test_loss_does_not_depend_on_the_cut_into_microbatches(aggregation: str) -> None:
     """I3: the weighted sum over N is the same for one microbatch, for two, and for the direct formula."""
     lengths = [3, 1, 6, 2]

@@ -62,9 +62,9 @@ def without(number: int, place: int) -> Callable[[list[Sample]], list[Sample]]:
     def change(samples: list[Sample]) -> list[Sample]:
         sample = samples[number]
         where = np.flatnonzero(sample.trained)[place]
-        trained, logprobs, versions = sample.trained.copy(), sample.logprobs.copy(), sample.versions.copy()
-        trained[where], logprobs[where], versions[where] = False, 0, -1
-        return replaced(samples, number, Sample(sample.tokens, trained, logprobs, versions, True, sample.text))
+        component, logprobs, versions = sample.component.copy(), sample.logprobs.copy(), sample.versions.copy()
+        component[where], logprobs[where], versions[where] = 0, 0, -1
+        return replaced(samples, number, Sample(sample.tokens, component, logprobs, versions, True, sample.text))
 
     return change
 
@@ -78,7 +78,7 @@ def with_value(name: str, value: Any) -> Callable[[list[Sample]], list[Sample]]:
 
     def change(samples: list[Sample]) -> list[Sample]:
         sample = samples[1]
-        arrays = {key: getattr(sample, key).copy() for key in ("tokens", "trained", "logprobs", "versions")}
+        arrays = {key: getattr(sample, key).copy() for key in ("tokens", "component", "logprobs", "versions")}
         arrays[name][int(sample.trained.argmax())] = value
         return replaced(samples, 1, Sample(**arrays, finished=True, text=sample.text))
 
@@ -268,8 +268,7 @@ def test_records_are_made_of_the_group_that_was_dispatched() -> None:
     generations = [generation(number) for number in range(RESPONSES)]
     samples = samples_of(PROMPT.tokens, generations)
     scored = scored_group(samples, None)
-    advantages = scored.for_credit.spread(np.arange(4, dtype=np.float32))
-    group = scored.group(RUN_SEED, ITERATION, INDEX, advantages)
+    group = scored.group(RUN_SEED, ITERATION, INDEX, lambda group: group.spread(np.arange(4, dtype=np.float32)))
     others = samples_of(PROMPT.tokens, [generation(20 + number) for number in range(RESPONSES)])
     result = result_of(others)
     result.total[:] = 9

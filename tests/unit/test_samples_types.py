@@ -150,7 +150,7 @@ TENSOR_CHANGES: list[tuple[str, Any, str]] = [
     ("spans", spans(3, 1, 9), "must follow one another"),
     ("spans", spans(7, 0, 17), "must follow one another"),
     ("spans", spans(7, 0, 13), "first token follows from nothing"),
-    ("spans", spans(7, 2, -1), "a trained token needs a weight version"),
+    ("spans", spans(7, 2, -1), "logprobs: must be 0 for tokens that the policy did not write"),
     ("logprobs", np.zeros(6, dtype=np.float32), "logprobs has 6 values for"),
 ]
 
@@ -173,10 +173,10 @@ def changed(name: str, position: int, value: float) -> dict[str, Any]:
 
 def with_mask(*first: int) -> dict[str, Any]:
     """Another mask for the first sample alone; its versions, log-probs and advantages stay."""
-    trained = make_group().trained.copy()
-    assert trained[:5].tolist() == [0, 0, 0, 1, 1]
-    trained[:5] = first
-    return {"trained": trained}
+    component = make_group().component.copy()
+    assert component[:5].tolist() == [0, 0, 0, 1, 1]
+    component[:5] = first
+    return {"component": component}
 
 
 # make_group() has prompts of 3; tokens of its samples: p p p a a | p p p a e a a a | p p p a
@@ -191,14 +191,17 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"advantages": [0.0, 0.0, 0.0]}, r"advantages: must be a float32 array \[n\], found list"),
     ({"rewards": np.zeros(3)}, "must be a float32 array"),
     ({"finished": np.array([0, 1, 1], np.uint8)}, "finished: must be a bool array"),
-    (changed("trained", 0, True), "first token follows from nothing"),
-    (changed("trained", 16, False), "sample 2 has no trained token"),
-    (with_mask(0, 0, 1, 1, 0), "versions: a trained token needs a weight version, lowest is -1"),
+    (changed("component", 0, 1), "first token follows from nothing"),
+    (changed("component", 16, 0), "sample 2 has no trained token"),
+    (with_mask(0, 0, 1, 1, 0), "advantages: must be 0 for tokens that are not trained"),
+    ({"weight": np.full(17, 0.5, np.float32)}, "weight: must be 1 for tokens that are not trained"),
+    ({"weight": np.ones(16, np.float32)}, "weight: 16 values for 17 tokens"),
     (with_mask(0, 0, 0, 0, 1), "advantages: must be 0 for tokens that are not trained"),
-    (changed("versions", 3, -1), "a trained token needs a weight version, lowest is -1"),
+    (changed("versions", 3, -1), "logprobs: must be 0 for tokens that the policy did not write"),
+    (changed("versions", 3, -2), "versions: a weight version is at least 0, or -1 where the policy did not write"),
     (changed("versions", 0, 4), "versions: must be -1 for tokens that are not trained"),
     (changed("advantages", 9, 0.5), "advantages: must be 0 for tokens that are not trained"),
-    (changed("logprobs", 1, -0.5), "logprobs: must be 0 for tokens that are not trained"),
+    (changed("logprobs", 1, -0.5), "logprobs: must be 0 for tokens that the policy did not write"),
     ({"index": -1}, "index: -1 must be an integer"),
     ({"iteration": 1.0}, "iteration: 1.0 must be an integer"),
 ]
@@ -268,3 +271,45 @@ def test_serialisation_does_not_loop_over_tokens_in_python() -> None:
 
     lines_executed(1)  # imports and caches
     assert lines_executed(2000) == lines_executed(20) > 0
+
+
+def with_second_component() -> Group:
+    """make_group() whose prompts are trained by component 2, without versions, and with weights."""
+    group = make_group()
+    component = group.component.copy()
+    component[(component == 0) & (np.arange(len(component)) % 3 == 1)] = 2
+    component[group.offsets()[:-1]] = 0
+    weight = np.where(component == 2, 0.25, 1).astype(np.float32)
+    return replace(group, component=component, weight=weight)
+
+
+def test_components_and_weights_travel_with_provenance_only_where_the_policy_wrote() -> None:
+    group = with_second_component()
+    assert {0, 1, 2} == set(group.component.tolist()) and not group.is_all_written
+    arrived = from_bytes(to_bytes(group))
+    for name in ("tokens", "component", "weight", "versions", "logprobs", "advantages", "lengths", "rewards"):
+        assert np.array_equal(getattr(arrived, name), getattr(group, name)), name
+    assert arrived.prompt_lengths() == group.prompt_lengths() == make_group().prompt_lengths()
+    assert arrived.version_range == make_group().version_range, "of tokens that the policy wrote"
+    assert arrived.leading_lengths.tolist() == make_group().trained_lengths.tolist()
+    plain = to_bytes(make_group())
+    assert b"components" not in plain and b"weight" not in plain, "they travel where they say something"
+
+
+def test_a_group_without_any_token_of_the_policy_travels() -> None:
+    group = make_group()
+    component = (group.component * 2).astype(np.uint8)
+    none = {"versions": np.full_like(group.versions, -1), "logprobs": np.zeros_like(group.logprobs)}
+    supervised = replace(group, component=component, advantages=np.zeros_like(group.advantages), **none)
+    arrived = from_bytes(to_bytes(supervised))
+    assert arrived.version_range == () and np.array_equal(arrived.component, component)
+
+
+def test_groups_that_earlier_releases_left_are_read() -> None:
+    """Version 3 is version 4 without components and weights."""
+    group, data = make_group(), bytearray(to_bytes(make_group()))
+    struct.pack_into("<H", data, 4, 3)
+    assert to_bytes(from_bytes(data)) == to_bytes(group)
+    struct.pack_into("<H", data, 4, FORMAT_VERSION + 1)
+    with pytest.raises(GroupFormatError, match=r"format version 5 .* reads versions 3 and 4"):
+        from_bytes(data)
