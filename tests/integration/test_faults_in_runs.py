@@ -151,6 +151,5 @@ def test_a_fault_in_a_gateways_sessions_ends_the_run(
         "agent.programs": 1,
         "data.max_prompt_tokens": 64,
         "rollout.max_response_tokens": 48,
-        "reward.functions": "[{name: format}]",
     }
     ends_with(launch("run", variables(tmp_path / "site", fault), **keys), SESSIONS[fault])
