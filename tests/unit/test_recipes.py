@@ -99,10 +99,9 @@ def test_what_auto_finds_is_never_worse_than_the_recipe_and_on_npu_the_recipe_is
         assert predicted_s(config) <= 1.02 * predicted_s(found), f"{found.rollout}: run python -m tests.helpers.recipes"
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(platforms.missing("npu") is None, reason="plans with the typical device, not this one")
 @pytest.mark.parametrize("kind", ["npu", "cuda"])
-@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
+@pytest.mark.parametrize("nodes", [*(pytest.param(number, marks=pytest.mark.nightly) for number in (1, 2, 4)), 8])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_more_devices_are_never_planned_slower_than_the_recipes_own(recipe: Path, nodes: int, kind: str) -> None:
     files = (recipe.name,)
