@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ def all_gradients(algorithm: Algorithm, batch: TokenBatch) -> ExpectedGradient:
         if part.number == 1:
             expected = algorithm.expected_gradient(selected)
         else:
-            expected = gradient_by_autograd(lambda wide, part=part: _part_sum(algorithm, part, wide), selected)
+            expected = gradient_by_autograd(partial(_part_sum, algorithm, part), selected)
         values[rows.numpy()] = expected.values
         limit[rows.numpy()] = expected.limit
         is_sure[rows.numpy()] = expected.is_sure
