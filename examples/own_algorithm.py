@@ -1,8 +1,10 @@
-"""An algorithm of one's own in one class: GRPO on what the policy writes, and cross entropy on what it is shown.
+"""An algorithm of one's own in one class: GRPO on what the policy writes, and cross entropy on what
+it is shown.
 
 bash launch/install_cpu.sh && source .venv/bin/activate
 python tools/make_tiny_model.py --out .cache/tiny
-python examples/own_algorithm.py [--iterations 5] [--backend vllm|transformers] [--run-dir runs/own_algorithm]
+python examples/own_algorithm.py [--iterations 5] [--backend vllm|transformers] [--run-dir
+runs/own_algorithm]
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ OBSERVATION_WEIGHT = 0.05
 
 
 class WithObservations(PolicyGradient):
-    """The policy also learns to predict the tokens of its environment, which for a single turn are the prompt's.
+    """The policy also learns to predict the tokens of its environment, which for a single turn are
+    the prompt's.
 
-    The policy's tokens lead: algorithm.loss, algorithm.advantage and algorithm.aggregation are theirs,
+    The policy's tokens lead: algorithm.loss, algorithm.advantage and algorithm.aggregation are
+    theirs,
     and the normaliser counts them alone. Observations need no version and no log-prob of an engine.
     """
 
@@ -37,7 +41,9 @@ class WithObservations(PolicyGradient):
         Component(2, "observations", "those that the environment wrote", needs_provenance=False),
     )
 
-    def token_components(self, tokens: np.ndarray, component: np.ndarray, written: np.ndarray) -> np.ndarray:
+    def token_components(
+        self, tokens: np.ndarray, component: np.ndarray, written: np.ndarray
+    ) -> np.ndarray:
         labelled = component.copy()
         labelled[~written] = 2
         labelled[0] = 0  # it follows from nothing

@@ -1,9 +1,12 @@
-"""Shared-prompt attention in a training loop of your own: under a plain transformers model, with its speed-up printed.
+"""Shared-prompt attention in a training loop of your own: under a plain transformers model, with
+its speed-up printed.
 
-    python examples/shared_prompt_attention.py [--prompt 512] [--response 64] [--responses 8] [--steps 3]
+    python examples/shared_prompt_attention.py [--prompt 512] [--response 64] [--responses 8]
+    [--steps 3]
 
-A group has one prompt and several responses. A usual loop gives the model every response with a copy of the
-prompt; here the prompt is there once. Loss and gradients are the same, up to rounding; both are checked.
+A group has one prompt and several responses. A usual loop gives the model every response with a
+copy of the prompt; here the prompt is there once. Loss and gradients are the same, up to rounding;
+both are checked.
 Times are processor seconds of forward and backward.
 """
 
@@ -61,10 +64,16 @@ def main() -> None:
 
     def together() -> torch.Tensor:
         positions = layout.position_ids()
-        logits = shared(packed[None], position_ids=positions[None], layout=layout, use_cache=False).logits[0]
-        # the first token of each response is predicted by the prompt's last row, every other by the row before it
+        logits = shared(
+            packed[None], position_ids=positions[None], layout=layout, use_cache=False
+        ).logits[0]
+        # the first token of each response is predicted by the prompt's last row, every other by the
+        # row before it
         first = torch.full((options.responses, 1), options.prompt - 1)
-        others = options.prompt + torch.arange(options.responses * options.response).view(options.responses, -1)[:, :-1]
+        others = (
+            options.prompt
+            + torch.arange(options.responses * options.response).view(options.responses, -1)[:, :-1]
+        )
         rows = torch.cat([first, others], dim=1).flatten()
         return torch.nn.functional.cross_entropy(logits[rows], responses.flatten())
 
@@ -72,7 +81,8 @@ def main() -> None:
     for name, model, loss in (("separately", usual, separately), ("shared", shared, together)):
         seconds[name] = statistics.median(step(model, loss) for _ in range(options.steps + 1))
         print(
-            f"{name:<11} {len(packed) if name == 'shared' else copies.numel():6d} tokens  {seconds[name]:.3f} s per step"
+            f"{name:<11} {len(packed) if name == 'shared' else copies.numel():6d} tokens  "
+            f"{seconds[name]:.3f} s per step"
         )
     difference = abs(separately().item() - together().item())
     gradients = max(

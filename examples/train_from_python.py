@@ -1,8 +1,10 @@
-"""A run from Python: a reward of this file, rows that are objects of the script, records as they come, and an early stop.
+"""A run from Python: a reward of this file, rows that are objects of the script, records as they
+come, and an early stop.
 
 bash launch/install_cpu.sh && source .venv/bin/activate
 python tools/make_tiny_model.py --out .cache/tiny
-python examples/train_from_python.py [--iterations 5] [--backend vllm|transformers] [--run-dir runs/from_python]
+python examples/train_from_python.py [--iterations 5] [--backend vllm|transformers] [--run-dir
+runs/from_python]
 """
 
 from __future__ import annotations
@@ -30,10 +32,16 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--backend", default="vllm")
     parser.add_argument("--run-dir", default="runs/from_python")
-    parser.add_argument("--good-enough", type=float, default=0.95, help="mean reward at which the run is stopped")
+    parser.add_argument(
+        "--good-enough", type=float, default=0.95, help="mean reward at which the run is stopped"
+    )
     options = parser.parse_args()
 
-    rows = [{"question": f"What is {x}+{y}?", "answer": str(x + y)} for x in range(10, 100) for y in range(10, 100, 7)]
+    rows = [
+        {"question": f"What is {x}+{y}?", "answer": str(x + y)}
+        for x in range(10, 100)
+        for y in range(10, 100, 7)
+    ]
     keys = {
         "model.path": options.model,
         "run.dir": options.run_dir,
@@ -46,7 +54,8 @@ def main() -> None:
     with Run("configs/grpo_tiny.yaml", keys, reward=REWARD, train=rows, say=None) as run:
         for record in run:
             print(
-                f"iteration {record['iteration']}: reward {record['reward_mean']:.3f}, {record['iteration_s']:.1f} s",
+                f"iteration {record['iteration']}: reward {record['reward_mean']:.3f}, "
+                f"{record['iteration_s']:.1f} s",
                 flush=True,
             )
             if record["reward_mean"] > options.good_enough:

@@ -1,10 +1,12 @@
-"""Another trainer on the rollout side of a run: it samples from the current weights, and learns from copies of the run's groups.
+"""Another trainer on the rollout side of a run: it samples from the current weights, and learns
+from copies of the run's groups.
 
     pa-npu run ... agent.port=0                                                  (a run that goes on)
     python examples/use_rollouts.py --run runs/mine --model models/student
 
-Samples come through the `openai` package. Groups come by columns, each once, and a plain transformers model learns from them by
-REINFORCE with the group's advantages, as a student of the run's policy would.
+Samples come through the `openai` package. Groups come by columns, each once, and a plain
+transformers model learns from them by REINFORCE with the group's advantages, as a student of the
+run's policy would.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ COLUMNS = ["about", "lengths", "tokens", "trained", "advantages"]
 
 
 def loss_of(model: torch.nn.Module, group: dict[str, Any]) -> torch.Tensor:
-    """-advantage x log-prob over the trained tokens, their mean; samples stand one after another in every column."""
+    """-advantage x log-prob over the trained tokens, their mean; samples stand one after another in
+    every column.
+    """
     tokens = torch.tensor(group["tokens"])
     trained, advantages = torch.tensor(group["trained"]), torch.tensor(group["advantages"])
     total, start = torch.zeros(()), 0
@@ -54,8 +58,13 @@ def main() -> None:
     arguments = parser.parse_args()
     url = json.loads((Path(arguments.run) / "gateway.json").read_text())["url"]
     key = (Path(arguments.run) / "api_key").read_text().strip()
-    sample = OpenAI(base_url=f"{url}/v1", api_key=key).completions.create(model="policy", prompt=arguments.prompt)
-    print(f"sampled {sample.usage.completion_tokens if sample.usage else 0} tokens: {sample.choices[0].text}")
+    sample = OpenAI(base_url=f"{url}/v1", api_key=key).completions.create(
+        model="policy", prompt=arguments.prompt
+    )
+    print(
+        f"sampled {sample.usage.completion_tokens if sample.usage else 0} tokens: "
+        f"{sample.choices[0].text}"
+    )
 
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -68,7 +77,8 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             print(
-                f"group {group['about']['index']} of iteration {group['about']['iteration']}: loss {loss.item():.3f}",
+                f"group {group['about']['index']} of iteration {group['about']['iteration']}: loss "
+                f"{loss.item():.3f}",
                 flush=True,
             )
     print(f"trained {arguments.groups} groups")

@@ -2,11 +2,14 @@
 
     python examples/verify_a_run.py
 
-trains four iterations of a tiny model. After the first one, its reward function flips the lowest bit of
+trains four iterations of a tiny model. After the first one, its reward function flips the lowest
+bit of
 one reward, as a failing memory cell would. The run itself passes every check of its own, because
 nothing says what that reward should have been; repeating the iterations from a checkpoint does. The
-script then changes a number in the run's records, which is found without a repetition. It needs two CPU
-cores and some minutes, and the quick start's model: python tools/make_tiny_model.py --out .cache/tiny
+script then changes a number in the run's records, which is found without a repetition. It needs two
+CPU
+cores and some minutes, and the quick start's model: python tools/make_tiny_model.py --out
+.cache/tiny
 
 Exits with 0 if both were found.
 """
@@ -24,7 +27,10 @@ from pathlib import Path
 from typing import Any
 
 FLIP_FILE = "PA_NPU_EXAMPLE_FLIP"
-"""An environment variable that names a file. The next call removes the file, if it is there, and flips a bit."""
+"""An environment variable that names a file.
+
+The next call removes the file, if it is there, and flips a bit.
+"""
 ITERATIONS = 4
 
 
@@ -48,13 +54,18 @@ def with_flipped_bit(value: float) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=".cache/tiny/model", help="HF model directory")
-    parser.add_argument("--data", default=".cache/tiny/train.jsonl", help="questions, as JSON lines")
+    parser.add_argument(
+        "--data", default=".cache/tiny/train.jsonl", help="questions, as JSON lines"
+    )
     parser.add_argument("--run-dir", type=Path, default=Path("runs/verify_a_run"))
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further keys of the run")
     options = parser.parse_args(arguments)
     for path in (options.model, options.data):
         if not Path(path).exists():
-            parser.error(f"{path} is not there; python tools/make_tiny_model.py --out .cache/tiny makes model and data")
+            parser.error(
+                f"{path} is not there; python tools/make_tiny_model.py --out .cache/tiny makes "
+                "model and data"
+            )
 
     flip = options.run_dir.with_name(f"{options.run_dir.name}.flip")
     settings = [
@@ -108,7 +119,10 @@ def verify_with_changed_record(run_dir: Path) -> int:
 
 
 def train(settings: Sequence[str], run_dir: Path, flip: Path) -> None:
-    """Runs to the end, and has one bit flipped once the first iteration is recorded. Ends the script if the run fails."""
+    """Runs to the end, and has one bit flipped once the first iteration is recorded.
+
+    Ends the script if the run fails.
+    """
     started_s = time.time()
     run = pa_npu("run", *settings, variables={FLIP_FILE: str(flip.resolve())})
     records = run_dir / "metrics.jsonl"

@@ -2,7 +2,8 @@
 
     from pa_npu import Config, Run, load_config
 
-are loaded on first use, because engines' processes import this package too, and have neither pydantic nor time for it.
+are loaded on first use, because engines' processes import this package too, and have neither
+pydantic nor time for it.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""The Python interface, `Run`: start a run from a script or a notebook, iterate over its records, stop it.
+"""The Python interface, `Run`: start a run from a script or a notebook, iterate over its records,
+stop it.
 
-    with Run("configs/grpo_tiny.yaml", {"schedule.iterations": 5}, reward=brevity, train=rows) as run:
+    with Run("configs/grpo_tiny.yaml", {"schedule.iterations": 5}, reward=brevity, train=rows) as
+    run:
         for record in run:
             print(record["iteration"], record["reward_mean"])
     run.hf          the final weights, an HF directory
 
-The launcher is a child in a session of its own, so that engines, trainers and signals of a run never meet the caller's interpreter.
-Leaving the block ends the run after its iteration, with a checkpoint and an export; an exception stops it at once.
-Reward functions are imported by the run's workers, which are processes of their own; datasets are written to a file beside the run
-directory.
+The launcher is a child in a session of its own, so that engines, trainers and signals of a run
+never meet the caller's interpreter. Leaving the block ends the run after its iteration, with a
+checkpoint and an export; an exception stops it at once. Reward functions are imported by the run's
+workers, which are processes of their own; datasets are written to a file beside the run directory.
 """
 
 from __future__ import annotations
@@ -48,16 +50,23 @@ class RunFailed(PaNpuError):
 
     def __init__(self, code: int, lines: Sequence[str]) -> None:
         self.code, self.lines = code, tuple(lines)
-        reason = next((line for line in lines if line.startswith(("error:", "failed:"))), lines[-1] if lines else "")
+        reason = next(
+            (line for line in lines if line.startswith(("error:", "failed:"))),
+            lines[-1] if lines else "",
+        )
         super().__init__(f"the run ended with exit code {code}: {reason}")
 
 
 class Run:
-    """One run. `config`: a Config, a YAML file, or several of which later ones win; `keys`: dotted keys over it.
+    """One run. `config`: a Config, a YAML file, or several of which later ones win; `keys`: dotted
+    keys over it.
 
-    reward: in place of reward.functions: a name as that key takes it ("math", "module:function"), a function of an imported module,
-        or several, whose sum counts. It gets a group (prompt, answer, responses, response_tokens, row) and returns as many numbers.
-    train, test: rows in the layouts of dataset files, such as {"question": ..., "answer": ...}; a `datasets.Dataset` is an iterable
+    reward: in place of reward.functions: a name as that key takes it ("math", "module:function"), a
+    function of an imported module,
+        or several, whose sum counts. It gets a group (prompt, answer, responses, response_tokens,
+        row) and returns as many numbers.
+    train, test: rows in the layouts of dataset files, such as {"question": ..., "answer": ...}; a
+    `datasets.Dataset` is an iterable
         of them.
     say: what gets the launcher's lines; None for nobody.
     Raises UserError at once where the configuration cannot be used.
@@ -85,7 +94,9 @@ class Run:
             if rows is not None:
                 chosen[f"data.{name}"] = f"{_run_dir(config, chosen)}-inputs/{name}.jsonl"
         if reward is not None:
-            rewards = [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else reward
+            rewards = (
+                [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else reward
+            )
             chosen["reward.functions"] = [{"name": self._name_of(one)} for one in rewards]
         self.config = _load(config, chosen)
         self.dir = Path(self.config.run.dir)
@@ -98,9 +109,13 @@ class Run:
     def hf(self) -> Path:
         """The final weights as an HF directory. Raises UserError while there are none."""
         directory = self.dir / "hf"
-        if not (directory / "config.json").exists() and not (directory / "adapter_config.json").exists():
+        if (
+            not (directory / "config.json").exists()
+            and not (directory / "adapter_config.json").exists()
+        ):
             raise UserError(
-                f"Run.hf: {directory} is not there; a run writes it when it is done or ended by stop(), with checkpoint.export_hf"
+                f"Run.hf: {directory} is not there; a run writes it when it is done or ended by "
+                "stop(), with checkpoint.export_hf"
             )
         return directory
 
@@ -123,21 +138,36 @@ class Run:
         )
         self._started = time.time()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pa_npu.launcher", "run", "--on-interrupt", "finish", "--config", str(file)],
+            [
+                sys.executable,
+                "-m",
+                "pa_npu.launcher",
+                "run",
+                "--on-interrupt",
+                "finish",
+                "--config",
+                str(file),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
             env=environment,
-            start_new_session=True,  # an interrupt of the caller is the caller's; stop() tells the run
+            # an interrupt of the caller is the caller's; stop() tells the run
+            start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._read, args=(self._process,), name="run output", daemon=True)
+        self._reader = threading.Thread(
+            target=self._read, args=(self._process,), name="run output", daemon=True
+        )
         self._reader.start()
         return self
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The iterations' records as they are written, until the run ends. Raises RunFailed if it failed and was not stopped."""
+        """The iterations' records as they are written, until the run ends.
+
+        Raises RunFailed if it failed and was not stopped.
+        """
         seen = self._started
         while True:
             ended = not self.is_running
@@ -165,7 +195,10 @@ class Run:
         return read_evaluations(self.dir)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until the run has ended. Raises RunFailed where that was no good end, DeadlineExceeded after `timeout_s`."""
+        """Until the run has ended.
+
+        Raises RunFailed where that was no good end, DeadlineExceeded after `timeout_s`.
+        """
         if self._process is None or self._reader is None:
             raise UserError("Run: it was not started; call start(), or use it in a `with` block")
         try:
@@ -177,10 +210,11 @@ class Run:
             raise RunFailed(code, list(self._lines))
 
     def stop(self, *, at_once: bool = False) -> None:
-        """End the run after the iteration that it is in, with a checkpoint and an export (`hf`), and wait for its end.
+        """End the run after the iteration that it is in, with a checkpoint and an export (`hf`),
+        and wait for its end.
 
-        A run that trains nothing yet is stopped, as is one that has not ended within the deadlines of an iteration. Idempotent,
-        and no error for a run that has ended.
+        A run that trains nothing yet is stopped, as is one that has not ended within the deadlines
+        of an iteration. Idempotent, and no error for a run that has ended.
 
         Args:
             at_once: stop it where it is; only its earlier checkpoints remain.
@@ -190,7 +224,9 @@ class Run:
         if process is not None and process.poll() is None:
             deadlines_s = self.config.border_timeout_s + 2 * self.config.wait_timeout_s
             asked = (
-                [(signal.SIGTERM, _STOP_S)] if at_once else [(signal.SIGINT, deadlines_s), (signal.SIGTERM, _STOP_S)]
+                [(signal.SIGTERM, _STOP_S)]
+                if at_once
+                else [(signal.SIGINT, deadlines_s), (signal.SIGTERM, _STOP_S)]
             )
             for number, within_s in asked:
                 process.send_signal(number)
@@ -207,7 +243,10 @@ class Run:
         """A reward as reward.functions names it; where its module is found is kept for the run."""
         if isinstance(reward, str):
             return reward
-        module_name, name = getattr(reward, "__module__", "__main__"), getattr(reward, "__qualname__", "")
+        module_name, name = (
+            getattr(reward, "__module__", "__main__"),
+            getattr(reward, "__qualname__", ""),
+        )
         module = sys.modules.get(module_name)
         found: Any = module
         for part in name.split("."):
@@ -215,8 +254,9 @@ class Run:
         file = getattr(module, "__file__", None)
         if file is None or module_name == "__main__" or found is not reward:
             raise UserError(
-                f"reward: {name or repr(reward)} of {module_name} cannot be imported by the run's workers; write it at the top "
-                f"level of a module that you import, without a closure, or give 'module:function'"
+                f"reward: {name or repr(reward)} of {module_name} cannot be imported by the run's "
+                "workers; write it at the top level of a module that you import, without a "
+                "closure, or give 'module:function'"
             )
         depth = module_name.count(".") + Path(file).stem.count("__init__")
         self._imports.add(str(Path(file).resolve().parents[depth]))
@@ -233,7 +273,10 @@ class Run:
         return self if self._process is not None else self.start()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.stop(at_once=error is not None)
 
@@ -246,7 +289,9 @@ def _load(config: Config | str | Path | Sequence[str | Path], keys: Mapping[str,
     else:
         files = [config] if isinstance(config, (str, Path)) else config
     for name, value in keys.items():
-        values[tuple(name.split("."))] = os.fspath(value) if isinstance(value, os.PathLike) else value
+        values[tuple(name.split("."))] = (
+            os.fspath(value) if isinstance(value, os.PathLike) else value
+        )
     return load_config([os.path.expanduser(file) for file in files], values=values)
 
 
@@ -262,6 +307,7 @@ def _write_rows(file: Path, rows: Rows, name: str) -> None:
         text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{name}: a row cannot be written as JSON ({error}); give rows of texts, numbers, lists and dictionaries"
+            f"{name}: a row cannot be written as JSON ({error}); give rows of texts, numbers, "
+            "lists and dictionaries"
         ) from None
     file.write_text(text, encoding="utf-8")

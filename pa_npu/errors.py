@@ -1,4 +1,6 @@
-"""The exceptions that end a run with one clear line; everything a user can cause derives from `UserError`."""
+"""The exceptions that end a run with one clear line; everything a user can cause derives from
+`UserError`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ _URL_PASSWORD = re.compile(r"(://[^\s/@:\"']*:)(?!\d{1,5}[/,])[^\s\"'<>]*(?=@)")
 
 
 class PaNpuError(Exception):
-    """Base of every error this package raises on purpose. Its message is one printable line, whatever is quoted in it.
+    """Base of every error this package raises on purpose. Its message is one printable line,
+    whatever is quoted in it.
 
     A password in a URL is not part of it.
     """
@@ -20,7 +23,10 @@ class PaNpuError(Exception):
 
 
 class UserError(PaNpuError):
-    """Bad input: the message says what, where, which rule and the remedy, in one line. Programs exit with code 2."""
+    """Bad input: the message says what, where, which rule and the remedy, in one line.
+
+    Programs exit with code 2.
+    """
 
 
 class ConfigError(UserError):
@@ -48,7 +54,9 @@ class InvariantViolation(PaNpuError):
 
 
 def printable(text: str) -> str:
-    """The text with escapes for line ends, control characters and all else that a console or page would obey."""
+    """The text with escapes for line ends, control characters and all else that a console or page
+    would obey.
+    """
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -62,7 +70,8 @@ MUST_NOT_CONTINUE = 3
 def exit_code(error: PaNpuError, logger: logging.Logger) -> int:
     """Logs the error in one line and returns the exit code of a process of a run that ends with it.
 
-    1: another attempt may succeed. 2 (bad input) and 3 (an invariant is broken, the disk is full) end the run.
+    1: another attempt may succeed. 2 (bad input) and 3 (an invariant is broken, the disk is full)
+    end the run.
     """
     if isinstance(error, UserError):
         logger.error("%s", error)

@@ -1,6 +1,7 @@
 """How much is tried: hypothesis' examples per property, and whether long tests run.
 
-HYPOTHESIS_PROFILE=ci (default): 100 examples, no tests marked `nightly`. HYPOTHESIS_PROFILE=nightly: 10,000, and all tests.
+HYPOTHESIS_PROFILE=ci (default): 100 examples, no tests marked `nightly`.
+HYPOTHESIS_PROFILE=nightly: 10,000, and all tests.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ NIGHTLY = "nightly"
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 for name, max_examples in (("ci", 100), (NIGHTLY, 10_000)):
-    settings.register_profile(name, max_examples=max_examples, deadline=None, suppress_health_check=SLOW)
+    settings.register_profile(
+        name, max_examples=max_examples, deadline=None, suppress_health_check=SLOW
+    )
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 settings.load_profile(PROFILE)
 

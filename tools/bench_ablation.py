@@ -1,18 +1,22 @@
 #!/usr/bin/env python
-"""Measures the contributions of periodic asynchrony, the tri-model pass and shared-prompt attention, each on and off.
+"""Measures the contributions of periodic asynchrony, the tri-model pass and shared-prompt
+attention, each on and off.
 
-Real vLLM engines and real trainer ranks, prompts of 512 tokens, groups of 8 responses of 64, a KL term and two updates per
-iteration, so that policy, old policy and reference all exist. Off means: schedule.stream=false, trainer.frozen_pass=separate,
-attention.shared_prompt=false. For each of the other two's four settings one run has synchronous and periodic iterations in turn, so
-that both have the same prompts and the same machine. A further run has everything off throughout.
+Real vLLM engines and real trainer ranks, prompts of 512 tokens, groups of 8 responses of 64, a KL
+term and two updates per iteration, so that policy, old policy and reference all exist. Off means:
+schedule.stream=false, trainer.frozen_pass=separate, attention.shared_prompt=false. For each of the
+other two's four settings one run has synchronous and periodic iterations in turn, so that both have
+the same prompts and the same machine. A further run has everything off throughout.
 
-    python tools/bench_ablation.py [--iterations 10] [--groups 8] [--pipeline 1,2] [--json FILE] [--markdown FILE]
+    python tools/bench_ablation.py [--iterations 10] [--groups 8] [--pipeline 1,2] [--json FILE]
+    [--markdown FILE]
 
-Columns: iteration: median seconds. TPSPD: trained prompt and response tokens per second and device, of the median. x: over all
-off. idle: shares of the iteration. MiB: what an iteration needed at most, resident, means. weights: the largest difference of any
-weight after the last update, over that tensor's largest, from the run with everything off (schedule.order=prompt); a run's two
-rows have the same weights. The shares are Shapley values of the logarithm of TPSPD: what adding one brings, averaged over all
-orders of adding the three, over what all three bring.
+Columns: iteration: median seconds. TPSPD: trained prompt and response tokens per second and device,
+of the median. x: over all off. idle: shares of the iteration. MiB: what an iteration needed at
+most, resident, means. weights: the largest difference of any weight after the last update, over
+that tensor's largest, from the run with everything off (schedule.order=prompt); a run's two rows
+have the same weights. The shares are Shapley values of the logarithm of TPSPD: what adding one
+brings, averaged over all orders of adding the three, over what all three bring.
 
 With --pipeline 2 the trainer is two stages. They share a core where the machine has no third.
 """
@@ -76,16 +80,25 @@ class Row:
 
     @property
     def name(self) -> str:
-        return " + ".join(name for name, on in zip(FACTORS, self.switches, strict=True) if on) or "none"
+        return (
+            " + ".join(name for name, on in zip(FACTORS, self.switches, strict=True) if on)
+            or "none"
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=10, help=f"per run, {WARMUP} of warm-up included; even")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--iterations", type=int, default=10, help=f"per run, {WARMUP} of warm-up included; even"
+    )
     parser.add_argument("--groups", type=int, default=8, help="of an iteration")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=64, help="tokens of a response")
-    parser.add_argument("--pipeline", default="1", help="pipeline stages of the trainer, such as 1,2")
+    parser.add_argument(
+        "--pipeline", default="1", help="pipeline stages of the trainer, such as 1,2"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args(arguments)
@@ -114,7 +127,9 @@ def measure(bench: Bench, args: argparse.Namespace, stages: int) -> list[Row]:
     """All eight rows, everything off first."""
     case = Case("ablation", args.groups, prompt=args.prompt)
 
-    def run(tri_model: bool, shared_prompt: bool, stream: Sequence[str]) -> tuple[list[dict[str, Any]], Path]:
+    def run(
+        tri_model: bool, shared_prompt: bool, stream: Sequence[str]
+    ) -> tuple[list[dict[str, Any]], Path]:
         settings = [
             *COMMON,
             *stream,
@@ -131,7 +146,9 @@ def measure(bench: Bench, args: argparse.Namespace, stages: int) -> list[Row]:
     _, reference = run(False, False, ["schedule.stream=false"])
     rows = []
     for tri_model, shared_prompt in itertools.product((False, True), repeat=2):
-        records, weights = run(tri_model, shared_prompt, [f"schedule.compare_iterations={args.iterations}"])
+        records, weights = run(
+            tri_model, shared_prompt, [f"schedule.compare_iterations={args.iterations}"]
+        )
         difference = compare(_weights(reference), _weights(weights)).relative
         for periodic in (False, True):
             own = [record for record in records[WARMUP:] if record["periodic"] is periodic]
@@ -162,7 +179,10 @@ def cores_of(stages: int, cores: int) -> str:
 
 
 def shapley(value: Callable[[Switches], float]) -> tuple[float, float, float]:
-    """Returns each factor's gain in `value`, averaged over all orders of switching the three on (L. S. Shapley, 1953)."""
+    """Returns each factor's gain in `value`, averaged over all orders of switching the three on (L.
+
+    S. Shapley, 1953).
+    """
     orders = list(itertools.permutations(range(len(FACTORS))))
     shares = [0.0] * len(FACTORS)
     for order in orders:
@@ -193,24 +213,34 @@ def render(rows: Sequence[Row], args: argparse.Namespace, stages: int) -> str:
     gained = shapley(lambda switches: math.log(by_switches[switches].tpspd))
     total = math.log(by_switches[True, True, True].tpspd / base)
     cores = len(os.sched_getaffinity(0))
-    where = f"one vLLM engine, {stages} pipeline {'stage' if stages == 1 else 'stages'}, {cores} cores ({processor()})"
+    where = (
+        f"one vLLM engine, {stages} pipeline {'stage' if stages == 1 else 'stages'}, {cores} "
+        f"cores ({processor()})"
+    )
     marks = " | ".join(FACTORS)
     lines = [
-        f"PP{stages}: {where}; {args.groups} groups of {RESPONSES} responses of {args.response} tokens, prompts of {args.prompt}, "
-        f"{UPDATES} updates per iteration, KL; medians of {(args.iterations - WARMUP) // 2} iterations of each kind.",
+        f"PP{stages}: {where}; {args.groups} groups of {RESPONSES} responses of {args.response} "
+        f"tokens, prompts of {args.prompt}, {UPDATES} updates per iteration, KL; medians of "
+        f"{(args.iterations - WARMUP) // 2} iterations of each kind.",
         "",
-        f"| {marks} | iteration s | Tg s | Tt s | TPSPD | x | engine idle | trainer idle | engine MiB | trainer MiB "
-        f"| coordinator MiB | weights |",
+        f"| {marks} | iteration s | Tg s | Tt s | TPSPD | x | engine idle | trainer idle | engine "
+        "MiB | trainer MiB | coordinator MiB | weights |",
         "|:-:|:-:|:-:" + "|---:" * 11 + "|",
     ]
     for row in rows:
         cells = ["on" if on else "off" for on in row.switches]
         cells += [f"{seconds:.2f}" for seconds in (row.iteration_s, row.generate_s, row.train_s)]
-        cells += [f"{row.tpspd:,.0f}", f"{row.tpspd / base:.2f}", f"{row.engine_idle:.0%}", f"{row.trainer_idle:.0%}"]
+        cells += [
+            f"{row.tpspd:,.0f}",
+            f"{row.tpspd / base:.2f}",
+            f"{row.engine_idle:.0%}",
+            f"{row.trainer_idle:.0%}",
+        ]
         cells += [f"{row.memory.get(kind, math.nan) / 2**20:,.0f}" for kind in _KINDS]
         lines.append(f"| {' | '.join([*cells, f'{row.weights_difference:.1e}'])} |")
     parts = ", ".join(
-        f"{name} {math.exp(part):.2f}x ({part / total:.0%})" for name, part in zip(FACTORS, gained, strict=True)
+        f"{name} {math.exp(part):.2f}x ({part / total:.0%})"
+        for name, part in zip(FACTORS, gained, strict=True)
     )
     lines += ["", f"Contributions to {math.exp(total):.2f}x (Shapley, of the logarithm): {parts}."]
     return "\n".join(lines)

@@ -1,17 +1,20 @@
 #!/usr/bin/env python
-"""Costs of the agents' gateway per request, beside the same requests sent to the engine directly, and whether it grows.
+"""Costs of the agents' gateway per request, beside the same requests sent to the engine directly,
+and whether it grows.
 
     agents ──chat requests──> gateway, sessions, trees (this process) ──token ids──> stand-in engine
     agents ──the same conversations as token ids──────────────────────────────────> stand-in engine
 
-This process has a core of its own, agents and engine share the others. Every session is a conversation of --turns answers;
---at-once of --sessions are open at a time.
+This process has a core of its own, agents and engine share the others. Every session is a
+conversation of --turns answers; --at-once of --sessions are open at a time.
 
-    python tools/bench_agents.py                          # 256 at once, direct and through the gateway
-    python tools/bench_agents.py --soak 10000             # and as many short sessions, with this process's memory on the way
+    python tools/bench_agents.py                          # 256 at once, direct and through the
+                                                          gateway
+    python tools/bench_agents.py --soak 10000             # and as many short sessions, with this
+                                                          process's memory on the way
 
-Columns: seconds of a request (mean, median and 95th percentile, as agents see it), requests per second, CPU milliseconds of this
-process per request. The overhead is the difference of the means.
+Columns: seconds of a request (mean, median and 95th percentile, as agents see it), requests per
+second, CPU milliseconds of this process per request. The overhead is the difference of the means.
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ QUESTION_TOKENS, FOLLOW_UP_TOKENS = 256, 32
 
 @dataclass(frozen=True)
 class Load:
-    """sessions: in all. tokens: of an answer, on average. step_s: of the engine, for one token of all answers under way."""
+    """sessions: in all. tokens: of an answer, on average. step_s: of the engine, for one token of
+    all answers under way.
+    """
 
     sessions: int
     at_once: int
@@ -73,7 +78,9 @@ class Load:
 
 @dataclass(frozen=True)
 class Measured:
-    """request_s: of every request. cpu_s: of the process between agents and engine. rss_mib: by sessions done."""
+    """request_s: of every request. cpu_s: of the process between agents and engine. rss_mib: by
+    sessions done.
+    """
 
     seconds: float
     request_s: Sequence[float]
@@ -104,9 +111,14 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=4, help="answers in a session")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, on average")
     parser.add_argument(
-        "--step-ms", type=float, default=40.0, help="of the engine, for one token of all that it writes"
+        "--step-ms",
+        type=float,
+        default=40.0,
+        help="of the engine, for one token of all that it writes",
     )
-    parser.add_argument("--soak", type=int, default=0, help="short sessions afterwards, with memory on the way")
+    parser.add_argument(
+        "--soak", type=int, default=0, help="short sessions afterwards, with memory on the way"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
     parser.add_argument("--as-agents", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -114,13 +126,21 @@ def main() -> int:
         asyncio.run(agents(**json.loads(arguments.as_agents)))
         return 0
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    load = Load(arguments.sessions, arguments.at_once, arguments.turns, arguments.tokens, arguments.step_ms / 1e3)
+    load = Load(
+        arguments.sessions,
+        arguments.at_once,
+        arguments.turns,
+        arguments.tokens,
+        arguments.step_ms / 1e3,
+    )
     direct = measure(load, cores, through_gateway=False)
     gateway = measure(load, cores, through_gateway=True)
     lines = [HEADER, ("---",) * len(HEADER), direct.cells("direct"), gateway.cells("gateway")]
     overhead_ms, share = (gateway.mean_s - direct.mean_s) * 1e3, gateway.per_s / direct.per_s
     print("\n".join("| " + " | ".join(line) + " |" for line in lines))
-    print(f"overhead {overhead_ms:.2f} ms per request; throughput {share:.1%} of direct", flush=True)
+    print(
+        f"overhead {overhead_ms:.2f} ms per request; throughput {share:.1%} of direct", flush=True
+    )
     figures: dict[str, Any] = {
         "requests": [len(direct.request_s), len(gateway.request_s)],
         "overhead_ms": overhead_ms,
@@ -128,10 +148,18 @@ def main() -> int:
         "cpu_ms": gateway.cpu_s / len(gateway.request_s) * 1e3,
     }
     if arguments.soak:
-        soaked = measure(Load(arguments.soak, arguments.at_once, 2, 8, 0.001), cores, through_gateway=True)
+        soaked = measure(
+            Load(arguments.soak, arguments.at_once, 2, 8, 0.001), cores, through_gateway=True
+        )
         figures["soak_rss_mib"] = soaked.rss_mib
-        print(f"soak: {arguments.soak:,} sessions in {soaked.seconds:.0f} s, {soaked.per_s:.0f} requests/s")
-        print("resident MiB by sessions done: " + ", ".join(f"{done:,}: {mib:.1f}" for done, mib in soaked.rss_mib))
+        print(
+            f"soak: {arguments.soak:,} sessions in {soaked.seconds:.0f} s, {soaked.per_s:.0f} "
+            "requests/s"
+        )
+        print(
+            "resident MiB by sessions done: "
+            + ", ".join(f"{done:,}: {mib:.1f}" for done, mib in soaked.rss_mib)
+        )
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
@@ -141,7 +169,10 @@ HEADER = ("way", "requests", "mean s", "median s", "95% s", "requests/s", "CPU m
 
 
 def measure(load: Load, cores: Sequence[int], *, through_gateway: bool) -> Measured:
-    """A load on an engine of its own. The gateway has the first core, everything else the others."""
+    """A load on an engine of its own.
+
+    The gateway has the first core, everything else the others.
+    """
 
     def pin(chosen: Sequence[int]) -> None:
         if len(cores) > 1:
@@ -149,7 +180,13 @@ def measure(load: Load, cores: Sequence[int], *, through_gateway: bool) -> Measu
 
     with contextlib.ExitStack() as stack:
         pin(cores[1:])  # inherited by what is started
-        engine = [str(Path(__file__).with_name("stand_in.py")), "--step-s", f"{load.step_s}", "--variants", "64"]
+        engine = [
+            str(Path(__file__).with_name("stand_in.py")),
+            "--step-s",
+            f"{load.step_s}",
+            "--variants",
+            "64",
+        ]
         engine += ["--eos-token-id", str(FIRST_TOKEN - 1), "--vocab-size", str(LAST_TOKEN)]
         process = start(stack, *engine, "--max-num-seqs", str(load.at_once))
         assert process.stdout is not None
@@ -173,7 +210,9 @@ def told(load: Load, url: str, key: str | None) -> str:
 def start(stack: contextlib.ExitStack, *command: str) -> subprocess.Popen[str]:
     """A Python child that ends with the stack."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+    process = subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env
+    )
     stack.callback(process.wait, 10)
     stack.callback(process.kill)
     return process
@@ -187,8 +226,12 @@ def said(process: subprocess.Popen[str], **more: Any) -> Measured:
     return Measured(**json.loads(output), **more)
 
 
-async def serve(load: Load, engine_url: str, start_agents: Callable[[str, str], subprocess.Popen[str]]) -> Measured:
-    """The run's part: sessions, their gateway, and a pool of one engine, as the coordinator has them."""
+async def serve(
+    load: Load, engine_url: str, start_agents: Callable[[str, str], subprocess.Popen[str]]
+) -> Measured:
+    """The run's part: sessions, their gateway, and a pool of one engine, as the coordinator has
+    them.
+    """
     tokenizer = make_tokenizer()
     tokenizer.chat_template = AGENT_TEMPLATE
     longest = (2 * load.tokens + FOLLOW_UP_TOKENS + 8) * load.turns
@@ -231,7 +274,8 @@ async def serve(load: Load, engine_url: str, start_agents: Callable[[str, str], 
                     samples = await run_episode(config, environment, prompt, 1, generate, longest)
                 if len(samples) != 1:
                     raise SystemExit(
-                        f"session {number} has {len(samples)} branches, though every request went on with the last"
+                        f"session {number} has {len(samples)} branches, though every request went "
+                        "on with the last"
                     )
                 if number % 1000 == 0 or number == load.sessions - 1:
                     gc.collect()
@@ -256,14 +300,18 @@ def text(num_tokens: int) -> str:
 
 
 async def agents(load: dict[str, Any], url: str, key: str | None) -> None:
-    """Works at all sessions, and prints what Measured has. key: of a run at `url`; None: that is an engine."""
+    """Works at all sessions, and prints what Measured has. key: of a run at `url`; None: that is an
+    engine.
+    """
     work, request_s = Load(**load), []
     numbers, lengths = iter(range(work.sessions)), np.random.default_rng(1)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
         def length() -> int:
             """Tokens of the next answer: equal ones would all end in the same step of the engine."""
-            return int(lengths.integers(work.tokens // 2, work.tokens + work.tokens // 2, endpoint=True))
+            return int(
+                lengths.integers(work.tokens // 2, work.tokens + work.tokens // 2, endpoint=True)
+            )
 
         async def timed(url: str, key: str, body: Any) -> Any:
             begin_s = time.perf_counter()
@@ -278,10 +326,17 @@ async def agents(load: dict[str, Any], url: str, key: str | None) -> None:
             chat = f"{taken['base_url']}/chat/completions"
             messages = [{"role": "user", "content": taken["task"]["row"]["question"]}]
             for _ in range(work.turns):
-                answer = await timed(chat, taken["api_key"], {"messages": messages, "max_tokens": length()})
-                messages += [answer["choices"][0]["message"], {"role": "user", "content": text(FOLLOW_UP_TOKENS)}]
+                answer = await timed(
+                    chat, taken["api_key"], {"messages": messages, "max_tokens": length()}
+                )
+                messages += [
+                    answer["choices"][0]["message"],
+                    {"role": "user", "content": text(FOLLOW_UP_TOKENS)},
+                ]
             root = taken["base_url"].removesuffix("/v1")
-            await asked(http.post(f"{root}/reward", json={"reward": 1.0}, headers=headers(taken["api_key"])))
+            await asked(
+                http.post(f"{root}/reward", json={"reward": 1.0}, headers=headers(taken["api_key"]))
+            )
             await asked(http.post(f"{root}/end", json={}, headers=headers(taken["api_key"])))
 
         async def directly(number: int) -> None:

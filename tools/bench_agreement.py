@@ -1,22 +1,27 @@
 #!/usr/bin/env python
-"""The smallest fault that I5 catches, and how near honest rounding comes to its limits, in fp32 and bf16.
+"""The smallest fault that I5 catches, and how near honest rounding comes to its limits, in fp32 and
+bf16.
 
     python tools/make_tiny_model.py --out .cache/tiny --seed 1
-    python tools/bench_agreement.py --model .cache/tiny/model [--dtypes fp32 bf16] [--pool 256] [--tokens 24] [--draws 20000]
+    python tools/bench_agreement.py --model .cache/tiny/model [--dtypes fp32 bf16] [--pool 256]
+    [--tokens 24] [--draws 20000]
         [--markdown FILE]
 
-A transformers engine samples a pool of responses with the model as it is, and with each fault at several sizes:
+A transformers engine samples a pool of responses with the model as it is, and with each fault at
+several sizes:
 
   temperature   the engine samples at 1 + x, the trainer computes at 1
   weights       all of the engine's weights times 1 + x
-  stale         the engine's weights lack one optimizer step of the learning rate x (a publish that was skipped)
+  stale         the engine's weights lack one optimizer step of the learning rate x (a publish that
+                was skipped)
 
-The Megatron trainer computes the log-probs of what was sampled, and its own rounding (the yardstick). Real are the log-probs of
-the pool; an iteration of R responses is R of them drawn with replacement, its yardstick 32 others, drawn anew every 32nd. Caught
-means in at least 95 of 100 such iterations, by the tokens of one iteration at the default keys. False stops: of --draws iterations
-without a fault, and of as many probes of 8 responses, at the default margin; and the largest share of a limit that any of them
-reached. Draws know no more responses than the pool has, of one policy: what stops a run only in a response, or with a
-policy, that is not in it is not counted.
+The Megatron trainer computes the log-probs of what was sampled, and its own rounding (the
+yardstick). Real are the log-probs of the pool; an iteration of R responses is R of them drawn with
+replacement, its yardstick 32 others, drawn anew every 32nd. Caught means in at least 95 of 100 such
+iterations, by the tokens of one iteration at the default keys. False stops: of --draws iterations
+without a fault, and of as many probes of 8 responses, at the default margin; and the largest share
+of a limit that any of them reached. Draws know no more responses than the pool has, of one policy:
+what stops a run only in a response, or with a policy, that is not in it is not counted.
 """
 
 from __future__ import annotations
@@ -84,7 +89,12 @@ def configuration(model: Path, dtype: str) -> Config:
 
 
 def sampled(
-    weights: dict[str, torch.Tensor], model: Path, dtype: torch.dtype, temperature: float, pool: int, tokens: int
+    weights: dict[str, torch.Tensor],
+    model: Path,
+    dtype: torch.dtype,
+    temperature: float,
+    pool: int,
+    tokens: int,
 ) -> list[Microbatch]:
     """`pool` responses with the engine's log-probs, in groups of 8 with one prompt each."""
     engine = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
@@ -92,12 +102,17 @@ def sampled(
         for name, parameter in engine.named_parameters():
             parameter.copy_(weights[name])
         rng = np.random.default_rng(1)
-        prompts = rng.integers(3, engine.config.vocab_size, (pool // GROUP, 6)).repeat(GROUP, axis=0)
+        prompts = rng.integers(3, engine.config.vocab_size, (pool // GROUP, 6)).repeat(
+            GROUP, axis=0
+        )
         sequences, generator = torch.from_numpy(prompts), torch.Generator().manual_seed(1)
         last, cache = sequences, None
         for _ in range(tokens):
             output = engine(last, past_key_values=cache, use_cache=True)
-            cache, distribution = output.past_key_values, (output.logits[:, -1].float() / temperature).softmax(-1)
+            cache, distribution = (
+                output.past_key_values,
+                (output.logits[:, -1].float() / temperature).softmax(-1),
+            )
             last = torch.multinomial(distribution, 1, generator=generator)
             sequences = torch.cat([sequences, last], dim=1)
         table = (engine(sequences).logits[:, :-1].float() / temperature).log_softmax(-1)
@@ -123,19 +138,31 @@ def sampled(
 
 
 class Rows:
-    """[responses, fields of DifferenceSums], one row per response; `draws` makes iterations of some of them."""
+    """[responses, fields of DifferenceSums], one row per response; `draws` makes iterations of some
+    of them.
+    """
 
     def __init__(self, dtype: str) -> None:
         self._floor = UNCERTAINTY_FLOOR[dtype]
         self._rows: list[list[float]] = []
         self._table = np.zeros((0, 0))
 
-    def add(self, microbatch: Targets, mine: torch.Tensor, others: torch.Tensor, entropy: torch.Tensor) -> None:
+    def add(
+        self, microbatch: Targets, mine: torch.Tensor, others: torch.Tensor, entropy: torch.Tensor
+    ) -> None:
         lengths = list(microbatch.response_lengths)
-        for a, b, h in zip(mine.split(lengths), others.split(lengths), entropy.split(lengths), strict=True):
+        for a, b, h in zip(
+            mine.split(lengths), others.split(lengths), entropy.split(lengths), strict=True
+        ):
             index = torch.zeros(len(a), dtype=torch.int64)
             sums = difference_sums(
-                a.float(), b.float(), h.float(), index, 1, floor=self._floor, copies=microbatch.repeats
+                a.float(),
+                b.float(),
+                h.float(),
+                index,
+                1,
+                floor=self._floor,
+                copies=microbatch.repeats,
             )
             self._rows.append(sums.tolist())
         self._table = np.array(self._rows)
@@ -165,7 +192,9 @@ class Trainer:
         self.config, spec = configuration(model, dtype), ModelSpec.read(str(model))
         initialise_parallel(self.config, platform, dist.HashStore(), rank=0)
         stage = load_stage(self.config, spec, platform)
-        self.backend = MegatronBackend(stage, self.config, spec, platform, torch.device("cpu"), Timeline(None, ""))
+        self.backend = MegatronBackend(
+            stage, self.config, spec, platform, torch.device("cpu"), Timeline(None, "")
+        )
 
     def compared(self, microbatches: list[Microbatch]) -> tuple[Rows, Rows]:
         """(trainer against engine, the trainer's own rounding), response by response."""
@@ -174,10 +203,14 @@ class Trainer:
         entropies: list[torch.Tensor] = []
 
         def compare_with_engine(microbatch: Microbatch, outputs: Outputs) -> None:
-            against.add(microbatch, outputs.policy.values, microbatch.engine_logprobs, outputs.entropy)
+            against.add(
+                microbatch, outputs.policy.values, microbatch.engine_logprobs, outputs.entropy
+            )
             entropies.append(outputs.entropy)
 
-        def compare_with_wide(microbatch: Microbatch, narrow: torch.Tensor, wide: torch.Tensor) -> None:
+        def compare_with_wide(
+            microbatch: Microbatch, narrow: torch.Tensor, wide: torch.Tensor
+        ) -> None:
             rounding.add(microbatch, narrow, wide, entropies.pop(0))
 
         self.backend.evaluate(microbatches, compare_with_engine)
@@ -199,11 +232,14 @@ class _Source(list[Microbatch]):
 
 def parameters(model: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {
-        n: p.detach().float() for n, p in AutoModelForCausalLM.from_pretrained(model, dtype=dtype).named_parameters()
+        n: p.detach().float()
+        for n, p in AutoModelForCausalLM.from_pretrained(model, dtype=dtype).named_parameters()
     }
 
 
-def measure(model: Path, dtype: str, pool: int, tokens: int, draws: int) -> tuple[list[str], list[str]]:
+def measure(
+    model: Path, dtype: str, pool: int, tokens: int, draws: int
+) -> tuple[list[str], list[str]]:
     """Rows of the two tables."""
     trainer, kind, rng = Trainer(model, dtype), DTYPES[dtype], np.random.default_rng(2)
     publish, weights = trainer.config.publish, parameters(model, torch.float32)
@@ -213,15 +249,23 @@ def measure(model: Path, dtype: str, pool: int, tokens: int, draws: int) -> tupl
 
     def bounds(measured: DifferenceSums, sums: DifferenceSums) -> AgreementLimits:
         found = limits(measured, sums, margin, FALSE_STOP_RATE)
-        return replace(found, square=math.inf) if sums.responses == GROUP else found  # of a probe it says nothing
+        # of a probe it says nothing
+        return replace(found, square=math.inf) if sums.responses == GROUP else found
 
     def judged(rows: Rows, yardstick: Rows, number: int, iterations: int) -> tuple[int, float]:
-        """How many of the iterations are stopped, and the largest share of a limit that any reaches."""
+        """How many of the iterations are stopped, and the largest share of a limit that any
+        reaches.
+        """
         stops, most = 0, 0.0
         for start in range(0, iterations, DRAWN_AT_ONCE):
             drawn = rows.draws(rng, number, min(DRAWN_AT_ONCE, iterations - start))
-            for first, other in enumerate(yardstick.draws(rng, YARDSTICK_RESPONSES, -(-len(drawn) // YARDSTICK_EVERY))):
-                some, measured = drawn[first * YARDSTICK_EVERY :][:YARDSTICK_EVERY], DifferenceSums(*other)
+            for first, other in enumerate(
+                yardstick.draws(rng, YARDSTICK_RESPONSES, -(-len(drawn) // YARDSTICK_EVERY))
+            ):
+                some, measured = (
+                    drawn[first * YARDSTICK_EVERY :][:YARDSTICK_EVERY],
+                    DifferenceSums(*other),
+                )
                 for row in some:
                     sums = DifferenceSums(*row.tolist())
                     bound = bounds(measured, sums)
@@ -229,22 +273,34 @@ def measure(model: Path, dtype: str, pool: int, tokens: int, draws: int) -> tupl
                     most = max(most, _largest_shares(row[None], bound)[0])
         return stops, most
 
-    noise, own = (DifferenceSums(*part.draws(rng, 50_000, 1)[0].tolist()) for part in (against, rounding))
+    noise, own = (
+        DifferenceSums(*part.draws(rng, 50_000, 1)[0].tolist()) for part in (against, rounding)
+    )
     chance = []
     for number in (GROUP, *RESPONSES):
         stops, most = judged(against, rounding, number, draws)
-        numbers = f"{noise.odds_mean:.2g} | {own.odds_mean:.2g} | {noise.odds_mean / own.odds_mean:.2f}"
+        numbers = (
+            f"{noise.odds_mean:.2g} | {own.odds_mean:.2g} | {noise.odds_mean / own.odds_mean:.2f}"
+        )
         slopes = f"{abs(noise.slope):.1g} | {abs(own.slope):.1g}"
-        chance.append(f"| {dtype} | {number:,} | {numbers} | {slopes} | {stops} of {draws:,} | {most:.2f} |")
+        chance.append(
+            f"| {dtype} | {number:,} | {numbers} | {slopes} | {stops} of {draws:,} | {most:.2f} |"
+        )
 
     caught: list[str] = []
     pools: dict[tuple[str, float], tuple[Rows, Rows]] = {}
     for fault, sizes in SIZES.items():
         if fault != "stale":  # which is measured after the step, below
             for x in sizes:
-                scaled = {name: value * (1 + x) for name, value in weights.items()} if fault == "weights" else weights
+                scaled = (
+                    {name: value * (1 + x) for name, value in weights.items()}
+                    if fault == "weights"
+                    else weights
+                )
                 temperature = 1 + x if fault == "temperature" else 1.0
-                pools[fault, x] = trainer.compared(sampled(scaled, model, kind, temperature, pool, tokens))
+                pools[fault, x] = trainer.compared(
+                    sampled(scaled, model, kind, temperature, pool, tokens)
+                )
     with tempfile.TemporaryDirectory() as directory:
         after = parameters(trainer.step(clean, Path(directory) / "hf"), torch.float32)
     for x in SIZES["stale"]:
@@ -266,7 +322,10 @@ def _largest_shares(drawn: np.ndarray, bound: AgreementLimits) -> np.ndarray:
     """[iterations]: of [iterations, fields], the largest of its values' shares of their limits."""
     sums, shares = DifferenceSums(*drawn.T), []
     pooled = stray_evidence(
-        *(torch.from_numpy(v) for v in (sums.n, sums.strays_own, sums.strays_others, sums.strays_expected))
+        *(
+            torch.from_numpy(v)
+            for v in (sums.n, sums.strays_own, sums.strays_others, sums.strays_expected)
+        )
     ).numpy()
     for value, limit in (
         (sums.odds / sums.n, bound.mean),
@@ -279,7 +338,9 @@ def _largest_shares(drawn: np.ndarray, bound: AgreementLimits) -> np.ndarray:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, required=True, help="HF directory")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--pool", type=int, default=256, help="responses per condition")
@@ -294,13 +355,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chance += rows[1]
     sizes = " | ".join(f"{number:,} responses" for number in RESPONSES)
     text = [
-        f"{processor()}, {options.model.name}, responses of {options.tokens} tokens, pool of {options.pool}",
+        f"{processor()}, {options.model.name}, responses of {options.tokens} tokens, pool of "
+        f"{options.pool}",
         "",
         f"| type | fault, smallest caught | {sizes} |",
         "|---|---|---:|---:|---:|",
         *caught,
         "",
-        "| type | responses | mean \\|d\\| | yardstick | ratio | slope | yardstick's | false stops | largest share of a limit |",
+        "| type | responses | mean \\|d\\| | yardstick | ratio | slope | yardstick's | false stops "
+        "| largest share of a limit |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
         *chance,
     ]

@@ -1,16 +1,19 @@
 """Time a training step with shared prompts against the same sequences packed separately.
 
-    python tools/bench_attention.py [--device auto|npu|cuda|cpu] [--shape small|7b] [--impl auto,...]
+    python tools/bench_attention.py [--device auto|npu|cuda|cpu] [--shape small|7b] [--impl
+    auto,...]
                                     [--case NAME] [--budget SECONDS] [--json FILE] [--markdown FILE]
 
-A step is forward and backward of a small decoder (RMSNorm, rotary, grouped-query attention, SwiGLU, LM head on the
-predicted rows only) with random weights. The baseline packs every sequence with its own copy of the prompt, without
-padding, and uses the same attention kernel. Implementations and baseline take turns in one process, in alternating
-order; times are medians. On a CPU they are seconds of processor time on one core, which neighbours disturb less.
+A step is forward and backward of a small decoder (RMSNorm, rotary, grouped-query attention, SwiGLU,
+LM head on the predicted rows only) with random weights. The baseline packs every sequence with its
+own copy of the prompt, without padding, and uses the same attention kernel. Implementations and
+baseline take turns in one process, in alternating order; times are medians. On a CPU they are
+seconds of processor time on one core, which neighbours disturb less.
 
-Columns: tokens and pairs, baseline over shared; ideal, the same ratio for all floating-point operations (FlopsModel);
-seconds of the baseline and of the implementation; speedup; percent of the ideal; peak memory of a step, baseline over
-shared; largest difference of a log-prob from the baseline's.
+Columns: tokens and pairs, baseline over shared; ideal, the same ratio for all floating-point
+operations (FlopsModel); seconds of the baseline and of the implementation; speedup; percent of the
+ideal; peak memory of a step, baseline over shared; largest difference of a log-prob from the
+baseline's.
 """
 
 from __future__ import annotations
@@ -64,14 +67,24 @@ def _cases() -> list[Case]:
         (1024, 8192, 16),
         (16384, 256, 8),
     ]
-    cases = [Case(f"{p}/{r}/{g}", PrefixLayout.from_groups([(p, [r] * g)]), max(p, r) > 4096) for p, r, g in equal]
+    cases = [
+        Case(f"{p}/{r}/{g}", PrefixLayout.from_groups([(p, [r] * g)]), max(p, r) > 4096)
+        for p, r, g in equal
+    ]
     cases.append(Case("512/256/1", PrefixLayout.from_groups([(512, [256])])))
     ragged = [16, 48, 64, 96, 128, 160, 224, 320]
     cases.append(Case("256/ragged/8", PrefixLayout.from_groups([(256, ragged)])))
-    cases.append(Case("3 groups", PrefixLayout.from_groups([(256, [64] * 8), (512, [48, 96] * 4), (128, [32] * 8)])))
+    cases.append(
+        Case(
+            "3 groups",
+            PrefixLayout.from_groups([(256, [64] * 8), (512, [48, 96] * 4), (128, [32] * 8)]),
+        )
+    )
     # depth 4: a root of 256, two children of 128, each with two of 64, each with two leaves of 64
     parents = (-1, 0, 1, 2, 2, 1, 5, 5, 0, 8, 9, 9, 8, 12, 12)
-    cases.append(Case("tree of depth 4", PrefixLayout((256, *(128, 64, 64, 64, 64, 64, 64) * 2), parents)))
+    cases.append(
+        Case("tree of depth 4", PrefixLayout((256, *(128, 64, 64, 64, 64, 64, 64) * 2), parents))
+    )
     return cases
 
 
@@ -88,7 +101,9 @@ class Decoder(torch.nn.Module):
             layer = torch.nn.ModuleDict(
                 {
                     "attention_norm": torch.nn.RMSNorm(shape.hidden_size),
-                    "qkv": torch.nn.Linear(shape.hidden_size, (heads + 2 * kv_heads) * head_dim, bias=False),
+                    "qkv": torch.nn.Linear(
+                        shape.hidden_size, (heads + 2 * kv_heads) * head_dim, bias=False
+                    ),
                     "proj": torch.nn.Linear(heads * head_dim, shape.hidden_size, bias=False),
                     "mlp_norm": torch.nn.RMSNorm(shape.hidden_size),
                     "gate_up": torch.nn.Linear(shape.hidden_size, 2 * shape.ffn_size, bias=False),
@@ -127,14 +142,22 @@ class Batch:
     targets: torch.Tensor
 
 
-def make_batches(layout: PrefixLayout, vocab_size: int, device: torch.device) -> tuple[Batch, Batch]:
+def make_batches(
+    layout: PrefixLayout, vocab_size: int, device: torch.device
+) -> tuple[Batch, Batch]:
     """(shared, separate): the same sequences and predictions in the same order."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab_size, (layout.total,), generator=generator)
     paths = [layout.path_rows(leaf) for leaf in layout.leaves]
     return (
         _batch(layout, tokens, layout.leaves, layout.lengths, device),
-        _batch(unshared(layout), tokens[torch.cat(paths)], range(len(paths)), _leaf_lengths(layout), device),
+        _batch(
+            unshared(layout),
+            tokens[torch.cat(paths)],
+            range(len(paths)),
+            _leaf_lengths(layout),
+            device,
+        ),
     )
 
 
@@ -143,10 +166,16 @@ def _leaf_lengths(layout: PrefixLayout) -> list[int]:
 
 
 def _batch(
-    layout: PrefixLayout, tokens: torch.Tensor, leaves: Sequence[int], predicted: Sequence[int], device: torch.device
+    layout: PrefixLayout,
+    tokens: torch.Tensor,
+    leaves: Sequence[int],
+    predicted: Sequence[int],
+    device: torch.device,
 ) -> Batch:
     """predicted[leaf]: how many tokens at the end of the segment are predicted."""
-    target_rows = torch.cat([torch.arange(layout.ends[leaf] - predicted[leaf], layout.ends[leaf]) for leaf in leaves])
+    target_rows = torch.cat(
+        [torch.arange(layout.ends[leaf] - predicted[leaf], layout.ends[leaf]) for leaf in leaves]
+    )
     return Batch(
         layout,
         tokens.to(device),
@@ -156,8 +185,12 @@ def _batch(
     )
 
 
-def _rotary_tables(positions: torch.Tensor, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+def _rotary_tables(
+    positions: torch.Tensor, head_dim: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    exponents = (
+        torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    )
     angles = positions[:, None].float() * ROPE_THETA**-exponents
     angles = torch.cat((angles, angles), dim=-1)[:, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -202,7 +235,10 @@ class Bench:
         self.model = Decoder(self.shape).to(self.device, self.dtype)
 
     def step(self, batch: Batch, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """One forward and backward; the log-probs, detached. Every prediction has another weight in the loss."""
+        """One forward and backward; the log-probs, detached.
+
+        Every prediction has another weight in the loss.
+        """
         logprobs = self.model(batch, attend)
         weights = torch.linspace(-1.0, 1.0, logprobs.numel(), device=self.device)
         (logprobs * weights).sum().backward()
@@ -212,9 +248,13 @@ class Bench:
 
     def measure(self, case: Case, names: list[str]) -> list[Row]:
         shared, separate = make_batches(case.layout, self.shape.vocab_size, self.device)
-        runs: dict[str, tuple[Batch, Callable[..., torch.Tensor]]] = {"baseline": (separate, _attention("auto"))}
+        runs: dict[str, tuple[Batch, Callable[..., torch.Tensor]]] = {
+            "baseline": (separate, _attention("auto"))
+        }
         runs |= {
-            name: (shared, _attention(name)) for name in names if name != "dense" or shared.layout.total <= DENSE_LIMIT
+            name: (shared, _attention(name))
+            for name in names
+            if name != "dense" or shared.layout.total <= DENSE_LIMIT
         }
         logprobs: dict[str, torch.Tensor] = {}
         memory: dict[str, int] = {}
@@ -251,13 +291,20 @@ class Bench:
                     percent_of_ideal=100 * speedup / ideal,
                     memory_mib=memory[name] / 2**20,
                     memory_ratio=memory["baseline"] / memory[name],
-                    max_logprob_difference=(logprobs[name] - logprobs["baseline"]).abs().max().item(),
+                    max_logprob_difference=(logprobs[name] - logprobs["baseline"])
+                    .abs()
+                    .max()
+                    .item(),
                 )
             )
         return sorted(rows, key=lambda row: names.index(row.implementation))
 
-    def _profiled_step(self, batch: Batch, attend: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """Log-probs, and the peak of the step's own tensors on the device by the profiler's allocation records."""
+    def _profiled_step(
+        self, batch: Batch, attend: Callable[..., torch.Tensor]
+    ) -> tuple[torch.Tensor, int]:
+        """Log-probs, and the peak of the step's own tensors on the device by the profiler's
+        allocation records.
+        """
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             logprobs = self.step(batch, attend)
         records = [
@@ -277,28 +324,42 @@ def _attention(name: str) -> Callable[..., torch.Tensor]:
     if name == "flex":
         return flex_attend
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout) -> torch.Tensor:
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout
+    ) -> torch.Tensor:
         return shared_prompt_attention(q, k, v, layout, impl=name)
 
     return attend
 
 
-def flex_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout) -> torch.Tensor:
-    """torch's FlexAttention with the layout as a block mask, a second opinion on CUDA; it has no backward elsewhere."""
+def flex_attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout
+) -> torch.Tensor:
+    """torch's FlexAttention with the layout as a block mask, a second opinion on CUDA; it has no
+    backward elsewhere.
+    """
 
     def build() -> BlockMask:
-        return create_block_mask(flex_mask(layout, q.device), None, None, layout.total, layout.total, device=q.device)
+        return create_block_mask(
+            flex_mask(layout, q.device), None, None, layout.total, layout.total, device=q.device
+        )
 
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = _compiled_flex()(q, k, v, block_mask=layout.cached(("flex", q.device), build), enable_gqa=True)
+    out = _compiled_flex()(
+        q, k, v, block_mask=layout.cached(("flex", q.device), build), enable_gqa=True
+    )
     return out.squeeze(0).transpose(0, 1)
 
 
 def flex_mask(layout: PrefixLayout, device: torch.device) -> Callable[..., torch.Tensor]:
     """A column is seen by the rows from itself to the end of its segment's subtree."""
-    ends = torch.tensor(layout.subtree_ends).repeat_interleave(torch.tensor(layout.lengths)).to(device)
+    ends = (
+        torch.tensor(layout.subtree_ends).repeat_interleave(torch.tensor(layout.lengths)).to(device)
+    )
 
-    def visible(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    def visible(
+        batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, column: torch.Tensor
+    ) -> torch.Tensor:
         return (row >= column) & (row < ends[column])
 
     return visible
@@ -309,7 +370,20 @@ def _compiled_flex() -> Callable[..., torch.Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-HEADER = ("case", "tokens", "tok x", "pairs x", "ideal", "base s", "impl", "s", "speedup", "% ideal", "mem x", "dlogp")
+HEADER = (
+    "case",
+    "tokens",
+    "tok x",
+    "pairs x",
+    "ideal",
+    "base s",
+    "impl",
+    "s",
+    "speedup",
+    "% ideal",
+    "mem x",
+    "dlogp",
+)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -332,7 +406,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _text_line(cells: tuple[str, ...]) -> str:
     widths = (16, 7, 6, 7, 6, 9, 7, 9, 8, 8, 6, 8)
     return " ".join(
-        f"{cell:<{w}}" if i in (0, 6) else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+        f"{cell:<{w}}" if i in (0, 6) else f"{cell:>{w}}"
+        for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
     )
 
 
@@ -343,19 +418,34 @@ def _markdown(rows: list[Row]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="auto", help="auto, npu, cuda or cpu")
     parser.add_argument("--shape", default="small", choices=sorted(SHAPES), help="model shape")
     parser.add_argument(
-        "--impl", default="auto,merge,gather,dense,flex", help="implementations, comma-separated; flex is for cuda only"
+        "--impl",
+        default="auto,merge,gather,dense,flex",
+        help="implementations, comma-separated; flex is for cuda only",
     )
-    parser.add_argument("--case", action="append", help="only cases whose name contains this; may be repeated")
-    parser.add_argument("--budget", type=float, default=20.0, metavar="SECONDS", help="time to spend on a case, about")
+    parser.add_argument(
+        "--case", action="append", help="only cases whose name contains this; may be repeated"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="time to spend on a case, about",
+    )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the rows as a markdown table")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="also write the rows as a markdown table"
+    )
     options = parser.parse_args(arguments)
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop otherwise
+    # the profiler announces each start and stop otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     torch.set_num_threads(options.threads)
     try:
         bench = Bench(options.device, options.shape, options.budget)
@@ -369,7 +459,11 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         if options.case and not any(part in case.name for part in options.case):
             continue
-        names = [name for name in options.impl.split(",") if name != "flex" or bench.device.type == "cuda"]
+        names = [
+            name
+            for name in options.impl.split(",")
+            if name != "flex" or bench.device.type == "cuda"
+        ]
         for row in bench.measure(case, names):
             rows.append(row)
             print(_text_line(_cells(row)), flush=True)

@@ -1,24 +1,29 @@
 #!/usr/bin/env python
-"""Load balance with heavy-tailed response lengths: dispatch in order against longest first, replicas by FLOPs against tokens.
+"""Load balance with heavy-tailed response lengths: dispatch in order against longest first,
+replicas by FLOPs against tokens.
 
 The real producer, pool, estimates and assignment, between engines and trainers that only take time:
 
-  virtual    engines and trainers in virtual time, where nothing else costs anything: the same numbers on every machine
+  virtual    engines and trainers in virtual time, where nothing else costs anything: the same
+             numbers on every machine
   --real     stand-in engines (tools/stand_in.py) as processes, HTTP, wall time; trainers are timers
 
     python tools/bench_balance.py [--markdown FILE]          # about two minutes
     python tools/bench_balance.py --speeds 1,0.5             # one engine of each of these speeds; seconds
     python tools/bench_balance.py --real [--markdown FILE]
 
-A decode step takes the same time whatever is in flight (engines below saturation, where decoding waits for memory). A group holds
-one of the places for groups of its engine until its longest response ends. Response lengths are lognormal, exp(0.6 a + 0.4 b)
-times the median, a of the prompt and b of the response, cut at the limit. R replicas train their slots in turn, a group in
-proportion to its FLOPs (7B shape). Every prompt comes once per epoch: nothing is known in the first one, one group of each
-prompt in the second. The same prompts in the same order for every row. Columns, means over iterations:
+A decode step takes the same time whatever is in flight (engines below saturation, where decoding
+waits for memory). A group holds one of the places for groups of its engine until its longest
+response ends. Response lengths are lognormal, exp(0.6 a + 0.4 b) times the median, a of the prompt
+and b of the response, cut at the limit. R replicas train their slots in turn, a group in proportion
+to its FLOPs (7B shape). Every prompt comes once per epoch: nothing is known in the first one, one
+group of each prompt in the second. The same prompts in the same order for every row. Columns, means
+over iterations:
 
-  generate   until the last response, over the bound: the larger of the sum of the groups' longest responses over all places, and
-             the longest response of all
-  iteration  until the last replica is done, over the larger of that bound and of Tt, training on equally loaded replicas
+  generate   until the last response, over the bound: the larger of the sum of the groups' longest
+             responses over all places, and the longest response of all
+  iteration  until the last replica is done, over the larger of that bound and of Tt, training on
+             equally loaded replicas
   tail       tail_waste of the records (pa_npu/coordinator/variants.py)
 """
 
@@ -72,7 +77,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RUN_SEED = 0
 GROUP = 8
 VOCABULARY = 1000
-_COMMON = {"model_type": "qwen2", "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768}
+_COMMON = {
+    "model_type": "qwen2",
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+}
 _SIZES = {
     "1.5B": (28, 1536, 8960, 12, 151936),
     "7B": (28, 3584, 18944, 28, 152064),
@@ -95,8 +105,9 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """train: Tt over the bound of generation. speed: the same per token, whatever is in flight. speeds: of each engine, where they
-    are not all of this one; a decode step takes speed.step_s over it."""
+    """train: Tt over the bound of generation. speed: the same per token, whatever is in flight.
+    speeds: of each engine, where they are not all of this one; a decode step takes speed.step_s
+    over it."""
 
     engines: int
     places: int  # groups in flight per engine
@@ -118,20 +129,26 @@ class Case:
         return [self.lengths.length(prompt.tokens, seed + i, self.max_tokens) for i in range(GROUP)]
 
     def bound_s(self, lengths: Sequence[Sequence[int]]) -> float:
-        """No generation of these groups is shorter, as long as a group keeps its place until its longest response ends.
+        """No generation of these groups is shorter, as long as a group keeps its place until its
+        longest response ends.
 
-        Engines of one speed: the larger of sum / places and the longest. Else, for every k, the k longest over the k fastest places
-        (Horvath, Lam and Sethi 1977), and all over all.
+        Engines of one speed: the larger of sum / places and the longest. Else, for every k, the k
+        longest over the k fastest places (Horvath, Lam and Sethi 1977), and all over all.
         """
         longest = sorted((max(group) for group in lengths), reverse=True)
-        rates = sorted((1 / self.step_s(e) for e in range(self.engines) for _ in range(self.places)), reverse=True)
+        rates = sorted(
+            (1 / self.step_s(e) for e in range(self.engines) for _ in range(self.places)),
+            reverse=True,
+        )
         firsts = range(1, min(len(longest), len(rates)) + 1)
         return max(sum(longest) / sum(rates), *(sum(longest[:k]) / sum(rates[:k]) for k in firsts))
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """Seconds of one iteration. bound: of generation; train: Tt of equally loaded replicas; end: of the last replica."""
+    """Seconds of one iteration. bound: of generation; train: Tt of equally loaded replicas; end: of
+    the last replica.
+    """
 
     bound_s: float
     train_s: float
@@ -142,7 +159,9 @@ class Iteration:
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that does not wait: where nothing is left to do, its clock goes to the next timer."""
+    """An event loop that does not wait: where nothing is left to do, its clock goes to the next
+    timer.
+    """
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -179,7 +198,9 @@ class Inline(Executor):
 
 
 class VirtualEngine:
-    """Decodes all its sequences at the same rate: a sequence ends when the tokens decoded since it came are its length."""
+    """Decodes all its sequences at the same rate: a sequence ends when the tokens decoded since it
+    came are its length.
+    """
 
     def __init__(self, number: int, case: Case) -> None:
         self.name = f"engine {number}"
@@ -192,7 +213,10 @@ class VirtualEngine:
     async def generate(
         self, prompt_tokens: np.ndarray, n: int, seed: int, sampling: Sampling, *, deadline_s: float
     ) -> list[Generation]:
-        lengths = [self._case.lengths.length(prompt_tokens, seed + i, sampling.max_tokens) for i in range(n)]
+        lengths = [
+            self._case.lengths.length(prompt_tokens, seed + i, sampling.max_tokens)
+            for i in range(n)
+        ]
         self._advance()
         number, done = len(self._left), asyncio.Event()
         self._left[number] = (n, done)
@@ -263,7 +287,9 @@ class Trainers:
         self._case, self._work, self._second_per_work = case, work, second_per_work
         self._loop = asyncio.get_running_loop()
         slots = case.groups // case.replicas
-        self._slots = [[self._loop.create_future() for _ in range(slots)] for _ in range(case.replicas)]
+        self._slots = [
+            [self._loop.create_future() for _ in range(slots)] for _ in range(case.replicas)
+        ]
 
     def put(self, group: Group, replica: int, slot: int) -> None:
         work = self._work(group.prompt_lengths()[0], group.trained_lengths.tolist())
@@ -285,7 +311,13 @@ class Trainers:
 def prompts_of(count: int, seed: int) -> list[Prompt]:
     rng = random.Random(seed)
     return [
-        Prompt(i, np.array([rng.randrange(3, VOCABULARY) for _ in range(rng.randint(64, 256))], np.int32), "0", "", {})
+        Prompt(
+            i,
+            np.array([rng.randrange(3, VOCABULARY) for _ in range(rng.randint(64, 256))], np.int32),
+            "0",
+            "",
+            {},
+        )
         for i in range(count)
     ]
 
@@ -302,14 +334,23 @@ def configuration(case: Case, dispatch: str, stream: bool) -> Config:
                 "window": case.places * GROUP,
             },
             "trainer": {"devices": case.replicas},
-            "schedule": {"prompts_per_iteration": case.groups, "dispatch": dispatch, "stream": stream},
+            "schedule": {
+                "prompts_per_iteration": case.groups,
+                "dispatch": dispatch,
+                "stream": stream,
+            },
             "telemetry": {"samples": 0},
         }
     )
 
 
 async def run_iterations(
-    case: Case, engines: Sequence[RolloutEngine], dispatch: str, stream: bool, seed: int, store_thread: Executor
+    case: Case,
+    engines: Sequence[RolloutEngine],
+    dispatch: str,
+    stream: bool,
+    seed: int,
+    store_thread: Executor,
 ) -> list[Iteration]:
     """All epochs, one iteration after another."""
     config = configuration(case, dispatch, stream)
@@ -319,17 +360,33 @@ async def run_iterations(
     loop = asyncio.get_running_loop()
     results = []
     async with EnginePool(engines) as pool:
-        controller, sampling = ScheduleController(Rules.of(config), work), Sampling(case.max_tokens, 1.0)
+        controller, sampling = (
+            ScheduleController(Rules.of(config), work),
+            Sampling(case.max_tokens, 1.0),
+        )
         timeline = Timeline(None, "")
         environment = SingleTurn(EnvironmentContext(None, case.max_tokens))
         rewards: Any = Rewards()
         producer = Producer(
-            config, pool, environment, rewards, shelf, controller, sampling, timeline, work, store_thread
+            config,
+            pool,
+            environment,
+            rewards,
+            shelf,
+            controller,
+            sampling,
+            timeline,
+            work,
+            store_thread,
         )
         for iteration in range(case.epochs * case.iterations_per_epoch):
             prompts = prompt_stream.take(case.groups)
-            lengths = [case.group_lengths(prompt, iteration, index) for index, prompt in enumerate(prompts)]
-            total = sum(work(len(p.tokens), group) for p, group in zip(prompts, lengths, strict=True))
+            lengths = [
+                case.group_lengths(prompt, iteration, index) for index, prompt in enumerate(prompts)
+            ]
+            total = sum(
+                work(len(p.tokens), group) for p, group in zip(prompts, lengths, strict=True)
+            )
             bound_s = case.bound_s(lengths)
             train_s = case.train * bound_s
             shelf.trainers = Trainers(case, work, train_s * case.replicas / total)
@@ -339,11 +396,21 @@ async def run_iterations(
             generate_s = loop.time() - start_s
             end_s = await training - start_s
             if generate_s < bound_s * 0.999:
-                raise SystemExit(f"iteration {iteration}: generated in {generate_s} s, below the bound of {bound_s} s")
+                raise SystemExit(
+                    f"iteration {iteration}: generated in {generate_s} s, below the bound of "
+                    f"{bound_s} s"
+                )
             times = IterationTimes(end_s, border_s=0.0, train_s=train_s, step_s=0.0)
             controller.end_iteration(times, iteration)
             results.append(
-                Iteration(bound_s, train_s, generate_s, end_s, numbers["tail_waste"], numbers["replica_imbalance"])
+                Iteration(
+                    bound_s,
+                    train_s,
+                    generate_s,
+                    end_s,
+                    numbers["tail_waste"],
+                    numbers["replica_imbalance"],
+                )
             )
     return results
 
@@ -353,7 +420,9 @@ def virtual(case: Case, dispatch: str, stream: bool, seed: int) -> list[Iteratio
     try:
         with mock.patch.object(time, "perf_counter", loop.time):  # the pool's clock
             engines: list[Any] = [VirtualEngine(number, case) for number in range(case.engines)]
-            return loop.run_until_complete(run_iterations(case, engines, dispatch, stream, seed, Inline()))
+            return loop.run_until_complete(
+                run_iterations(case, engines, dispatch, stream, seed, Inline())
+            )
     finally:
         loop.close()
 
@@ -389,7 +458,10 @@ def learning_table() -> list[str]:
     for waves in (2, 4, 8, 16):
         for dispatch in ("in-order", "longest-first"):
             runs = [virtual(case_of(waves, 1.0), dispatch, True, seed) for seed in range(SEEDS)]
-            epochs = [[i for run in runs for i in run[e * PER_EPOCH : (e + 1) * PER_EPOCH]] for e in range(EPOCHS)]
+            epochs = [
+                [i for run in runs for i in run[e * PER_EPOCH : (e + 1) * PER_EPOCH]]
+                for e in range(EPOCHS)
+            ]
             cells = [f"{generate_ratio(epoch):.3f}" for epoch in epochs]
             tail = f"{mean(i.tail_waste for i in epochs[-1]):.1%}"
             lines.append(f"| {waves} | {dispatch} | {' | '.join(cells)} | {tail} |")
@@ -398,7 +470,9 @@ def learning_table() -> list[str]:
 
 def iteration_table() -> list[str]:
     """Iterations after the first epoch."""
-    lines = ["| waves | Tt / bound | sync: in-order | auto | periodic: in-order | longest-first | auto |"]
+    lines = [
+        "| waves | Tt / bound | sync: in-order | auto | periodic: in-order | longest-first | auto |"
+    ]
     lines.append("|---:|---:|---:|---:|---:|---:|---:|")
     for waves in (4, 8, 16):
         for train in (0.5, 1.0, 1.5, 2.5):
@@ -421,27 +495,45 @@ def iteration_table() -> list[str]:
 
 
 def speeds_table(speeds: tuple[float, ...]) -> list[str]:
-    """Generation over its bound with an engine of each speed. Tt is half of it, so that engines decide."""
-    lines = ["| waves | dispatch | generate, epoch 1 | epoch 2 | epoch 3 |", "|---:|---|---:|---:|---:|"]
+    """Generation over its bound with an engine of each speed.
+
+    Tt is half of it, so that engines decide.
+    """
+    lines = [
+        "| waves | dispatch | generate, epoch 1 | epoch 2 | epoch 3 |",
+        "|---:|---|---:|---:|---:|",
+    ]
     for waves in (2, 4, 8, 16):
         for dispatch in ("in-order", "longest-first", "auto"):
             case = case_of(waves, 0.5, speeds)
             runs = [virtual(case, dispatch, True, seed) for seed in range(SEEDS)]
-            epochs = [[i for run in runs for i in run[e * PER_EPOCH : (e + 1) * PER_EPOCH]] for e in range(EPOCHS)]
-            lines.append(f"| {waves} | {dispatch} | {' | '.join(f'{generate_ratio(epoch):.3f}' for epoch in epochs)} |")
+            epochs = [
+                [i for run in runs for i in run[e * PER_EPOCH : (e + 1) * PER_EPOCH]]
+                for e in range(EPOCHS)
+            ]
+            lines.append(
+                f"| {waves} | {dispatch} | "
+                f"{' | '.join(f'{generate_ratio(epoch):.3f}' for epoch in epochs)} |"
+            )
     return lines
 
 
 def speeds_report(speeds: tuple[float, ...]) -> str:
     named = ", ".join(f"{speed:g}" for speed in speeds)
-    head = f"Engines of speed {named}, 64 groups of {GROUP}, median 300 tokens, limit 4,096; {SEEDS} seeds, epochs of {PER_EPOCH}."
+    head = (
+        f"Engines of speed {named}, 64 groups of {GROUP}, median 300 tokens, limit 4,096; "
+        f"{SEEDS} seeds, epochs of {PER_EPOCH}."
+    )
     return "\n".join([head, "", *speeds_table(speeds)])
 
 
 def replica_table() -> list[str]:
-    """Iterations of 64 groups in the order in which they arrive, imbalance by FLOPs whatever the balance was by."""
+    """Iterations of 64 groups in the order in which they arrive, imbalance by FLOPs whatever the
+    balance was by.
+    """
     lines = [
-        "| model | limit | replicas | least tokens so far | least FLOPs so far | tokens, in sight | FLOPs, in sight | known |"
+        "| model | limit | replicas | least tokens so far | least FLOPs so far | tokens, in sight "
+        "| FLOPs, in sight | known |"
     ]
     lines.append("|---|---:|---:|---:|---:|---:|---:|---:|")
     for name, limit in (("7B", 4096), ("7B", 16384), ("1.5B", 16384)):
@@ -473,13 +565,22 @@ def imbalances(case: Case, spec: ModelSpec, seed: int) -> tuple[float, ...]:
 
     def in_sight(costs: Sequence[float]) -> list[int]:
         assignment = Assignment(
-            "completion", case.replicas, case.groups // case.replicas, expected_work=estimate * sum(costs)
+            "completion",
+            case.replicas,
+            case.groups // case.replicas,
+            expected_work=estimate * sum(costs),
         )
         return [assignment.assign(index, cost)[0] for index, cost in enumerate(costs)]
 
     together = Assignment("completion", case.replicas, case.groups // case.replicas)
     known = [replica for replica, _ in together.assign_all(range(case.groups), flops)]
-    choices = (least(tokens, case.replicas), least(flops, case.replicas), in_sight(tokens), in_sight(flops), known)
+    choices = (
+        least(tokens, case.replicas),
+        least(flops, case.replicas),
+        in_sight(tokens),
+        in_sight(flops),
+        known,
+    )
     return tuple(map(imbalance, choices))
 
 
@@ -497,15 +598,18 @@ def least(costs: Sequence[float], replicas: int) -> list[int]:
 def virtual_report() -> str:
     return "\n".join(
         [
-            f"4 engines, 64 groups of {GROUP}, median 300 tokens, limit 4,096; {SEEDS} seeds, epochs of {PER_EPOCH} iterations.",
+            f"4 engines, 64 groups of {GROUP}, median 300 tokens, limit 4,096; {SEEDS} seeds, "
+            f"epochs of {PER_EPOCH} iterations.",
             "",
             *learning_table(),
             "",
-            f"The same after the first epoch, 4 replicas; over max(bound, Tt), for sync too ({SEEDS} seeds):",
+            "The same after the first epoch, 4 replicas; over max(bound, Tt), for sync too "
+            f"({SEEDS} seeds):",
             "",
             *iteration_table(),
             "",
-            "Replica imbalance by FLOPs, 64 groups that arrive in random order, median length a twelfth of the limit (20 seeds):",
+            "Replica imbalance by FLOPs, 64 groups that arrive in random order, median length a "
+            "twelfth of the limit (20 seeds):",
             "",
             *replica_table(),
         ]
@@ -521,10 +625,22 @@ def stand_ins(case: Case) -> Iterator[list[str]]:
     with contextlib.ExitStack() as stack:
         urls = []
         for _ in range(case.engines):
-            command = [sys.executable, str(ROOT / "tools/stand_in.py"), "--step-s", str(case.speed.step_s)]
-            command += ["--stride", str(case.speed.stride), "--median-tokens", str(case.lengths.median_tokens)]
+            command = [
+                sys.executable,
+                str(ROOT / "tools/stand_in.py"),
+                "--step-s",
+                str(case.speed.step_s),
+            ]
+            command += [
+                "--stride",
+                str(case.speed.stride),
+                "--median-tokens",
+                str(case.lengths.median_tokens),
+            ]
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+            process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+            )
             stack.callback(process.wait, 10)
             stack.callback(process.kill)
             assert process.stdout is not None
@@ -546,11 +662,13 @@ async def run_on_stand_ins(
 def real_report() -> str:
     case = REAL
     lines = [
-        f"{case.engines} stand-in engines as processes, {case.places} places each, {case.groups} groups of {GROUP}, median "
-        f"{case.lengths.median_tokens:g} tokens, {case.speed.step_s * 1000:g} ms per step, {case.replicas} replicas (timers), "
-        f"Tt = bound; wall time; {processor()}, {os.cpu_count()} cores.",
+        f"{case.engines} stand-in engines as processes, {case.places} places each, {case.groups} "
+        f"groups of {GROUP}, median {case.lengths.median_tokens:g} tokens, "
+        f"{case.speed.step_s * 1000:g} ms per step, {case.replicas} replicas (timers), Tt = bound; "
+        f"wall time; {processor()}, {os.cpu_count()} cores.",
         "",
-        "| dispatch | epoch | bound s | generate s | generate | iteration s | iteration | tail | imbalance |",
+        "| dispatch | epoch | bound s | generate s | generate | iteration s | iteration | tail | "
+        "imbalance |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for dispatch in ("in-order", "longest-first"):
@@ -558,10 +676,13 @@ def real_report() -> str:
             engines = [EngineClient(url, VOCABULARY) for url in urls]
             iterations = asyncio.run(run_on_stand_ins(case, engines, dispatch, store_thread))
         for epoch in range(case.epochs):
-            part = iterations[epoch * case.iterations_per_epoch : (epoch + 1) * case.iterations_per_epoch]
+            part = iterations[
+                epoch * case.iterations_per_epoch : (epoch + 1) * case.iterations_per_epoch
+            ]
             lines.append(
-                f"| {dispatch} | {epoch + 1} | {mean(i.bound_s for i in part):.2f} | {mean(i.generate_s for i in part):.2f} | "
-                f"{generate_ratio(part):.3f} | {mean(i.end_s for i in part):.2f} | {iteration_ratio(part):.3f} | "
+                f"| {dispatch} | {epoch + 1} | {mean(i.bound_s for i in part):.2f} | "
+                f"{mean(i.generate_s for i in part):.2f} | {generate_ratio(part):.3f} | "
+                f"{mean(i.end_s for i in part):.2f} | {iteration_ratio(part):.3f} | "
                 f"{mean(i.tail_waste for i in part):.1%} | {mean(i.imbalance for i in part):.1%} |"
             )
     return "\n".join(lines)
@@ -574,7 +695,9 @@ def speeds_of(text: str) -> tuple[float, ...]:
     except ValueError:
         speeds = ()
     if not speeds or not all(0.01 <= speed <= 100 for speed in speeds):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of speeds from 0.01 to 100, as 1,0.5")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of speeds from 0.01 to 100, as 1,0.5"
+        )
     return speeds
 
 
@@ -582,9 +705,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--real", action="store_true", help="stand-in engines and wall time instead of virtual time")
+    parser.add_argument(
+        "--real", action="store_true", help="stand-in engines and wall time instead of virtual time"
+    )
     parser.add_argument("--markdown", type=Path, help="write the tables there")
-    parser.add_argument("--speeds", type=speeds_of, help="engines of these speeds, as 1,0.5, in virtual time")
+    parser.add_argument(
+        "--speeds", type=speeds_of, help="engines of these speeds, as 1,0.5, in virtual time"
+    )
     arguments = parser.parse_args()
     reports = {True: real_report, False: virtual_report}
     report = speeds_report(arguments.speeds) if arguments.speeds else reports[arguments.real]()

@@ -2,19 +2,28 @@
 """Measures what a run's chain costs: the share of an iteration's CPU time.
 
     python tools/bench_chain.py --run configs/grpo_tiny.yaml [--iterations 12] [key=value ...]
-    python tools/bench_chain.py [--ranks 2] [--prompt 64] [--response 64] [--responses 8] [--groups 8] [--repetitions 9]
+    python tools/bench_chain.py [--ranks 2] [--prompt 64] [--response 64] [--responses 8] [--groups
+    8] [--repetitions 9]
 
-With --run the configuration is run as it is, without evaluations. The CPU time of all its processes is
-read at the end of each iteration, and divides the CPU time of making that iteration's line: the digests
+With --run the configuration is run as it is, without evaluations. The CPU time of all its processes
+is
+read at the end of each iteration, and divides the CPU time of making that iteration's line: the
+digests
 of as many groups with responses of the same lengths, and the line, made in this process with cold
 caches right after the line has appeared. The first iteration is left out.
 
-Without it, a random Qwen2 (hidden 256, 4 layers) is trained in fp32 on each backend by so many replicas,
-each a process of one thread. In every repetition an iteration is trained and then its line of the chain
-made: the digests of its groups and the line, which a coordinator makes, and the digest of the weights
-with the sum over ranks. The digest of weights is listed alone: the rank that publishes takes it anyway,
-for invariant I5, and others take theirs while engines load. Generation is not counted there, so that
-shares of whole iterations are smaller. Medians over the repetitions, of the rank where they are larger.
+Without it, a random Qwen2 (hidden 256, 4 layers) is trained in fp32 on each backend by so many
+replicas,
+each a process of one thread. In every repetition an iteration is trained and then its line of the
+chain
+made: the digests of its groups and the line, which a coordinator makes, and the digest of the
+weights
+with the sum over ranks. The digest of weights is listed alone: the rank that publishes takes it
+anyway,
+for invariant I5, and others take theirs while engines load. Generation is not counted there, so
+that
+shares of whole iterations are smaller. Medians over the repetitions, of the rank where they are
+larger.
 """
 
 from __future__ import annotations
@@ -58,7 +67,11 @@ from tools.processes import started
 
 BACKENDS = ("megatron", "fsdp")
 DIGEST = "0" * 32
-SOFTWARE = {"torch": torch.__version__, "backend": "a training backend 0.0.0", "engines": "an engine 0.0.0"}
+SOFTWARE = {
+    "torch": torch.__version__,
+    "backend": "a training backend 0.0.0",
+    "engines": "an engine 0.0.0",
+}
 ARRANGEMENT = {f"section.key_{number}": number for number in range(21)}
 
 
@@ -71,7 +84,12 @@ _LOOK_EVERY_S = 0.02
 def write_line(chain: ChainWriter, number: int, groups: Sequence[Group], weights: str) -> None:
     """Does what a coordinator does for the chain in one iteration."""
     digests = [digest_group(group, {(0, place): None}) for place, group in enumerate(groups)]
-    of_run = {"configuration": DIGEST, "arrangement": ARRANGEMENT, "software": SOFTWARE, "model": DIGEST}
+    of_run = {
+        "configuration": DIGEST,
+        "arrangement": ARRANGEMENT,
+        "software": SOFTWARE,
+        "model": DIGEST,
+    }
     chain.write(
         {
             "iteration": number,
@@ -88,15 +106,23 @@ def write_line(chain: ChainWriter, number: int, groups: Sequence[Group], weights
 
 
 def train(
-    rank: int, backend: str, model: str, config: Config, args: argparse.Namespace, port: int, results: Any
+    rank: int,
+    backend: str,
+    model: str,
+    config: Config,
+    args: argparse.Namespace,
+    port: int,
+    results: Any,
 ) -> None:
-    """Trains on one rank; puts medians of (CPU seconds of an iteration, of the line, of the weights' digest, of the sum), and a
-    line's bytes, into `results`."""
+    """Trains on one rank; puts medians of (CPU seconds of an iteration, of the line, of the
+    weights' digest, of the sum), and a line's bytes, into `results`."""
     torch.set_num_threads(1)
     platform, spec = platforms.get("cpu"), ModelSpec.read(model)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     module = backend_module(backend)
-    trainer = module.create(config, spec, platform, dist.PrefixStore(backend, store), rank, 0, Timeline(None, ""))
+    trainer = module.create(
+        config, spec, platform, dist.PrefixStore(backend, store), rank, 0, Timeline(None, "")
+    )
     learner = Learner(config, trainer, platform, Timeline(None, ""))
     groups = make_groups(args, spec.vocab_size)
     spent: list[list[float]] = []
@@ -127,7 +153,9 @@ def measure(backend: str, model: str, args: argparse.Namespace) -> list[float]:
     config = Config.model_validate({**config.model_dump(), "trainer": trainer})
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = multiprocessing.get_context("spawn").SimpleQueue()
-    multiprocessing.spawn(train, (backend, model, config, args, store.port, results), nprocs=args.ranks)
+    multiprocessing.spawn(
+        train, (backend, model, config, args, store.port, results), nprocs=args.ranks
+    )
     measured: list[list[float]] = [results.get() for _ in range(args.ranks)]
     return max(measured, key=lambda numbers: (numbers[1] + numbers[3]) / numbers[0])
 
@@ -173,13 +201,19 @@ def measure_run(config: str, iterations: int, overrides: Sequence[str]) -> list[
 
 
 def _lines(process: Popen[bytes], run_dir: Path, iterations: int, log: Path) -> Iterator[Responses]:
-    """The responses of each line of the run's chain, as it appears. Ends the program if the run does not come so far."""
+    """The responses of each line of the run's chain, as it appears.
+
+    Ends the program if the run does not come so far.
+    """
     for number in range(iterations):
         deadline = time.monotonic() + (_ITERATION_S if number else _FIRST_S)
-        while not (run_dir / CHAIN).is_file() or (run_dir / CHAIN).read_bytes().count(b"\n") <= number:
+        while (
+            not (run_dir / CHAIN).is_file() or (run_dir / CHAIN).read_bytes().count(b"\n") <= number
+        ):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(
-                    f"iteration {number} did not come; the end of the run's output:\n{log.read_text()[-2000:]}"
+                    f"iteration {number} did not come; the end of the run's "
+                    f"output:\n{log.read_text()[-2000:]}"
                 )
             time.sleep(_LOOK_EVERY_S)
         link = next(link for link in read_chain(run_dir) if link.iteration == number)
@@ -203,7 +237,9 @@ def groups_like(responses: Responses) -> list[Group]:
     rng = np.random.default_rng(0)
     ends = np.append(responses.starts[1:], responses.size)
     groups = []
-    for place, (start, end) in enumerate(zip(responses.starts.tolist(), ends.tolist(), strict=True)):
+    for place, (start, end) in enumerate(
+        zip(responses.starts.tolist(), ends.tolist(), strict=True)
+    ):
         lengths = responses.rows["length"][start:end].astype(np.int32)
         total = int(lengths.sum())
         groups.append(
@@ -237,7 +273,10 @@ def report_run(config: str, costs: Sequence[IterationCost]) -> None:
         "its line": statistics.median(cost.line_s for cost in costs),
     }
     shares = sorted(cost.share for cost in costs)
-    print(f"{processor()}; {config}, {costs[0].responses} responses an iteration, medians of {len(costs)} iterations\n")
+    print(
+        f"{processor()}; {config}, {costs[0].responses} responses an iteration, medians of "
+        f"{len(costs)} iterations\n"
+    )
     print("| CPU time of an iteration, all processes | of its line | share | largest share |")
     print("|---:|---:|---:|---:|")
     print(
@@ -247,7 +286,9 @@ def report_run(config: str, costs: Sequence[IterationCost]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, value in (
         ("ranks", 2),
         ("prompt", 64),
@@ -257,7 +298,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("repetitions", 9),
     ):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--run", metavar="CONFIG", help="run this configuration, and measure its iterations")
+    parser.add_argument(
+        "--run", metavar="CONFIG", help="run this configuration, and measure its iterations"
+    )
     parser.add_argument("--iterations", type=int, default=12, help="of --run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further keys of --run")
     args = parser.parse_args(arguments)
@@ -265,9 +308,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report_run(args.run, measure_run(args.run, args.iterations, args.overrides))
         return
     print(
-        f"{processor()}, {args.ranks} ranks; {args.groups} groups of {args.responses} responses of up to {args.response} tokens"
+        f"{processor()}, {args.ranks} ranks; {args.groups} groups of {args.responses} responses of "
+        f"up to {args.response} tokens"
     )
-    print("\n| backend | CPU time of training an iteration | line and sum over ranks | weights' digest | a line |")
+    print(
+        "\n| backend | CPU time of training an iteration | line and sum over ranks | weights' "
+        "digest | a line |"
+    )
     print("|---|---:|---:|---:|---:|")
     with tempfile.TemporaryDirectory() as scratch:
         model = make_random_model(Path(scratch) / "model")
@@ -275,8 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             seconds, line_s, digest_s, sum_s, size = measure(backend, model, args)
             shares = (line_s + sum_s) / seconds, digest_s / seconds
             print(
-                f"| {backend} | {seconds:.2f} s | {1e3 * (line_s + sum_s):.1f} ms, {shares[0]:.2%} | "
-                f"{1e3 * digest_s:.1f} ms, {shares[1]:.2%} | {size / 1024:.1f} KiB |",
+                f"| {backend} | {seconds:.2f} s | {1e3 * (line_s + sum_s):.1f} ms, {shares[0]:.2%} "
+                f"| {1e3 * digest_s:.1f} ms, {shares[1]:.2%} | {size / 1024:.1f} KiB |",
                 flush=True,
             )
 

@@ -1,24 +1,31 @@
 #!/usr/bin/env python
-"""How many responses and tokens per second one coordinator and the rollout buffer sustain on one core.
+"""How many responses and tokens per second one coordinator and the rollout buffer sustain on one
+core.
 
-The coordinator's real path runs in this process, pinned to one core: admission, HTTP client, JSON decoding and checks, a
-reward stub, advantages, the group's bytes, the put into the c10d store. Around it, on the other cores, run what it talks
-to: stand-in engines (tools/stand_in.py, faster than any row needs), the store's host, and a consumer that takes the
-groups out as trainers do.
+The coordinator's real path runs in this process, pinned to one core: admission, HTTP client, JSON
+decoding and checks, a reward stub, advantages, the group's bytes, the put into the c10d store.
+Around it, on the other cores, run what it talks to: stand-in engines (tools/stand_in.py, faster
+than any row needs), the store's host, and a consumer that takes the groups out as trainers do.
 
-    python tools/bench_control_path.py [--seconds 8] [--rows 8x128,16x512] [--engines 2] [--profile] [--markdown FILE]
+    python tools/bench_control_path.py [--seconds 8] [--rows 8x128,16x512] [--engines 2] [--profile]
+    [--markdown FILE]
 
 A row GxR has groups of G responses of R tokens each. Columns:
 
     responses/s, tokens/s   response tokens, by wall clock, with everything running
-    core                    share of its core that the coordinator used; below 100% something else was the limit
-    tokens/s of core        response tokens per second of the coordinator's CPU time: what a core of its own sustains
-    decode ... other        CPU microseconds of the coordinator per group, each part timed alone on the same group: JSON to
-                            checked arrays, advantages and Group, its bytes, the put; `other` is the rest of the total: HTTP
-                            (receiving and joining the body), the event loop, admission, bookkeeping
-    rewards                 what handing the group to the real reward workers and back would add (not in the total)
-    routes, bytes           what the routes of a mixture add to decoding, building and encoding (not in the total), in microseconds
-                            per group and in bytes of the group per response token; Qwen3-30B-A3B: 48 layers, 8 experts
+    core                    share of its core that the coordinator used; below 100% something else
+                            was the limit
+    tokens/s of core        response tokens per second of the coordinator's CPU time: what a core of
+                            its own sustains
+    decode ... other        CPU microseconds of the coordinator per group, each part timed alone on
+                            the same group: JSON to checked arrays, advantages and Group, its bytes,
+                            the put; `other` is the rest of the total: HTTP (receiving and joining
+                            the body), the event loop, admission, bookkeeping
+    rewards                 what handing the group to the real reward workers and back would add
+                            (not in the total)
+    routes, bytes           what the routes of a mixture add to decoding, building and encoding (not
+                            in the total), in microseconds per group and in bytes of the group per
+                            response token; Qwen3-30B-A3B: 48 layers, 8 experts
 """
 
 from __future__ import annotations
@@ -93,7 +100,8 @@ SHAPE = ModelSpec.parse(
     },
 )
 STARTUP_S = 60.0
-# Groups in flight per engine: enough that none of them ever waits for the coordinator's next request.
+# Groups in flight per engine: enough that none of them ever waits for the coordinator's next
+# request.
 GROUPS_IN_FLIGHT = 8
 GROUPS_PER_ITERATION = 64
 
@@ -134,11 +142,15 @@ class Row:
 
     @property
     def other_us(self) -> float:
-        return max(0.0, self.total_us - self.decode_us - self.group_us - self.bytes_us - self.put_us)
+        return max(
+            0.0, self.total_us - self.decode_us - self.group_us - self.bytes_us - self.put_us
+        )
 
 
 class StubRewards:
-    """Rewards that cost nothing: the worker processes of the real ones are not the coordinator's core."""
+    """Rewards that cost nothing: the worker processes of the real ones are not the coordinator's
+    core.
+    """
 
     async def score(self, group: RewardInput) -> RewardResult:
         total = np.arange(len(group.responses), dtype=np.float32) % 2
@@ -149,11 +161,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", default="8x128,8x512,16x512,16x2048", help="GxR, separated by commas")
+    parser.add_argument(
+        "--rows", default="8x128,8x512,16x512,16x2048", help="GxR, separated by commas"
+    )
     parser.add_argument("--prompt", type=int, default=256, help="prompt tokens")
     parser.add_argument("--seconds", type=float, default=8.0, help="measured seconds per row")
     parser.add_argument("--engines", type=int, default=2, help="stand-in engines")
-    parser.add_argument("--profile", action="store_true", help="also print where Python time goes (slows the row down)")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="also print where Python time goes (slows the row down)",
+    )
     parser.add_argument("--markdown", type=Path, help="write the tables there")
     parser.add_argument("--json", type=Path, help="write the rows there")
     arguments = parser.parse_args()
@@ -167,7 +185,15 @@ def main() -> int:
         with surroundings(arguments.engines, responses, length) as (urls, port):
             if len(cores) > 1:
                 os.sched_setaffinity(0, {cores[0]})
-            row = measure(urls, port, responses, length, arguments.prompt, arguments.seconds, arguments.profile)
+            row = measure(
+                urls,
+                port,
+                responses,
+                length,
+                arguments.prompt,
+                arguments.seconds,
+                arguments.profile,
+            )
             if len(cores) > 1:
                 os.sched_setaffinity(0, set(cores[1:]))
         rows.append(row)
@@ -181,7 +207,9 @@ def main() -> int:
 
 @contextlib.contextmanager
 def surroundings(engines: int, responses: int, length: int) -> Iterator[tuple[list[str], int]]:
-    """Stand-in engines, store host and consumer as processes; yields the engines' URLs and the store's port."""
+    """Stand-in engines, store host and consumer as processes; yields the engines' URLs and the
+    store's port.
+    """
     with contextlib.ExitStack() as stack:
         # one step per response and no time per token: bounded by the stand-in's own CPU time alone
         options = ["--variants", "64", "--stride", str(length), "--vocab-size", str(VOCABULARY)]
@@ -214,7 +242,13 @@ def start(stack: contextlib.ExitStack, *command: str) -> str:
 
 
 def measure(
-    urls: Sequence[str], port: int, responses: int, length: int, prompt_tokens: int, seconds: float, profile: bool
+    urls: Sequence[str],
+    port: int,
+    responses: int,
+    length: int,
+    prompt_tokens: int,
+    seconds: float,
+    profile: bool,
 ) -> Row:
     prompt = Prompt(0, np.arange(3, 3 + prompt_tokens, dtype=np.int32), "0", "prompt", {})
     config = Config.model_validate(
@@ -233,7 +267,9 @@ def measure(
     sampling = Sampling(length, 1.0, ignore_eos=True)
     channel = StoreChannel(connect(HOST, port, STARTUP_S))
     profiler = cProfile.Profile() if profile else None
-    groups, wall_s, cpu_s = asyncio.run(produce_for(urls, channel, config, sampling, prompt, seconds, profiler))
+    groups, wall_s, cpu_s = asyncio.run(
+        produce_for(urls, channel, config, sampling, prompt, seconds, profiler)
+    )
     if profiler is not None:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(18)
     body, parts = asyncio.run(time_parts(urls[0], channel, sampling, prompt, responses))
@@ -303,9 +339,13 @@ def environment(config: Config) -> SingleTurn:
     return SingleTurn(EnvironmentContext(None, config.rollout.max_response_tokens))
 
 
-def samples_of(body: bytes, sampling: Sampling, prompt: Prompt, responses: int, url: str) -> list[Sample]:
+def samples_of(
+    body: bytes, sampling: Sampling, prompt: Prompt, responses: int, url: str
+) -> list[Sample]:
     """An engine's answer as the environment makes samples of it."""
-    return samples_of_turn(prompt.tokens, wire.decode_response(body, responses, sampling, VOCABULARY, url, version=0))
+    return samples_of_turn(
+        prompt.tokens, wire.decode_response(body, responses, sampling, VOCABULARY, url, version=0)
+    )
 
 
 async def time_parts(
@@ -323,7 +363,9 @@ async def time_parts(
 
     def build() -> Group:
         advantages = group_advantages(total, "group-std")
-        return Group.of_samples(samples, total, advantages, run_seed=0, iteration=0, index=0, prompt_id=0)
+        return Group.of_samples(
+            samples, total, advantages, run_seed=0, iteration=0, index=0, prompt_id=0
+        )
 
     samples = decode()
     group = build()
@@ -336,26 +378,40 @@ async def time_parts(
     }
 
 
-def time_routes(body: bytes, sampling: Sampling, prompt: Prompt, responses: int) -> dict[str, float]:
-    """CPU microseconds and bytes that routes, as the worker extension answers with them, add to a group."""
+def time_routes(
+    body: bytes, sampling: Sampling, prompt: Prompt, responses: int
+) -> dict[str, float]:
+    """CPU microseconds and bytes that routes, as the worker extension answers with them, add to a
+    group.
+    """
     asked = routes(EXPERTS)
     generations = wire.decode_response(body, responses, sampling, VOCABULARY, "", version=0)
     given, rng = len(prompt.tokens), np.random.default_rng(1)
     shapes = [(len(one.tokens), *asked.column.shape) for one in generations]
-    own = [base64.b64encode(rng.integers(0, EXPERTS.count, shape, np.uint16).tobytes()) for shape in shapes]
-    shared = base64.b64encode(rng.integers(0, EXPERTS.count, (given, *asked.column.shape), np.uint16).tobytes())
+    own = [
+        base64.b64encode(rng.integers(0, EXPERTS.count, shape, np.uint16).tobytes())
+        for shape in shapes
+    ]
+    shared = base64.b64encode(
+        rng.integers(0, EXPERTS.count, (given, *asked.column.shape), np.uint16).tobytes()
+    )
 
     def build(generations: Sequence[Generation], columns: RunColumns) -> bytes:
         total = np.zeros(responses, np.float32)
         samples = samples_of_turn(prompt.tokens, generations)
-        group = Group.of_samples(samples, total, total, run_seed=0, iteration=0, index=0, prompt_id=0)
+        group = Group.of_samples(
+            samples, total, total, run_seed=0, iteration=0, index=0, prompt_id=0
+        )
         return to_bytes(group, columns)
 
     def with_them() -> bytes:
         prompts = base64.b64decode(shared)
         recorded = [np.frombuffer(prompts + base64.b64decode(one), "<u2") for one in own]
         pairs = zip(generations, recorded, strict=True)
-        return build([with_routes(one, ids, given, asked, "") for one, ids in pairs], RunColumns((asked.column,)))
+        return build(
+            [with_routes(one, ids, given, asked, "") for one, ids in pairs],
+            RunColumns((asked.column,)),
+        )
 
     more = len(with_them()) - len(build(generations, RunColumns()))
     added_us = cpu_us(with_them) - cpu_us(lambda: build(generations, RunColumns()))
@@ -396,7 +452,9 @@ def host_store() -> None:
 
 
 def consume(port: int) -> None:
-    """Takes every group out of the buffer and parses it, as one trainer rank does, until it is killed."""
+    """Takes every group out of the buffer and parses it, as one trainer rank does, until it is
+    killed.
+    """
     buffer = RolloutBuffer(StoreChannel(connect(HOST, port, STARTUP_S)), "run", readers=1)
     print("consumer ready", flush=True)
     iteration = 0
@@ -432,7 +490,17 @@ def cells(row: Row) -> tuple[str, ...]:
         f"{row.tokens_per_s:,.0f}",
         f"{row.core:.0%}",
         f"{row.tokens_per_core_s:,.0f}",
-        *(f"{us:,.0f}" for us in (row.decode_us, row.group_us, row.bytes_us, row.put_us, row.other_us, row.rewards_us)),
+        *(
+            f"{us:,.0f}"
+            for us in (
+                row.decode_us,
+                row.group_us,
+                row.bytes_us,
+                row.put_us,
+                row.other_us,
+                row.rewards_us,
+            )
+        ),
         f"{row.routes_us:,.0f}",
         f"{row.routes_bytes:,.0f}",
     )

@@ -1,15 +1,18 @@
 #!/usr/bin/env python
-"""TPSPD of a run that gains an engine and loses it again, without stopping: the real coordinator, the real way to join.
+"""TPSPD of a run that gains an engine and loses it again, without stopping: the real coordinator,
+the real way to join.
 
-Engines are stand-ins (tools/stand_in.py): they sleep as long as a decode step is set to take, so that two of them generate
-twice as much as one even on a small machine, and nothing but the control path is measured. The second one is added by
-`pa-npu join` and removed by SIGTERM to it, in the middle of an iteration. This program plays the
-trainers: it takes groups out of the rollout buffer as replicas do, sleeps as long as training them is set to take, and never
-slower than generation: the run is bound by its engines.
+Engines are stand-ins (tools/stand_in.py): they sleep as long as a decode step is set to take, so
+that two of them generate twice as much as one even on a small machine, and nothing but the control
+path is measured. The second one is added by `pa-npu join` and removed by SIGTERM to it, in the
+middle of an iteration. This program plays the
+trainers: it takes groups out of the rollout buffer as replicas do, sleeps as long as training them
+is set to take, and never slower than generation: the run is bound by its engines.
 
     python tools/bench_elastic.py [--iterations 4] [--markdown FILE] [--json FILE]
 
-Phases: one engine; one, while the second starts; two; the iteration in which the second leaves; one again.
+Phases: one engine; one, while the second starts; two; the iteration in which the second leaves; one
+again.
 """
 
 from __future__ import annotations
@@ -48,7 +51,14 @@ from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
-from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, VERDICT, StageManifest, TrainersReady
+from pa_npu.publish.messages import (
+    LATE_MANIFEST,
+    MANIFEST,
+    READY,
+    VERDICT,
+    StageManifest,
+    TrainersReady,
+)
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.telemetry.records import read_records
 
@@ -64,12 +74,20 @@ GROUPS, RESPONSES, LENGTH, WINDOW = 24, 8, 96, 32
 STEP_S, SEQUENCE_S = 0.004, 0.0002
 TRAIN_GROUP_S = 0.15  # of one group on its replica; half of an iteration's groups each: 1.8 s
 WAIT_S = 120.0
-PHASES = ("one engine", "one, the second starts", "two engines", "two, the second leaves", "one again")
+PHASES = (
+    "one engine",
+    "one, the second starts",
+    "two engines",
+    "two, the second leaves",
+    "one again",
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over the iterations of a phase. tokens_per_s: prompt and response, as TPSPD counts them."""
+    """Medians over the iterations of a phase. tokens_per_s: prompt and response, as TPSPD counts
+    them.
+    """
 
     phase: str
     iterations: int
@@ -82,8 +100,12 @@ class Row:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--iterations", type=int, default=4, help="of each phase with a fixed number of engines")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--iterations", type=int, default=4, help="of each phase with a fixed number of engines"
+    )
     parser.add_argument("--markdown", type=Path, help="write the table there")
     parser.add_argument("--json", type=Path, help="write the rows there")
     arguments = parser.parse_args()
@@ -107,7 +129,9 @@ def report_of(iteration: int, wait_s: float, train_s: float) -> IterationReport:
 
 
 class Job:
-    """Store, coordinator and the first engine, which end with `stack`; the trainers are played by this process."""
+    """Store, coordinator and the first engine, which end with `stack`; the trainers are played by
+    this process.
+    """
 
     def __init__(self, directory: Path, stack: contextlib.ExitStack) -> None:
         self._directory = directory
@@ -115,15 +139,32 @@ class Job:
         self._env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._env.pop(KEY_VARIABLE, None)
         self.version = -1
-        self._seconds: tuple[float, float] | None = None  # of the last iteration: waiting and training
+        # of the last iteration: waiting and training
+        self._seconds: tuple[float, float] | None = None
         self._key = secrets.token_hex(16)
-        model = [sys.executable, str(ROOT / "tools" / "make_tiny_model.py"), "--out", str(directory), "--random"]
+        model = [
+            sys.executable,
+            str(ROOT / "tools" / "make_tiny_model.py"),
+            "--out",
+            str(directory),
+            "--random",
+        ]
         subprocess.run(
-            [*model, "--train-questions", "512", "--test-questions", "1"], check=True, timeout=WAIT_S, env=self._env
+            [*model, "--train-questions", "512", "--test-questions", "1"],
+            check=True,
+            timeout=WAIT_S,
+            env=self._env,
         )
         self.config = configuration(directory)
         vocabulary = ModelSpec.read(self.config.model.path).vocab_size
-        self._speed = ["--step-s", str(STEP_S), "--sequence-s", str(SEQUENCE_S), "--vocab-size", str(vocabulary)]
+        self._speed = [
+            "--step-s",
+            str(STEP_S),
+            "--sequence-s",
+            str(SEQUENCE_S),
+            "--vocab-size",
+            str(vocabulary),
+        ]
         run_dir = Path(self.config.run.dir)
         run_dir.mkdir()
         (run_dir / "config.yaml").write_text(dump_config(self.config))
@@ -132,12 +173,24 @@ class Job:
         self._server = host_store(HOST, 0)
         self._channel = StoreChannel(connect(HOST, self._server.port, WAIT_S))
         self._buffer = RolloutBuffer(self._channel, "run", readers=1)
-        roster = Roster(StoreChannel(connect(HOST, self._server.port, WAIT_S), ROSTER_PREFIX), self._key)
+        roster = Roster(
+            StoreChannel(connect(HOST, self._server.port, WAIT_S), ROSTER_PREFIX), self._key
+        )
         roster.publish_config(self.config.model_dump(mode="json"))
         for kind, topic in (("publish", MANIFEST), ("late", LATE_MANIFEST)):
             topic.put(self._channel, StageManifest(f"{kind}-0", {}), stage=0)
         played = TrainersRunOn(
-            TRAINERS, "cpu", "gloo", "", "", "played by this tool", "fp32", "none", "none", "none", ""
+            TRAINERS,
+            "cpu",
+            "gloo",
+            "",
+            "",
+            "played by this tool",
+            "fp32",
+            "none",
+            "none",
+            "none",
+            "",
         )
         TRAINERS_RUN_ON.put(self._channel, played)
         with_key = {KEY_VARIABLE: self._key}
@@ -145,34 +198,46 @@ class Job:
         roster.announce(wait_for_line(engine, "stand-in engine ready").split()[-1])
         with_store = with_key | {"PA_NPU_STORE": f"{HOST}:{self._server.port}"}
         self._coordinator = self._start(
-            "coordinator", ["-m", "pa_npu.coordinator.main", "--config", str(run_dir / "config.yaml")], with_store
+            "coordinator",
+            ["-m", "pa_npu.coordinator.main", "--config", str(run_dir / "config.yaml")],
+            with_store,
         )
 
     def join(self) -> Started:
         """Start the command that adds an engine."""
         python = write_interpreter(self._directory / "python", *self._speed)
         address = f"{HOST}:{self._server.port}"
-        return self._start("join", ["-m", "pa_npu.launcher", "join", address, "--python", str(python)], {})
+        return self._start(
+            "join", ["-m", "pa_npu.launcher", "join", address, "--python", str(python)], {}
+        )
 
     def publish(self) -> None:
         """Play the trainers' part in the next publish."""
         self.version += 1
         if self._seconds is not None:
-            REPORT.put(self._channel, report_of(self.version - 1, *self._seconds), iteration=self.version - 1)
+            REPORT.put(
+                self._channel,
+                report_of(self.version - 1, *self._seconds),
+                iteration=self.version - 1,
+            )
         BORDER.put(self._channel, BorderReport(border_wait_s=0.0), version=self.version)
         READY.put(self._channel, TrainersReady(self.version), version=self.version)
         place = {"version": self.version, "attempt": 0}
         deadline = time.monotonic() + WAIT_S
         while not VERDICT.exists(self._channel, **place):
             if self._coordinator.popen.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"no publish of version {self.version}:\n{self._coordinator.log.read_text()}")
+                raise SystemExit(
+                    f"no publish of version {self.version}:\n{self._coordinator.log.read_text()}"
+                )
             time.sleep(0.002)
         verdict = VERDICT.get(self._channel, **place)
         if not verdict.done:
             raise SystemExit(f"publish of version {self.version}: {verdict.reason}")
 
     def train(self, leaving: Started | None = None) -> None:
-        """Take the iteration's groups and "train" them; `leaving` is asked to leave when a third of them has come."""
+        """Take the iteration's groups and "train" them; `leaving` is asked to leave when a third of
+        them has come.
+        """
         waited_s = 0.0
         for slot in range(GROUPS // TRAINERS):
             if leaving is not None and slot == GROUPS // TRAINERS // 3:
@@ -192,7 +257,11 @@ class Job:
         log = self._directory / f"{name}.out"
         with log.open("wb") as file:
             popen = subprocess.Popen(
-                [sys.executable, *command], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=self._env | env
+                [sys.executable, *command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=self._env | env,
             )
         self._stack.callback(popen.wait, 10)
         self._stack.callback(popen.kill)
@@ -233,7 +302,11 @@ def configuration(directory: Path) -> Config:
             },
             "reward": {"functions": [{"name": "format", "pattern": "t1"}]},
             "trainer": {"devices": TRAINERS},
-            "schedule": {"iterations": 10_000, "prompts_per_iteration": GROUPS, "evaluate_every": 0},
+            "schedule": {
+                "iterations": 10_000,
+                "prompts_per_iteration": GROUPS,
+                "evaluate_every": 0,
+            },
             "publish": {"probe_tokens": 0},
             "telemetry": {"trackers": []},
         }
@@ -280,7 +353,9 @@ def summarise(phase: str, phases: Sequence[str], records: Sequence[dict[str, Any
     def median(key: str) -> float:
         return float(statistics.median(record[key] for record in chosen))
 
-    rate = statistics.median((r["tokens_prompt"] + r["tokens_response"]) / r["iteration_s"] for r in chosen)
+    rate = statistics.median(
+        (r["tokens_prompt"] + r["tokens_response"]) / r["iteration_s"] for r in chosen
+    )
     return Row(
         phase=phase,
         iterations=len(chosen),
@@ -293,7 +368,16 @@ def summarise(phase: str, phases: Sequence[str], records: Sequence[dict[str, Any
     )
 
 
-HEADER = ("phase", "iterations", "devices", "iteration s", "tokens/s", "TPSPD", "engine idle", "trainer idle")
+HEADER = (
+    "phase",
+    "iterations",
+    "devices",
+    "iteration s",
+    "tokens/s",
+    "TPSPD",
+    "engine idle",
+    "trainer idle",
+)
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -310,7 +394,10 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    lines = ["| " + " | ".join(line) + " |" for line in (HEADER, ("---", *["---:"] * 7), *map(cells, rows))]
+    lines = [
+        "| " + " | ".join(line) + " |"
+        for line in (HEADER, ("---", *["---:"] * 7), *map(cells, rows))
+    ]
     before, after, again = (next(row for row in rows if row.phase == PHASES[i]) for i in (0, 2, 4))
     step_ms = 1000 * (STEP_S + SEQUENCE_S * WINDOW)
     ideal_s = -(-GROUPS // (WINDOW // RESPONSES)) * LENGTH * step_ms / 1000

@@ -1,19 +1,25 @@
 #!/usr/bin/env python
-"""Measures what invariant I7 costs: the share of a trainer's iteration that goes into checking its gradient and its step.
+"""Measures what invariant I7 costs: the share of a trainer's iteration that goes into checking its
+gradient and its step.
 
-    python tools/bench_gradient_sum.py [--backends megatron fsdp] [--ranks 2] [--prompt 64] [--response 64] [--responses 8]
+    python tools/bench_gradient_sum.py [--backends megatron fsdp] [--ranks 2] [--prompt 64]
+    [--response 64] [--responses 8]
                                        [--groups 8] [--pairs 9] [--dtype fp32] [--table]
 
-A random Qwen2 (hidden 256, 4 layers) is trained by so many replicas, each of them a process of one thread. All times are CPU
-times of the process: waiting for another rank, or for a core, is in none of them. Three figures, of the slowest rank:
+A random Qwen2 (hidden 256, 4 layers) is trained by so many replicas, each of them a process of one
+thread. All times are CPU times of the process: waiting for another rank, or for a core, is in none
+of them. Three figures, of the slowest rank:
 
-    inside    the time in the checks' own functions, as a share of the iteration; the median over the pairs
-    least     the same of the shortest times of both over all pairs, which other work on the cores disturbs least
-    paired    an iteration with the checks against one without them, which follows or precedes it, in turn; this has everything that
-              the checks make others do, and the noise of two iterations; the median
+    inside    the time in the checks' own functions, as a share of the iteration; the median over
+              the pairs
+    least     the same of the shortest times of both over all pairs, which other work on the cores
+              disturbs least
+    paired    an iteration with the checks against one without them, which follows or precedes it,
+              in turn; this has everything that the checks make others do, and the noise of two
+              iterations; the median
 
-On cores that other work uses too, caches are colder, and small calls suffer more from that than large products. --table lists where
-the time goes.
+On cores that other work uses too, caches are colder, and small calls suffer more from that than
+large products. --table lists where the time goes.
 """
 
 from __future__ import annotations
@@ -58,7 +64,9 @@ BACKENDS = ("megatron", "fsdp")
 
 @dataclass(frozen=True)
 class Cost:
-    """See the module's docstring. seconds: of an iteration. by_function: seconds an iteration inside the checks."""
+    """See the module's docstring. seconds: of an iteration. by_function: seconds an iteration
+    inside the checks.
+    """
 
     inside: float
     least: float
@@ -76,10 +84,16 @@ class Checks:
         self._depth = 0
 
     def within(self, owner: Any, *names: str, instead: Any = None) -> None:
-        """instead: what the functions return while checks are off; a function of their arguments may say it."""
+        """instead: what the functions return while checks are off; a function of their arguments
+        may say it.
+        """
         for name in names:
             setattr(
-                owner, name, self._timed(getattr(owner, name), f"{owner.__name__.rpartition('.')[2]}.{name}", instead)
+                owner,
+                name,
+                self._timed(
+                    getattr(owner, name), f"{owner.__name__.rpartition('.')[2]}.{name}", instead
+                ),
             )
 
     def _timed(self, function: Callable[..., Any], label: str, instead: Any) -> Callable[..., Any]:
@@ -134,7 +148,13 @@ def _forget_input(reduction: Any, reduced: torch.Tensor) -> None:
 
 
 def train(
-    rank: int, backend: str, model: str, config: Config, args: argparse.Namespace, port: int, results: Any
+    rank: int,
+    backend: str,
+    model: str,
+    config: Config,
+    args: argparse.Namespace,
+    port: int,
+    results: Any,
 ) -> None:
     """One rank: puts its Cost into `results`."""
     torch.set_num_threads(1)
@@ -143,7 +163,9 @@ def train(
     module = backend_module(backend)
     if backend == "fsdp":  # it binds some of the functions when it is made
         watch(checks, backend)
-    trainer = module.create(config, spec, platform, dist.PrefixStore(backend, store), rank, 0, Timeline(None, ""))
+    trainer = module.create(
+        config, spec, platform, dist.PrefixStore(backend, store), rank, 0, Timeline(None, "")
+    )
     if backend == "megatron":  # it imports megatron only then
         watch(checks, backend)
     learner = Learner(config, trainer, platform, Timeline(None, ""))
@@ -187,13 +209,17 @@ def measure(backend: str, model: str, args: argparse.Namespace) -> Cost:
     config = Config.model_validate({**config.model_dump(), **sections})
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results = multiprocessing.get_context("spawn").SimpleQueue()
-    multiprocessing.spawn(train, (backend, model, config, args, store.port, results), nprocs=args.ranks)
+    multiprocessing.spawn(
+        train, (backend, model, config, args, store.port, results), nprocs=args.ranks
+    )
     costs: list[Cost] = [results.get() for _ in range(args.ranks)]
     return max(costs, key=attrgetter("inside"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, value in (
         ("ranks", 2),
         ("prompt", 64),
@@ -208,10 +234,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args(arguments)
     print(
-        f"{processor()}, {args.ranks} ranks, {args.dtype}; {args.groups} groups of {args.responses} responses of up to "
-        f"{args.response} tokens"
+        f"{processor()}, {args.ranks} ranks, {args.dtype}; {args.groups} groups of "
+        f"{args.responses} responses of up to {args.response} tokens"
     )
-    print("\n| backend | CPU time of an iteration | inside the checks | least | paired difference |")
+    print(
+        "\n| backend | CPU time of an iteration | inside the checks | least | paired difference |"
+    )
     print("|---|---:|---:|---:|---:|")
     tables = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -220,7 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cost = measure(backend, model, args)
             tables[backend] = cost.by_function
             print(
-                f"| {backend} | {cost.seconds:.2f} s | {cost.inside:.2%} | {cost.least:.2%} | {cost.paired:+.2%} |",
+                f"| {backend} | {cost.seconds:.2f} s | {cost.inside:.2%} | {cost.least:.2%} | "
+                f"{cost.paired:+.2%} |",
                 flush=True,
             )
     for backend, table in tables.items() if args.table else ():

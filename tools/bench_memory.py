@@ -1,11 +1,14 @@
 #!/usr/bin/env python
-"""Compare the estimate of a trainer's memory (pa_npu.planning.memory) with what the allocator measures over two iterations.
+"""Compare the estimate of a trainer's memory (pa_npu.planning.memory) with what the allocator
+measures over two iterations.
 
-One process, TP1, random Qwen2, by Megatron, by FSDP2 and by FSDP2 with adapters. Every case runs in a process of its own, with its
-allocations recorded by torch's profiler: the peak of forward and backward, with the optimizer's state in place. Megatron's
-reduction of gradients afterwards is left out: gloo copies the whole gradient buffer there, which NCCL and HCCL do not.
+One process, TP1, random Qwen2, by Megatron, by FSDP2 and by FSDP2 with adapters. Every case runs in
+a process of its own, with its allocations recorded by torch's profiler: the peak of forward and
+backward, with the optimizer's state in place. Megatron's reduction of gradients afterwards is left
+out: gloo copies the whole gradient buffer there, which NCCL and HCCL do not.
 
-    python tools/bench_memory.py [--hidden 512] [--layers 8] [--prompt 256] [--response 256] [--chunk 1024]
+    python tools/bench_memory.py [--hidden 512] [--layers 8] [--prompt 256] [--response 256]
+    [--chunk 1024]
 """
 
 from __future__ import annotations
@@ -59,7 +62,9 @@ def main() -> int:
     parser.add_argument("--response", type=int, default=256)
     parser.add_argument("--responses", type=int, default=8)
     parser.add_argument("--chunk", type=int, default=1024, help="model.head_chunk_tokens")
-    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first n cases of each backend")
+    parser.add_argument(
+        "--cases", type=int, default=len(CASES), help="only the first n cases of each backend"
+    )
     parser.add_argument("--backends", default="megatron,fsdp")
     parser.add_argument("--json", action="store_true", help="one object per case")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -81,7 +86,9 @@ def main() -> int:
 
 def run_case(case: list[object]) -> dict[str, object]:
     argv = [sys.executable, "-m", "tools.bench_memory", *sys.argv[1:], "--case", json.dumps(case)]
-    output = subprocess.run(argv, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1]).stdout
+    output = subprocess.run(
+        argv, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    ).stdout
     result: dict[str, object] = json.loads(output.splitlines()[-1])
     return result
 
@@ -107,7 +114,10 @@ def make_config(case: list[Any], arguments: argparse.Namespace) -> Config:
             "run": {"device": "cpu"},
             "model": {"path": model, "dtype": dtype, "head_chunk_tokens": arguments.chunk},
             "data": {"train": "unused", "max_prompt_tokens": arguments.prompt},
-            "rollout": {"responses_per_prompt": arguments.responses, "max_response_tokens": arguments.response},
+            "rollout": {
+                "responses_per_prompt": arguments.responses,
+                "max_response_tokens": arguments.response,
+            },
             "trainer": {"backend": backend, "recompute": recompute},
             "lora": {"rank": rank},
             "algorithm": {"kl_coef": kl_coef},
@@ -117,7 +127,9 @@ def make_config(case: list[Any], arguments: argparse.Namespace) -> Config:
 
 
 def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
-    """Bytes of the second iteration's forward and backward: `state`, the least that is allocated, and `peak`."""
+    """Bytes of the second iteration's forward and backward: `state`, the least that is allocated,
+    and `peak`.
+    """
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from pa_npu import platform as platforms
@@ -129,8 +141,15 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
     from bench_trainer import FixedMicrobatches, make_groups
 
     torch.set_num_threads(1)
-    spec, platform, timeline = ModelSpec.read(config.model.path), platforms.get("cpu"), Timeline(None, "")
-    groups = [at_full_length(g, arguments, spec.vocab_size) for g in make_groups(settings(arguments), spec.vocab_size)]
+    spec, platform, timeline = (
+        ModelSpec.read(config.model.path),
+        platforms.get("cpu"),
+        Timeline(None, ""),
+    )
+    groups = [
+        at_full_length(g, arguments, spec.vocab_size)
+        for g in make_groups(settings(arguments), spec.vocab_size)
+    ]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         module = backend_module(config.trainer.backend)
         backend = module.create(config, spec, platform, dist.HashStore(), 0, 0, timeline)
@@ -149,11 +168,14 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
 
             stage.config.finalize_model_grads_func = reduce_marked
         for iteration in range(2):
-            microbatches = [m for g in groups for m in build_microbatches(g, arguments.responses, True, 1)]
+            microbatches = [
+                m for g in groups for m in build_microbatches(g, arguments.responses, True, 1)
+            ]
             with record_function(f"iteration-{iteration}"):
                 learner.accumulate(FixedMicrobatches(microbatches))
             learner.step()
-            for _ in range(64):  # gloo's threads hold the buffers of their last collective until their next one
+            # gloo's threads hold the buffers of their last collective until their next one
+            for _ in range(64):
                 dist.all_reduce(torch.zeros(1), group=group)
     events = recorded.profiler.kineto_results.events()
     (span,) = [e for e in events if e.name() == "iteration-1"]
@@ -170,7 +192,8 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
     memory = trainer_memory(config, spec)
     publish = dict(memory.parts)["publish buckets"]  # no engine is attached here
     return {
-        "case": f"{config.trainer.backend} {config.model.dtype}, recompute={config.trainer.recompute}"
+        "case": f"{config.trainer.backend} {config.model.dtype}, "
+        f"recompute={config.trainer.recompute}"
         + (", reference" if config.algorithm.kl_coef else "")
         + (f", LoRA {config.lora.rank}" if config.has_adapters else ""),
         "parameters": spec.num_parameters,
@@ -184,7 +207,10 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
 
 def settings(arguments: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(
-        prompt=arguments.prompt, response=arguments.response, responses=arguments.responses, groups=2
+        prompt=arguments.prompt,
+        response=arguments.response,
+        responses=arguments.responses,
+        groups=2,
     )
 
 
@@ -208,7 +234,8 @@ def at_full_length(group: Group, arguments: argparse.Namespace, vocab_size: int)
 
 def render(rows: list[dict[str, object]]) -> str:
     lines = [
-        f"{float(str(rows[0]['parameters'])) / 1e6:.1f} M parameters, microbatches of {rows[0]['tokens']} tokens; MiB"
+        f"{float(str(rows[0]['parameters'])) / 1e6:.1f} M parameters, microbatches of "
+        f"{rows[0]['tokens']} tokens; MiB"
     ]
     lines.append(
         f"\n{'case':<46}{'state':>9}{'estimate':>10}{'peak':>9}{'estimate':>10}{'ratio':>7}{'beyond state: ratio':>21}"

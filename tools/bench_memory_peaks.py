@@ -1,12 +1,14 @@
 #!/usr/bin/env python
-"""Measures an iteration's peak of memory by kind of process: synchronous against periodic, and against max_staleness.
+"""Measures an iteration's peak of memory by kind of process: synchronous against periodic, and
+against max_staleness.
 
-Real vLLM engines and a real trainer. One run has synchronous and periodic iterations in turn; each value of
-schedule.max_staleness has a run of its own. The numbers are the records' own: peaks of each iteration, border included
-(docs/output.md), here their mean over the iterations after the warm-up. MiB, resident; the device's beside them where it has
-memory of its own.
+Real vLLM engines and a real trainer. One run has synchronous and periodic iterations in turn; each
+value of schedule.max_staleness has a run of its own. The numbers are the records' own: peaks of
+each iteration, border included (docs/output.md), here their mean over the iterations after the
+warm-up. MiB, resident; the device's beside them where it has memory of its own.
 
-    python tools/bench_memory_peaks.py [--staleness 1,2] [--iterations 10] [--groups 16] [--prompt 256] [--markdown FILE]
+    python tools/bench_memory_peaks.py [--staleness 1,2] [--iterations 10] [--groups 16] [--prompt
+    256] [--markdown FILE]
 """
 
 from __future__ import annotations
@@ -30,9 +32,13 @@ WARMUP = 4
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--staleness", default="1,2", help="values of schedule.max_staleness")
-    parser.add_argument("--iterations", type=int, default=10, help=f"per run, {WARMUP} of warm-up included")
+    parser.add_argument(
+        "--iterations", type=int, default=10, help=f"per run, {WARMUP} of warm-up included"
+    )
     parser.add_argument("--groups", type=int, default=16, help="of an iteration")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--response", type=int, default=64, help="tokens of a response")
@@ -46,16 +52,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench = Bench(Path(scratch), default_args(response=args.response))
         with bench.engines(1):
             directory = bench.run(
-                case, args.prompt, args.iterations, [f"schedule.compare_iterations={args.iterations}"]
+                case,
+                args.prompt,
+                args.iterations,
+                [f"schedule.compare_iterations={args.iterations}"],
             )
             records = read_records(directory)[WARMUP:]
             for name, periodic in (("synchronous", False), ("periodic", True)):
-                rows[name] = memory_peaks([record for record in records if record["periodic"] is periodic])
+                rows[name] = memory_peaks(
+                    [record for record in records if record["periodic"] is periodic]
+                )
             for k in (int(text) for text in args.staleness.split(",") if text):
                 settings = [f"schedule.max_staleness={k}", "algorithm.importance_sampling=token"]
                 directory = bench.run(case, args.prompt, args.iterations, settings)
                 # the last k iterations are trained when nothing is generated any more
-                rows[f"max_staleness={k}"] = memory_peaks(read_records(directory)[WARMUP : args.iterations - k])
+                rows[f"max_staleness={k}"] = memory_peaks(
+                    read_records(directory)[WARMUP : args.iterations - k]
+                )
     text = render(rows, args)
     print(text)
     if args.markdown:
@@ -66,8 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def render(rows: Mapping[str, Mapping[str, float]], args: argparse.Namespace) -> str:
     kinds = [kind for kind in PEAKS if any(kind in row for row in rows.values())]
     lines = [
-        f"One vLLM engine, one trainer rank, {len(os.sched_getaffinity(0))} cores ({processor()}); {args.groups} groups of "
-        f"{RESPONSES} responses of {args.response} tokens to prompts of {args.prompt}; MiB.",
+        f"One vLLM engine, one trainer rank, {len(os.sched_getaffinity(0))} cores ({processor()}); "
+        f"{args.groups} groups of {RESPONSES} responses of {args.response} tokens to prompts of "
+        f"{args.prompt}; MiB.",
         "",
         f"| schedule | {' | '.join(PEAKS[kind] for kind in kinds)} |",
         "|---|" + "---:|" * len(kinds),

@@ -1,18 +1,23 @@
 #!/usr/bin/env python
-"""The same fixed work through TRL's trainers and through this system, in turn: tokens/s, ratio, age of tokens.
+"""The same fixed work through TRL's trainers and through this system, in turn: tokens/s, ratio, age
+of tokens.
 
-Real engines and real trainers, a 1.8 M parameter Qwen2 in fp32, one core for generation and one for training (colocated: a process
-on each core that does both), the same prompts and reward, 16 groups of 8 responses an iteration, one update each.
+Real engines and real trainers, a 1.8 M parameter Qwen2 in fp32, one core for generation and one for
+training (colocated: a process on each core that does both), the same prompts and reward, 16 groups
+of 8 responses an iteration, one update each.
 
-    python tools/bench_peers.py [--shapes long,short,free] [--systems ...] [--rounds 2] [--iterations 4]
+    python tools/bench_peers.py [--shapes long,short,free] [--systems ...] [--rounds 2]
+    [--iterations 4]
                                 [--json FILE] [--markdown FILE] [--plot NAME]
 
-TRL and what it needs are installed once, without dependencies, into .cache/peers, an environment that sees this one's packages. Its
-engines have the arguments of this project's own. TRL sends weights over NCCL and AsyncGRPOTrainer computes attention with
-FlashAttention 3, which no CPU has: tools/peers/cpu_stand_ins.py has gloo and torch's attention in their place.
+TRL and what it needs are installed once, without dependencies, into .cache/peers, an environment
+that sees this one's packages. Its engines have the arguments of this project's own. TRL sends
+weights over NCCL and AsyncGRPOTrainer computes attention with FlashAttention 3, which no CPU has:
+tools/peers/cpu_stand_ins.py has gloo and torch's attention in their place.
 
-A round runs every system once; a run that fails or passes its deadline is a row that says why. --json FILE keeps the runs, those of
-earlier invocations too, so that shapes can be measured one by one; without --shapes nothing new is run and all are printed.
+A round runs every system once; a run that fails or passes its deadline is a row that says why.
+--json FILE keeps the runs, those of earlier invocations too, so that shapes can be measured one by
+one; without --shapes nothing new is run and all are printed.
 """
 
 from __future__ import annotations
@@ -51,11 +56,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 GROUPS, RESPONSES = 16, 8
 SAMPLES = GROUPS * RESPONSES
-WARMUP = 4  # iterations: code is loaded, queues fill, and `rollout.window=auto` learns what a decode step takes
+# iterations: code is loaded, queues fill, and `rollout.window=auto` learns what a decode step takes
+WARMUP = 4
 MAX_NUM_SEQS = 256
 LEARNING_RATE = 1e-4  # large enough that engines with old weights show in the log-prob difference
 TEMPLATE_TOKENS = 2  # of the tiny model's chat template around a prompt
-END_SCALE = 2.2  # of the output row of the end token: responses of a random model then have free lengths
+# of the output row of the end token: responses of a random model then have free lengths
+END_SCALE = 2.2
 LORA_RANK, LORA_ALPHA = 16, 32  # of all linear layers, in TRL as here
 TRL_ROWS = 16  # responses of a microbatch in TRL
 ENVIRONMENT = ROOT / ".cache" / "peers"
@@ -73,7 +80,9 @@ class Shape:
 
     @property
     def title(self) -> str:
-        return f"prompts of {self.prompt}, responses {'up to' if self.free else 'of'} {self.response}"
+        return (
+            f"prompts of {self.prompt}, responses {'up to' if self.free else 'of'} {self.response}"
+        )
 
     @property
     def prompt_tokens(self) -> int:
@@ -86,7 +95,8 @@ _ON_POLICY = "none: every token is sampled by the weights that it trains"
 SYSTEMS = {
     "trl-server": System(
         "TRL GRPOTrainer, vLLM server",
-        "sequences masked whose ratio to vLLM's log-probs is above 3, which takes one more forward pass",
+        "sequences masked whose ratio to vLLM's log-probs is above 3, which takes one more forward "
+        "pass",
         "repeated in each padded row",
         "engine and trainer one each, in turn",
     ),
@@ -108,9 +118,14 @@ SYSTEMS = {
         "repeated in each padded row",
         "engine and trainer one each, in turn",
     ),
-    "sync": System("this, synchronous", _ON_POLICY, "computed once", "engine and trainer one each, in turn"),
+    "sync": System(
+        "this, synchronous", _ON_POLICY, "computed once", "engine and trainer one each, in turn"
+    ),
     "colocate": System(
-        "this, colocated", _ON_POLICY, "computed once", "engine and trainer on both, a pair of processes each, in turn"
+        "this, colocated",
+        _ON_POLICY,
+        "computed once",
+        "engine and trainer on both, a pair of processes each, in turn",
     ),
     "roles": System(
         "this, roles",
@@ -118,12 +133,23 @@ SYSTEMS = {
         "computed once",
         "engine and trainer on both, a core trains when its engine has handed on",
     ),
-    "periodic": System("this, periodic", _ON_POLICY, "computed once", "engine and trainer one each, at the same time"),
+    "periodic": System(
+        "this, periodic",
+        _ON_POLICY,
+        "computed once",
+        "engine and trainer one each, at the same time",
+    ),
     "fsdp": System(
-        "this, periodic, fsdp", _ON_POLICY, "computed once", "engine and trainer one each, at the same time"
+        "this, periodic, fsdp",
+        _ON_POLICY,
+        "computed once",
+        "engine and trainer one each, at the same time",
     ),
     "lora": System(
-        "this, periodic, fsdp, LoRA", _ON_POLICY, "computed once", "engine and trainer one each, at the same time"
+        "this, periodic, fsdp, LoRA",
+        _ON_POLICY,
+        "computed once",
+        "engine and trainer one each, at the same time",
     ),
     "stale": System(
         "this, max_staleness=1",
@@ -135,8 +161,18 @@ SYSTEMS = {
 REFERENCE = "trl-server"
 OURS: dict[str, tuple[str, ...]] = {
     "sync": ("schedule.stream=false",),
-    "colocate": ("placement.colocate=true", "schedule.stream=false", "rollout.engines=2", "trainer.devices=2"),
-    "roles": ("placement.colocate=true", "schedule.stream=true", "rollout.engines=2", "trainer.devices=2"),
+    "colocate": (
+        "placement.colocate=true",
+        "schedule.stream=false",
+        "rollout.engines=2",
+        "trainer.devices=2",
+    ),
+    "roles": (
+        "placement.colocate=true",
+        "schedule.stream=true",
+        "rollout.engines=2",
+        "trainer.devices=2",
+    ),
     "periodic": ("schedule.stream=true",),
     "fsdp": ("schedule.stream=true", "trainer.backend=fsdp"),
     "lora": (
@@ -154,16 +190,30 @@ class PeerError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES), help="which, by name; empty: only print what --json has")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shapes",
+        default=",".join(SHAPES),
+        help="which, by name; empty: only print what --json has",
+    )
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="which, by name")
     parser.add_argument("--rounds", type=int, default=2, help="of every shape")
-    parser.add_argument("--iterations", type=int, default=4, help=f"of a run, after {WARMUP} of warm-up")
-    parser.add_argument("--json", type=Path, help="keep runs there, and print those that are there already")
+    parser.add_argument(
+        "--iterations", type=int, default=4, help=f"of a run, after {WARMUP} of warm-up"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="keep runs there, and print those that are there already"
+    )
     parser.add_argument("--markdown", type=Path, help="also write the tables there")
-    parser.add_argument("--plot", type=Path, help="write a picture under this name, .png, .svg or both")
+    parser.add_argument(
+        "--plot", type=Path, help="write a picture under this name, .png, .svg or both"
+    )
     args = parser.parse_args(arguments)
-    shapes, systems = ([name for name in given.split(",") if name] for given in (args.shapes, args.systems))
+    shapes, systems = (
+        [name for name in given.split(",") if name] for given in (args.shapes, args.systems)
+    )
     for option, given, known in (("--shapes", shapes, SHAPES), ("--systems", systems, SYSTEMS)):
         if unknown := set(given) - known.keys():
             parser.error(f"{option}: {', '.join(sorted(unknown))} not among {', '.join(known)}")
@@ -171,7 +221,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = load_runs(args.json)
     if shapes:
         install(ENVIRONMENT)
-        with tempfile.TemporaryDirectory(prefix="bench_peers_") as scratch, Bench(Path(scratch), systems) as bench:
+        with (
+            tempfile.TemporaryDirectory(prefix="bench_peers_") as scratch,
+            Bench(Path(scratch), systems) as bench,
+        ):
             for number in range(args.rounds):
                 for shape in shapes:
                     for system in systems:
@@ -179,7 +232,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         print(f"# {runs[-1]}", file=sys.stderr, flush=True)
                         save_runs(args.json, runs)
     titles = {name: shape.title for name, shape in SHAPES.items()}
-    rows = rows_of(runs, list(SHAPES), list(SYSTEMS), {name: shape.prompt_tokens for name, shape in SHAPES.items()})
+    rows = rows_of(
+        runs,
+        list(SHAPES),
+        list(SYSTEMS),
+        {name: shape.prompt_tokens for name, shape in SHAPES.items()},
+    )
     text = f"{heading()}\n\n{render(rows, titles, SYSTEMS, REFERENCE)}"
     print(text)
     if args.markdown:
@@ -190,25 +248,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def heading() -> str:
-    pinned = next(line for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines() if line.startswith("trl=="))
+    pinned = next(
+        line
+        for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines()
+        if line.startswith("trl==")
+    )
     return (
-        f"{pinned.replace('==', ' ')}, {len(os.sched_getaffinity(0))} cores ({processor()}); a Qwen2 with 1.8 M parameters in "
-        f"fp32; {GROUPS} groups of {RESPONSES} responses an iteration, one update each. tokens/s: prompt and response tokens of "
-        "trained responses. age: versions between the weights that sampled a token and those it trains."
+        f"{pinned.replace('==', ' ')}, {len(os.sched_getaffinity(0))} cores ({processor()}); a "
+        f"Qwen2 with 1.8 M parameters in fp32; {GROUPS} groups of {RESPONSES} responses an "
+        "iteration, one update each. tokens/s: prompt and response tokens of trained responses. "
+        "age: versions between the weights that sampled a token and those it trains."
     )
 
 
 def load_runs(path: Path | None) -> list[Measured]:
-    return [Measured(**values) for values in json.loads(path.read_text())] if path and path.is_file() else []
+    return (
+        [Measured(**values) for values in json.loads(path.read_text())]
+        if path and path.is_file()
+        else []
+    )
 
 
 def save_runs(path: Path | None, runs: Sequence[Measured]) -> None:
     if path:
-        path.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps([asdict(run) for run in runs], indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def install(directory: Path) -> None:
-    """The peers' environment: packages of their own before those of this one. Does nothing when it is there."""
+    """The peers' environment: packages of their own before those of this one.
+
+    Does nothing when it is there.
+    """
     python = directory / "bin" / "python"
     stamp = directory / "installed.txt"
     wanted = REQUIREMENTS.read_text(encoding="utf-8")
@@ -216,7 +288,11 @@ def install(directory: Path) -> None:
         return
     print(f"# installing {REQUIREMENTS.name} into {directory}", file=sys.stderr, flush=True)
     _checked([sys.executable, "-m", "venv", "--clear", "--without-pip", str(directory)])
-    own = Path(_checked([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
+    own = Path(
+        _checked(
+            [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        ).strip()
+    )
     here = [path for path in sys.path if path.endswith("site-packages")]
     (own / "project.pth").write_text("".join(f"{path}\n" for path in here), encoding="utf-8")
     if importlib.util.find_spec("uv"):
@@ -230,12 +306,17 @@ def install(directory: Path) -> None:
 def _checked(command: list[str]) -> str:
     result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if result.returncode:
-        raise SystemExit(f"bench_peers: {' '.join(command)} failed:\n{result.stdout}{result.stderr}")
+        raise SystemExit(
+            f"bench_peers: {' '.join(command)} failed:\n{result.stdout}{result.stderr}"
+        )
     return result.stdout
 
 
 class Bench:
-    """Both systems' engines for all runs, started when first needed; a trainer per run. Use `with`: nothing is left running."""
+    """Both systems' engines for all runs, started when first needed; a trainer per run.
+
+    Use `with`: nothing is left running.
+    """
 
     def __init__(self, scratch: Path, systems: Sequence[str]) -> None:
         self._scratch = scratch
@@ -261,14 +342,20 @@ class Bench:
         total = WARMUP + iterations
         prompts = directory / "prompts.jsonl"
         # the same for all systems of a round; twice as many, for those who generate ahead
-        write_prompts(prompts, SHAPES[shape].prompt - TEMPLATE_TOKENS, 2 * GROUPS * total, seed=number + 1)
+        write_prompts(
+            prompts, SHAPES[shape].prompt - TEMPLATE_TOKENS, 2 * GROUPS * total, seed=number + 1
+        )
         try:
-            records = (self._ours if system in OURS else self._trl)(SHAPES[shape], system, prompts, directory, total)
+            records = (self._ours if system in OURS else self._trl)(
+                SHAPES[shape], system, prompts, directory, total
+            )
             return (read_ours if system in OURS else read_trl)(shape, system, number, records)
         except PeerError as error:
             return Measured(shape, system, number, problem=str(error))
 
-    def _ours(self, shape: Shape, system: str, prompts: Path, directory: Path, iterations: int) -> list[dict[str, Any]]:
+    def _ours(
+        self, shape: Shape, system: str, prompts: Path, directory: Path, iterations: int
+    ) -> list[dict[str, Any]]:
         keys: dict[str, Any] = {
             "run.dir": directory / "run",
             "data.train": prompts,
@@ -282,20 +369,33 @@ class Bench:
             keys |= {"placement.devices": both}
         else:
             keys["rollout.attach"] = f"[{self._server('ours')}]"
-            env[KEY_VARIABLE] = (self._scratch / "ours-engines" / "api_key").read_text(encoding="utf-8").strip()
-        settings = [*self._keys(), *(f"{key}={value}" for key, value in keys.items()), *OURS[system]]
+            env[KEY_VARIABLE] = (
+                (self._scratch / "ours-engines" / "api_key").read_text(encoding="utf-8").strip()
+            )
+        settings = [
+            *self._keys(),
+            *(f"{key}={value}" for key, value in keys.items()),
+            *OURS[system],
+        ]
         log = directory / "log"
         command = [sys.executable, "-m", "pa_npu.launcher", "run", *settings]
         with started(command, log, env) as process:
             finish(process, log)
         return read_records(directory / "run")
 
-    def _trl(self, shape: Shape, system: str, prompts: Path, directory: Path, iterations: int) -> list[dict[str, Any]]:
+    def _trl(
+        self, shape: Shape, system: str, prompts: Path, directory: Path, iterations: int
+    ) -> list[dict[str, Any]]:
         adapters = system == "trl-lora"
         mode = "server" if adapters else system.removeprefix("trl-")
         ranks = 2 if mode == "colocate" else 1
-        options = {"per_device_train_batch_size": TRL_ROWS, "gradient_accumulation_steps": SAMPLES // TRL_ROWS // ranks}
-        cores = [self._engine_core, self._trainer_core] if mode == "colocate" else [self._trainer_core]
+        options = {
+            "per_device_train_batch_size": TRL_ROWS,
+            "gradient_accumulation_steps": SAMPLES // TRL_ROWS // ranks,
+        }
+        cores = (
+            [self._engine_core, self._trainer_core] if mode == "colocate" else [self._trainer_core]
+        )
         work = {
             "mode": mode,
             "model": str(self._model),
@@ -312,7 +412,9 @@ class Bench:
             "max_model_len": 512,
             "block_size": HOST_PREFIX_BLOCK,
             "learning_rate": LEARNING_RATE,
-            "lora": {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"} if adapters else None,
+            "lora": {"r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": "all-linear"}
+            if adapters
+            else None,
             "options": options,
         }
         specification = directory / "work.json"
@@ -320,7 +422,12 @@ class Bench:
         command = [str(ENVIRONMENT / "bin" / "python")]
         if ranks > 1:
             port = free_ports("127.0.0.1", 1)[0]
-            command += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+            command += [
+                "-m",
+                "torch.distributed.run",
+                f"--nproc-per-node={ranks}",
+                f"--master-port={port}",
+            ]
         command += [str(ROOT / "tools" / "peers" / "trl_trainer.py"), str(specification)]
         log, steps = directory / "log", directory / "steps.jsonl"
         env = trl_environment()
@@ -328,10 +435,15 @@ class Bench:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an engine inside each trainer
         with started(command, log, env) as process:
             finish(process, log)
-        return [json.loads(line) for line in steps.read_text().splitlines()] if steps.is_file() else []
+        return (
+            [json.loads(line) for line in steps.read_text().splitlines()] if steps.is_file() else []
+        )
 
     def _server(self, name: str) -> str:
-        """The address of a running engine, started the first time. Raises PeerError where it does not start, each time."""
+        """The address of a running engine, started the first time.
+
+        Raises PeerError where it does not start, each time.
+        """
         if name not in self._servers:
             try:
                 self._servers[name] = self._start(name)
@@ -384,21 +496,39 @@ class Bench:
 def make_model(directory: Path) -> Path:
     """A random tiny model whose end token is likelier now and then, so that free lengths are."""
     command = [sys.executable, "tools/make_tiny_model.py", "--out", str(directory), "--random"]
-    subprocess.run([*command, "--hidden", "192", "--layers", "4"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*command, "--hidden", "192", "--layers", "4"],
+        cwd=ROOT,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     make_end_likelier(directory / "model", END_SCALE)
     return directory / "model"
 
 
-def trl_server_command(keys: Sequence[str], port: int, core: int) -> tuple[list[str], dict[str, str]]:
-    """This project's engine but for what only its own coordinator asks for, with TRL's weight transfer and the model's own name."""
+def trl_server_command(
+    keys: Sequence[str], port: int, core: int
+) -> tuple[list[str], dict[str, str]]:
+    """This project's engine but for what only its own coordinator asks for, with TRL's weight
+    transfer and the model's own name.
+    """
     config = load_config([], keys)
     ours = server_command(config, ModelSpec.read(config.model.path), 0, port)
     arguments = list(ours.argv[ours.argv.index("--model") :])
     for option in ("--worker-extension-cls", "--middleware", "--served-model-name"):
         place = arguments.index(option)
         del arguments[place : place + 2]
-    arguments += ["--weight-transfer-config", json.dumps({"backend": "nccl"}), "--max-logprobs", "-1"]
-    program = [str(ENVIRONMENT / "bin" / "python"), str(ROOT / "tools" / "peers" / "trl_server.py"), str(core)]
+    arguments += [
+        "--weight-transfer-config",
+        json.dumps({"backend": "nccl"}),
+        "--max-logprobs",
+        "-1",
+    ]
+    program = [
+        str(ENVIRONMENT / "bin" / "python"),
+        str(ROOT / "tools" / "peers" / "trl_server.py"),
+        str(core),
+    ]
     return [*program, *arguments], {**ours.env, **trl_environment()}
 
 
@@ -426,7 +556,9 @@ def finish(process: subprocess.Popen[bytes], log: Path) -> None:
         raise PeerError(f"ended with {status}: {reason_of(log)}")
 
 
-def read_ours(shape: str, system: str, number: int, records: Sequence[Mapping[str, Any]]) -> Measured:
+def read_ours(
+    shape: str, system: str, number: int, records: Sequence[Mapping[str, Any]]
+) -> Measured:
     """Iterations after warm-up; with bounded staleness not the last one, which produces nothing."""
     kept = records[WARMUP : len(records) - (system == "stale")]
     if not kept:

@@ -1,10 +1,12 @@
 #!/usr/bin/env python
-"""How far the planner is off: calibrated on one configuration, it predicts others, which are then measured.
+"""How far the planner is off: calibrated on one configuration, it predicts others, which are then
+measured.
 
-Real vLLM engines and one real trainer rank, each pinned to a core. One run is calibrated on: responses that end by themselves, of
-some 30 tokens on average and 128 at most, prompts of 16 to 256 tokens, one engine, a small model, prompts shared. From its records
-`pa_npu.planning.prediction` predicts all rows, before any of them is run; what it is told of them is their configuration, and how
-long prompts and responses are.
+Real vLLM engines and one real trainer rank, each pinned to a core. One run is calibrated on:
+responses that end by themselves, of some 30 tokens on average and 128 at most, prompts of 16 to 256
+tokens, one engine, a small model, prompts shared. From its records `pa_npu.planning.prediction`
+predicts all rows, before any of them is run; what it is told of them is their configuration, and
+how long prompts and responses are.
 Rows vary
 
   waves, window    16 to 72 groups of 8; a constant window of 32 or 96 sequences
@@ -15,8 +17,9 @@ Rows vary
   shared prompts   on and off
   schedule         periodic, or synchronous
 
-An error is predicted over measured iteration time, less one. Splits: for each work that several ways of dividing the devices were
-measured for, whether the planner puts them into the order in which they were measured.
+An error is predicted over measured iteration time, less one. Splits: for each work that several
+ways of dividing the devices were measured for, whether the planner puts them into the order in
+which they were measured.
 
     python tools/bench_plan.py [--rows equal,...] [--iterations 8] [--json FILE] [--markdown FILE]
     python tools/bench_plan.py --calibration RUN --predict       # no engines: predictions from a run that is kept
@@ -62,15 +65,17 @@ ROOT = Path(__file__).resolve().parent.parent
 RESPONSES, MAX_NUM_SEQS, MAX_PROMPT, MAX_RESPONSE = 8, 256, 512, 512
 WARMUP = 3  # iterations: a controller learns in the first ones
 SIZES = {"small": (128, 3), "large": (192, 4)}  # hidden size, layers
-END_SCALE = 4.5  # of the end token's output row, where responses end by themselves: after some 30 tokens
+# of the end token's output row, where responses end by themselves: after some 30 tokens
+END_SCALE = 4.5
 CALIBRATION_PROMPTS = (16, 256)
 CALIBRATION_ITERATIONS = 12
 
 
 @dataclass(frozen=True)
 class Case:
-    """prompt: tokens, or the least and the most. mean: of a response; all are equal, unless they are drawn (heavy, a request each)
-    or end by themselves (free). splits: work that others have too."""
+    """prompt: tokens, or the least and the most. mean: of a response; all are equal, unless they
+    are drawn (heavy, a request each) or end by themselves (free). splits: work that others have
+    too."""
 
     name: str
     groups: int = 16
@@ -107,7 +112,9 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    """Medians, in seconds. train_s, generate_s: of an iteration's training without waiting and of its production."""
+    """Medians, in seconds. train_s, generate_s: of an iteration's training without waiting and of
+    its production.
+    """
 
     case: Case
     predicted: Predicted
@@ -124,27 +131,41 @@ class Row:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", default=",".join(case.name for case in CASES), help="which rows, by name")
-    parser.add_argument("--iterations", type=int, default=7, help=f"per row, {WARMUP} of warm-up included")
-    parser.add_argument("--calibration", type=Path, help="a calibration run that is kept, instead of running one")
     parser.add_argument(
-        "--predict", action="store_true", help="print predictions, and measure nothing but the calibration"
+        "--rows", default=",".join(case.name for case in CASES), help="which rows, by name"
+    )
+    parser.add_argument(
+        "--iterations", type=int, default=7, help=f"per row, {WARMUP} of warm-up included"
+    )
+    parser.add_argument(
+        "--calibration", type=Path, help="a calibration run that is kept, instead of running one"
+    )
+    parser.add_argument(
+        "--predict",
+        action="store_true",
+        help="print predictions, and measure nothing but the calibration",
     )
     parser.add_argument("--keep", type=Path, help="directory for runs and logs, which stay there")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     args = parser.parse_args()
-    os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))  # of engines, and of the runs that attach to them
+    # of engines, and of the runs that attach to them
+    os.environ.setdefault(KEY_VARIABLE, secrets.token_hex(16))
     names = args.rows.split(",")
     unknown = set(names) - {case.name for case in CASES}
     if unknown:
-        parser.error(f"--rows: {', '.join(sorted(unknown))} not among {', '.join(case.name for case in CASES)}")
+        parser.error(
+            f"--rows: {', '.join(sorted(unknown))} not among "
+            f"{', '.join(case.name for case in CASES)}"
+        )
     if args.iterations <= WARMUP:
         parser.error(f"--iterations: {args.iterations} is not above {WARMUP}")
     end_on_sigterm()
     cases = [case for case in CASES if case.name in names]
     with contextlib.ExitStack() as stack:
-        scratch = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_plan_")))
+        scratch = args.keep or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_plan_"))
+        )
         scratch.mkdir(parents=True, exist_ok=True)
         rows = measured(Bench(scratch, args.iterations), args, cases)
     if rows is None:
@@ -162,7 +183,8 @@ def measured(bench: Bench, args: argparse.Namespace, cases: Sequence[Case]) -> l
     """Predictions are made and printed before the first row is run."""
     rows: list[Row] = []
     kinds = sorted(
-        {(case.model, case.engines) for case in cases} | {("small", 1)}, key=lambda kind: kind != ("small", 1)
+        {(case.model, case.engines) for case in cases} | {("small", 1)},
+        key=lambda kind: kind != ("small", 1),
     )
     predictions: dict[str, Predicted] = {}
     for model, engines in kinds:
@@ -191,7 +213,15 @@ def row_of(case: Case, predicted: Predicted, records: Sequence[dict[str, Any]]) 
     times = [record["iteration_s"] for record in kept]
     iteration_s = median("iteration_s")
     spread = (max(times) - min(times)) / iteration_s
-    return Row(case, predicted, iteration_s, median("generate_s"), median("train_s"), median("publish_s"), spread)
+    return Row(
+        case,
+        predicted,
+        iteration_s,
+        median("generate_s"),
+        median("train_s"),
+        median("publish_s"),
+        spread,
+    )
 
 
 def predict_all(bench: Bench, directory: Path, cases: Sequence[Case]) -> dict[str, Predicted]:
@@ -207,14 +237,24 @@ def predict_all(bench: Bench, directory: Path, cases: Sequence[Case]) -> dict[st
     found = {}
     for case in cases:
         predicted = predict_case(
-            bench.config(case), ModelSpec.read(str(bench.model(case.model))), case, calibration, seen
+            bench.config(case),
+            ModelSpec.read(str(bench.model(case.model))),
+            case,
+            calibration,
+            seen,
         )
         found[case.name] = predicted
-        print(f"# predicted {predicted.iteration_s:.2f} s: {case.name}: {predicted}", file=sys.stderr, flush=True)
+        print(
+            f"# predicted {predicted.iteration_s:.2f} s: {case.name}: {predicted}",
+            file=sys.stderr,
+            flush=True,
+        )
     return found
 
 
-def predict_case(config: Config, spec: ModelSpec, case: Case, calibration: Calibration, seen: Workload) -> Predicted:
+def predict_case(
+    config: Config, spec: ModelSpec, case: Case, calibration: Calibration, seen: Workload
+) -> Predicted:
     """Responses are drawn as those of the row are, or all of the length that is asked for."""
     low, high = case.prompt if isinstance(case.prompt, tuple) else (case.prompt, case.prompt)
     rng = random.Random(0)
@@ -223,10 +263,16 @@ def predict_case(config: Config, spec: ModelSpec, case: Case, calibration: Calib
     if case.heavy:
         limit = MOST_OF_MEAN * case.mean
         median = median_for(case.mean, limit)
-        lengths = [drawn_lengths(number, 0, RESPONSES, median, limit) for number in range(len(prompts))]
-    shapes = tuple(Shape(prompt, tuple(group)) for prompt, group in zip(prompts, lengths, strict=True))
+        lengths = [
+            drawn_lengths(number, 0, RESPONSES, median, limit) for number in range(len(prompts))
+        ]
+    shapes = tuple(
+        Shape(prompt, tuple(group)) for prompt, group in zip(prompts, lengths, strict=True)
+    )
     workload = Workload(shapes, "measured")
-    return Basis(config, spec, calibration, workload, typical_speed("cpu"), None).predicted(config, streams=case.stream)
+    return Basis(config, spec, calibration, workload, typical_speed("cpu"), None).predicted(
+        config, streams=case.stream
+    )
 
 
 class Bench:
@@ -242,7 +288,13 @@ class Bench:
         """The directory of a model, which is made when it is first asked for."""
         directory = self._scratch / name
         if not (directory / "model" / "config.json").exists():
-            command = [sys.executable, "tools/make_tiny_model.py", "--out", str(directory), "--random"]
+            command = [
+                sys.executable,
+                "tools/make_tiny_model.py",
+                "--out",
+                str(directory),
+                "--random",
+            ]
             size = ["--hidden", str(SIZES[name][0]), "--layers", str(SIZES[name][1])]
             subprocess.run([*command, *size], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
             make_end_likelier(directory / "model", END_SCALE)
@@ -258,7 +310,9 @@ class Bench:
         settings = [f"placement.port={first - 1}", f"run.dir={self._scratch / name}"]
         with started(self._command("engines", case, settings), log) as process:
             if not serve(process, self._urls, 300 * count):
-                raise SystemExit(f"bench_plan: no engine: {reason_of(log)}\n{log.read_text()[-2000:]}")
+                raise SystemExit(
+                    f"bench_plan: no engine: {reason_of(log)}\n{log.read_text()[-2000:]}"
+                )
             yield
 
     def run(self, case: Case, iterations: int | None = None) -> Path:
@@ -270,10 +324,16 @@ class Bench:
         write_prompts(data, case.prompt, case.groups * iterations, self._runs)
         settings = [f"run.dir={run_dir}", f"data.train={data}", *self._settings(case, iterations)]
         result = subprocess.run(
-            self._command("run", case, settings), cwd=ROOT, capture_output=True, text=True, check=False
+            self._command("run", case, settings),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if result.returncode:
-            raise SystemExit(f"bench_plan: a run failed:\n{(result.stdout + result.stderr)[-3000:]}")
+            raise SystemExit(
+                f"bench_plan: a run failed:\n{(result.stdout + result.stderr)[-3000:]}"
+            )
         return run_dir
 
     def config(self, case: Case) -> Config:
@@ -297,7 +357,10 @@ class Bench:
             f"attention.shared_prompt={str(case.shared_prompt).lower()}",
         ]
         if case.free:
-            settings += [f"rollout.max_response_tokens={MOST_OF_MEAN * case.mean}", "rollout.ignore_eos=false"]
+            settings += [
+                f"rollout.max_response_tokens={MOST_OF_MEAN * case.mean}",
+                "rollout.ignore_eos=false",
+            ]
         if case.heavy:
             limit = MOST_OF_MEAN * case.mean
             settings += [
@@ -336,7 +399,9 @@ class Bench:
 
 
 def write_prompts(path: Path, length: int | tuple[int, int], count: int, seed: int) -> None:
-    """Prompts of exactly that many tokens, or of random numbers of them (one letter is one token), all different."""
+    """Prompts of exactly that many tokens, or of random numbers of them (one letter is one token),
+    all different.
+    """
     rng = random.Random(seed)
     low, high = length if isinstance(length, tuple) else (length, length)
     letters = "bcdfghjkmpqvwxz"  # rare pairs, which the tokenizer does not merge
@@ -354,9 +419,13 @@ def ranked(rows: Sequence[Row]) -> list[str]:
         if len(of_work) < 2:
             continue
         measured_order = [row.case.name for row in sorted(of_work, key=lambda row: row.iteration_s)]
-        predicted_order = [row.case.name for row in sorted(of_work, key=lambda row: row.predicted.iteration_s)]
+        predicted_order = [
+            row.case.name for row in sorted(of_work, key=lambda row: row.predicted.iteration_s)
+        ]
         verdict = (
-            "right" if measured_order == predicted_order else f"wrong: {' < '.join(predicted_order)} was predicted"
+            "right"
+            if measured_order == predicted_order
+            else f"wrong: {' < '.join(predicted_order)} was predicted"
         )
         lines.append(f"- {work}: {' < '.join(measured_order)}; {verdict}")
     return lines
@@ -366,21 +435,47 @@ def render(rows: Sequence[Row], iterations: int) -> str:
     errors = [abs(row.error) for row in rows]
     low, high = CALIBRATION_PROMPTS
     lines = [
-        f"vLLM engines and one trainer rank, pinned to {len(os.sched_getaffinity(0))} cores ({processor()}); groups of "
-        f"{RESPONSES}; medians of {iterations - WARMUP} iterations. Calibrated on one run of {CALIBRATION.groups} groups with "
-        f"prompts of {low} to {high} tokens and responses that end by themselves.",
+        f"vLLM engines and one trainer rank, pinned to {len(os.sched_getaffinity(0))} cores "
+        f"({processor()}); groups of {RESPONSES}; medians of {iterations - WARMUP} iterations. "
+        f"Calibrated on one run of {CALIBRATION.groups} groups with prompts of {low} to {high} "
+        "tokens and responses that end by themselves.",
         "",
-        "| row | groups | prompt | response | Tg s | predicted | Tt s | predicted | iteration s | predicted | error | spread |",
+        "| row | groups | prompt | response | Tg s | predicted | Tt s | predicted | iteration s | "
+        "predicted | error | spread |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         case, found = row.case, row.predicted
-        prompt = f"{case.prompt[0]} to {case.prompt[1]}" if isinstance(case.prompt, tuple) else str(case.prompt)
-        times = (row.generate_s, found.generate_s, row.train_s, found.train_s, row.iteration_s, found.iteration_s)
-        cells = [case.name, str(case.groups), prompt, f"{case.mean}{' heavy' if case.heavy else ''}"]
-        cells += [*(f"{seconds:.2f}" for seconds in times), f"{row.error:+.1%}", f"{row.spread:.0%}"]
+        prompt = (
+            f"{case.prompt[0]} to {case.prompt[1]}"
+            if isinstance(case.prompt, tuple)
+            else str(case.prompt)
+        )
+        times = (
+            row.generate_s,
+            found.generate_s,
+            row.train_s,
+            found.train_s,
+            row.iteration_s,
+            found.iteration_s,
+        )
+        cells = [
+            case.name,
+            str(case.groups),
+            prompt,
+            f"{case.mean}{' heavy' if case.heavy else ''}",
+        ]
+        cells += [
+            *(f"{seconds:.2f}" for seconds in times),
+            f"{row.error:+.1%}",
+            f"{row.spread:.0%}",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", f"Error: median {statistics.median(errors):.1%}, worst {max(errors):.1%}.", *ranked(rows)]
+    lines += [
+        "",
+        f"Error: median {statistics.median(errors):.1%}, worst {max(errors):.1%}.",
+        *ranked(rows),
+    ]
     return "\n".join(lines)
 
 

@@ -1,24 +1,30 @@
 #!/usr/bin/env python
-"""Time a weight publish against one bare gloo broadcast of the same bytes to the same workers, alternating in one run.
+"""Time a weight publish against one bare gloo broadcast of the same bytes to the same workers,
+alternating in one run.
 
-    python tools/bench_publish.py [--layers N] [--dtype bf16|fp32] [--tensor-parallel 1,2] [--workers 1,2]
-                                  [--bucket-mib 16,64] [--repeats 5] [--family qwen3_moe] [--json FILE] [--markdown FILE]
+    python tools/bench_publish.py [--layers N] [--dtype bf16|fp32] [--tensor-parallel 1,2]
+    [--workers 1,2]
+                                  [--bucket-mib 16,64] [--repeats 5] [--family qwen3_moe] [--json
+                                  FILE] [--markdown FILE]
     python tools/bench_publish.py --publishes 2000                       # one connection for all: time and memory stay flat
     python tools/bench_publish.py --model 7b|32b [--link-gbps 25] [--gather-gbps 50] [--iteration-s 120]     # arithmetic only
 
-Trainer ranks (TP) and engine workers are processes of this machine. A publish is everything between the trainers' call
-and the moment when all workers have had every HF tensor complete in memory: gather over TP, packing, broadcast,
-assembly. (What an engine's loader then does with a tensor is its own; the bare broadcast has no loader either.) The bare
-broadcast sends one ready buffer into another, so it is the upper bound for this transport and machine. With TP > 1 the
-shards of the other ranks must reach the leader first; the bare gather does just that, in one broadcast per rank. With --family
-qwen3_moe the TP ranks also share the experts of a mixture, 16 in each layer, which are as many bytes as the dense layer.
+Trainer ranks (TP) and engine workers are processes of this machine. A publish is everything between
+the trainers' call and the moment when all workers have had every HF tensor complete in memory:
+gather over TP, packing, broadcast, assembly. (What an engine's loader then does with a tensor is
+its own; the bare broadcast has no loader either.) The bare broadcast sends one ready buffer into
+another, so it is the upper bound for this transport and machine. With TP > 1 the shards of the
+other ranks must reach the leader first; the bare gather does just that, in one broadcast per rank.
+With --family qwen3_moe the TP ranks also share the experts of a mixture, 16 in each layer, which
+are as many bytes as the dense layer.
 
-Columns: MiB sent, buckets, GB/s (10^9 bytes) of the publish, of the bare broadcast, and of bare gather and broadcast one
-after another (medians); the publish over each of the two (the aim: at least 0.5 of the broadcast); the share of a
-publish that the leader spent waiting for the transport.
+Columns: MiB sent, buckets, GB/s (10^9 bytes) of the publish, of the bare broadcast, and of bare
+gather and broadcast one after another (medians); the publish over each of the two (the aim: at
+least 0.5 of the broadcast); the share of a publish that the leader spent waiting for the transport.
 
-With --model nothing is sent: it prints the seconds that pa_npu.planning.prediction.costs expects on links of the given speed (GB/s,
-10^9 bytes: a port of 200 Gbit/s is 25), for several TP and bucket sizes, and their share of an iteration.
+With --model nothing is sent: it prints the seconds that pa_npu.planning.prediction.costs expects on
+links of the given speed (GB/s, 10^9 bytes: a port of 200 Gbit/s is 25), for several TP and bucket
+sizes, and their share of an iteration.
 """
 
 from __future__ import annotations
@@ -157,21 +163,47 @@ MODELS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8, help="layers of the model (hidden 1024), 24 MiB each in bf16")
-    parser.add_argument("--family", choices=FAMILIES, default="llama", help="a mixture has as many bytes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=8,
+        help="layers of the model (hidden 1024), 24 MiB each in bf16",
+    )
+    parser.add_argument(
+        "--family", choices=FAMILIES, default="llama", help="a mixture has as many bytes"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="type of the weights")
-    parser.add_argument("--tensor-parallel", type=_ints, default=(1, 2), help="TP sizes, separated by commas")
+    parser.add_argument(
+        "--tensor-parallel", type=_ints, default=(1, 2), help="TP sizes, separated by commas"
+    )
     parser.add_argument("--workers", type=_ints, default=(1, 2), help="numbers of engine workers")
     parser.add_argument("--bucket-mib", type=_floats, default=(4.0, 16.0), help="bucket sizes")
-    parser.add_argument("--repeats", type=int, default=5, help="timed repetitions; medians are printed")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed repetitions; medians are printed"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")
-    parser.add_argument("--publishes", type=int, help="publish so often over one connection, and print time and memory")
+    parser.add_argument(
+        "--publishes",
+        type=int,
+        help="publish so often over one connection, and print time and memory",
+    )
     parser.add_argument("--model", choices=MODELS, help="print the expected seconds of this model")
-    parser.add_argument("--link-gbps", type=float, default=25.0, help="GB/s of the slowest link from trainer to engine")
-    parser.add_argument("--gather-gbps", type=float, default=50.0, help="GB/s between the ranks of a TP group")
-    parser.add_argument("--iteration-s", type=float, help="seconds of an iteration, for the share of the publish")
+    parser.add_argument(
+        "--link-gbps",
+        type=float,
+        default=25.0,
+        help="GB/s of the slowest link from trainer to engine",
+    )
+    parser.add_argument(
+        "--gather-gbps", type=float, default=50.0, help="GB/s between the ranks of a TP group"
+    )
+    parser.add_argument(
+        "--iteration-s", type=float, help="seconds of an iteration, for the share of the publish"
+    )
     arguments = parser.parse_args(argv)
     if arguments.model:
         link = Link(arguments.link_gbps * 1e9, arguments.gather_gbps * 1e9)
@@ -195,11 +227,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = [list(COLUMNS), *(row.cells() for row in rows)]
     print_table(table)
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8"
+        )
     if arguments.markdown:
         lines = [" | ".join(line) for line in table]
         lines.insert(1, " | ".join("--:" for _ in COLUMNS))
-        arguments.markdown.write_text("\n".join(f"| {line} |" for line in lines) + "\n", encoding="utf-8")
+        arguments.markdown.write_text(
+            "\n".join(f"| {line} |" for line in lines) + "\n", encoding="utf-8"
+        )
     return 0
 
 
@@ -218,18 +254,28 @@ def expected(model: str, link: Link, iteration_s: float | None) -> list[list[str
         for bucket_mib in (4, 16, 64):
             seconds = publish_seconds(size, bucket_mib * 2**20, tensor_parallel, link)
             share = f"{seconds / iteration_s:.1%}" if iteration_s else "-"
-            cells = [model, f"{size / 1e9:.1f}", str(tensor_parallel), str(bucket_mib), f"{seconds:.2f}"]
+            cells = [
+                model,
+                f"{size / 1e9:.1f}",
+                str(tensor_parallel),
+                str(bucket_mib),
+                f"{seconds:.2f}",
+            ]
             table.append([*cells, f"{size / seconds / 1e9:.1f}", share])
     return table
 
 
 def endurance(publishes: int) -> list[list[str]]:
-    """Publish a small model again and again over one connection; a line for every tenth of the publishes."""
+    """Publish a small model again and again over one connection; a line for every tenth of the
+    publishes.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     results: Any = context.Queue()
     processes = [
-        context.Process(target=enduring, args=(rank, store.port, publishes, results), name=f"member-{rank}")
+        context.Process(
+            target=enduring, args=(rank, store.port, publishes, results), name=f"member-{rank}"
+        )
         for rank in range(2)
     ]
     for process in processes:
@@ -246,13 +292,20 @@ def endurance(publishes: int) -> list[list[str]]:
 
 
 def enduring(rank: int, port: int, publishes: int, results: Any) -> None:
-    """Rank 0 is the trainer, rank 1 the engine worker; tells (publishes so far, median ms, resident MiB) per tenth."""
+    """Rank 0 is the trainer, rank 1 the engine worker; tells (publishes so far, median ms, resident
+    MiB) per tenth.
+    """
     torch.set_num_threads(1)
-    spec, platform = replace(_spec(2), hidden_size=256, ffn_size=512, vocab_size=4096), platforms.get("cpu")
+    spec, platform = (
+        replace(_spec(2), hidden_size=256, ffn_size=512, vocab_size=4096),
+        platforms.get("cpu"),
+    )
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     if rank == 0:
         publisher = Publisher(
-            StageTensors(stand_in_stage(spec, Mesh(), torch.bfloat16), spec, Mesh().place(0), 2**20),
+            StageTensors(
+                stand_in_stage(spec, Mesh(), torch.bfloat16), spec, Mesh().place(0), 2**20
+            ),
             store_host="127.0.0.1",
             store_port=port,
             timeout_s=TIMEOUT_S,
@@ -264,7 +317,14 @@ def enduring(rank: int, port: int, publishes: int, results: Any) -> None:
     else:
         announced = json.loads(store.get("manifest"))
         group = transport.join_group(
-            "127.0.0.1", port, transport.group_name(announced["name"], 0), 1, 2, "gloo", TIMEOUT_S, "endurance"
+            "127.0.0.1",
+            port,
+            transport.group_name(announced["name"], 0),
+            1,
+            2,
+            "gloo",
+            TIMEOUT_S,
+            "endurance",
         )
         manifest = Manifest.from_json(announced["manifest"])
         receiver = Receiver([manifest], [group], 1, torch.device("cpu"), TIMEOUT_S)
@@ -275,7 +335,9 @@ def enduring(rank: int, port: int, publishes: int, results: Any) -> None:
         step(version)
         seconds.append(time.perf_counter() - start)
         if (version + 1) % max(1, publishes // 10) == 0:
-            lines.append((version + 1, statistics.median(seconds) * 1e3, platform.memory_bytes() / 2**20))
+            lines.append(
+                (version + 1, statistics.median(seconds) * 1e3, platform.memory_bytes() / 2**20)
+            )
             seconds.clear()
     results.put((rank, lines))
 
@@ -289,7 +351,8 @@ def run_case(case: Case) -> list[Row]:
         for rank in range(case.tensor_parallel)
     ]
     processes += [
-        context.Process(target=worker, args=(case, rank), name=f"worker-{rank}") for rank in range(1, case.workers + 1)
+        context.Process(target=worker, args=(case, rank), name=f"worker-{rank}")
+        for rank in range(1, case.workers + 1)
     ]
     for process in processes:
         process.start()
@@ -308,7 +371,9 @@ def trainer(case: Case, rank: int, results: Any) -> None:
     size = case.tensor_parallel
     store = dist.TCPStore("127.0.0.1", case.port, is_master=False, wait_for_workers=False)
     peers = _join(case, "tp", rank, size)
-    everyone = _join(case, "everyone", rank if rank == 0 else case.workers + rank, size + case.workers)
+    everyone = _join(
+        case, "everyone", rank if rank == 0 else case.workers + rank, size + case.workers
+    )
     bare = _join(case, "bare", 0, 1 + case.workers) if rank == 0 else None
     mesh = Mesh(size, expert=size if case.spec.experts else 1, experts_tensor=1)
     module = stand_in_stage(case.spec, mesh, DTYPES[case.dtype])
@@ -388,21 +453,40 @@ def worker(case: Case, rank: int) -> None:
 def stand_in_stage(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> torch.nn.Module:
     """One rank's parameters of the whole model under Megatron's names; there is nothing to run."""
     module = torch.nn.Module()
-    layer = ["input_layernorm.weight", "self_attention.linear_qkv.weight", "self_attention.linear_proj.weight"]
-    layer += ["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"] * spec.qk_norm
-    dense, sparse = ["linear_fc1.weight", "linear_fc2.weight"], ["router.weight", "experts.gate_up", "experts.down"]
-    layer += ["pre_mlp_layernorm.weight", *(f"mlp.{name}" for name in (sparse if spec.experts else dense))]
+    layer = [
+        "input_layernorm.weight",
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_proj.weight",
+    ]
+    layer += [
+        "self_attention.q_layernorm.weight",
+        "self_attention.k_layernorm.weight",
+    ] * spec.qk_norm
+    dense, sparse = (
+        ["linear_fc1.weight", "linear_fc2.weight"],
+        ["router.weight", "experts.gate_up", "experts.down"],
+    )
+    layer += [
+        "pre_mlp_layernorm.weight",
+        *(f"mlp.{name}" for name in (sparse if spec.experts else dense)),
+    ]
     names = [f"decoder.layers.{index}.{name}" for index in range(spec.num_layers) for name in layer]
     for name in (hf_map.EMBEDDING, *names, hf_map.FINAL_NORM):
         tensors = hf_map.sources(name, spec, 0)
         shapes = [t.local_shape(mesh.tensor) for t in tensors if t.expert == tensors[0].expert]
-        stacked = () if spec.experts is None or tensors[0].expert is None else (spec.experts.count // mesh.expert,)
+        stacked = (
+            ()
+            if spec.experts is None or tensors[0].expert is None
+            else (spec.experts.count // mesh.expert,)
+        )
         owner, (*path, leaf) = module, name.split(".")
         for child in path:
             if child not in dict(owner.named_children()):
                 owner.add_module(child, torch.nn.Module())
             owner = owner.get_submodule(child)
-        values = torch.full((*stacked, sum(shape[0] for shape in shapes), *shapes[0][1:]), 0.5, dtype=dtype)
+        values = torch.full(
+            (*stacked, sum(shape[0] for shape in shapes), *shapes[0][1:]), 0.5, dtype=dtype
+        )
         owner.register_parameter(leaf, torch.nn.Parameter(values, requires_grad=False))
     for index, child_layer in enumerate(module.get_submodule("decoder.layers").children()):
         child_layer.layer_number = index + 1  # type: ignore[assignment]
@@ -410,7 +494,9 @@ def stand_in_stage(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> torch.nn.
 
 
 def _join(case: Case, name: str, rank: int, size: int) -> dist.ProcessGroup:
-    return transport.join_group("127.0.0.1", case.port, name, rank, size, "gloo", TIMEOUT_S, f"benchmark group {name}")
+    return transport.join_group(
+        "127.0.0.1", case.port, name, rank, size, "gloo", TIMEOUT_S, f"benchmark group {name}"
+    )
 
 
 def _together(group: dist.ProcessGroup) -> float:

@@ -1,18 +1,23 @@
 #!/usr/bin/env python
-"""Throughput against the number of engines and of trainer replicas: one real coordinator between engines and trainers that sleep.
+"""Throughput against the number of engines and of trainer replicas: one real coordinator between
+engines and trainers that sleep.
 
-Engines are stand-ins (tools/stand_in.py) of a set speed, many to a process; this program plays the trainers: replicas take their
-groups out of the rollout buffer as they come and sleep as long as training one is set to take. The coordinator, its HTTP, rewards
-and store are real, and on a core of their own where there are two, so that what is measured is what one coordinator carries.
+Engines are stand-ins (tools/stand_in.py) of a set speed, many to a process; this program plays the
+trainers: replicas take their groups out of the rollout buffer as they come and sleep as long as
+training one is set to take. The coordinator, its HTTP, rewards and store are real, and on a core of
+their own where there are two, so that what is measured is what one coordinator carries.
 
-    python tools/bench_scaling.py [--engines 1,2,4,8,16,32,64] [--replicas 4,8,16,32,64] [--iterations 4] [--plot NAME]
+    python tools/bench_scaling.py [--engines 1,2,4,8,16,32,64] [--replicas 4,8,16,32,64]
+    [--iterations 4] [--plot NAME]
                                   [--markdown FILE] [--json FILE]
 
-Two sweeps. Engines: work grows with them (8 groups of 8 responses of 128 tokens per engine and iteration), and as many replicas are
-there as keep up. Replicas: the most engines of the first sweep, whose work stays, while few replicas make the iteration longer.
+Two sweeps. Engines: work grows with them (8 groups of 8 responses of 128 tokens per engine and
+iteration), and as many replicas are there as keep up. Replicas: the most engines of the first
+sweep, whose work stays, while few replicas make the iteration longer.
 
-Columns: ideal: tokens per second of the slower side alone, without border. of ideal: the measured ones over it. coordinator: share
-of a core that its process used. Medians of the iterations after the first. The plot needs matplotlib: pip install 'pa_npu[plots]'.
+Columns: ideal: tokens per second of the slower side alone, without border. of ideal: the measured
+ones over it. coordinator: share of a core that its process used. Medians of the iterations after
+the first. The plot needs matplotlib: pip install 'pa_npu[plots]'.
 """
 
 from __future__ import annotations
@@ -42,7 +47,14 @@ from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.families.spec import ModelSpec
-from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, READY, VERDICT, StageManifest, TrainersReady
+from pa_npu.publish.messages import (
+    LATE_MANIFEST,
+    MANIFEST,
+    READY,
+    VERDICT,
+    StageManifest,
+    TrainersReady,
+)
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.telemetry.records import read_records
 
@@ -88,7 +100,9 @@ class Row:
 
     @property
     def ideal_tokens_per_s(self) -> float:
-        return GROUPS_PER_ENGINE * self.engines * TOKENS_OF_GROUP / max(self.generate_s, self.train_s)
+        return (
+            GROUPS_PER_ENGINE * self.engines * TOKENS_OF_GROUP / max(self.generate_s, self.train_s)
+        )
 
     @property
     def of_ideal(self) -> float:
@@ -96,11 +110,17 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engines", default="1,2,4,8,16,32,64", help="numbers of the first sweep")
     parser.add_argument("--replicas", default="4,8,16,32,64", help="numbers of the second sweep")
-    parser.add_argument("--iterations", type=int, default=4, help="of each row, the first of which is left out")
-    parser.add_argument("--plot", type=Path, help="write a picture under this name, .png, .svg or both")
+    parser.add_argument(
+        "--iterations", type=int, default=4, help="of each row, the first of which is left out"
+    )
+    parser.add_argument(
+        "--plot", type=Path, help="write a picture under this name, .png, .svg or both"
+    )
     parser.add_argument("--markdown", type=Path, help="write the tables there")
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--as-engines", type=int, help=argparse.SUPPRESS)
@@ -108,13 +128,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--median", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.as_engines:
-        asyncio.run(host_engines(args.as_engines, args.vocabulary, os.environ[KEY_VARIABLE], args.median))
+        asyncio.run(
+            host_engines(args.as_engines, args.vocabulary, os.environ[KEY_VARIABLE], args.median)
+        )
         return 0
-    engines, replicas = ([int(text) for text in given.split(",") if text] for given in (args.engines, args.replicas))
+    engines, replicas = (
+        [int(text) for text in given.split(",") if text] for given in (args.engines, args.replicas)
+    )
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench_scaling_") as scratch:
         directory = Path(scratch)
-        make = [sys.executable, str(ROOT / "tools" / "make_tiny_model.py"), "--out", str(directory), "--random"]
+        make = [
+            sys.executable,
+            str(ROOT / "tools" / "make_tiny_model.py"),
+            "--out",
+            str(directory),
+            "--random",
+        ]
         make += ["--train-questions", "2048", "--test-questions", "1"]
         subprocess.run(make, check=True, timeout=WAIT_S, stdout=subprocess.DEVNULL)
         for count in engines:
@@ -124,7 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(measure(directory, "replicas", max(engines), count, args.iterations))
             print(" | ".join(cells(rows[-1])), flush=True)
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(
+            json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8"
+        )
     if args.plot:
         draw(rows, args.plot)
     if args.markdown:
@@ -138,12 +170,16 @@ def keeping_up(engines: int) -> int:
 
 
 async def host_engines(count: int, vocabulary: int, key: str, median: float | None) -> None:
-    """Serve so many engines, print a URL for each, and go on for ever. median: of heavy-tailed lengths, where these are wanted."""
+    """Serve so many engines, print a URL for each, and go on for ever. median: of heavy-tailed
+    lengths, where these are wanted.
+    """
     speed = Speed(STEP_S, 0.0, STRIDE, WINDOW)
     lengths = None if median is None else HeavyTail(median)
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(count):
-            engine = StandInEngine(speed, vocabulary, variants=VARIANTS, api_key=key, lengths=lengths)
+            engine = StandInEngine(
+                speed, vocabulary, variants=VARIANTS, api_key=key, lengths=lengths
+            )
             print(await stack.enter_async_context(serving(engine, HOST)), flush=True)
         await asyncio.Event().wait()
 
@@ -167,14 +203,18 @@ def measure(directory: Path, sweep: str, engines: int, replicas: int, iterations
         share = (cpu_seconds(job.coordinator.pid) - used_s) / (time.monotonic() - begun_s)
         records = job.records(iterations)[1:]
     seconds = statistics.median(record["iteration_s"] for record in records)
-    tokens = statistics.median(record["tokens_response"] / record["iteration_s"] for record in records)
+    tokens = statistics.median(
+        record["tokens_response"] / record["iteration_s"] for record in records
+    )
     return Row(sweep, engines, replicas, seconds, tokens, share)
 
 
 class Job:
-    """Store, engines and coordinator, which end with `stack`; the trainers are threads of this process.
+    """Store, engines and coordinator, which end with `stack`; the trainers are threads of this
+    process.
 
-    median: of responses with heavy-tailed lengths; None: all have LENGTH tokens. keys: sections of the configuration that differ.
+    median: of responses with heavy-tailed lengths; None: all have LENGTH tokens. keys: sections of
+    the configuration that differ.
     """
 
     def __init__(
@@ -189,18 +229,32 @@ class Job:
         self._groups, self._replicas, self._stack = GROUPS_PER_ENGINE * engines, replicas, stack
         self._version, self._seconds = -1, (0.0, 0.0)
         self._run_dir = directory / f"run-{engines}-{replicas}-{secrets.token_hex(2)}"
-        config = configuration(directory, self._run_dir, engines, replicas, ignore_eos=median is None, **keys)
+        config = configuration(
+            directory, self._run_dir, engines, replicas, ignore_eos=median is None, **keys
+        )
         self._run_dir.mkdir()
         file = self._run_dir / "config.yaml"
         file.write_text(dump_config(config))
         key = secrets.token_hex(16)
         self._server = host_store(HOST, 0)
         self._channel = self._connected("")
-        self._buffers = [RolloutBuffer(self._connected(""), "run", readers=1) for _ in range(replicas)]
+        self._buffers = [
+            RolloutBuffer(self._connected(""), "run", readers=1) for _ in range(replicas)
+        ]
         for kind, topic in (("publish", MANIFEST), ("late", LATE_MANIFEST)):
             topic.put(self._channel, StageManifest(f"{kind}-0", {}), stage=0)
         played = TrainersRunOn(
-            replicas, "cpu", "gloo", "", "", "played by this tool", "fp32", "none", "none", "none", ""
+            replicas,
+            "cpu",
+            "gloo",
+            "",
+            "",
+            "played by this tool",
+            "fp32",
+            "none",
+            "none",
+            "none",
+            "",
         )
         TRAINERS_RUN_ON.put(self._channel, played)
         vocabulary = ModelSpec.read(config.model.path).vocab_size
@@ -213,7 +267,9 @@ class Job:
             roster.announce(self.engines.stdout.readline().decode().strip())
         store = {"PA_NPU_STORE": f"{HOST}:{self._server.port}"}
         self.coordinator = self._start(
-            "coordinator", ["-m", "pa_npu.coordinator.main", "--config", str(file)], {KEY_VARIABLE: key, **store}
+            "coordinator",
+            ["-m", "pa_npu.coordinator.main", "--config", str(file)],
+            {KEY_VARIABLE: key, **store},
         )
 
     def _connected(self, prefix: str) -> StoreChannel:
@@ -233,7 +289,8 @@ class Job:
         while not VERDICT.exists(self._channel, **place):
             if self.coordinator.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(
-                    f"bench_scaling: no publish:\n{(self._run_dir / 'coordinator.out').read_text()[-3000:]}"
+                    "bench_scaling: no "
+                    f"publish:\n{(self._run_dir / 'coordinator.out').read_text()[-3000:]}"
                 )
             time.sleep(0.002)
 
@@ -250,7 +307,10 @@ class Job:
                 buffer.done(self._version, number, slot)
                 time.sleep(TRAIN_GROUP_S)
 
-        threads = [threading.Thread(target=replica, args=(n,), name=f"replica {n}") for n in range(self._replicas)]
+        threads = [
+            threading.Thread(target=replica, args=(n,), name=f"replica {n}")
+            for n in range(self._replicas)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -267,17 +327,29 @@ class Job:
             time.sleep(0.05)
         raise SystemExit(f"bench_scaling: {self._run_dir} has fewer than {count} records")
 
-    def _start(self, name: str, command: Sequence[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _start(
+        self, name: str, command: Sequence[str], env: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
         own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
-        output = subprocess.PIPE if name == "engines" else (self._run_dir / f"{name}.out").open("wb")
-        popen = subprocess.Popen([sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=own)
+        output = (
+            subprocess.PIPE if name == "engines" else (self._run_dir / f"{name}.out").open("wb")
+        )
+        popen = subprocess.Popen(
+            [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=own
+        )
         self._stack.callback(popen.wait, 10)
         self._stack.callback(popen.kill)
         return popen
 
 
 def configuration(
-    directory: Path, run_dir: Path, engines: int, replicas: int, *, ignore_eos: bool, **keys: dict[str, Any]
+    directory: Path,
+    run_dir: Path,
+    engines: int,
+    replicas: int,
+    *,
+    ignore_eos: bool,
+    **keys: dict[str, Any],
 ) -> Config:
     model = directory / "model"
     tree: dict[str, dict[str, Any]] = {
@@ -285,7 +357,11 @@ def configuration(
         "model": {"path": str(model)},
         "data": {"train": str(directory / "train.jsonl"), "max_prompt_tokens": 64},
         "rollout": {
-            **{"engines": engines, "responses_per_prompt": RESPONSES, "max_response_tokens": LENGTH},
+            **{
+                "engines": engines,
+                "responses_per_prompt": RESPONSES,
+                "max_response_tokens": LENGTH,
+            },
             **{"ignore_eos": ignore_eos, "window": WINDOW},
         },
         "reward": {"functions": [{"name": "format", "pattern": "t1"}]},
@@ -294,7 +370,9 @@ def configuration(
         "publish": {"probe_tokens": 0},
         "telemetry": {"trackers": [], "samples": 0},
     }
-    return Config.model_validate({name: {**tree.get(name, {}), **keys.get(name, {})} for name in tree | keys})
+    return Config.model_validate(
+        {name: {**tree.get(name, {}), **keys.get(name, {})} for name in tree | keys}
+    )
 
 
 def cpu_seconds(pid: int) -> float:
@@ -303,7 +381,16 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-HEADER = ("sweep", "engines", "replicas", "iteration s", "tokens/s", "ideal", "of ideal", "coordinator")
+HEADER = (
+    "sweep",
+    "engines",
+    "replicas",
+    "iteration s",
+    "tokens/s",
+    "ideal",
+    "of ideal",
+    "coordinator",
+)
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -317,9 +404,10 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def render(rows: Sequence[Row]) -> str:
     lines = [
-        f"Stand-in engines of {1000 * STEP_S:g} ms per decode step, {WINDOW} sequences in flight on each; {GROUPS_PER_ENGINE} "
-        f"groups of {RESPONSES} responses of {LENGTH} tokens per engine and iteration; {TRAIN_GROUP_S:g} s to train a group; "
-        f"{processor()}, {os.cpu_count()} cores.",
+        f"Stand-in engines of {1000 * STEP_S:g} ms per decode step, {WINDOW} sequences in flight "
+        f"on each; {GROUPS_PER_ENGINE} groups of {RESPONSES} responses of {LENGTH} tokens per "
+        f"engine and iteration; {TRAIN_GROUP_S:g} s to train a group; {processor()}, "
+        f"{os.cpu_count()} cores.",
         "",
         "| " + " | ".join(HEADER) + " |",
         "|---|" + "---:|" * (len(HEADER) - 1),
@@ -333,7 +421,9 @@ def draw(rows: Sequence[Row], path: Path) -> list[Path]:
 
     figure, panels = new_figure(2, width_in=3.6, height_in=3.0)
     for panel, (sweep, title) in zip(
-        panels, (("engines", "engines, work growing"), ("replicas", "trainer replicas")), strict=True
+        panels,
+        (("engines", "engines, work growing"), ("replicas", "trainer replicas")),
+        strict=True,
     ):
         own = [row for row in rows if row.sweep == sweep]
         x = [getattr(row, sweep) for row in own]

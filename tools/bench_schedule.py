@@ -1,36 +1,49 @@
 #!/usr/bin/env python
-"""How close periodic asynchrony comes to its bound with rollout.window=auto: sync against periodic, alternating inside each run.
+"""How close periodic asynchrony comes to its bound with rollout.window=auto: sync against periodic,
+alternating inside each run.
 
-Real vLLM engines and one real trainer rank, each pinned to a core. With Tg the seconds of generation and Tt those of training per
-iteration, a synchronous iteration takes Tg + Tt and a perfectly overlapped one max(Tg, Tt). Rows vary
+Real vLLM engines and one real trainer rank, each pinned to a core. With Tg the seconds of
+generation and Tt those of training per iteration, a synchronous iteration takes Tg + Tt and a
+perfectly overlapped one max(Tg, Tt). Rows vary
 
-  lengths   equal: every response has the same length (ignore_eos). heavy: lognormal, exp(0.6 a + 0.4 b) times the median, a of the
-            prompt and b of the response, cut at four times the mean; every prompt comes again, so that its length can be learned.
+  lengths   equal: every response has the same length (ignore_eos). heavy: lognormal, exp(0.6 a +
+            0.4 b) times the median, a of the prompt and b of the response, cut at four times the
+            mean; every prompt comes again, so that its length can be learned.
   groups    of 8 responses in an iteration.
   engines   one, or two, which share a core where the machine has no third.
-  Tg : Tt   balanced, engine-bound (2 : 1) and trainer-bound (1 : 2). Tt is set through the prompt length, which costs the trainer
-            (separate sequences) and hardly the engine (prefix cache). fixed-16 has prompts of 128 instead.
+  Tg : Tt   balanced, engine-bound (2 : 1) and trainer-bound (1 : 2). Tt is set through the prompt
+            length, which costs the trainer (separate sequences) and hardly the engine (prefix
+            cache). fixed-16 has prompts of 128 instead.
 
-With --paced devices take as long as asked and hardly a core (tools/paced/): one for each engine and for the trainer, on a
-machine of any size. Tt is set through the trainer's speed then, and all prompts have 128 tokens.
+With --paced devices take as long as asked and hardly a core (tools/paced/): one for each engine and
+for the trainer, on a machine of any size. Tt is set through the trainer's speed then, and all
+prompts have 128 tokens.
 
-A run alternates iteration by iteration (schedule.compare_iterations): even ones are synchronous, odd ones periodic, each with the
-schedule that the controller chooses for its kind. Tg and Tt are medians of the synchronous ones, which have the window that
-generates fastest; where cores are as few as engines and trainers, training takes longer beside generation, which is given too. The
-table has, over max(Tg, Tt): periodic iterations without border; with --constant the best of further runs
-with constant windows; the optimum, the best of a family of schedules simulated with the speeds that the run learned and with all
-lengths known; these speeds; and how far the model's predictions were off.
+A run alternates iteration by iteration (schedule.compare_iterations): even ones are synchronous,
+odd ones periodic, each with the schedule that the controller chooses for its kind. Tg and Tt are
+medians of the synchronous ones, which have the window that generates fastest; where cores are as
+few as engines and trainers, training takes longer beside generation, which is given too. The table
+has, over max(Tg, Tt): periodic iterations without border; with --constant the best of further runs
+with constant windows; the optimum, the best of a family of schedules simulated with the speeds that
+the run learned and with all lengths known; these speeds; and how far the model's predictions were
+off.
 
-    python tools/bench_schedule.py [--iterations 16] [--rows equal-16,...] [--constant 16,32,64] [--json FILE] [--markdown FILE]
-    python tools/bench_schedule.py --simulate             # what any schedule can reach, by the engine's speed; no engines, a minute
-    python tools/bench_schedule.py --colocated            # each row also with placement.colocate: in turns, and with roles
+    python tools/bench_schedule.py [--iterations 16] [--rows equal-16,...] [--constant 16,32,64]
+    [--json FILE] [--markdown FILE]
+    python tools/bench_schedule.py --simulate             # what any schedule can reach, by the
+                                                          engine's speed; no engines, a minute
+    python tools/bench_schedule.py --colocated            # each row also with placement.colocate:
+                                                          in turns, and with roles
     python tools/bench_schedule.py --paced 45,0.75,0.2 --devices 4 --replica 1,2    # turns, roles and every split of them
     python tools/bench_schedule.py --paced 18,0.045,0.01 --devices 4 --virtual    # the same in virtual time
     python tools/bench_schedule.py --max-num-seqs 32      # engines whose memory holds 32 sequences
-    python tools/bench_schedule.py --paced 12,0.5,0.12    # devices of this speed: ms a step, a sequence, a token of a prompt
+    python tools/bench_schedule.py --paced 12,0.5,0.12    # devices of this speed: ms a step, a
+                                                          sequence, a token of a prompt
     python tools/bench_schedule.py --engine-args=--block-size,128    # rollout.extra_args
-    python tools/bench_schedule.py --shared-prompt        # P=512, R=64, G=8 with attention.shared_prompt on and off
-    python tools/bench_schedule.py --staleness 0,1,2      # schedule.max_staleness at 1, 2, 4 and 16 waves, Tg = Tt, equal lengths
+    python tools/bench_schedule.py --shared-prompt        # P=512, R=64, G=8 with
+                                                          attention.shared_prompt on and off
+    python tools/bench_schedule.py --staleness 0,1,2      # schedule.max_staleness at 1, 2, 4 and 16
+                                                          waves, Tg = Tt, equal lengths
 """
 
 from __future__ import annotations
@@ -80,20 +93,27 @@ from tools.simulate import simulate
 ROOT = Path(__file__).resolve().parent.parent
 RESPONSES = 8
 MAX_NUM_SEQS = 256
-WARMUP = 6  # iterations, three of each kind: nothing is known in the first, and heavy lengths come again in the third
+# iterations, three of each kind: nothing is known in the first, and heavy lengths come again in the
+# third
+WARMUP = 6
 MAX_PROMPT = 2048
 PACED_PROMPT = 128
 EPOCH = 2  # iterations after which prompts come again
 PROMPT_SIGMA, RESPONSE_SIGMA, MOST_OF_MEAN = 0.6, 0.4, 4
-# Of the family of schedules whose best is the optimum: shares of the trainers' time, of the widest window, and waves.
-SLACKS, SHARES, WAVES = (1.0, 0.95, 0.85), (1.0, 0.75, 0.5, 0.375, 0.25), (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+# Of the family of schedules whose best is the optimum: shares of the trainers' time, of the widest
+# window, and waves.
+SLACKS, SHARES, WAVES = (
+    (1.0, 0.95, 0.85),
+    (1.0, 0.75, 0.5, 0.375, 0.25),
+    (1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """ratio: Tg / Tt aimed at. prompt: the length that is given instead, in tokens; then the ratio is that of paced devices.
-    most: of heavy lengths, over their mean. spread: of their logarithms, over what is usual. epoch: iterations after which prompts
-    of heavy lengths come again."""
+    """ratio: Tg / Tt aimed at. prompt: the length that is given instead, in tokens; then the ratio
+    is that of paced devices. most: of heavy lengths, over their mean. spread: of their logarithms,
+    over what is usual. epoch: iterations after which prompts of heavy lengths come again."""
 
     name: str
     groups: int
@@ -117,26 +137,31 @@ def _cases() -> Iterator[Case]:
 
 CASES = tuple(_cases())
 
-# Of --devices, with groups for 1, 2, 3 and 4 replicas: as answers of 200 with a limit of 1,024, and with the longest 1 : 8.
+# Of --devices, with groups for 1, 2, 3 and 4 replicas: as answers of 200 with a limit of 1,024, and
+# with the longest 1 : 8.
 SHARED = (
     Case("equal", 24),
     Case("answers", 24, heavy=True, most=1024 / 200, epoch=1),
     Case("heavy-tails", 24, heavy=True, most=8, spread=1.25, epoch=1),
 )
-SHARED_WARMUP = 3  # iterations: nothing is known in the first, and roles change for the first time in the second
+# iterations: nothing is known in the first, and roles change for the first time in the second
+SHARED_WARMUP = 3
 
 
 @dataclass(frozen=True)
 class Row:
-    """Medians, in seconds. generate_s, train_s: Tg, Tt. border_s: what no schedule can hide, left out of all but sync_s and
-    periodic_s. constant_s: the best constant window's; optimum_s: simulated with all lengths known. errors: of predictions.
+    """Medians, in seconds. generate_s, train_s: Tg, Tt. border_s: what no schedule can hide, left
+    out of all but sync_s and periodic_s. constant_s: the best constant window's; optimum_s:
+    simulated with all lengths known. errors: of predictions.
     step_ms, sequence_ms: what a decode step takes and what each sequence adds, as learned.
 
-    overlapped_train_s: Tt of the periodic iterations, in which the engine's core has no time for what serves both.
+    overlapped_train_s: Tt of the periodic iterations, in which the engine's core has no time for
+    what serves both.
     cores_busy: share of the machine's cores, during the run.
 
-    turns_s, roles_s: iterations, border included, of as many engines as devices and as many replicas, one of each on a device:
-    all decode, then all train; and with roles that follow the work.
+    turns_s, roles_s: iterations, border included, of as many engines as devices and as many
+    replicas, one of each on a device: all decode, then all train; and with roles that follow the
+    work.
     """
 
     name: str
@@ -190,7 +215,9 @@ def default_args(**given: Any) -> argparse.Namespace:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=16, help=f"per run, {WARMUP} of warm-up included; even")
+    parser.add_argument(
+        "--iterations", type=int, default=16, help=f"per run, {WARMUP} of warm-up included; even"
+    )
     parser.add_argument("--response", type=int, default=64, help="mean tokens of a response")
     parser.add_argument(
         "--max-num-seqs",
@@ -203,31 +230,53 @@ def make_parser() -> argparse.ArgumentParser:
         type=_pace,
         help="ms that a decode step, a sequence in it and a token of a prompt take; devices sleep",
     )
-    parser.add_argument("--engine-args", default="", help="further arguments of the engines (rollout.extra_args)")
+    parser.add_argument(
+        "--engine-args", default="", help="further arguments of the engines (rollout.extra_args)"
+    )
     parser.add_argument("--rows", help="which rows, by name; all by default")
-    parser.add_argument("--constant", default="", help="constant windows to run beside it, a run each, in sequences")
+    parser.add_argument(
+        "--constant", default="", help="constant windows to run beside it, a run each, in sequences"
+    )
     parser.add_argument(
         "--colocated",
         action="store_true",
-        help="also engines and trainers on the same devices, both on all of them, in turns and with roles that follow the work",
+        help="also engines and trainers on the same devices, both on all of them, in turns and "
+        "with roles that follow the work",
     )
     parser.add_argument(
-        "--devices", type=int, default=0, help="paced devices to have turns, roles and every split on instead"
+        "--devices",
+        type=int,
+        default=0,
+        help="paced devices to have turns, roles and every split on instead",
     )
     parser.add_argument(
-        "--virtual", action="store_true", help="of --devices: in virtual time, with the run's own coordinator"
-    )
-    parser.add_argument("--replica", default="1", help="of --devices: devices of a replica, a run of rows each")
-    parser.add_argument(
-        "--shared-prompt", action="store_true", help="measure attention.shared_prompt on and off instead"
+        "--virtual",
+        action="store_true",
+        help="of --devices: in virtual time, with the run's own coordinator",
     )
     parser.add_argument(
-        "--simulate", action="store_true", help="print the optimum by the engine's speed, in virtual time"
+        "--replica", default="1", help="of --devices: devices of a replica, a run of rows each"
     )
     parser.add_argument(
-        "--staleness", default="", help="measure these values of schedule.max_staleness over waves instead"
+        "--shared-prompt",
+        action="store_true",
+        help="measure attention.shared_prompt on and off instead",
     )
-    parser.add_argument("--waves", default="1,2,4,16", help="of --staleness: an iteration's sequences over the window")
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="print the optimum by the engine's speed, in virtual time",
+    )
+    parser.add_argument(
+        "--staleness",
+        default="",
+        help="measure these values of schedule.max_staleness over waves instead",
+    )
+    parser.add_argument(
+        "--waves",
+        default="1,2,4,16",
+        help="of --staleness: an iteration's sequences over the window",
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     return parser
@@ -237,14 +286,20 @@ def main() -> int:
     parser = make_parser()
     args = parser.parse_args()
     known = SHARED if args.devices else CASES
-    args.rows = args.rows or ",".join(case.name for case in known if case.engines == 1 or not args.colocated)
+    args.rows = args.rows or ",".join(
+        case.name for case in known if case.engines == 1 or not args.colocated
+    )
     unknown = set(args.rows.split(",")) - {case.name for case in known}
     if unknown:
-        parser.error(f"--rows: {', '.join(sorted(unknown))} not among {', '.join(case.name for case in known)}")
+        parser.error(
+            f"--rows: {', '.join(sorted(unknown))} not among "
+            f"{', '.join(case.name for case in known)}"
+        )
     cases = [case for case in known if case.name in args.rows.split(",")]
     if args.colocated and any(case.engines > 1 for case in cases):
         parser.error(
-            "--colocated: two engines and a trainer are three devices, among which groups cannot be divided; see --devices"
+            "--colocated: two engines and a trainer are three devices, among which groups cannot "
+            "be divided; see --devices"
         )
     if args.devices and args.iterations <= SHARED_WARMUP:
         parser.error(f"--iterations: {args.iterations} is not above {SHARED_WARMUP}")
@@ -258,7 +313,9 @@ def main() -> int:
         parser.error(f"--iterations: {args.iterations} is not an even number above {WARMUP + 1}")
 
     if args.paced and (args.shared_prompt or args.simulate or args.staleness):
-        parser.error("--paced is for rows alone, without --shared-prompt, --simulate and --staleness")
+        parser.error(
+            "--paced is for rows alone, without --shared-prompt, --simulate and --staleness"
+        )
 
     end_on_sigterm()
     if args.simulate:
@@ -290,7 +347,9 @@ def publish_rows(rows: Sequence[Any], table: str, args: argparse.Namespace) -> N
 
 @dataclass(frozen=True)
 class StaleRow:
-    """Medians, in seconds, of iterations whose window has both an iteration produced and one trained. waves: of an iteration."""
+    """Medians, in seconds, of iterations whose window has both an iteration produced and one
+    trained. waves: of an iteration.
+    """
 
     staleness: int
     waves: int
@@ -308,7 +367,9 @@ def measure_staleness(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bench_schedule_") as scratch:
         bench = Bench(Path(scratch), args)
         with bench.engines(1):
-            waves, staleness = ([int(text) for text in given.split(",")] for given in (args.waves, args.staleness))
+            waves, staleness = (
+                [int(text) for text in given.split(",")] for given in (args.waves, args.staleness)
+            )
             rows = bench.stale_rows(waves, staleness)
     publish_rows(rows, render_stale(rows, args), args)
     return 0
@@ -316,12 +377,14 @@ def measure_staleness(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class SharedRow:
-    """Median seconds of an iteration, border included, on as many devices: in turns, with roles, and with so many of them engines.
+    """Median seconds of an iteration, border included, on as many devices: in turns, with roles,
+    and with so many of them engines.
 
-    floor_s: the longest response alone, or all decoding (of full engines) and training over the devices. reach_s: the same where
-    one replica's devices decode as long as the longest response takes alone, and the others until the first group is there.
-    errors: of the predictions of roles at the border, which do not know the lengths to come. simulated: the row in virtual time,
-    which knows them; None for one that is.
+    floor_s: the longest response alone, or all decoding (of full engines) and training over the
+    devices. reach_s: the same where one replica's devices decode as long as the longest response
+    takes alone, and the others until the first group is there.
+    errors: of the predictions of roles at the border, which do not know the lengths to come.
+    simulated: the row in virtual time, which knows them; None for one that is.
     """
 
     name: str
@@ -360,7 +423,9 @@ def measure_shared(args: argparse.Namespace, cases: Sequence[Case]) -> int:
             for case, replica in itertools.product(cases, map(int, args.replica.split(","))):
                 row = bench.shared_row(case, replica)
                 if not args.virtual:
-                    row = replace(row, simulated=VirtualBench(Path(scratch), args).shared_row(case, replica))
+                    row = replace(
+                        row, simulated=VirtualBench(Path(scratch), args).shared_row(case, replica)
+                    )
                 rows.append(row)
                 print(f"# {row}", file=sys.stderr, flush=True)
     publish_rows(rows, render_shared(rows, args), args)
@@ -368,8 +433,8 @@ def measure_shared(args: argparse.Namespace, cases: Sequence[Case]) -> int:
 
 
 class HeavyTailed:
-    """The environment of heavy rows: single turns whose lengths are drawn, not sampled. options: median and limit in tokens, and
-    the spread."""
+    """The environment of heavy rows: single turns whose lengths are drawn, not sampled. options:
+    median and limit in tokens, and the spread."""
 
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("tools.bench_schedule:HeavyTailed", ("median", "limit", "spread"))
@@ -380,8 +445,12 @@ class HeavyTailed:
     async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
         visit = self._visits.get(prompt.prompt_id, 0)
         self._visits[prompt.prompt_id] = visit + 1
-        lengths = drawn_lengths(prompt.prompt_id, visit, num_samples, self._median, self._limit, self._spread)
-        pending = [generate(prompt.tokens, sample=i, max_tokens=length) for i, length in enumerate(lengths)]
+        lengths = drawn_lengths(
+            prompt.prompt_id, visit, num_samples, self._median, self._limit, self._spread
+        )
+        pending = [
+            generate(prompt.tokens, sample=i, max_tokens=length) for i, length in enumerate(lengths)
+        ]
         samples = []
         for (generation,) in await _all(pending):
             sample = SampleBuilder(prompt.tokens)
@@ -396,7 +465,9 @@ async def _all(pending: Sequence[Any]) -> list[Any]:
     return list(await asyncio.gather(*pending))
 
 
-def drawn_lengths(prompt_id: int, visit: int, count: int, median: float, limit: int, spread: float = 1.0) -> list[int]:
+def drawn_lengths(
+    prompt_id: int, visit: int, count: int, median: float, limit: int, spread: float = 1.0
+) -> list[int]:
     """Draws the lengths of the responses to a prompt when it comes for the `visit`-th time."""
     of_prompt = np.random.default_rng([prompt_id, 1]).standard_normal()
     of_response = np.random.default_rng([prompt_id, visit, 2]).standard_normal(count)
@@ -407,11 +478,16 @@ def drawn_lengths(prompt_id: int, visit: int, count: int, median: float, limit: 
 def median_for(mean: float, limit: int, spread: float = 1.0) -> float:
     """The median with which cut lengths have this mean, by bisection over a large sample."""
     rng = np.random.default_rng(0)
-    draw = np.exp(spread * (PROMPT_SIGMA * rng.standard_normal(20000) + RESPONSE_SIGMA * rng.standard_normal(20000)))
+    draw = np.exp(
+        spread
+        * (PROMPT_SIGMA * rng.standard_normal(20000) + RESPONSE_SIGMA * rng.standard_normal(20000))
+    )
     low, high = 1.0, 2.0 * mean
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if np.minimum(middle * draw, limit).mean() < mean else (low, middle)
+        low, high = (
+            (middle, high) if np.minimum(middle * draw, limit).mean() < mean else (low, middle)
+        )
     return low
 
 
@@ -430,7 +506,13 @@ class Bench:
         if args.paced:
             self._environment["PACED_ENGINE"] = ",".join(map(str, astuple(args.paced)))
         hidden, layers = ("64", "2") if args.paced else ("192", "4")
-        command = [sys.executable, "tools/make_tiny_model.py", "--out", str(self._model.parent), "--random"]
+        command = [
+            sys.executable,
+            "tools/make_tiny_model.py",
+            "--out",
+            str(self._model.parent),
+            "--random",
+        ]
         command += ["--hidden", hidden, "--layers", layers]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
@@ -442,15 +524,22 @@ class Bench:
         ports = [first + i for i in range(count)]  # as the launcher counts
         self._urls = [f"http://127.0.0.1:{port}" for port in ports]
         log = self._scratch / f"engines{count}.log"
-        settings = [f"placement.port={ports[0] - 1}", f"run.dir={self._scratch / f'engines{count}'}"]
+        settings = [
+            f"placement.port={ports[0] - 1}",
+            f"run.dir={self._scratch / f'engines{count}'}",
+        ]
         settings.append(f"rollout.engines={count}")
         if self._beside and not self._args.paced:
             settings.append(
-                f"placement.devices={[*self._engine_cores(), *[self._trainer_core()] * 2]}".replace(" ", "")
+                f"placement.devices={[*self._engine_cores(), *[self._trainer_core()] * 2]}".replace(
+                    " ", ""
+                )
             )
         with started(self._command("engines", settings), log, self._environment) as process:
             if not serve(process, self._urls, 300 * count):
-                raise SystemExit(f"bench_schedule: no engine: {reason_of(log)}\n{log.read_text()[-2000:]}")
+                raise SystemExit(
+                    f"bench_schedule: no engine: {reason_of(log)}\n{log.read_text()[-2000:]}"
+                )
             yield
 
     def schedule_rows(self, cases: list[Case]) -> list[Row]:
@@ -467,7 +556,9 @@ class Bench:
                 prompt = case.prompt or self._prompt_for(group_generate_s / case.ratio, train_at)
             row = self._measure(case, prompt, [])
             if self._args.colocated:
-                turns_s, roles_s = (self._colocated_s(case, prompt, streams) for streams in ("false", "true"))
+                turns_s, roles_s = (
+                    self._colocated_s(case, prompt, streams) for streams in ("false", "true")
+                )
                 row = replace(row, turns_s=turns_s, roles_s=roles_s)
             for window in [int(text) for text in self._args.constant.split(",") if text]:
                 constant = self._measure(case, prompt, [f"rollout.window={window}"])
@@ -516,7 +607,8 @@ class Bench:
             found = self._records(case, PACED_PROMPT, args.iterations, settings)[SHARED_WARMUP:]
             busy.append(psutil.cpu_percent() / 100)
             print(
-                f"# {case.name}, R = {replica}, {engines} engines {overrides}: {[r['iteration_s'] for r in found]}",
+                f"# {case.name}, R = {replica}, {engines} engines {overrides}: "
+                f"{[r['iteration_s'] for r in found]}",
                 file=sys.stderr,
             )
             return found
@@ -534,15 +626,21 @@ class Bench:
             seconds(roles),
             {count: seconds(records(count, "schedule.stream=true")) for count in engines},
             statistics.median(self._floor_s(case, number, token_s, 0) for number in iterations),
-            statistics.median(self._floor_s(case, number, token_s, replica) for number in iterations),
-            [record["prediction_error"] for record in roles if record["prediction_error"] is not None],
+            statistics.median(
+                self._floor_s(case, number, token_s, replica) for number in iterations
+            ),
+            [
+                record["prediction_error"]
+                for record in roles
+                if record["prediction_error"] is not None
+            ],
             statistics.mean(record["role_changes"] for record in roles),
             max(busy),
         )
 
     def _floor_s(self, case: Case, iteration: int, token_s: float, alone: int) -> float:
-        """alone: devices that decode until the longest response ends, of which the others train as soon as a group is there; 0: all
-        decoding is of full engines."""
+        """alone: devices that decode until the longest response ends, of which the others train as
+        soon as a group is there; 0: all decoding is of full engines."""
         pace, lengths = self._args.paced, self._lengths(case, iteration)
         tokens = sum(map(sum, lengths))
         most = min(self._args.max_num_seqs, case.groups * RESPONSES)
@@ -559,18 +657,31 @@ class Bench:
         case, rows = Case("staleness", 16), []
         measured = {prompt: self._calibrate(prompt) for prompt in (32, 256)}
         group_generate_s = statistics.mean(generate for generate, _ in measured.values())
-        prompt = self._prompt_for(group_generate_s, {prompt: train for prompt, (_, train) in measured.items()})
+        prompt = self._prompt_for(
+            group_generate_s, {prompt: train for prompt, (_, train) in measured.items()}
+        )
         iterations = self._args.iterations
         for number in waves:
             window = [f"rollout.window={case.groups * RESPONSES // number}"]
-            sync = self._records(case, prompt, iterations, [*window, "schedule.stream=false"])[WARMUP:]
-            generate_s, train_s = (statistics.median(r[key] for r in sync) for key in ("generate_s", "train_s"))
+            sync = self._records(case, prompt, iterations, [*window, "schedule.stream=false"])[
+                WARMUP:
+            ]
+            generate_s, train_s = (
+                statistics.median(r[key] for r in sync) for key in ("generate_s", "train_s")
+            )
             for k in staleness:
-                settings = [*window, f"schedule.max_staleness={k}", "algorithm.importance_sampling=token"]
+                settings = [
+                    *window,
+                    f"schedule.max_staleness={k}",
+                    "algorithm.importance_sampling=token",
+                ]
                 # the first windows produce several iterations, the last ones none
-                records = self._records(case, prompt, iterations, settings)[max(2, k) : iterations - k]
+                records = self._records(case, prompt, iterations, settings)[
+                    max(2, k) : iterations - k
+                ]
                 border_s, iteration_s = (
-                    statistics.median(r[key] for r in records) for key in ("publish_s", "iteration_s")
+                    statistics.median(r[key] for r in records)
+                    for key in ("publish_s", "iteration_s")
                 )
                 rows.append(StaleRow(k, number, generate_s, train_s, border_s, iteration_s))
                 print(f"# {rows[-1].over_bound:.3f} {rows[-1]}", file=sys.stderr, flush=True)
@@ -578,7 +689,9 @@ class Bench:
 
     def shared_prompt_rows(self) -> list[Row]:
         return [
-            self._measure(Case(f"shared_prompt={flag}", 16), 512, [f"attention.shared_prompt={flag}"])
+            self._measure(
+                Case(f"shared_prompt={flag}", 16), 512, [f"attention.shared_prompt={flag}"]
+            )
             for flag in ("false", "true")
         ]
 
@@ -591,8 +704,12 @@ class Bench:
         )
 
     def _paced_token_s(self, case: Case) -> float:
-        """The speed of a paced trainer: seconds per token of prompts and responses with which Tg / Tt is the case's ratio."""
-        cluster = Cluster({str(n): self._args.paced for n in range(case.engines)}, self._args.max_num_seqs)
+        """The speed of a paced trainer: seconds per token of prompts and responses with which Tg /
+        Tt is the case's ratio.
+        """
+        cluster = Cluster(
+            {str(n): self._args.paced for n in range(case.engines)}, self._args.max_num_seqs
+        )
         lengths = self._lengths(case, 0)
         tokens = sum(RESPONSES * PACED_PROMPT + sum(group) for group in lengths)
         computed = computed_prompt_tokens(PACED_PROMPT, RESPONSES, HOST_PREFIX_BLOCK)
@@ -605,7 +722,11 @@ class Bench:
         return int(min(max(prompt, 8), MAX_PROMPT))
 
     def _measure(self, case: Case, prompt: int, overrides: list[str]) -> Row:
-        settings = ["rollout.window=auto", f"schedule.compare_iterations={self._args.iterations}", *overrides]
+        settings = [
+            "rollout.window=auto",
+            f"schedule.compare_iterations={self._args.iterations}",
+            *overrides,
+        ]
         psutil.cpu_percent()  # the next one is of the time since this one
         every = self._records(case, prompt, self._args.iterations, settings)
         cores_busy = psutil.cpu_percent() / 100
@@ -620,7 +741,9 @@ class Bench:
             statistics.median(r["publish_s"] for r in periodic),
             statistics.median(r["iteration_s"] for r in sync),
             statistics.median(r["iteration_s"] for r in periodic),
-            statistics.median(self._optimum_s(case, prompt, r, every[-1]["learned"]) for r in periodic),
+            statistics.median(
+                self._optimum_s(case, prompt, r, every[-1]["learned"]) for r in periodic
+            ),
             [r["prediction_error"] for r in periodic if r["prediction_error"] is not None],
             periodic[-1]["schedule"],
             1000 * every[-1]["learned"]["decode_step_s"],
@@ -629,11 +752,19 @@ class Bench:
             cores_busy,
         )
 
-    def _optimum_s(self, case: Case, prompt: int, record: dict[str, Any], learned: dict[str, float]) -> float:
-        """The iteration of a record with all lengths known; the optimizer's step is in train_s of the record and here."""
-        speed = EngineSpeed(learned["decode_step_s"], learned["decode_sequence_s"], learned["prompt_token_s"])
+    def _optimum_s(
+        self, case: Case, prompt: int, record: dict[str, Any], learned: dict[str, float]
+    ) -> float:
+        """The iteration of a record with all lengths known; the optimizer's step is in train_s of
+        the record and here.
+        """
+        speed = EngineSpeed(
+            learned["decode_step_s"], learned["decode_sequence_s"], learned["prompt_token_s"]
+        )
         cluster = Cluster(
-            {str(n): speed for n in range(case.engines)}, self._args.max_num_seqs, step_s=record["step_s"]
+            {str(n): speed for n in range(case.engines)},
+            self._args.max_num_seqs,
+            step_s=record["step_s"],
         )
         lengths = self._lengths(case, record["iteration"])
         tokens = [RESPONSES * prompt + sum(group) for group in lengths]
@@ -645,28 +776,42 @@ class Bench:
         return best_known_s(cluster, groups)
 
     def _lengths(self, case: Case, iteration: int) -> list[list[int]]:
-        """Draws the lengths of an iteration's groups, by index: prompts come in order, and again after EPOCH iterations."""
+        """Draws the lengths of an iteration's groups, by index: prompts come in order, and again
+        after EPOCH iterations.
+        """
         if not case.heavy:
             return [[self._args.response] * RESPONSES] * case.groups
         first, visit = iteration % case.epoch * case.groups, iteration // case.epoch
         median, limit = self._heavy(case)
-        return [drawn_lengths(first + i, visit, RESPONSES, median, limit, case.spread) for i in range(case.groups)]
+        return [
+            drawn_lengths(first + i, visit, RESPONSES, median, limit, case.spread)
+            for i in range(case.groups)
+        ]
 
     def _heavy(self, case: Case) -> tuple[float, int]:
         limit = round(case.most * self._args.response)
         return median_for(self._args.response, limit, case.spread), limit
 
-    def _records(self, case: Case, prompt: int, iterations: int, overrides: list[str]) -> list[dict[str, Any]]:
+    def _records(
+        self, case: Case, prompt: int, iterations: int, overrides: list[str]
+    ) -> list[dict[str, Any]]:
         """The iteration records of one run."""
         return read_records(self.run(case, prompt, iterations, overrides))
 
-    def run(self, case: Case, prompt: int, iterations: int, overrides: Sequence[str], *, seed: int = 0) -> Path:
-        """One run on the engines that are there; its directory, which stays as long as `scratch`. seed: of its prompts, none being
-        those of no other run."""
+    def run(
+        self, case: Case, prompt: int, iterations: int, overrides: Sequence[str], *, seed: int = 0
+    ) -> Path:
+        """One run on the engines that are there; its directory, which stays as long as `scratch`.
+        seed: of its prompts, none being those of no other run."""
         self._runs += 1
         run_dir = self._scratch / f"run{self._runs}"
         data = self._scratch / f"prompts{self._runs}.jsonl"
-        write_prompts(data, prompt, case.groups * (case.epoch if case.heavy else iterations), seed or self._runs)
+        write_prompts(
+            data,
+            prompt,
+            case.groups * (case.epoch if case.heavy else iterations),
+            seed or self._runs,
+        )
         settings = [
             f"run.dir={run_dir}",
             f"data.train={data}",
@@ -692,7 +837,9 @@ class Bench:
             check=False,
         )
         if result.returncode:
-            raise SystemExit(f"bench_schedule: a run failed:\n{(result.stdout + result.stderr)[-3000:]}")
+            raise SystemExit(
+                f"bench_schedule: a run failed:\n{(result.stdout + result.stderr)[-3000:]}"
+            )
         return run_dir
 
     def _engine_cores(self) -> list[int]:
@@ -716,7 +863,9 @@ class Bench:
             "data.max_prompt_tokens": MAX_PROMPT,
             "rollout.engines": engines,
             "rollout.responses_per_prompt": RESPONSES,
-            "rollout.max_response_tokens": round(max(case.most for case in SHARED) * self._args.response),
+            "rollout.max_response_tokens": round(
+                max(case.most for case in SHARED) * self._args.response
+            ),
             "rollout.max_num_seqs": self._args.max_num_seqs,
             "rollout.ignore_eos": "true",
             "attention.shared_prompt": "false",
@@ -727,7 +876,9 @@ class Bench:
             extra += ["--worker-cls", "tools.paced.engine.PacedWorker"]
             common |= {"trainer.backend": "tools.paced.trainer:BACKEND"}
         else:
-            common["placement.devices"] = str([*self._engine_cores(), self._trainer_core()]).replace(" ", "")
+            common["placement.devices"] = str(
+                [*self._engine_cores(), self._trainer_core()]
+            ).replace(" ", "")
         common["rollout.extra_args"] = json.dumps(extra)
         keys = [f"{key}={value}" for key, value in common.items()]
         return [sys.executable, "-m", "pa_npu.launcher", action, *keys, *settings]
@@ -744,7 +895,9 @@ class VirtualBench(Bench):
     def engines(self, count: int) -> Iterator[None]:
         yield
 
-    def _records(self, case: Case, prompt: int, iterations: int, overrides: list[str]) -> list[dict[str, Any]]:
+    def _records(
+        self, case: Case, prompt: int, iterations: int, overrides: list[str]
+    ) -> list[dict[str, Any]]:
         limit = max(max(map(max, self._lengths(case, number))) for number in range(iterations))
         keys = [
             "model.path=none",
@@ -757,14 +910,17 @@ class VirtualBench(Bench):
         ]
         token_s = float(self._environment["PACED_TRAINER"])
         lengths = functools.partial(self._lengths, case)
-        return virtual_devices.run(load_config([], keys), self._args.paced, token_s, prompt, lengths, iterations)
+        return virtual_devices.run(
+            load_config([], keys), self._args.paced, token_s, prompt, lengths, iterations
+        )
 
 
 def best_known_s(cluster: Cluster, groups: Sequence[VirtualGroup]) -> float:
     """The shortest iteration over a family of schedules that know every length.
 
-    The one found by running time backwards, sequence by sequence (with equal lengths on one engine no schedule ends earlier);
-    turns that leave trainers 0 to 15% of slack; constant windows of every useful size in every order of dispatch.
+    The one found by running time backwards, sequence by sequence (with equal lengths on one engine
+    no schedule ends earlier); turns that leave trainers 0 to 15% of slack; constant windows of
+    every useful size in every order of dispatch.
     """
     names = tuple(cluster.engines)
     share = math.ceil(len(groups) / len(names))
@@ -777,13 +933,17 @@ def best_known_s(cluster: Cluster, groups: Sequence[VirtualGroup]) -> float:
         found.append(simulate(cluster, groups, Schedule("", order, (windows,), turns)).end_s)
     longest = [group.longest for group in groups]
     for places, name in itertools.product(place_levels(share, min(share, 2 * most)), ORDERS):
-        constant = Schedule("", tuple(dispatch_order(name, longest)), (same_windows(names, places * RESPONSES),))
+        constant = Schedule(
+            "", tuple(dispatch_order(name, longest)), (same_windows(names, places * RESPONSES),)
+        )
         found.append(simulate(cluster, groups, constant).end_s)
     return min(found)
 
 
 def place_levels(share: int, most: int) -> list[int]:
-    """Groups in flight per engine worth trying, falling: shares of the most, and what cuts an engine's share into even waves."""
+    """Groups in flight per engine worth trying, falling: shares of the most, and what cuts an
+    engine's share into even waves.
+    """
     levels = {max(1, math.ceil(most * part)) for part in SHARES}
     levels |= {places for waves in WAVES if (places := math.ceil(share / waves)) <= most}
     return sorted(levels, reverse=True)
@@ -791,7 +951,10 @@ def place_levels(share: int, most: int) -> list[int]:
 
 def shortest_generation_s(cluster: Cluster, lengths: Sequence[Sequence[int]], prompt: int) -> float:
     """Over constant windows, groups of these lengths in the order longest first."""
-    groups = [VirtualGroup(i, prompt, tuple(map(float, group)), 1e-9, 1.0) for i, group in enumerate(lengths)]
+    groups = [
+        VirtualGroup(i, prompt, tuple(map(float, group)), 1e-9, 1.0)
+        for i, group in enumerate(lengths)
+    ]
     names = tuple(cluster.engines)
     share = math.ceil(len(groups) / len(names))
     most = min(share, 2 * cluster.max_num_seqs // RESPONSES)
@@ -801,21 +964,28 @@ def shortest_generation_s(cluster: Cluster, lengths: Sequence[Sequence[int]], pr
 
 
 def simulated(response: int, max_num_seqs: int = MAX_NUM_SEQS) -> str:
-    """A table of best_known_s over max(Tg, Tt), Tg of the constant window that generates fastest, for one engine.
+    """A table of best_known_s over max(Tg, Tt), Tg of the constant window that generates fastest,
+    for one engine.
 
-    Only the ratio matters of what a decode step takes and what each sequence adds: with step_s = 0 an engine is as fast with one
-    group in flight as with all, and groups that come one after another cost nothing.
+    Only the ratio matters of what a decode step takes and what each sequence adds: with step_s = 0
+    an engine is as fast with one group in flight as with all, and groups that come one after
+    another cost nothing.
     """
     sequence_s, limit = 2.5e-4, MOST_OF_MEAN * response
     cases = [case for case in CASES if case.engines == 1 and case.prompt is None]
-    lines = [f"| step / sequence | {' | '.join(case.name for case in cases)} |", "|---:" * (len(cases) + 1) + "|"]
+    lines = [
+        f"| step / sequence | {' | '.join(case.name for case in cases)} |",
+        "|---:" * (len(cases) + 1) + "|",
+    ]
     for ratio in (4, 8, 12, 16, 20, 24, 32):
         cluster = Cluster({"0": EngineSpeed(ratio * sequence_s, sequence_s)}, max_num_seqs)
         cells = []
         for case in cases:
             median = median_for(response, limit)
             lengths = [
-                drawn_lengths(i, 0, RESPONSES, median, limit) if case.heavy else [response] * RESPONSES
+                drawn_lengths(i, 0, RESPONSES, median, limit)
+                if case.heavy
+                else [response] * RESPONSES
                 for i in range(case.groups)
             ]
             generate_s = shortest_generation_s(cluster, lengths, 0)
@@ -824,13 +994,17 @@ def simulated(response: int, max_num_seqs: int = MAX_NUM_SEQS) -> str:
                 VirtualGroup(i, 0, tuple(map(float, group)), per_token * sum(group), 1.0)
                 for i, group in enumerate(lengths)
             ]
-            cells.append(f"{best_known_s(cluster, groups) / max(generate_s, generate_s / case.ratio):.2f}")
+            cells.append(
+                f"{best_known_s(cluster, groups) / max(generate_s, generate_s / case.ratio):.2f}"
+            )
         lines.append(f"| {ratio} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def write_prompts(path: Path, length: int, count: int, seed: int) -> None:
-    """Prompts of exactly `length` tokens (one letter is one token), all different, so that none is in the prefix cache."""
+    """Prompts of exactly `length` tokens (one letter is one token), all different, so that none is
+    in the prefix cache.
+    """
     rng = random.Random(seed)
     letters = "bcdfghjkmpqvwxz"  # rare pairs, which the tokenizer does not merge
     with path.open("w") as file:
@@ -846,19 +1020,25 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
         busy = max(r.cores_busy for r in rows)
         where, further = f"each on a paced device, on {cores} of which {busy:.0%} were busy", ""
         where += (
-            f"; a decode step takes {step} ms, {sequence} ms per sequence in it and {prompt} ms per token of a prompt"
+            f"; a decode step takes {step} ms, {sequence} ms per sequence in it and {prompt} "
+            "ms per token of a prompt"
         )
     else:
         where = f"pinned to {cores}"
-        further = ", in which the engine's core has no time for coordinator, API server and reward workers"
+        further = (
+            ", in which the engine's core has no time for coordinator, API server and reward "
+            "workers"
+        )
     lines = [
-        f"vLLM engines and one trainer rank, {where}. Groups of {RESPONSES} responses of {args.response} tokens on average, "
-        f"rollout.window=auto; medians of {(args.iterations - WARMUP) // 2} synchronous and as many periodic iterations, "
-        f"alternating in one run. Ratios are over max(Tg, Tt), border left out; of synchronous iterations, or with the Tt of the "
-        f"periodic ones (overlapped){further}.",
+        f"vLLM engines and one trainer rank, {where}. Groups of {RESPONSES} responses of "
+        f"{args.response} tokens on average, rollout.window=auto; medians of "
+        f"{(args.iterations - WARMUP) // 2} synchronous and as many periodic iterations, "
+        "alternating in one run. Ratios are over max(Tg, Tt), border left out; of synchronous "
+        f"iterations, or with the Tt of the periodic ones (overlapped){further}.",
         "",
-        "| row | groups | prompt | Tg s | Tt s | overlapped | border s | sync s | periodic s | periodic | over the overlapped "
-        "| best window | optimum | speedup | bound | step ms + ms per sequence | model's error: median, worst |",
+        "| row | groups | prompt | Tg s | Tt s | overlapped | border s | sync s | periodic s | "
+        "periodic | over the overlapped | best window | optimum | speedup | bound | step ms + ms "
+        "per sequence | model's error: median, worst |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for r in rows:
@@ -874,13 +1054,16 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
             f"{r.sync_s / r.periodic_s:.2f}x",
         ]
         cells += [f"{(r.generate_s + r.train_s) / r.longer_s:.2f}x"]
-        cells += [f"{r.step_ms:.1f} + {r.sequence_ms:.2f}", f"{statistics.median(errors):.1%}, {max(errors):.1%}"]
+        cells += [
+            f"{r.step_ms:.1f} + {r.sequence_ms:.2f}",
+            f"{statistics.median(errors):.1%}, {max(errors):.1%}",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     if args.colocated:
         lines += [
             "",
-            "placement.colocate: an engine and a replica on each device, all decoding, then all training, and with roles that "
-            "follow the work; border included.",
+            "placement.colocate: an engine and a replica on each device, all decoding, then all "
+            "training, and with roles that follow the work; border included.",
             "",
             "| row | sync s | periodic s | turns s | roles s | turns / roles | periodic / roles |",
             "|---|---:|---:|---:|---:|---:|---:|",
@@ -888,8 +1071,17 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
         for r in rows:
             turns_s, roles_s = r.turns_s or math.nan, r.roles_s or math.nan
             cells = [r.name, *(f"{t:.2f}" for t in (r.sync_s, r.periodic_s, turns_s, roles_s))]
-            lines.append(f"| {' | '.join([*cells, f'{turns_s / roles_s:.2f}', f'{r.periodic_s / roles_s:.2f}'])} |")
-    lines += ["", "Schedules of the last periodic iterations:", "", *(f"- {r.name}: {r.schedule}" for r in rows)]
+            lines.append(
+                "| "
+                f"{' | '.join([*cells, f'{turns_s / roles_s:.2f}', f'{r.periodic_s / roles_s:.2f}'])} "
+                "|"
+            )
+    lines += [
+        "",
+        "Schedules of the last periodic iterations:",
+        "",
+        *(f"- {r.name}: {r.schedule}" for r in rows),
+    ]
     return "\n".join(lines)
 
 
@@ -899,16 +1091,21 @@ def render_shared(rows: list[SharedRow], args: argparse.Namespace) -> str:
     where = "in virtual time"
     if not args.virtual:
         busy = max(row.cores_busy for row in rows)
-        where = f"on {len(os.sched_getaffinity(0))} cores ({processor()}), of which up to {busy:.0%} were busy"
+        where = (
+            f"on {len(os.sched_getaffinity(0))} cores ({processor()}), of which up to "
+            f"{busy:.0%} were busy"
+        )
     lines = [
-        f"{args.devices} paced devices {where}; a decode step takes {step} ms, {sequence} ms per sequence in it and "
-        f"{prompt} ms per token of a prompt of {PACED_PROMPT}; groups of {RESPONSES} responses of {args.response} tokens on "
-        f"average, room for {args.max_num_seqs} sequences, all training as long as all decoding; medians of "
+        f"{args.devices} paced devices {where}; a decode step takes {step} ms, {sequence} ms per "
+        f"sequence in it and {prompt} ms per token of a prompt of {PACED_PROMPT}; groups of "
+        f"{RESPONSES} responses of {args.response} tokens on average, room for {args.max_num_seqs} "
+        "sequences, all training as long as all decoding; medians of "
         f"{args.iterations - SHARED_WARMUP} iterations, border included.",
         "",
-        f"| row | R | turns s | {' | '.join(f'{count} + {args.devices - count} s' for count in splits)} | roles s | "
-        "turns / roles | best split / roles | roles / floor | roles / reach | changes | error of predictions: median, worst | "
-        "error of the simulation: median, worst |",
+        "| row | R | turns s | "
+        f"{' | '.join(f'{count} + {args.devices - count} s' for count in splits)} | roles s | "
+        "turns / roles | best split / roles | roles / floor | roles / reach | changes | error of "
+        "predictions: median, worst | error of the simulation: median, worst |",
         "|---|" + "---:|" * (10 + len(splits)),
     ]
     for row in rows:
@@ -929,16 +1126,20 @@ def render_shared(rows: list[SharedRow], args: argparse.Namespace) -> str:
 
 def render_stale(rows: list[StaleRow], args: argparse.Namespace) -> str:
     lines = [
-        f"One vLLM engine and one trainer rank, pinned to {len(os.sched_getaffinity(0))} cores ({processor()}); 16 groups of "
-        f"{RESPONSES} responses of {args.response} tokens. Tg, Tt: of synchronous iterations with the same window.",
+        f"One vLLM engine and one trainer rank, pinned to {len(os.sched_getaffinity(0))} cores "
+        f"({processor()}); 16 groups of {RESPONSES} responses of {args.response} tokens. Tg, Tt: "
+        "of synchronous iterations with the same window.",
         "",
-        "| max_staleness | waves | Tg s | Tt s | border s | iteration s | over max(Tg, Tt), border left out | of the bound |",
+        "| max_staleness | waves | Tg s | Tt s | border s | iteration s | over max(Tg, Tt), border "
+        "left out | of the bound |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for r in rows:
         times = (r.generate_s, r.train_s, r.border_s, r.iteration_s)
         cells = [str(r.staleness), str(r.waves), *(f"{t:.2f}" for t in times)]
-        lines.append(f"| {' | '.join([*cells, f'{r.over_bound:.2f}', f'{1 / r.over_bound:.2f}'])} |")
+        lines.append(
+            f"| {' | '.join([*cells, f'{r.over_bound:.2f}', f'{1 / r.over_bound:.2f}'])} |"
+        )
     return "\n".join(lines)
 
 

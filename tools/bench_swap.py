@@ -1,12 +1,15 @@
 #!/usr/bin/env python
-"""Measures the gain of engines that swap to a version one after another: blocking, delayed and rolling publishes.
+"""Measures the gain of engines that swap to a version one after another: blocking, delayed and
+rolling publishes.
 
-Stand-in engines of a set speed with heavy-tailed response lengths, trainers that sleep, one real coordinator, as in
-tools/bench_scaling.py, one version behind (schedule.max_staleness=1). Modes take turns, round by round.
+Stand-in engines of a set speed with heavy-tailed response lengths, trainers that sleep, one real
+coordinator, as in tools/bench_scaling.py, one version behind (schedule.max_staleness=1). Modes take
+turns, round by round.
 
     python tools/bench_swap.py [--engines 8] [--rounds 2] [--iterations 8] [--markdown FILE]
 
-tail waste: the share of the engines' capacity that is idle because nothing of the iteration is left to give out.
+tail waste: the share of the engines' capacity that is idle because nothing of the iteration is left
+to give out.
 """
 
 from __future__ import annotations
@@ -24,7 +27,17 @@ from typing import Any
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.bench_scaling import GROUPS_PER_ENGINE, LENGTH, RESPONSES, ROOT, STEP_S, WAIT_S, WINDOW, Job, keeping_up
+from tools.bench_scaling import (
+    GROUPS_PER_ENGINE,
+    LENGTH,
+    RESPONSES,
+    ROOT,
+    STEP_S,
+    WAIT_S,
+    WINDOW,
+    Job,
+    keeping_up,
+)
 from tools.hardware import processor
 
 MEDIAN = 40.0  # tokens of a response; the longest are cut at LENGTH
@@ -37,17 +50,28 @@ MODES: dict[str, dict[str, str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
-        "--iterations", type=int, default=8, help=f"of a round, the first {WARMUP} of which are left out"
+        "--iterations",
+        type=int,
+        default=8,
+        help=f"of a round, the first {WARMUP} of which are left out",
     )
     parser.add_argument("--markdown", type=Path, help="write the table there")
     args = parser.parse_args(arguments)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in MODES}
     with tempfile.TemporaryDirectory(prefix="bench_swap_") as scratch:
-        make = [sys.executable, str(ROOT / "tools" / "make_tiny_model.py"), "--out", scratch, "--random"]
+        make = [
+            sys.executable,
+            str(ROOT / "tools" / "make_tiny_model.py"),
+            "--out",
+            scratch,
+            "--random",
+        ]
         make += ["--train-questions", "2048", "--test-questions", "1"]
         subprocess.run(make, check=True, timeout=WAIT_S, stdout=subprocess.DEVNULL)
         for _ in range(args.rounds):
@@ -65,11 +89,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def records_of(directory: Path, engines: int, publish: dict[str, str], iterations: int) -> list[dict[str, Any]]:
+def records_of(
+    directory: Path, engines: int, publish: dict[str, str], iterations: int
+) -> list[dict[str, Any]]:
     """Runs one job and returns the records of its iterations after the warm-up."""
     with contextlib.ExitStack() as stack:
         schedule = {"max_staleness": 1}
-        job = Job(directory, stack, engines, keeping_up(engines), MEDIAN, schedule=schedule, publish=dict(publish))
+        job = Job(
+            directory,
+            stack,
+            engines,
+            keeping_up(engines),
+            MEDIAN,
+            schedule=schedule,
+            publish=dict(publish),
+        )
         for _ in range(iterations + 1):
             job.publish()
             job.train()
@@ -83,17 +117,20 @@ def render(found: dict[str, list[dict[str, Any]]], engines: int) -> str:
 
     first = median(next(iter(found)), "iteration_s")
     lines = [
-        f"{engines} stand-in engines of {1000 * STEP_S:g} ms per decode step, {WINDOW} sequences in flight on each; "
-        f"{GROUPS_PER_ENGINE} groups of {RESPONSES} responses per engine and iteration, of {MEDIAN:g} tokens in the median and "
-        f"{LENGTH} at most; one version behind; medians of {len(next(iter(found.values())))} iterations; {processor()}, "
-        f"{os.cpu_count()} cores.",
+        f"{engines} stand-in engines of {1000 * STEP_S:g} ms per decode step, {WINDOW} sequences "
+        f"in flight on each; {GROUPS_PER_ENGINE} groups of {RESPONSES} responses per engine and "
+        f"iteration, of {MEDIAN:g} tokens in the median and {LENGTH} at most; one version behind; "
+        f"medians of {len(next(iter(found.values())))} iterations; {processor()}, {os.cpu_count()} "
+        "cores.",
         "",
         "| publish | iteration s | x | tail waste |",
         "|---|---:|---:|---:|",
     ]
     for name in found:
         seconds = median(name, "iteration_s")
-        lines.append(f"| {name} | {seconds:.2f} | {first / seconds:.2f} | {median(name, 'tail_waste'):.0%} |")
+        lines.append(
+            f"| {name} | {seconds:.2f} | {first / seconds:.2f} | {median(name, 'tail_waste'):.0%} |"
+        )
     return "\n".join(lines)
 
 

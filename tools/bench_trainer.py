@@ -1,22 +1,30 @@
 #!/usr/bin/env python
-"""Time one iteration's forward, backward and step against plain HF transformers + torch AdamW, same model, same tokens.
+"""Time one iteration's forward, backward and step against plain HF transformers + torch AdamW, same
+model, same tokens.
 
-One process, TP1. Rows alternate inside one invocation, so that noise hits all of them alike; medians are printed:
-  HF           transformers model on right-padded batches of a group's responses, torch.optim.AdamW, same loss
-  separate     this trainer with attention.shared_prompt=false (each response with its own copy of the prompt)
+One process, TP1. Rows alternate inside one invocation, so that noise hits all of them alike;
+medians are printed:
+  HF           transformers model on right-padded batches of a group's responses, torch.optim.AdamW,
+               same loss
+  separate     this trainer with attention.shared_prompt=false (each response with its own copy of
+               the prompt)
   shared       this trainer with attention.shared_prompt=true
   fsdp separate, fsdp shared    the same with trainer.backend=fsdp
-Before timing, loss and gradient norm of all rows are compared. Afterwards a profile names where the time goes.
+Before timing, loss and gradient norm of all rows are compared. Afterwards a profile names where the
+time goes.
 
-    python tools/bench_trainer.py [--model DIR | --family qwen3_moe] [--prompt 64] [--response 64] [--responses 8] [--groups 4]
+    python tools/bench_trainer.py [--model DIR | --family qwen3_moe] [--prompt 64] [--response 64]
+    [--responses 8] [--groups 4]
                                   [--repetitions 7]
 
-With --trees groups are sessions of agents, and the rows are this trainer's on their trees and on every branch as a sequence of its
-own, for sessions that tried a turn again, asked sub-agents, or compacted their context:
+With --trees groups are sessions of agents, and the rows are this trainer's on their trees and on
+every branch as a sequence of its own, for sessions that tried a turn again, asked sub-agents, or
+compacted their context:
 
     python tools/bench_trainer.py --trees --prompt 512 --response 64 --responses 4 --groups 1
 
---prompt is then the system prompt of a group, --response a turn (half as much is shown before each), --responses the sessions.
+--prompt is then the system prompt of a group, --response a turn (half as much is shown before
+each), --responses the sessions.
 """
 
 from __future__ import annotations
@@ -55,8 +63,26 @@ PROFILE_GROUPS = {
     "attention": ("attention", "SharedPrompt", "flash"),
     "optimizer": ("lerp", "addcdiv", "addcmul", "_fused_adam", "Optimizer", "sqrt", "_foreach"),
     "log-prob and softmax": ("softmax", "exp", "gather", "amax", "aten::max", "log"),
-    "norm, rotary, activation": ("rsqrt", "silu", "mean", "pow", "aten::mul", "aten::add", "native_layer_norm"),
-    "copies and layout": ("copy_", "cat", "index", "clone", "contiguous", "fill_", "zero_", "slice", "narrow"),
+    "norm, rotary, activation": (
+        "rsqrt",
+        "silu",
+        "mean",
+        "pow",
+        "aten::mul",
+        "aten::add",
+        "native_layer_norm",
+    ),
+    "copies and layout": (
+        "copy_",
+        "cat",
+        "index",
+        "clone",
+        "contiguous",
+        "fill_",
+        "zero_",
+        "slice",
+        "narrow",
+    ),
 }
 
 
@@ -92,10 +118,16 @@ class TransformersTrainer:
     def __init__(self, config: Config) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).train()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            config.model.path, dtype=torch.float32
+        ).train()
         o = config.optimizer
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=o.learning_rate, betas=o.betas, eps=o.epsilon, weight_decay=0.0
+            self.model.parameters(),
+            lr=o.learning_rate,
+            betas=o.betas,
+            eps=o.epsilon,
+            weight_decay=0.0,
         )
 
     def iteration(self, groups: list[Group]) -> tuple[float, float]:
@@ -120,7 +152,9 @@ class TransformersTrainer:
             tokens[i, : prompt + length] = sequences[i]
             mask[i, : prompt + length] = 1
         ids, mask_t = torch.from_numpy(tokens), torch.from_numpy(mask)
-        logits = self.model(input_ids=ids, attention_mask=mask_t, use_cache=False).logits[:, prompt - 1 : -1]
+        logits = self.model(input_ids=ids, attention_mask=mask_t, use_cache=False).logits[
+            :, prompt - 1 : -1
+        ]
         logprobs = logits.log_softmax(-1).gather(-1, ids[:, prompt:, None]).squeeze(-1)
         ratio = (logprobs - logprobs.detach()).exp()
         advantages = torch.from_numpy(group.advantages[group.offsets()[1:] - 1])[:, None]
@@ -130,11 +164,18 @@ class TransformersTrainer:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="HF model directory; none writes a random model (hidden 256, 4 layers)")
-    parser.add_argument("--family", choices=("qwen2", "qwen3_moe"), default="qwen2", help="of the random model")
+    parser.add_argument(
+        "--model", help="HF model directory; none writes a random model (hidden 256, 4 layers)"
+    )
+    parser.add_argument(
+        "--family", choices=("qwen2", "qwen3_moe"), default="qwen2", help="of the random model"
+    )
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument(
-        "--response", type=int, default=64, help="longest response; lengths are drawn between half of it and it"
+        "--response",
+        type=int,
+        default=64,
+        help="longest response; lengths are drawn between half of it and it",
     )
     parser.add_argument("--responses", type=int, default=8, help="responses per group")
     parser.add_argument("--groups", type=int, default=4)
@@ -146,7 +187,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or make_random_model(Path(scratch) / "model", args.family)
         result = compare_trees(model, args) if args.trees else compare(model, args)
-    print(json.dumps(result) if args.json else render_trees(result) if args.trees else render(result))
+    print(
+        json.dumps(result) if args.json else render_trees(result) if args.trees else render(result)
+    )
     return 0
 
 
@@ -178,7 +221,10 @@ def compare(model: str, args: argparse.Namespace) -> dict[str, object]:
     rows: dict[str, Callable[[], tuple[float, float]]] = {}
     hf = TransformersTrainer(config)
     rows["HF"] = lambda: hf.iteration(groups)
-    for prefix, learner in (("", make_learner(config, spec)), ("fsdp ", make_sharded(config, spec))):
+    for prefix, learner in (
+        ("", make_learner(config, spec)),
+        ("fsdp ", make_sharded(config, spec)),
+    ):
         for name, shared in (("separate", False), ("shared", True)):
             rows[prefix + name] = partial(iteration, learner, groups, config, shared)
 
@@ -193,7 +239,8 @@ def compare(model: str, args: argparse.Namespace) -> dict[str, object]:
             seconds[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return {
-        "model": f"{spec.family}, hidden {spec.hidden_size}, {spec.num_layers} layers, {spec.num_parameters / 1e6:.1f}M parameters",
+        "model": f"{spec.family}, hidden {spec.hidden_size}, {spec.num_layers} layers, "
+        f"{spec.num_parameters / 1e6:.1f}M parameters",
         "tokens": {
             "separate": sum(len(g.tokens) for g in groups),
             "shared": sum(g.prompt_lengths()[0] + g.num_trained for g in groups),
@@ -206,7 +253,8 @@ def compare(model: str, args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-# Of a session's turns: the turn that each follows, None where it begins a branch behind the system prompt.
+# Of a session's turns: the turn that each follows, None where it begins a branch behind the system
+# prompt.
 TREES: Mapping[str, Sequence[int | None]] = {
     "no branches": (None, 0, 1, 2),
     "last turn tried three times": (None, 0, 1, 1, 1),
@@ -222,17 +270,27 @@ def compare_trees(model: str, args: argparse.Namespace) -> dict[str, Any]:
     The ideal is the ratio of floating-point operations of the two layouts.
     """
     spec, config = ModelSpec.read(model), make_config(model, args)
-    still = config.optimizer.model_copy(update={"learning_rate": 1e-12})  # so that both have the same weights
+    # so that both have the same weights
+    still = config.optimizer.model_copy(update={"learning_rate": 1e-12})
     config = config.model_copy(update={"optimizer": still})
     learner, flops = make_learner(config, spec), spec.definition.flops(spec)
     rows = {}
     for kind, parents in TREES.items():
-        groups = [make_sessions(args, spec.vocab_size, parents, index) for index in range(args.groups)]
+        groups = [
+            make_sessions(args, spec.vocab_size, parents, index) for index in range(args.groups)
+        ]
         ways = {
-            name: [m for group in groups for m in build_microbatches(group, group.num_samples, shared, 1)]
+            name: [
+                m
+                for group in groups
+                for m in build_microbatches(group, group.num_samples, shared, 1)
+            ]
             for name, shared in (("separate", False), ("trees", True))
         }
-        work = {name: sum(step_flops(flops, m.layout, len(m.targets)) for m in way) for name, way in ways.items()}
+        work = {
+            name: sum(step_flops(flops, m.layout, len(m.targets)) for m in way)
+            for name, way in ways.items()
+        }
         first = {name: step(learner, way) for name, way in ways.items()}  # the warm-up, too
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(args.repetitions):
@@ -250,7 +308,9 @@ def compare_trees(model: str, args: argparse.Namespace) -> dict[str, Any]:
     return rows
 
 
-def make_sessions(args: argparse.Namespace, vocab_size: int, parents: Sequence[int | None], index: int) -> Group:
+def make_sessions(
+    args: argparse.Namespace, vocab_size: int, parents: Sequence[int | None], index: int
+) -> Group:
     """A group of sessions whose trees have this form, put together as the gateway does."""
     rng = np.random.default_rng(index)
 
@@ -264,8 +324,16 @@ def make_sessions(args: argparse.Namespace, vocab_size: int, parents: Sequence[i
         for parent in parents:
             shown = tokens(max(1, args.response // 2))
             context = np.concatenate([system, shown]) if parent is None else shown
-            written = Generation(tokens(args.response), np.full(args.response, -7.0, np.float32), "", "stop", version=0)
-            nodes.append(tree.add(tree.root if parent is None else nodes[parent], context, "", written, ()))
+            written = Generation(
+                tokens(args.response),
+                np.full(args.response, -7.0, np.float32),
+                "",
+                "stop",
+                version=0,
+            )
+            nodes.append(
+                tree.add(tree.root if parent is None else nodes[parent], context, "", written, ())
+            )
         samples += tree.samples("", ended=True, reward=0.0, session=session)
     advantages = rng.standard_normal(len(samples)).astype(np.float32)
     identity = {"run_seed": 0, "iteration": 0, "index": index, "prompt_id": index}
@@ -291,7 +359,11 @@ def render_trees(rows: Mapping[str, Any]) -> str:
         tokens, seconds, first = row["tokens"], row["seconds"], row["first"]
         speed_up = seconds["separate"] / seconds["trees"]
         numbers = f"{row['samples']}", f"{tokens['separate']:,}", f"{tokens['trees']:,}"
-        times = f"{tokens['trees'] / tokens['separate']:.2f}", f"{seconds['separate']:.3f}", f"{seconds['trees']:.3f}"
+        times = (
+            f"{tokens['trees'] / tokens['separate']:.2f}",
+            f"{seconds['separate']:.3f}",
+            f"{seconds['trees']:.3f}",
+        )
         speeds = f"{speed_up:.2f}", f"{row['ideal']:.2f}", f"{speed_up / row['ideal']:.2f}"
         apart = abs(first["trees"][1] / first["separate"][1] - 1)
         lines.append((kind, *numbers, *times, *speeds, f"{apart:.0e} apart"))
@@ -304,7 +376,10 @@ def make_config(model: str, args: argparse.Namespace) -> Config:
             "run": {"device": "cpu"},
             "model": {"path": model, "dtype": "fp32"},
             "data": {"train": "unused", "max_prompt_tokens": args.prompt},
-            "rollout": {"responses_per_prompt": args.responses, "max_response_tokens": args.response},
+            "rollout": {
+                "responses_per_prompt": args.responses,
+                "max_response_tokens": args.response,
+            },
             "optimizer": {"learning_rate": 1e-5},
             "schedule": {"prompts_per_iteration": args.groups, "iterations": 1000},
         }
@@ -315,7 +390,9 @@ def make_groups(args: argparse.Namespace, vocab_size: int) -> list[Group]:
     rng = np.random.default_rng(0)
     groups = []
     for index in range(args.groups):
-        lengths = rng.integers(max(1, args.response // 2), args.response + 1, args.responses).astype(np.int32)
+        lengths = rng.integers(
+            max(1, args.response // 2), args.response + 1, args.responses
+        ).astype(np.int32)
         total = int(lengths.sum())
         groups.append(
             group_of_responses(
@@ -347,7 +424,9 @@ def make_learner(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-de
     initialise_parallel(config, platform, dist.HashStore(), 0)
     device = platform.device(0)
     timeline = Timeline(None, "")
-    backend = MegatronBackend(load_stage(config, spec, platform), config, spec, platform, device, timeline)
+    backend = MegatronBackend(
+        load_stage(config, spec, platform), config, spec, platform, device, timeline
+    )
     return Learner(config, backend, platform, timeline)
 
 
@@ -363,13 +442,20 @@ def make_sharded(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-de
         platforms.get("cpu"),
         Timeline(None, ""),
     )
-    backend = backend_module("fsdp").create(config, spec, platform, dist.HashStore(), 0, 0, timeline)
+    backend = backend_module("fsdp").create(
+        config, spec, platform, dist.HashStore(), 0, 0, timeline
+    )
     return Learner(config, backend, platform, timeline)
 
 
 def iteration(learner, groups: list[Group], config: Config, shared: bool) -> tuple[float, float]:  # type: ignore[no-untyped-def]
     return step(
-        learner, [m for g in groups for m in build_microbatches(g, config.rollout.responses_per_prompt, shared, 1)]
+        learner,
+        [
+            m
+            for g in groups
+            for m in build_microbatches(g, config.rollout.responses_per_prompt, shared, 1)
+        ],
     )
 
 
@@ -389,7 +475,10 @@ def profile(row: Callable[[], object]) -> dict[str, float]:
         row()
     shares: dict[str, float] = dict.fromkeys([*PROFILE_GROUPS, "other"], 0.0)
     for event in recorded.key_averages():
-        kind = next((k for k, needles in PROFILE_GROUPS.items() if any(n in event.key for n in needles)), "other")
+        kind = next(
+            (k for k, needles in PROFILE_GROUPS.items() if any(n in event.key for n in needles)),
+            "other",
+        )
         shares[kind] += event.self_cpu_time_total
     total = sum(shares.values())
     return {kind: value / total for kind, value in shares.items()}
@@ -405,10 +494,17 @@ def render(result: dict) -> str:
     lines.append(f"\n{'row':<14} {'median s':>9} {'min':>7} {'max':>7} {'speed against HF':>17}")
     for name, median in result["seconds"].items():
         low, high = result["spread"][name]
-        lines.append(f"{name:<14} {median:>9.3f} {low:>7.3f} {high:>7.3f} {result['speedup'][name]:>16.2f}x")
-    lines.append(f"\n{'where the time goes':<28}" + "".join(f"{name:>15}" for name in result["profile"]))
+        lines.append(
+            f"{name:<14} {median:>9.3f} {low:>7.3f} {high:>7.3f} {result['speedup'][name]:>16.2f}x"
+        )
+    lines.append(
+        f"\n{'where the time goes':<28}" + "".join(f"{name:>15}" for name in result["profile"])
+    )
     for kind in next(iter(result["profile"].values())):
-        lines.append(f"{kind:<28}" + "".join(f"{shares[kind]:>15.1%}" for shares in result["profile"].values()))
+        lines.append(
+            f"{kind:<28}"
+            + "".join(f"{shares[kind]:>15.1%}" for shares in result["profile"].values())
+        )
     return "\n".join(lines)
 
 

@@ -1,19 +1,25 @@
 #!/usr/bin/env python
-"""The way of groups and weights here (c10d store, collectives) beside Ray actors and Ray's object store, which move the same bytes.
+"""The way of groups and weights here (c10d store, collectives) beside Ray actors and Ray's object
+store, which move the same bytes.
 
-    python tools/bench_transport.py [--rows 8x128,8x512,16x2048] [--groups 400] [--weights 512] [--repetitions 3] [--markdown FILE]
+    python tools/bench_transport.py [--rows 8x128,8x512,16x2048] [--groups 400] [--weights 512]
+    [--repetitions 3] [--markdown FILE]
 
-A row GxR has groups of G responses of R tokens. A producer makes each group's bytes known, a consumer in a process of its own takes
-them and parses the group, both in turn and at most --ahead of one another, as coordinator and trainer do:
+A row GxR has groups of G responses of R tokens. A producer makes each group's bytes known, a
+consumer in a process of its own takes them and parses the group, both in turn and at most --ahead
+of one another, as coordinator and trainer do:
 
     store        RolloutBuffer on the c10d store of a third process: what runs use
-    actor        an actor that keeps bytes by key: the producer puts them, the consumer asks for them
-    references   the producer puts bytes into the object store, an actor keeps references, the consumer gets the object
+    actor        an actor that keeps bytes by key: the producer puts them, the consumer asks for
+                 them
+    references   the producer puts bytes into the object store, an actor keeps references, the
+                 consumer gets the object
 
-groups/s: with all of them under way. ms: from the put until the consumer has parsed it, one group at a time. CPU us: of the
-producer, per group. Each put waits until its place has the group. Weights: from one process into tensors of another, in buckets of
-64 MiB, by gloo's broadcast and by the object store (a put, a get without a copy, the copy into the tensor). Medians of repetitions,
-in turn. Needs ray (pip install 'pa_npu[ray]').
+groups/s: with all of them under way. ms: from the put until the consumer has parsed it, one group
+at a time. CPU us: of the producer, per group. Each put waits until its place has the group.
+Weights: from one process into tensors of another, in buckets of 64 MiB, by gloo's broadcast and by
+the object store (a put, a get without a copy, the copy into the tensor). Medians of repetitions, in
+turn. Needs ray (pip install 'pa_npu[ray]').
 """
 
 from __future__ import annotations
@@ -57,7 +63,9 @@ Put = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of one repetition. latency_s: median of a group alone; cpu_s: of the producer, per group under way."""
+    """Figures of one repetition. latency_s: median of a group alone; cpu_s: of the producer, per
+    group under way.
+    """
 
     groups_per_s: float
     latency_s: float
@@ -83,7 +91,9 @@ def group_of(responses: int, length: int, index: int) -> Group:
 
 
 def pump(put: Put, taken: Connection, groups: int, ahead: int) -> Measured:
-    """Put groups one at a time, then all of them with at most `ahead` under way; `taken` has a message for each that was parsed."""
+    """Put groups one at a time, then all of them with at most `ahead` under way; `taken` has a
+    message for each that was parsed.
+    """
     alone = []
     for index in range(20):
         start_s = time.perf_counter()
@@ -127,7 +137,9 @@ def by_store(shape: tuple[int, int], groups: int, ahead: int) -> Measured:
             await_one(taken)
             buffer = RolloutBuffer(StoreChannel(connect(HOST, port, LIMIT_S)), "run", readers=1)
             some = [group_of(*shape, index) for index in range(8)]
-            return pump(lambda index: buffer.put(some[index % len(some)], 0, index), taken, groups, ahead)
+            return pump(
+                lambda index: buffer.put(some[index % len(some)], 0, index), taken, groups, ahead
+            )
 
 
 def host_store(told: Connection) -> None:
@@ -164,7 +176,9 @@ def ray_module() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError:
-        raise SystemExit("bench_transport: ray is not installed: pip install 'pa_npu[ray]'") from None
+        raise SystemExit(
+            "bench_transport: ray is not installed: pip install 'pa_npu[ray]'"
+        ) from None
 
 
 class Keeper:
@@ -238,10 +252,14 @@ def weights_by_collective(num_bytes: int) -> float:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    peer = context.Process(target=receive_weights, args=(store.port, num_bytes, theirs), daemon=True)
+    peer = context.Process(
+        target=receive_weights, args=(store.port, num_bytes, theirs), daemon=True
+    )
     peer.start()
     with ended(peer):
-        group: Any = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), 0, 2, timedelta(seconds=LIMIT_S))
+        group: Any = dist.ProcessGroupGloo(
+            dist.PrefixStore("weights", store), 0, 2, timedelta(seconds=LIMIT_S)
+        )
         bucket = torch.ones(BUCKET_BYTES, dtype=torch.uint8)
         await_one(ours)
         group.broadcast(bucket[:1024], 0).wait()
@@ -255,7 +273,9 @@ def weights_by_collective(num_bytes: int) -> float:
 def receive_weights(port: int, num_bytes: int, told: Connection) -> None:
     torch.set_num_threads(1)
     store = connect(HOST, port, LIMIT_S)
-    group: Any = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), 1, 2, timedelta(seconds=LIMIT_S))
+    group: Any = dist.ProcessGroupGloo(
+        dist.PrefixStore("weights", store), 1, 2, timedelta(seconds=LIMIT_S)
+    )
     weights = torch.zeros(num_bytes, dtype=torch.uint8)
     told.send("ready")
     group.broadcast(weights[:1024], 0).wait()
@@ -285,7 +305,9 @@ def weights_by_objects(num_bytes: int) -> float:
     bucket = np.ones(BUCKET_BYTES, np.uint8)
     ray.get(loader.load.remote(0, ray.put(bucket)), timeout=LIMIT_S)
     start_s = time.perf_counter()
-    loaded = [loader.load.remote(part, ray.put(bucket)) for part in range(num_bytes // BUCKET_BYTES)]
+    loaded = [
+        loader.load.remote(part, ray.put(bucket)) for part in range(num_bytes // BUCKET_BYTES)
+    ]
     ray.get(loaded, timeout=LIMIT_S)
     seconds = time.perf_counter() - start_s
     ray.kill(loader)
@@ -316,13 +338,20 @@ def main() -> int:
         for _ in range(args.repetitions):
             found["store"].append(by_store(shape, args.groups, args.ahead))
             for way in WAYS[1:]:
-                found[way].append(by_ray(shape, args.groups, args.ahead, references=way == "references"))
+                found[way].append(
+                    by_ray(shape, args.groups, args.ahead, references=way == "references")
+                )
         kib = len(to_bytes(group_of(*shape, 0))) / 1024
         rows += [row(text, kib, way, found[way]) for way in WAYS]
         print("\n".join(rows[-len(WAYS) :]), flush=True)
     num_bytes = args.weights * 2**20
-    times = [(weights_by_collective(num_bytes), weights_by_objects(num_bytes)) for _ in range(args.repetitions)]
-    collective, objects = (num_bytes / statistics.median(way) / 1e9 for way in zip(*times, strict=True))
+    times = [
+        (weights_by_collective(num_bytes), weights_by_objects(num_bytes))
+        for _ in range(args.repetitions)
+    ]
+    collective, objects = (
+        num_bytes / statistics.median(way) / 1e9 for way in zip(*times, strict=True)
+    )
     text = table(rows, args.weights, collective, objects, args.repetitions)
     print(text)
     if args.markdown:
@@ -335,15 +364,20 @@ def row(shape: str, kib: float, way: str, found: Sequence[Measured]) -> str:
         return statistics.median(getattr(one, name) for one in found)
 
     return (
-        f"| {shape} | {kib:,.0f} | {way} | {median('groups_per_s'):,.0f} | {1e3 * median('latency_s'):.2f} | "
-        f"{1e6 * median('cpu_s'):,.0f} |"
+        f"| {shape} | {kib:,.0f} | {way} | {median('groups_per_s'):,.0f} | "
+        f"{1e3 * median('latency_s'):.2f} | {1e6 * median('cpu_s'):,.0f} |"
     )
 
 
-def table(rows: Sequence[str], weights: int, collective: float, objects: float, repetitions: int) -> str:
+def table(
+    rows: Sequence[str], weights: int, collective: float, objects: float, repetitions: int
+) -> str:
     head = "| G x R | KiB | way | groups/s | ms | CPU us |\n|---|---:|---|---:|---:|---:|\n"
     said = f"{os.cpu_count()} cores ({processor()}), medians of {repetitions}, in turn."
-    ways = f"{weights} MiB of weights: broadcast {collective:.2f} GB/s, object store {objects:.2f} GB/s.\n"
+    ways = (
+        f"{weights} MiB of weights: broadcast {collective:.2f} GB/s, object store {objects:.2f} "
+        "GB/s.\n"
+    )
     return f"{said}\n\n{head}" + "\n".join(rows) + f"\n\n{ways}"
 
 

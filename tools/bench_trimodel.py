@@ -1,20 +1,25 @@
 #!/usr/bin/env python
-"""Time and peak memory of one tri-model pass against three separate passes over the same microbatches, PP1 and PP2.
+"""Time and peak memory of one tri-model pass against three separate passes over the same
+microbatches, PP1 and PP2.
 
     python tools/bench_trimodel.py [--groups 6] [--repeats 5] [--json FILE] [--markdown FILE]
 
-  one pass      policy (forward and backward), old policy and reference go through the pipeline together
-  three passes  old policy, then reference, forward only, their log-probs stored; then the policy with GRPO's loss on these
+  one pass      policy (forward and backward), old policy and reference go through the pipeline
+                together
+  three passes  old policy, then reference, forward only, their log-probs stored; then the policy
+                with GRPO's loss on these
 
-Both passes use this package's stages, schedules and losses on random Qwen2 models, three different ones. Before timing, the
-log-probs of all models and all of the policy's gradients are compared: the largest difference is printed. Timed rows
-alternate in one set of processes; memory is measured in processes of its own per row, as the rise of the resident set over
-what it is with all weights and gradient buffers in place (VmHWM, reset through /proc/self/clear_refs), on the fullest rank.
+Both passes use this package's stages, schedules and losses on random Qwen2 models, three different
+ones. Before timing, the log-probs of all models and all of the policy's gradients are compared: the
+largest difference is printed. Timed rows alternate in one set of processes; memory is measured in
+processes of its own per row, as the rise of the resident set over what it is with all weights and
+gradient buffers in place (VmHWM, reset through /proc/self/clear_refs), on the fullest rank.
 
-Columns: median, least and most seconds; speed against three passes; messages that the stages send, and their MiB; the share
-of the time a stage waits for the other one (sending and receiving included); MiB above weights. "streamed s" is the same work
-on microbatches that arrive one by one, evenly over as long as one pass takes (the least sample): seconds from the start to the
-end. Three passes can start to train only when the last microbatch has been through the first two.
+Columns: median, least and most seconds; speed against three passes; messages that the stages send,
+and their MiB; the share of the time a stage waits for the other one (sending and receiving
+included); MiB above weights. "streamed s" is the same work on microbatches that arrive one by one,
+evenly over as long as one pass takes (the least sample): seconds from the start to the end. Three
+passes can start to train only when the last microbatch has been through the first two.
 """
 
 from __future__ import annotations
@@ -85,7 +90,10 @@ class Case:
             "run": {"device": "cpu"},
             "model": {"path": self.models["policy"], "dtype": "fp32"},
             "data": {"train": "unused", "max_prompt_tokens": self.prompt},
-            "rollout": {"responses_per_prompt": self.responses, "max_response_tokens": self.response},
+            "rollout": {
+                "responses_per_prompt": self.responses,
+                "max_response_tokens": self.response,
+            },
             "algorithm": {"name": "grpo"},
             "trainer": {"devices": self.stages, "pipeline_parallel": self.stages},
             "schedule": {"prompts_per_iteration": self.groups},
@@ -108,35 +116,57 @@ class Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--stages", type=int, nargs="+", default=(1, 2), help="pipeline stages")
-    parser.add_argument("--hidden", type=int, default=256, help="hidden size of the models, which have 4 layers")
+    parser.add_argument(
+        "--hidden", type=int, default=256, help="hidden size of the models, which have 4 layers"
+    )
     parser.add_argument("--groups", type=int, default=6, help="microbatches, each one group")
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--response", type=int, default=64, help="longest response; lengths are half of it to it")
+    parser.add_argument(
+        "--response", type=int, default=64, help="longest response; lengths are half of it to it"
+    )
     parser.add_argument("--responses", type=int, default=8, help="responses per group")
-    parser.add_argument("--repeats", type=int, default=5, help="timed repetitions; medians are printed")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed repetitions; medians are printed"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--markdown", type=Path, help="write hardware, differences and table to this file")
+    parser.add_argument(
+        "--markdown", type=Path, help="write hardware, differences and table to this file"
+    )
     args = parser.parse_args(argv)
 
     rows: list[Row] = []
     differences: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        models = {name: make_model(Path(scratch) / name, args.hidden, seed) for seed, name in enumerate(MODELS)}
+        models = {
+            name: make_model(Path(scratch) / name, args.hidden, seed)
+            for seed, name in enumerate(MODELS)
+        }
         for stages in args.stages:
             measured, differences[f"PP{stages}"] = compare(models, stages, args)
             rows += measured
     table = render(rows)
     settings = (
-        f"{args.groups} microbatches of {args.responses} responses of {args.response // 2} to {args.response} tokens, prompts of "
-        f"{args.prompt}; hidden {args.hidden}, 4 layers, fp32; medians of {args.repeats}"
+        f"{args.groups} microbatches of {args.responses} responses of {args.response // 2} to "
+        f"{args.response} tokens, prompts of {args.prompt}; hidden {args.hidden}, 4 layers, fp32; "
+        f"medians of {args.repeats}"
     )
     exact = ", ".join(f"{name}: {value}" for name, value in differences.items())
-    lines = [hardware(), settings, f"largest difference of log-probs and gradients from separate passes: {exact}"]
+    lines = [
+        hardware(),
+        settings,
+        f"largest difference of log-probs and gradients from separate passes: {exact}",
+    ]
     print("\n".join([*lines, "", *table]))
     if args.json:
-        result = {"rows": [asdict(row) for row in rows], "differences": differences, "hardware": hardware()}
+        result = {
+            "rows": [asdict(row) for row in rows],
+            "differences": differences,
+            "hardware": hardware(),
+        }
         args.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if args.markdown:
         args.markdown.write_text("\n\n".join([*lines, "\n".join(table)]) + "\n", encoding="utf-8")
@@ -144,7 +174,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def hardware() -> str:
-    return f"{processor()}, {os.cpu_count()} cores, one thread per rank, torch {torch.__version__}, gloo"
+    return (
+        f"{processor()}, {os.cpu_count()} cores, one thread per rank, torch "
+        f"{torch.__version__}, gloo"
+    )
 
 
 def make_model(directory: Path, hidden: int, seed: int) -> str:
@@ -159,7 +192,9 @@ def make_model(directory: Path, hidden: int, seed: int) -> str:
     return str(directory)
 
 
-def compare(models: dict[str, str], stages: int, args: argparse.Namespace) -> tuple[list[Row], float]:
+def compare(
+    models: dict[str, str], stages: int, args: argparse.Namespace
+) -> tuple[list[Row], float]:
     """The rows of one number of stages, and the largest difference between them."""
 
     def run(variants: tuple[str, ...], repeats: int) -> list[dict[str, Any]]:
@@ -172,8 +207,12 @@ def compare(models: dict[str, str], stages: int, args: argparse.Namespace) -> tu
     for name in VARIANTS:
         memory = max(rank["memory"] for rank in run((name,), 0))
         # a pass ends when its last stage ends
-        seconds = [max(times) for times in zip(*(rank["seconds"][name] for rank in timed), strict=True)]
-        streamed = [max(times) for times in zip(*(rank["streamed"][name] for rank in timed), strict=True)]
+        seconds = [
+            max(times) for times in zip(*(rank["seconds"][name] for rank in timed), strict=True)
+        ]
+        streamed = [
+            max(times) for times in zip(*(rank["streamed"][name] for rank in timed), strict=True)
+        ]
         wait = sum(sum(rank["waited"][name]) for rank in timed) / stages / sum(seconds)
         sent = [rank["sent"][name] for rank in timed]
         rows.append(
@@ -204,7 +243,8 @@ def run_world(case: Case) -> list[dict[str, Any]]:
             failed = [process.name for process in processes if process.exitcode]
             if failed or time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{failed or 'no rank'} of PP{case.stages}: ended without a result or in {TIMEOUT_S} s"
+                    f"{failed or 'no rank'} of PP{case.stages}: ended without a result or in "
+                    f"{TIMEOUT_S} s"
                 )
         for process in processes:
             process.join(TIMEOUT_S)
@@ -224,8 +264,12 @@ def rank_main(case: Case, rank: int, results: Any) -> None:
 
     store = dist.TCPStore("127.0.0.1", case.port, is_master=False)
     initialise_parallel(config, platform, store, rank)
-    microbatches = [m for g in make_groups(case) for m in build_microbatches(g, case.responses, True, 1)]
-    passes = {name: build_pass(name, case, config, platform, microbatches) for name in case.variants}
+    microbatches = [
+        m for g in make_groups(case) for m in build_microbatches(g, case.responses, True, 1)
+    ]
+    passes = {
+        name: build_pass(name, case, config, platform, microbatches) for name in case.variants
+    }
     link = LinkMeter()
     if case.repeats:
         results.put(time_passes(passes, len(microbatches), case.repeats, link))
@@ -238,7 +282,9 @@ def make_groups(case: Case) -> list[Group]:
     rng = np.random.default_rng(0)
     groups = []
     for index in range(case.groups):
-        lengths = rng.integers(max(1, case.response // 2), case.response + 1, case.responses).astype(np.int32)
+        lengths = rng.integers(
+            max(1, case.response // 2), case.response + 1, case.responses
+        ).astype(np.int32)
         total = int(lengths.sum())
         groups.append(
             group_of_responses(
@@ -260,9 +306,11 @@ def make_groups(case: Case) -> list[Group]:
 
 @dataclass(frozen=True)
 class Pass:
-    """run(interval_s) -> log-probs of all models; the policy's summed gradients are in `parameters`' main_grad afterwards.
+    """run(interval_s) -> log-probs of all models; the policy's summed gradients are in
+    `parameters`' main_grad afterwards.
 
-    interval_s: seconds between the arrivals of microbatches, counted from the call; 0 means that all are there.
+    interval_s: seconds between the arrivals of microbatches, counted from the call; 0 means that
+    all are there.
     """
 
     run: Callable[[float], Logprobs]
@@ -270,7 +318,9 @@ class Pass:
     parameters: list[torch.nn.Parameter]
 
 
-def build_pass(name: str, case: Case, config: Config, platform: Any, microbatches: list[Microbatch]) -> Pass:
+def build_pass(
+    name: str, case: Case, config: Config, platform: Any, microbatches: list[Microbatch]
+) -> Pass:
     from pa_npu.backends.megatron.backend import run_pipelined, run_sequential
     from pa_npu.backends.megatron.stage import build_stage, data_parallel
     from pa_npu.backends.megatron.weights.hf_map import load_hf
@@ -286,17 +336,28 @@ def build_pass(name: str, case: Case, config: Config, platform: Any, microbatche
         return stage
 
     def one_pass(
-        model: Any, names: tuple[str, ...], found: Logprobs, arrivals: Arrivals, *, forward_only: bool
+        model: Any,
+        names: tuple[str, ...],
+        found: Logprobs,
+        arrivals: Arrivals,
+        *,
+        forward_only: bool,
     ) -> None:
-        """Log-probs of `names` into `found`; with backward unless forward_only, against the frozen ones in `found`."""
+        """Log-probs of `names` into `found`; with backward unless forward_only, against the frozen
+        ones in `found`.
+        """
         position = {id(microbatch): index for index, microbatch in enumerate(microbatches)}
 
         def forward(m: Microbatch) -> Any:
-            return model(m.tokens[None], m.layout, m.rows, m.targets, 1.0, config.model.head_chunk_tokens)
+            return model(
+                m.tokens[None], m.layout, m.rows, m.targets, 1.0, config.model.head_chunk_tokens
+            )
 
         def loss(m: Microbatch, output: Any) -> torch.Tensor:
             index = position[id(m)]
-            for name, values in zip(names, (output.logprobs.detach(), *output.frozen.values()), strict=True):
+            for name, values in zip(
+                names, (output.logprobs.detach(), *output.frozen.values()), strict=True
+            ):
                 found.setdefault(name, {})[index] = values
             if forward_only:
                 return torch.zeros(())
@@ -317,11 +378,17 @@ def build_pass(name: str, case: Case, config: Config, platform: Any, microbatche
         with torch.set_grad_enabled(not forward_only):
             if case.stages == 1:
                 run_sequential(
-                    model, arrivals.wait(microbatches), forward, loss, None if forward_only else lambda: False
+                    model,
+                    arrivals.wait(microbatches),
+                    forward,
+                    loss,
+                    None if forward_only else lambda: False,
                 )
             else:
                 paced = arrivals.wait(microbatches)
-                run_pipelined(model, paced, len(microbatches), forward, loss, forward_only=forward_only)
+                run_pipelined(
+                    model, paced, len(microbatches), forward, loss, forward_only=forward_only
+                )
 
     others = {} if name == "one pass" else {model: load((model,)) for model in MODELS[1:]}
     trained = MODELS if name == "one pass" else MODELS[:1]
@@ -341,7 +408,9 @@ def build_pass(name: str, case: Case, config: Config, platform: Any, microbatche
 
 
 class Arrivals:
-    """When microbatches are at hand: number i at interval_s * (i + 1) after the start, for every pass over them."""
+    """When microbatches are at hand: number i at interval_s * (i + 1) after the start, for every
+    pass over them.
+    """
 
     def __init__(self, interval_s: float) -> None:
         self._start_s = time.perf_counter()
@@ -355,7 +424,9 @@ class Arrivals:
 
 
 class LinkMeter:
-    """Messages that this rank sends to the other stages, their bytes, and the seconds it spends in sending and receiving."""
+    """Messages that this rank sends to the other stages, their bytes, and the seconds it spends in
+    sending and receiving.
+    """
 
     def __init__(self) -> None:
         from megatron.core.pipeline_parallel import p2p_communication
@@ -364,7 +435,9 @@ class LinkMeter:
         start_all, communicate = dist.batch_isend_irecv, p2p_communication._communicate
 
         def counted(operations: list[dist.P2POp]) -> list[dist.Work]:
-            sent = [operation.tensor.nbytes for operation in operations if operation.op is dist.isend]
+            sent = [
+                operation.tensor.nbytes for operation in operations if operation.op is dist.isend
+            ]
             self.messages += len(sent)
             self.bytes += sum(sent)
             return start_all(operations)
@@ -384,7 +457,9 @@ class LinkMeter:
         self.messages, self.bytes, self.seconds = 0, 0, 0.0
 
 
-def time_passes(passes: dict[str, Pass], num_microbatches: int, repeats: int, link: LinkMeter) -> dict[str, Any]:
+def time_passes(
+    passes: dict[str, Pass], num_microbatches: int, repeats: int, link: LinkMeter
+) -> dict[str, Any]:
     outcomes = {}
     for name, variant in passes.items():
         variant.zero()
@@ -413,7 +488,13 @@ def time_passes(passes: dict[str, Pass], num_microbatches: int, repeats: int, li
             start = time.perf_counter()
             variant.run(float(interval_s))
             streamed[name].append(time.perf_counter() - start)
-    return {"streamed": streamed, "seconds": seconds, "waited": waited, "sent": sent, "difference": difference}
+    return {
+        "streamed": streamed,
+        "seconds": seconds,
+        "waited": waited,
+        "sent": sent,
+        "difference": difference,
+    }
 
 
 def gradients(variant: Pass) -> list[torch.Tensor]:
@@ -426,7 +507,10 @@ def largest_difference(
 ) -> float:
     """Over the log-probs of all models (on the last stage) and all gradients of this stage."""
     if first[0].keys() != second[0].keys():
-        raise ValueError(f"the passes computed {sorted(first[0])} and {sorted(second[0])}; both must give all models")
+        raise ValueError(
+            f"the passes computed {sorted(first[0])} and {sorted(second[0])}; both must give all "
+            "models"
+        )
     pairs = [(values[i], second[0][name][i]) for name, values in first[0].items() for i in values]
     pairs += zip(first[1], second[1], strict=True)
     if not max(float(gradient.abs().max()) for gradient in first[1]):
@@ -454,7 +538,13 @@ def render(rows: list[Row]) -> list[str]:
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "--:|" * len(COLUMNS)]
     for row in rows:
         cells = [
-            *(f"PP{row.stages}", row.name, f"{row.seconds:.2f}", f"{row.least_s:.2f}", f"{row.most_s:.2f}"),
+            *(
+                f"PP{row.stages}",
+                row.name,
+                f"{row.seconds:.2f}",
+                f"{row.least_s:.2f}",
+                f"{row.most_s:.2f}",
+            ),
             *(f"{base[row.stages] / row.seconds:.2f}x", f"{row.streamed_s:.2f}"),
             *(str(row.messages), f"{row.sent_bytes / 2**20:.1f}"),
             *(f"{row.waiting:.0%}", f"{row.memory_bytes / 2**20:.0f}"),

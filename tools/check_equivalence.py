@@ -1,17 +1,20 @@
 #!/usr/bin/env python
-"""Show that periodic asynchrony changes nothing but the time: the same run synchronously and periodically, weights compared.
+"""Show that periodic asynchrony changes nothing but the time: the same run synchronously and
+periodically, weights compared.
 
-Five runs from one seed, real engines and trainers: sync with order=prompt, periodic with order=prompt, periodic with
-order=completion, and with engines on the trainers' devices (placement.colocate) in turns and with roles that follow the work. With
-order=prompt every weight must be bit-identical (invariant I4); with order=completion groups are summed in another order, so the
-largest relative difference is printed and must stay below 1e-5 in fp32. A run from another seed is the negative control: it must
-differ, or the comparison shows nothing.
+Five runs from one seed, real engines and trainers: sync with order=prompt, periodic with
+order=prompt, periodic with order=completion, and with engines on the trainers' devices
+(placement.colocate) in turns and with roles that follow the work. With order=prompt every weight
+must be bit-identical (invariant I4); with order=completion groups are summed in another order, so
+the largest relative difference is printed and must stay below 1e-5 in fp32. A run from another seed
+is the negative control: it must differ, or the comparison shows nothing.
 
     python tools/check_equivalence.py [--iterations 4] [--work DIR] [key=value ...]
     python tools/check_equivalence.py --config configs/grpo_tiny_tools.yaml --work runs/equivalence_tools    # several turns
 
-All have two engines and two replicas of the trainer, so that roles can change; how often they did is printed. Exits with 1 when a
-bound is broken. With rollout.attach (see `pa_npu.launcher engines`) the runs share engines that run already.
+All have two engines and two replicas of the trainer, so that roles can change; how often they did
+is printed. Exits with 1 when a bound is broken. With rollout.attach (see `pa_npu.launcher engines`)
+the runs share engines that run already.
 """
 
 from __future__ import annotations
@@ -30,8 +33,9 @@ from pa_npu.telemetry.records import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPLETION_BOUND = 1e-5
-# Adam divides by the gradient's own size. Where the true gradient is zero (a key's bias does not change a softmax) its rounding
-# would become full steps and hide the comparison; this epsilon keeps it as small as it is.
+# Adam divides by the gradient's own size. Where the true gradient is zero (a key's bias does not
+# change a softmax) its rounding would become full steps and hide the comparison; this epsilon keeps
+# it as small as it is.
 EPSILON = 1e-5
 
 
@@ -45,15 +49,25 @@ REFERENCE = Variant("sync, order=prompt", ("schedule.stream=false", "schedule.or
 VARIANTS = (
     Variant("periodic, order=prompt", ("schedule.stream=true", "schedule.order=prompt")),
     Variant("periodic, order=completion", ("schedule.stream=true", "schedule.order=completion")),
-    Variant("turns, order=prompt", ("placement.colocate=true", "schedule.stream=false", "schedule.order=prompt")),
-    Variant("roles, order=prompt", ("placement.colocate=true", "schedule.stream=true", "schedule.order=prompt")),
-    Variant("control: another seed", ("schedule.stream=false", "schedule.order=prompt", "run.seed=2")),
+    Variant(
+        "turns, order=prompt",
+        ("placement.colocate=true", "schedule.stream=false", "schedule.order=prompt"),
+    ),
+    Variant(
+        "roles, order=prompt",
+        ("placement.colocate=true", "schedule.stream=true", "schedule.order=prompt"),
+    ),
+    Variant(
+        "control: another seed", ("schedule.stream=false", "schedule.order=prompt", "run.seed=2")
+    ),
 )
 
 
 @dataclass(frozen=True)
 class Difference:
-    """tensors: all; changed: not bit-identical; relative: largest over tensors of max|a - b| / max|a|."""
+    """tensors: all; changed: not bit-identical; relative: largest over tensors of max|a - b| /
+    max|a|.
+    """
 
     tensors: int
     changed: int
@@ -64,7 +78,9 @@ def main(arguments: Sequence[str] | None = None, variants: Sequence[Variant] = V
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default=str(ROOT / "configs" / "grpo_tiny.yaml"))
     parser.add_argument("--iterations", type=int, default=4)
-    parser.add_argument("--work", type=Path, default=Path("runs/equivalence"), help="where the runs are written")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/equivalence"), help="where the runs are written"
+    )
     parser.add_argument("overrides", nargs="*", help="further key=value for all runs")
     args = parser.parse_args(arguments)
 
@@ -76,7 +92,8 @@ def main(arguments: Sequence[str] | None = None, variants: Sequence[Variant] = V
         ok, verdict = judge(variant, difference)
         failed |= not ok
         print(
-            f"{variant.name:<30} {difference.tensors:>8} {difference.changed:>8} {difference.relative:>20.3e}  {verdict}",
+            f"{variant.name:<30} {difference.tensors:>8} {difference.changed:>8} "
+            f"{difference.relative:>20.3e}  {verdict}",
             flush=True,
         )
     return int(failed)
@@ -84,9 +101,13 @@ def main(arguments: Sequence[str] | None = None, variants: Sequence[Variant] = V
 
 def run(args: argparse.Namespace, variant: Variant) -> dict[str, torch.Tensor]:
     """Run the launcher to its end and return the exported weights."""
-    directory = args.work / variant.name.replace(" ", "_").replace(",", "").replace("=", "-").replace(":", "")
+    directory = args.work / variant.name.replace(" ", "_").replace(",", "").replace(
+        "=", "-"
+    ).replace(":", "")
     if directory.exists():
-        raise SystemExit(f"check_equivalence: {directory} exists already; remove it or give another --work")
+        raise SystemExit(
+            f"check_equivalence: {directory} exists already; remove it or give another --work"
+        )
     settings = [
         f"run.dir={directory}",
         f"schedule.iterations={args.iterations}",
@@ -106,7 +127,8 @@ def run(args: argparse.Namespace, variant: Variant) -> dict[str, torch.Tensor]:
     if code:
         tail = "".join(Path(log.name).read_text().splitlines(keepends=True)[-15:])
         raise SystemExit(
-            f"check_equivalence: the run '{variant.name}' ended with exit code {code}; its last lines:\n{tail}"
+            f"check_equivalence: the run '{variant.name}' ended with exit code {code}; its last "
+            f"lines:\n{tail}"
         )
     weights: dict[str, torch.Tensor] = {}
     changes = sum(record.get("role_changes", 0) for record in read_records(directory))
@@ -120,26 +142,37 @@ def run(args: argparse.Namespace, variant: Variant) -> dict[str, torch.Tensor]:
 def compare(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> Difference:
     if reference.keys() != other.keys():
         raise SystemExit(
-            f"check_equivalence: exports hold different tensors: {sorted(reference.keys() ^ other.keys())[:5]}"
+            "check_equivalence: exports hold different tensors: "
+            f"{sorted(reference.keys() ^ other.keys())[:5]}"
         )
     changed, relative = 0, 0.0
     for name, a in reference.items():
         b = other[name]
         if not torch.equal(a, b):
             changed += 1
-            relative = max(relative, ((a.double() - b.double()).abs().max() / a.double().abs().max()).item())
+            relative = max(
+                relative, ((a.double() - b.double()).abs().max() / a.double().abs().max()).item()
+            )
     return Difference(len(reference), changed, relative)
 
 
 def judge(variant: Variant, difference: Difference) -> tuple[bool, str]:
     if variant.name.startswith("control"):
         ok = difference.relative > COMPLETION_BOUND
-        return ok, "differs, as it must" if ok else "FAILED: the control does not differ, so equality shows nothing"
+        return (
+            ok,
+            "differs, as it must"
+            if ok
+            else "FAILED: the control does not differ, so equality shows nothing",
+        )
     if "order=prompt" in variant.name:
         ok = difference.changed == 0
         return ok, "bit-identical" if ok else "FAILED: must be bit-identical"
     ok = difference.relative < COMPLETION_BOUND
-    return ok, f"below {COMPLETION_BOUND:g}" if ok else f"FAILED: must be below {COMPLETION_BOUND:g}"
+    return (
+        ok,
+        f"below {COMPLETION_BOUND:g}" if ok else f"FAILED: must be below {COMPLETION_BOUND:g}",
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Compare runs: curves of reward, accuracy, KL, entropy, length, log-prob difference and TPSPD, with bands over seeds.
+"""Compare runs: curves of reward, accuracy, KL, entropy, length, log-prob difference and TPSPD,
+with bands over seeds.
 
-    python tools/compare_runs.py RUN RUN ... [--out DIR] [--metrics reward_mean,tpspd] [--axes iteration,seconds]
+    python tools/compare_runs.py RUN RUN ... [--out DIR] [--metrics reward_mean,tpspd] [--axes
+    iteration,seconds]
 
-RUN is a run directory. Runs that differ only in run.seed form a group; the first group is what the others are compared with.
-The table goes to the terminal; with --out also DIR/comparison.png, .svg and a self-contained .html (needs matplotlib: pip
-install 'pa_npu[plots]').
+RUN is a run directory. Runs that differ only in run.seed form a group; the first group is what the
+others are compared with. The table goes to the terminal; with --out also DIR/comparison.png, .svg
+and a self-contained .html (needs matplotlib: pip install 'pa_npu[plots]').
 """
 
 from __future__ import annotations
@@ -43,10 +45,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where pictures and page go")
     parser.add_argument(
-        "--metrics", type=_names({m.key for m in METRICS}), help="of the picture; default: all there are"
+        "--metrics",
+        type=_names({m.key for m in METRICS}),
+        help="of the picture; default: all there are",
     )
     parser.add_argument(
-        "--axes", type=_names(set(AXES)), default=list(AXES), help="x axes of the picture; default: all"
+        "--axes",
+        type=_names(set(AXES)),
+        default=list(AXES),
+        help="x axes of the picture; default: all",
     )
     options = parser.parse_args(arguments)
     try:
@@ -56,9 +63,13 @@ def main(arguments: list[str] | None = None) -> int:
             metrics = drawable(groups)
             chosen = [m for m in metrics if options.metrics is None or m.key in options.metrics]
             if not chosen:
-                raise UserError("none of the runs has what --metrics names; leave it out to draw what there is")
+                raise UserError(
+                    "none of the runs has what --metrics names; leave it out to draw what there is"
+                )
             written = plots.save(draw(groups, chosen, options.axes), options.out / "comparison")
-            written.append(html_page.write_text(options.out / "comparison.html", render_html(groups)))
+            written.append(
+                html_page.write_text(options.out / "comparison.html", render_html(groups))
+            )
             print("\nWritten: " + ", ".join(map(str, written)))
     except UserError as error:
         print(f"compare_runs: {error}", file=sys.stderr)
@@ -71,35 +82,49 @@ def _names(known: set[str]):  # type: ignore[no-untyped-def]
         names = text.split(",")
         unknown = sorted(set(names) - known)
         if unknown:
-            raise argparse.ArgumentTypeError(f"{', '.join(unknown)} is not one of {', '.join(sorted(known))}")
+            raise argparse.ArgumentTypeError(
+                f"{', '.join(unknown)} is not one of {', '.join(sorted(known))}"
+            )
         return names
 
     return parse
 
 
 def table(groups: Sequence[RunGroup]) -> list[tuple[str, ...]]:
-    """The rows under `header`: every metric of every group over the last quarter of the iterations, against the first group."""
+    """The rows under `header`: every metric of every group over the last quarter of the iterations,
+    against the first group.
+    """
     return [_row(found, groups[0].label) for found in differences(groups)]
 
 
 def render_markdown(groups: Sequence[RunGroup]) -> str:
     lines = ["| " + " | ".join(_HEADER) + " |", "|---|---|" + "---:|" * (len(_HEADER) - 2)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table(groups)]
+    lines += [
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in table(groups)
+    ]
     return "\n".join([*lines, "", *notes(groups)])
 
 
 def notes(groups: Sequence[RunGroup]) -> list[str]:
     """Explains the numbers to a reader."""
-    members = "; ".join(f"{group.label}: {', '.join(run.name for run in group.runs)}" for group in groups)
+    members = "; ".join(
+        f"{group.label}: {', '.join(run.name for run in group.runs)}" for group in groups
+    )
     return [
         f"Runs by group: {members}.",
-        f"Means over the last quarter of the iterations. Differences are to {groups[0].label}; the interval is Welch's, over runs.",
-        "The gap is the largest difference of one iteration between runs with the same seed: 0 means equal updates.",
+        f"Means over the last quarter of the iterations. Differences are to {groups[0].label}; the "
+        "interval is Welch's, over runs.",
+        "The gap is the largest difference of one iteration between runs with the same seed: 0 "
+        "means equal updates.",
     ]
 
 
-def draw(groups: Sequence[RunGroup], metrics: Sequence[Metric], axes: Sequence[str] = tuple(AXES)) -> Any:
-    """A figure with a row per metric and a column per x axis; a band is the range over a group's runs."""
+def draw(
+    groups: Sequence[RunGroup], metrics: Sequence[Metric], axes: Sequence[str] = tuple(AXES)
+) -> Any:
+    """A figure with a row per metric and a column per x axis; a band is the range over a group's
+    runs.
+    """
     figure, panels = plots.new_figure(len(axes), len(metrics), width_in=3.8, height_in=2.4)
     for number, panel in enumerate(panels):
         metric, axis = metrics[number // len(axes)], axes[number % len(axes)]
@@ -124,13 +149,22 @@ def draw(groups: Sequence[RunGroup], metrics: Sequence[Metric], axes: Sequence[s
 
 def drawable(groups: Sequence[RunGroup]) -> list[Metric]:
     """The metrics that at least one run has."""
-    return [metric for metric in METRICS if any(curve(group, metric.key, "iteration") for group in groups)]
+    return [
+        metric
+        for metric in METRICS
+        if any(curve(group, metric.key, "iteration") for group in groups)
+    ]
 
 
 def render_html(groups: Sequence[RunGroup]) -> str:
     """One page that needs nothing beside itself."""
-    sections = [("Differences", html_page.html_table(_HEADER, table(groups)) + _paragraphs(notes(groups)))]
-    sections += [(metric.title, html_page.svg_fragment(draw(groups, [metric]))) for metric in drawable(groups)]
+    sections = [
+        ("Differences", html_page.html_table(_HEADER, table(groups)) + _paragraphs(notes(groups)))
+    ]
+    sections += [
+        (metric.title, html_page.svg_fragment(draw(groups, [metric])))
+        for metric in drawable(groups)
+    ]
     return html_page.html_page("Comparison of runs", sections)
 
 
@@ -149,7 +183,14 @@ def _row(found: Difference, first: str) -> tuple[str, ...]:
         else f"{difference - found.half_width:+.3g} to {difference + found.half_width:+.3g}"
     )
     gap = "" if found.largest_gap is None else f"{found.largest_gap:.3g}"
-    return (found.metric.title + unit, found.label, f"{found.mean:.4g}", f"{difference:+.3g}", interval, gap)
+    return (
+        found.metric.title + unit,
+        found.label,
+        f"{found.mean:.4g}",
+        f"{difference:+.3g}",
+        interval,
+        gap,
+    )
 
 
 if __name__ == "__main__":

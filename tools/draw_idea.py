@@ -1,4 +1,5 @@
-"""Draw what periodic asynchrony is: a synchronous and a periodic iteration of one run, from its timeline.
+"""Draw what periodic asynchrony is: a synchronous and a periodic iteration of one run, from its
+timeline.
 
     bash launch/run_grpo_tiny.sh
     python tools/draw_idea.py runs/grpo_tiny --output docs/pictures/idea.svg
@@ -48,7 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", metavar="RUN", help="run directory")
-    parser.add_argument("--pair", type=int, metavar="N", help="the synchronous iteration N and the periodic one N + 1")
+    parser.add_argument(
+        "--pair",
+        type=int,
+        metavar="N",
+        help="the synchronous iteration N and the periodic one N + 1",
+    )
     parser.add_argument("--output", type=Path, default=Path("idea.svg"), metavar="SVG")
     options = parser.parse_args(arguments)
     try:
@@ -61,17 +67,26 @@ def main(arguments: list[str] | None = None) -> int:
     for kind, iteration in zip(("synchronous", "periodic"), pair, strict=True):
         print(
             f"{kind:<11} iteration {iteration.number}: {iteration.seconds:.2f} s, engine at work "
-            f"{iteration.busy_share(iteration.generated):.0%}, trainer {iteration.busy_share(iteration.trained):.0%}"
+            f"{iteration.busy_share(iteration.generated):.0%}, trainer "
+            f"{iteration.busy_share(iteration.trained):.0%}"
         )
     print("wrote " + ", ".join(map(str, written)))
     return 0
 
 
 def iterations(run: Path) -> dict[int, Iteration]:
-    """All iterations between two publishes, by number. Raises DataError where the run has no timeline."""
-    coordinator, trainer = (_events(run / DIRECTORY / f"{name}.jsonl") for name in ("coordinator", "trainer-0"))
+    """All iterations between two publishes, by number.
+
+    Raises DataError where the run has no timeline.
+    """
+    coordinator, trainer = (
+        _events(run / DIRECTORY / f"{name}.jsonl") for name in ("coordinator", "trainer-0")
+    )
     published = spans_of(coordinator, "publish", "version")
-    evaluated = {version: span["end"] for version, span in spans_of(coordinator, "evaluate", "version").items()}
+    evaluated = {
+        version: span["end"]
+        for version, span in spans_of(coordinator, "evaluate", "version").items()
+    }
     found = {}
     for number in sorted(published):
         if number + 1 not in published:
@@ -80,7 +95,9 @@ def iterations(run: Path) -> dict[int, Iteration]:
         start_s = max(published[number]["end"], evaluated.get(number, 0.0))
         end_s = published[number + 1]["end"]
 
-        def inside(event: dict[str, Any], start_s: float = start_s, end_s: float = end_s) -> Span | None:
+        def inside(
+            event: dict[str, Any], start_s: float = start_s, end_s: float = end_s
+        ) -> Span | None:
             if event["end"] <= start_s or event["start"] >= end_s:
                 return None
             return max(event["start"], start_s) - start_s, min(event["end"], end_s) - start_s
@@ -90,7 +107,9 @@ def iterations(run: Path) -> dict[int, Iteration]:
             for event in coordinator
             if event["lane"].startswith("engine ") and event["args"].get("iteration") == number
         ]
-        steps = [event for event in trainer if event["lane"] == "microbatches" or event["name"] == "step"]
+        steps = [
+            event for event in trainer if event["lane"] == "microbatches" or event["name"] == "step"
+        ]
         found[number] = Iteration(
             number,
             end_s - start_s,
@@ -102,13 +121,16 @@ def iterations(run: Path) -> dict[int, Iteration]:
 
 
 def choose(found: dict[int, Iteration], first: int | None) -> tuple[Iteration, Iteration]:
-    """A synchronous and the following periodic iteration; the last such pair unless `first` names one."""
+    """A synchronous and the following periodic iteration; the last such pair unless `first` names
+    one.
+    """
     pairs = [number for number in found if number % 2 == 0 and number + 1 in found]
     wanted = first if first is not None else max(pairs, default=-1)
     if wanted not in pairs:
         raise DataError(
             f"iterations {sorted(found)} have no synchronous one followed by a periodic one"
-            f"{f' from {first} on' if first is not None else ''}; draw a run with schedule.compare_iterations"
+            f"{f' from {first} on' if first is not None else ''}; draw a run with "
+            "schedule.compare_iterations"
         )
     return found[wanted], found[wanted + 1]
 
@@ -117,11 +139,16 @@ def draw(pair: tuple[Iteration, Iteration]) -> Any:
     """Two panels on one time axis: who is at work when."""
     figure, axes = plots.new_figure(1, 2, width_in=7.2, height_in=1.45)
     longest = max(iteration.seconds for iteration in pair)
-    titles = ("synchronous: generate all, then train", "periodic: train each group as it comes; same update")
+    titles = (
+        "synchronous: generate all, then train",
+        "periodic: train each group as it comes; same update",
+    )
     for panel, iteration, title in zip(axes, pair, titles, strict=True):
         for row, spans in enumerate((iteration.generated, iteration.trained)):
             bars = [(start, end - start) for start, end in merged(spans)]
-            panel.broken_barh(bars, (row - 0.35, 0.7), label=("generates", "trains")[row], **plots.bar_style(row))
+            panel.broken_barh(
+                bars, (row - 0.35, 0.7), label=("generates", "trains")[row], **plots.bar_style(row)
+            )
         bars = [(start, end - start) for start, end in iteration.border]
         panel.broken_barh(bars, (-0.35, 1.7), label="weights cross", **plots.bar_style(3))
         panel.axvline(iteration.seconds, color="black", linewidth=1)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 
 def make_end_likelier(model: Path, scale: float) -> None:
-    """Multiplies the end token's row of the output layer; once per directory, as it knows nothing of an earlier call.
+    """Multiplies the end token's row of the output layer; once per directory, as it knows nothing
+    of an earlier call.
 
-    Where a state is near that row the end becomes likely, elsewhere less: lengths vary widely. Mean lengths are found by trying.
+    Where a state is near that row the end becomes likely, elsewhere less: lengths vary widely. Mean
+    lengths are found by trying.
     """
     from safetensors.torch import load_file, save_file
 

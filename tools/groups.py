@@ -1,4 +1,6 @@
-"""A group put together from arrays of prompt and responses, and the work of a packed layout, for benchmarks and tests."""
+"""A group put together from arrays of prompt and responses, and the work of a packed layout, for
+benchmarks and tests.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,22 @@ def group_of_responses(
         sample = SampleBuilder(prompt_tokens)
         sample.write(tokens, sampled, version)
         samples.append(sample.finish(bool(finished[number]), ""))
-    identity = {"run_seed": run_seed, "iteration": iteration, "index": index, "prompt_id": prompt_id}
+    identity = {
+        "run_seed": run_seed,
+        "iteration": iteration,
+        "index": index,
+        "prompt_id": prompt_id,
+    }
     return Group.of_samples(samples, rewards, advantages, **identity)
 
 
 def separate(layout: PrefixLayout) -> PrefixLayout:
-    """The same sequences without sharing, in leaf order, without padding: what the layout is measured against."""
-    return PrefixLayout.from_sequences(layout.offsets[leaf] + layout.lengths[leaf] for leaf in layout.leaves)
+    """The same sequences without sharing, in leaf order, without padding: what the layout is
+    measured against.
+    """
+    return PrefixLayout.from_sequences(
+        layout.offsets[leaf] + layout.lengths[leaf] for leaf in layout.leaves
+    )
 
 
 def pairs(layout: PrefixLayout) -> int:
@@ -51,4 +62,8 @@ def pairs(layout: PrefixLayout) -> int:
 
 def step_flops(flops: FlopsModel, layout: PrefixLayout, predictions: int) -> float:
     """Work of one step over the layout with that many predicted tokens."""
-    return layout.total * flops.per_token + pairs(layout) * flops.per_pair + predictions * flops.per_prediction
+    return (
+        layout.total * flops.per_token
+        + pairs(layout) * flops.per_pair
+        + predictions * flops.per_prediction
+    )

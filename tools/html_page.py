@@ -17,13 +17,21 @@ def svg_fragment(figure: Any) -> str:
     text = rendered(figure, "svg").decode("utf-8")
     element = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     return re.sub(
-        r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r'\1 style="max-width:100%;height:auto"', element, count=1
+        r'(<svg[^>]*?) width="[^"]*" height="[^"]*"',
+        r'\1 style="max-width:100%;height:auto"',
+        element,
+        count=1,
     )
 
 
 def html_page(title: str, sections: Sequence[tuple[str, str]]) -> str:
-    """A page that needs nothing beside itself. sections: headings, and contents that are HTML already."""
-    parts = [f"<section><h2>{html.escape(heading)}</h2>{content}</section>" for heading, content in sections]
+    """A page that needs nothing beside itself. sections: headings, and contents that are HTML
+    already.
+    """
+    parts = [
+        f"<section><h2>{html.escape(heading)}</h2>{content}</section>"
+        for heading, content in sections
+    ]
     return _PAGE.replace("{title}", html.escape(title)).replace("{body}", "\n".join(parts))
 
 
@@ -33,9 +41,7 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     def line(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
-    return (
-        f"<table><thead>{line(header, 'th')}</thead><tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
-    )
+    return f"<table><thead>{line(header, 'th')}</thead><tbody>{''.join(line(row, 'td') for row in rows)}</tbody></table>"
 
 
 _PAGE = """<!doctype html>
@@ -53,7 +59,10 @@ th:first-child,td:first-child{text-align:left}
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Writes a page, its directory too, and returns its path. Raises UserError where the system refuses."""
+    """Writes a page, its directory too, and returns its path.
+
+    Raises UserError where the system refuses.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -1,4 +1,5 @@
-"""Translates a configuration file of TRL or verl into one of ours, and lists what could not be translated.
+"""Translates a configuration file of TRL or verl into one of ours, and lists what could not be
+translated.
 
 python tools/import_config.py --from verl run_qwen3_8b.sh --output ours.yaml
 python tools/import_config.py --from trl train.py --devices 8 --output ours.yaml
@@ -25,17 +26,32 @@ from tools.foreign.translate import import_config
 from tools.foreign.translation import Extent, Imported
 
 _KINDS = (
-    "a script that starts training (.sh), a program of TRL (.py), or YAML: GRPOConfig's fields, ppo_trainer.yaml's tree"
+    "a script that starts training (.sh), a program of TRL (.py), or YAML: GRPOConfig's "
+    "fields, ppo_trainer.yaml's tree"
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 bad input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="origin", required=True, choices=("trl", "verl"), help="whose file it is")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--from", dest="origin", required=True, choices=("trl", "verl"), help="whose file it is"
+    )
     parser.add_argument("file", metavar="FILE", help=_KINDS)
-    parser.add_argument("--devices", type=_count, metavar="N", help="devices of the run, where the file does not say")
-    parser.add_argument("--rows", type=_count, metavar="N", help="rows of the training data, if the files are not here")
+    parser.add_argument(
+        "--devices",
+        type=_count,
+        metavar="N",
+        help="devices of the run, where the file does not say",
+    )
+    parser.add_argument(
+        "--rows",
+        type=_count,
+        metavar="N",
+        help="rows of the training data, if the files are not here",
+    )
     parser.add_argument("--output", metavar="YAML", help="file to write; default: print it")
     try:
         _translate(parser.parse_args(arguments))
@@ -56,12 +72,15 @@ def _translate(options: argparse.Namespace) -> None:
     origin: Origin = options.origin
     given = _read(options.file, origin)
     try:
-        imported = import_config(origin, given.values, given.unread, Extent(options.devices, options.rows))
+        imported = import_config(
+            origin, given.values, given.unread, Extent(options.devices, options.rows)
+        )
     except ConfigError as error:
         raise UserError(f"{options.file}: {error}") from None
     except (TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
         raise UserError(
-            f"{options.file}: a value of it is not what {origin} has there ({error}); is it a file of {origin}?"
+            f"{options.file}: a value of it is not what {origin} has there ({error}); is it a file "
+            f"of {origin}?"
         ) from None
     if not imported.read_any:
         raise UserError(f"{options.file}: no key of {origin} is in it; give a file of {origin}")
@@ -73,14 +92,18 @@ def _translate(options: argparse.Namespace) -> None:
             Path(options.output).write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(
-                f"--output: {options.output} cannot be written ({error.strerror}); name another file"
+                f"--output: {options.output} cannot be written ({error.strerror}); name another "
+                "file"
             ) from None
     for line in remarks(imported):
         print(line, file=sys.stderr)
 
 
 def _read(file: str, origin: Origin) -> Arguments:
-    """Reads the settings of a file; its ending tells its kind. Raises UserError for one of another system, by its name."""
+    """Reads the settings of a file; its ending tells its kind.
+
+    Raises UserError for one of another system, by its name.
+    """
     text = read_text(file)
     if (system := other_system(text, origin)) is not None:
         raise UserError(f"{file}: {refusal(system)}")
@@ -93,13 +116,16 @@ def _read(file: str, origin: Origin) -> Arguments:
         return Arguments(read_yaml(file)[0])
     if origin == "verl":
         raise UserError(
-            f"{file}: verl is configured by a shell script or by YAML; give that, or --from trl for a program of TRL"
+            f"{file}: verl is configured by a shell script or by YAML; give that, or --from trl "
+            "for a program of TRL"
         )
     return read_program(text, file)
 
 
 def remarks(imported: Imported) -> list[str]:
-    """Says which keys were lost or say something else here, which a run needs besides, and which rule the whole breaks."""
+    """Says which keys were lost or say something else here, which a run needs besides, and which
+    rule the whole breaks.
+    """
     lines = [f"not translated: {name} = {why}" for name, why in imported.untranslated.items()]
     lines += [f"changed: {key} = {why}" for key, why in imported.adapted.items()]
     needed = [key.name for key in all_keys() if key.required and key.name not in imported.values]

@@ -2,7 +2,8 @@
 """Make a tiny language model and matching questions for the quick start, tests and benchmarks.
 
     python tools/make_tiny_model.py --out .cache/tiny --seed 1
-    python tools/make_tiny_model.py --out .cache/bench --family llama --hidden 256 --layers 4 --random
+    python tools/make_tiny_model.py --out .cache/bench --family llama --hidden 256 --layers 4
+    --random
 
 writes
 
@@ -10,19 +11,21 @@ writes
     OUT/train.jsonl    questions in GSM8K's layout:
                        {"question": "What is 47+38?", "answer": "7+8=15\\n4+3+1=8\\n#### 85"}
     OUT/test.jsonl     held-out questions, disjoint from the training ones
-    OUT/tiny_model.json  the arguments and what came out; a second call with the same arguments does nothing
+    OUT/tiny_model.json  the arguments and what came out; a second call with the same arguments does
+                         nothing
 
-The supervised phase has two parts. First the model learns to add two-digit numbers step by step. Then its teacher
-slips: more often than not it adds one too much to the ones. So greedy decoding gives a wrong answer, sampling often
-finds the right one, and reinforcement learning has a habit to find that pays. With --random there is no training
-(tests and benchmarks).
+The supervised phase has two parts. First the model learns to add two-digit numbers step by step.
+Then its teacher slips: more often than not it adds one too much to the ones. So greedy decoding
+gives a wrong answer, sampling often finds the right one, and reinforcement learning has a habit to
+find that pays. With --random there is no training (tests and benchmarks).
 
---task calculator makes questions that it cannot answer by itself, "What is 47*83?". Its teacher asks a calculator in
-some of its answers ("<<47*83>>", and reads "=3901") and guesses in the others, so greedy decoding guesses, sampling
-sometimes asks, and reinforcement learning with environment.name=tools has a tool to find that pays. --task agent is the
-same in the form of chat: the call is a tool call, and its answer comes in a message of its own (environment.name=agents).
---task edit makes files to repair by tool calls (tools/tiny_edits.py, examples/edit_files_agent.py): the teacher can write them,
-and mostly leaves the mistake in.
+--task calculator makes questions that it cannot answer by itself, "What is 47*83?". Its teacher
+asks a calculator in some of its answers ("<<47*83>>", and reads "=3901") and guesses in the others,
+so greedy decoding guesses, sampling sometimes asks, and reinforcement learning with
+environment.name=tools has a tool to find that pays. --task agent is the same in the form of chat:
+the call is a tool call, and its answer comes in a message of its own (environment.name=agents).
+--task edit makes files to repair by tool calls (tools/tiny_edits.py, examples/edit_files_agent.py):
+the teacher can write them, and mostly leaves the mistake in.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ from transformers.utils.logging import disable_progress_bar
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools import tiny_edits
 
-FORMAT_VERSION = 3  # raise it when the same arguments give another result, so that old caches are made anew
+# raise it when the same arguments give another result, so that old caches are made anew
+FORMAT_VERSION = 3
 END_OF_TEXT, END_OF_TURN, SYSTEM, USER, ASSISTANT = (
     "<|endoftext|>",
     "<|end|>",
@@ -60,7 +64,8 @@ SPECIAL_TOKENS = (END_OF_TEXT, END_OF_TURN, SYSTEM, USER, ASSISTANT)
 # They make "What", " is" and "####" one token each; every digit stays a token of its own.
 MERGES = (("W", "h"), ("Wh", "a"), ("Wha", "t"), ("Ġ", "i"), ("Ġi", "s"), ("#", "#"), ("##", "##"))
 VOCAB_SIZE = 320  # special tokens, 256 bytes, results of merges, unused rest; a multiple of 64
-# Qwen2's own splitting rule: transformers 5 applies it to every tokenizer of a qwen2 model, whatever its files say.
+# Qwen2's own splitting rule: transformers 5 applies it to every tokenizer of a qwen2 model,
+# whatever its files say.
 SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -72,20 +77,20 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-# Of --task agent and edit: tool calls as Hermes and Qwen write them, and their answers as the user's.
+# Of --task agent and edit: tool calls as Hermes and Qwen write them, and their answers as the
+# user's.
 AGENT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|' + ('user' if message['role'] == 'tool' else message['role']) + '|>' + message['content'] }}"
-    "{% for call in message['tool_calls'] or [] %}"
-    "{{ '<tool_call>' + {'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson + '</tool_call>' }}"
-    "{% endfor %}"
-    "{% if message['role'] == 'assistant' %}{{ '<|end|>' }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for message in messages %}{{ '<|' + ('user' if message['role'] == 'tool' else "
+    "message['role']) + '|>' + message['content'] }}{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>' + {'name': call['function']['name'], 'arguments': "
+    "call['function']['arguments']} | tojson + '</tool_call>' }}{% endfor %}{% if message['role'] "
+    "== 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|assistant|>' }}{% endif %}"
 )
 # A model of this size does not learn to copy numbers over as many tokens as a call has letters.
 CALL_PARTS = ('<tool_call>{"name": "calculator", "arguments": {"x": "', '"}}</tool_call>')
-SMALLEST, LARGEST = 10, 99  # two digits each: digits stand at fixed places, which a tiny model learns within a minute
+# two digits each: digits stand at fixed places, which a tiny model learns within a minute
+SMALLEST, LARGEST = 10, 99
 NUM_VALIDATION = 200
 IGNORED = -100  # label of tokens without loss
 
@@ -94,7 +99,11 @@ Answered = tuple[tuple[int, int], float]  # (x, y) and the answer
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    key = {name: value for name, value in sorted(vars(arguments).items()) if name not in ("out", "threads")}
+    key = {
+        name: value
+        for name, value in sorted(vars(arguments).items())
+        if name not in ("out", "threads")
+    }
     key["format_version"] = FORMAT_VERSION
     out = Path(arguments.out)
     marker = out / "tiny_model.json"
@@ -102,14 +111,19 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{out} is up to date")
         return 0
     if out.exists() and not marker.is_file() and any(out.iterdir()):
-        print(f"--out {out} exists and was not made by this tool; name another directory or empty it", file=sys.stderr)
+        print(
+            f"--out {out} exists and was not made by this tool; name another directory or empty it",
+            file=sys.stderr,
+        )
         return 2
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name + ".") as scratch:
         finished = Path(scratch) / "finished"
         finished.mkdir()
         report = make(arguments, finished)
-        (finished / marker.name).write_text(json.dumps({"arguments": key, **report}, indent=1) + "\n")
+        (finished / marker.name).write_text(
+            json.dumps({"arguments": key, **report}, indent=1) + "\n"
+        )
         if out.exists():
             shutil.rmtree(out)
         finished.rename(out)
@@ -118,42 +132,75 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", required=True, help="directory to write")
-    parser.add_argument("--seed", type=int, default=1, help="seed of weights, questions and training order")
     parser.add_argument(
-        "--task", choices=("add", "calculator", "agent", "edit"), default="add", help="what the questions ask"
+        "--seed", type=int, default=1, help="seed of weights, questions and training order"
     )
     parser.add_argument(
-        "--family", choices=("qwen2", "qwen3", "qwen3_moe", "llama"), default="qwen2", help="architecture"
+        "--task",
+        choices=("add", "calculator", "agent", "edit"),
+        default="add",
+        help="what the questions ask",
+    )
+    parser.add_argument(
+        "--family",
+        choices=("qwen2", "qwen3", "qwen3_moe", "llama"),
+        default="qwen2",
+        help="architecture",
     )
     parser.add_argument("--hidden", type=int, default=128, help="hidden size")
     parser.add_argument("--layers", type=int, default=2, help="number of layers")
-    parser.add_argument("--heads", type=int, default=None, help="attention heads; default: hidden / 32")
-    parser.add_argument("--kv-heads", type=int, default=2, help="key/value heads")
-    parser.add_argument("--ffn", type=int, default=None, help="feed-forward size; default: 3 x hidden")
-    parser.add_argument("--experts", type=int, default=8, help="experts of a mixture (qwen3_moe)")
-    parser.add_argument("--experts-per-token", type=int, default=2, help="experts that a token goes through")
     parser.add_argument(
-        "--expert-ffn", type=int, default=None, help="an expert's size; default: ffn / experts per token"
+        "--heads", type=int, default=None, help="attention heads; default: hidden / 32"
+    )
+    parser.add_argument("--kv-heads", type=int, default=2, help="key/value heads")
+    parser.add_argument(
+        "--ffn", type=int, default=None, help="feed-forward size; default: 3 x hidden"
+    )
+    parser.add_argument("--experts", type=int, default=8, help="experts of a mixture (qwen3_moe)")
+    parser.add_argument(
+        "--experts-per-token", type=int, default=2, help="experts that a token goes through"
+    )
+    parser.add_argument(
+        "--expert-ffn",
+        type=int,
+        default=None,
+        help="an expert's size; default: ffn / experts per token",
     )
     parser.add_argument(
         "--vocab",
         type=int,
         default=None,
-        help=f"vocabulary size, a multiple of 64; default: {VOCAB_SIZE}, of edit {tiny_edits.VOCAB_SIZE}",
+        help=f"vocabulary size, a multiple of 64; default: {VOCAB_SIZE}, of edit "
+        f"{tiny_edits.VOCAB_SIZE}",
     )
     parser.add_argument("--max-positions", type=int, default=4096, help="longest sequence")
     parser.add_argument("--tied", action="store_true", help="tie input and output embeddings")
     parser.add_argument("--random", action="store_true", help="random weights, no supervised phase")
     parser.add_argument("--train-questions", type=int, default=4096, help="rows of train.jsonl")
     parser.add_argument("--test-questions", type=int, default=200, help="rows of test.jsonl")
-    parser.add_argument("--steps", type=int, default=500, help="most supervised steps that teach adding")
-    parser.add_argument("--slip-steps", type=int, default=150, help="supervised steps with the slipping teacher")
-    parser.add_argument("--slip-rate", type=float, default=0.65, help="how often the teacher answers one too much")
-    parser.add_argument("--call-rate", type=float, default=0.3, help="how often the teacher asks the calculator")
+    parser.add_argument(
+        "--steps", type=int, default=500, help="most supervised steps that teach adding"
+    )
+    parser.add_argument(
+        "--slip-steps", type=int, default=150, help="supervised steps with the slipping teacher"
+    )
+    parser.add_argument(
+        "--slip-rate", type=float, default=0.65, help="how often the teacher answers one too much"
+    )
+    parser.add_argument(
+        "--call-rate", type=float, default=0.3, help="how often the teacher asks the calculator"
+    )
     parser.add_argument("--batch", type=int, default=64, help="questions per supervised step")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak learning rate of the supervised phase")
+    parser.add_argument(
+        "--learning-rate",
+        type=float,
+        default=3e-3,
+        help="peak learning rate of the supervised phase",
+    )
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     arguments = parser.parse_args(argv)
     if arguments.heads is None:
@@ -176,7 +223,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if min(arguments.train_questions, arguments.test_questions) < 1 or (
         arguments.train_questions + arguments.test_questions > available
     ):
-        parser.error(f"--train-questions and --test-questions must be at least 1 and at most {available} together")
+        parser.error(
+            f"--train-questions and --test-questions must be at least 1 and at most {available} "
+            "together"
+        )
     return arguments
 
 
@@ -195,18 +245,24 @@ def make(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     write_questions(directory / "train.jsonl", rest[: arguments.train_questions], arguments.task)
     write_questions(directory / "test.jsonl", test, arguments.task)
 
-    tokenizer = make_tokenizer(arguments.vocab, {"agent": CALL_PARTS, "edit": tiny_edits.PARTS}.get(arguments.task, ()))
+    tokenizer = make_tokenizer(
+        arguments.vocab, {"agent": CALL_PARTS, "edit": tiny_edits.PARTS}.get(arguments.task, ())
+    )
     if arguments.task in ("agent", "edit"):
         tokenizer.chat_template = AGENT_TEMPLATE
     model = make_model(arguments, tokenizer)
-    report: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+    report: dict[str, Any] = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters())
+    }
     if not arguments.random and arguments.task != "add":
-        report |= supervise_calls(model, tokenizer, arguments, lessons(arguments, rest, validation), order)
+        report |= supervise_calls(
+            model, tokenizer, arguments, lessons(arguments, rest, validation), order
+        )
     elif not arguments.random:
         report |= supervise(model, tokenizer, arguments, rest, validation, order)
-        report["greedy_accuracy"] = sum(answer == x + y for (x, y), answer in greedy(model, tokenizer, test)) / len(
-            test
-        )
+        report["greedy_accuracy"] = sum(
+            answer == x + y for (x, y), answer in greedy(model, tokenizer, test)
+        ) / len(test)
         print(f"greedy accuracy on the held-out questions: {report['greedy_accuracy']:.3f}")
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(str(directory / "model"))
@@ -222,7 +278,10 @@ def solution(x: int, y: int, slip: int = 0) -> str:
     ones = x % 10 + y % 10 + slip
     tens = x // 10 + y // 10 + ones // 10
     carried = "+1" if ones >= 10 else ""
-    return f"{x % 10}+{y % 10}={ones}\n{x // 10}+{y // 10}{carried}={tens}\n#### {10 * tens + ones % 10}"
+    return (
+        f"{x % 10}+{y % 10}={ones}\n{x // 10}+{y // 10}{carried}={tens}\n#### "
+        f"{10 * tens + ones % 10}"
+    )
 
 
 def product_question(x: int, y: int) -> str:
@@ -230,17 +289,25 @@ def product_question(x: int, y: int) -> str:
 
 
 def call_turns(x: int, y: int, task: str) -> list[tuple[str, bool]]:
-    """Returns a text written with a calculator at hand, piece by piece, and whether the model writes each piece."""
+    """Returns a text written with a calculator at hand, piece by piece, and whether the model
+    writes each piece.
+    """
     if task == "agent":
         call = json.dumps({"name": "calculator", "arguments": {"x": f"{x}*{y}"}})
         asked = f"<tool_call>{call}</tool_call>{END_OF_TURN}"
-        return [(asked, True), (f"{USER}{x * y}{ASSISTANT}", False), (f"#### {x * y}{END_OF_TURN}", True)]
+        return [
+            (asked, True),
+            (f"{USER}{x * y}{ASSISTANT}", False),
+            (f"#### {x * y}{END_OF_TURN}", True),
+        ]
     return [(f"<<{x}*{y}>>", True), (f"={x * y}\n", False), (f"#### {x * y}{END_OF_TURN}", True)]
 
 
 def write_questions(path: Path, pairs: list[tuple[int, int]], task: str) -> None:
     if task == "edit":
-        rows = tiny_edits.tasks(tiny_edits.HELD_OUT_NAMES if path.stem == "test" else tiny_edits.NAMES)
+        rows = tiny_edits.tasks(
+            tiny_edits.HELD_OUT_NAMES if path.stem == "test" else tiny_edits.NAMES
+        )
     elif task != "add":
         rows = [{"question": product_question(x, y), "answer": f"#### {x * y}"} for x, y in pairs]
     else:
@@ -248,10 +315,17 @@ def write_questions(path: Path, pairs: list[tuple[int, int]], task: str) -> None
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_tokenizer(vocab_size: int = VOCAB_SIZE, whole: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Byte-level BPE that covers any text; every digit is a token, and the words of MERGES and `whole` are one token each."""
+def make_tokenizer(
+    vocab_size: int = VOCAB_SIZE, whole: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that covers any text; every digit is a token, and the words of MERGES and
+    `whole` are one token each.
+    """
     vocab = {
-        token: index for index, token in enumerate((*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())))
+        token: index
+        for index, token in enumerate(
+            (*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()))
+        )
     }
     for left, right in MERGES:
         vocab[left + right] = len(vocab)
@@ -292,7 +366,8 @@ def make_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerFast
         head_dim=arguments.hidden // arguments.heads,
         max_position_embeddings=arguments.max_positions,
         tie_word_embeddings=arguments.tied,
-        initializer_range=0.06,  # three times the usual: at this width it halves the steps until the model can add
+        # three times the usual: at this width it halves the steps until the model can add
+        initializer_range=0.06,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -300,8 +375,8 @@ def make_model(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerFast
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if not arguments.tied:
-        # Tokens that differ much from the start: 250 instead of 400 steps until the model can add. As an output layer
-        # such weights would saturate the softmax.
+        # Tokens that differ much from the start: 250 instead of 400 steps until the model can add.
+        # As an output layer such weights would saturate the softmax.
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.5)
     return model
 
@@ -323,15 +398,21 @@ def supervise(
     validation: list[tuple[int, int]],
     order: random.Random,
 ) -> dict[str, Any]:
-    """Teaches adding until the validation questions are (nearly) all right, then the slip; returns steps and CPU seconds."""
+    """Teaches adding until the validation questions are (nearly) all right, then the slip; returns
+    steps and CPU seconds.
+    """
     started = time.process_time()
     optimizer = make_optimizer(model, arguments)
     known, step = 0.0, 0
     for step in range(1, arguments.steps + 1):
         rate = learning_rate_at(step, arguments)
-        loss = supervised_step(model, tokenizer, optimizer, rate, order.choices(pairs, k=arguments.batch), order, 0.0)
+        loss = supervised_step(
+            model, tokenizer, optimizer, rate, order.choices(pairs, k=arguments.batch), order, 0.0
+        )
         if step % 25 == 0:
-            known = sum(answer == x + y for (x, y), answer in greedy(model, tokenizer, validation)) / len(validation)
+            known = sum(
+                answer == x + y for (x, y), answer in greedy(model, tokenizer, validation)
+            ) / len(validation)
             print(f"adding   step {step:4d}  loss {loss:.4f}  right {known:.3f}", flush=True)
             if known >= 0.985:
                 break
@@ -344,7 +425,9 @@ def supervise(
             right = sum(answer == x + y for (x, y), answer in answers) / len(answers)
             slipped = sum(answer == x + y + 1 for (x, y), answer in answers) / len(answers)
             print(
-                f"slipping step {slip_step:4d}  loss {loss:.4f}  right {right:.3f}  slipped {slipped:.3f}", flush=True
+                f"slipping step {slip_step:4d}  loss {loss:.4f}  right {right:.3f}  slipped "
+                f"{slipped:.3f}",
+                flush=True,
             )
     seconds = time.process_time() - started
     return {"accuracy_before_slipping": known, "steps": step, "cpu_seconds": round(seconds, 1)}
@@ -367,7 +450,10 @@ def supervised_step(
         answers.append(solution(x, y, slip) + END_OF_TURN)
     prompt_tokens = tokenizer(prompts).input_ids
     answer_tokens = tokenizer(answers).input_ids
-    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompt_tokens, answer_tokens, strict=True))
+    width = max(
+        len(prompt) + len(answer)
+        for prompt, answer in zip(prompt_tokens, answer_tokens, strict=True)
+    )
     tokens = torch.full((len(pairs), width), tokenizer.pad_token_id)
     labels = torch.full((len(pairs), width), IGNORED)
     for row, (prompt, answer) in enumerate(zip(prompt_tokens, answer_tokens, strict=True)):
@@ -378,7 +464,9 @@ def supervised_step(
 
 
 def make_optimizer(model: Any, arguments: argparse.Namespace) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    return torch.optim.AdamW(
+        model.parameters(), lr=arguments.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
 
 
 def learning_rate_at(step: int, arguments: argparse.Namespace) -> float:
@@ -389,12 +477,18 @@ def learning_rate_at(step: int, arguments: argparse.Namespace) -> float:
 
 
 def descend(
-    model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, labels: torch.Tensor, learning_rate: float
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+    learning_rate: float,
 ) -> float:
     """One AdamW step; returns the loss before it. tokens, labels: [rows, width]."""
     # Padding stands on the right, so causal attention needs no mask.
     logits = model(tokens, use_cache=False).logits[:, :-1]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
+    )
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for group in optimizer.param_groups:
@@ -417,7 +511,9 @@ def lessons(
         tasks = tiny_edits.tasks((*tiny_edits.NAMES, *tiny_edits.HELD_OUT_NAMES))
 
         def edited(task: dict[str, Any], sign: str) -> Lesson:
-            return tiny_edits.listed(task), tiny_edits.edit_turns(task, sign, (USER, ASSISTANT), END_OF_TURN)
+            return tiny_edits.listed(task), tiny_edits.edit_turns(
+                task, sign, (USER, ASSISTANT), END_OF_TURN
+            )
 
         def edits(order: random.Random) -> list[Lesson]:
             drawn = order.choices(tasks, k=arguments.batch)
@@ -431,10 +527,17 @@ def lessons(
         for x, y in order.choices(pairs, k=arguments.batch):
             guess = f"#### {order.randint(SMALLEST**2, LARGEST**2)}{END_OF_TURN}"
             asks = order.random() < arguments.call_rate
-            batch.append((product_question(x, y), call_turns(x, y, arguments.task) if asks else [(guess, True)]))
+            batch.append(
+                (
+                    product_question(x, y),
+                    call_turns(x, y, arguments.task) if asks else [(guess, True)],
+                )
+            )
         return batch
 
-    return calls, [(product_question(x, y), call_turns(x, y, arguments.task)) for x, y in validation]
+    return calls, [
+        (product_question(x, y), call_turns(x, y, arguments.task)) for x, y in validation
+    ]
 
 
 def supervise_calls(
@@ -460,7 +563,9 @@ def supervise_calls(
     return {"right_after_asking": known, "steps": step, "cpu_seconds": round(seconds, 1)}
 
 
-def call_batch(tokenizer: PreTrainedTokenizerFast, batch: list[Lesson]) -> tuple[torch.Tensor, torch.Tensor]:
+def call_batch(
+    tokenizer: PreTrainedTokenizerFast, batch: list[Lesson]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and labels [rows, width]; each piece is tokenised by itself, as the environments do."""
     rows = []
     for asked, turns in batch:
@@ -490,7 +595,9 @@ def knows_calls(model: Any, tokenizer: PreTrainedTokenizerFast, known: list[Less
 
 
 @torch.no_grad()
-def greedy(model: Any, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[int, int]]) -> list[Answered]:
+def greedy(
+    model: Any, tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[int, int]]
+) -> list[Answered]:
     """((x, y), the model's greedy answer); nan stands for an answer without a number."""
     prompts = tokenizer([USER + question(x, y) + ASSISTANT for x, y in pairs]).input_ids
     assert len(set(map(len, prompts))) == 1, "two-digit questions have one length"

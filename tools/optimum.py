@@ -14,10 +14,12 @@ _SAME_STEP = 1e-6
 
 
 def optimum_s(cluster: Cluster, groups: Sequence[VirtualGroup], windows: Windows) -> float:
-    """The iteration with all lengths known, sequence by sequence: a bound to measure schedules against, not a schedule to follow.
+    """The iteration with all lengths known, sequence by sequence: a bound to measure schedules
+    against, not a schedule to follow.
 
-    Optimal for equal lengths on one engine; with unequal ones the best of some orders of emission, which a better one may beat by a
-    few percent. One update per iteration. The step's and the delivery's seconds are added.
+    Optimal for equal lengths on one engine; with unequal ones the best of some orders of emission,
+    which a better one may beat by a few percent. One update per iteration. The step's and the
+    delivery's seconds are added.
     """
     if cluster.updates != 1:
         raise ValueError(f"optimum_s knows one update per iteration, not {cluster.updates}")
@@ -26,12 +28,18 @@ def optimum_s(cluster: Cluster, groups: Sequence[VirtualGroup], windows: Windows
     keys = (
         lambda group: group.longest,
         lambda group: group.longest - 0.5 * work[group.index],
-        lambda group: group.longest * speed.step_s + work[group.index] * len(group.lengths) * speed.sequence_s,
+        lambda group: (
+            group.longest * speed.step_s + work[group.index] * len(group.lengths) * speed.sequence_s
+        ),
     )
     orders = [sorted(groups, key=key, reverse=True) for key in keys]
     if cluster.order == "prompt":
         orders = [sorted(groups, key=lambda group: -group.index)]
-    return min(_reversed_s(cluster, order, windows) for order in orders) + cluster.step_s + cluster.delivery_s
+    return (
+        min(_reversed_s(cluster, order, windows) for order in orders)
+        + cluster.step_s
+        + cluster.delivery_s
+    )
 
 
 def _reversed_s(cluster: Cluster, order: Sequence[VirtualGroup], windows: Windows) -> float:
@@ -69,7 +77,9 @@ def _reversed_s(cluster: Cluster, order: Sequence[VirtualGroup], windows: Window
 
 
 class _ReversedEngine:
-    """An engine whose groups begin with their longest response alone, which the others join, and end with all of them."""
+    """An engine whose groups begin with their longest response alone, which the others join, and
+    end with all of them.
+    """
 
     def __init__(self, cluster: Cluster, name: str) -> None:
         self._speed = cluster.engines[name]
@@ -87,14 +97,18 @@ class _ReversedEngine:
         self.in_flight_sequences += len(group.lengths)
         self.in_flight_tokens += sum(group.lengths)
         for length in group.lengths:
-            heapq.heappush(self._events, (self._steps + group.longest - length, 0, group.index, group))
+            heapq.heappush(
+                self._events, (self._steps + group.longest - length, 0, group.index, group)
+            )
         heapq.heappush(self._events, (self._steps + group.longest, 1, group.index, group))
         ended = self._take(self._steps)
         self._set_next()
         return ended
 
     def pass_some(self) -> list[float]:
-        """At next_s: what joins, and which groups end; returns the seconds of the prompt of each that ends."""
+        """At next_s: what joins, and which groups end; returns the seconds of the prompt of each
+        that ends.
+        """
         self._advance(self.next_s)
         ended = self._take(max(self._steps, self._events[0][0]))
         self._set_next()
@@ -128,7 +142,11 @@ class _ReversedEngine:
     def _set_next(self) -> None:
         self.next_s = math.inf
         if self._events:
-            self.next_s = self._now_s + self._prompts_s + (self._events[0][0] - self._steps) * self._step_time()
+            self.next_s = (
+                self._now_s
+                + self._prompts_s
+                + (self._events[0][0] - self._steps) * self._step_time()
+            )
 
     def _step_time(self) -> float:
         return self._speed.step_s + self._speed.sequence_s * self._living

@@ -1,7 +1,9 @@
-"""Says what a cluster would take: how to divide its devices, what iterations then take, and what breaks first (docs/plan.md).
+"""Says what a cluster would take: how to divide its devices, what iterations then take, and what
+breaks first (docs/plan.md).
 
-python tools/plan_cluster.py --from RUN [--devices 8..4096] [--model DIR] [--hardware NAME] [--json] [key=value ...]
-python tools/plan_cluster.py --config YAML --devices 8..4096 [--hardware NAME] [--json] [key=value ...]
+python tools/plan_cluster.py --from RUN [--devices 8..4096] [--model DIR] [--hardware NAME] [--json]
+[key=value ...] python tools/plan_cluster.py --config YAML --devices 8..4096 [--hardware NAME]
+[--json] [key=value ...]
 """
 
 from __future__ import annotations
@@ -34,14 +36,30 @@ _DEFAULT_DEVICES = "8..4096"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 bad input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     subcommands.configuration_options(parser)
-    parser.add_argument("--from", dest="from_run", metavar="RUN", help="predict from the records of this run")
-    parser.add_argument("--devices", metavar="N[,N...]|N..N", help="numbers of devices, a range by doubling")
-    parser.add_argument("--model", metavar="DIR", help="another model than the run's or the configuration's")
-    parser.add_argument("--hardware", metavar="NAME", help="device with published figures: 910b, a3, a100, h100, cpu")
-    parser.add_argument("--same-work", action="store_true", help="as many prompts however many devices there are")
-    parser.add_argument("--plot", metavar="FILE", help="write a picture of how it grows, .png or .svg")
+    parser.add_argument(
+        "--from", dest="from_run", metavar="RUN", help="predict from the records of this run"
+    )
+    parser.add_argument(
+        "--devices", metavar="N[,N...]|N..N", help="numbers of devices, a range by doubling"
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", help="another model than the run's or the configuration's"
+    )
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME",
+        help="device with published figures: 910b, a3, a100, h100, cpu",
+    )
+    parser.add_argument(
+        "--same-work", action="store_true", help="as many prompts however many devices there are"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="write a picture of how it grows, .png or .svg"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     try:
         _plan(*parser.parse_known_args(arguments))
@@ -70,10 +88,15 @@ def device_counts(text: str) -> list[int]:
         counts = [int(low), int(high)] if dots else [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
-    if not counts or min(counts) < 2 or max(counts) > _MOST_DEVICES or (dots and counts[0] > counts[1]):
+    if (
+        not counts
+        or min(counts) < 2
+        or max(counts) > _MOST_DEVICES
+        or (dots and counts[0] > counts[1])
+    ):
         raise UserError(
-            f"command line: --devices {text[:40]!r}: give a number of devices from 2 to {_MOST_DEVICES}, several with commas, or "
-            f"a range such as {_DEFAULT_DEVICES}"
+            f"command line: --devices {text[:40]!r}: give a number of devices from 2 to "
+            f"{_MOST_DEVICES}, several with commas, or a range such as {_DEFAULT_DEVICES}"
         )
     if not dots:
         return sorted(set(counts))
@@ -147,7 +170,8 @@ def _spec(path: str, where: str) -> ModelSpec:
         return spec
     if not (Path(path) / "config.json").is_file():
         raise UserError(
-            f"{where}: the model {path} is not here, and none whose shape is known by that name; give its directory (--model)"
+            f"{where}: the model {path} is not here, and none whose shape is known by that name; "
+            "give its directory (--model)"
         )
     return ModelSpec.read(path)
 

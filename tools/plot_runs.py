@@ -1,8 +1,10 @@
-"""Draws throughput: TPSPD over time, and what the seconds of an iteration go into, as pictures and one page with the table.
+"""Draws throughput: TPSPD over time, and what the seconds of an iteration go into, as pictures and
+one page with the table.
 
     python tools/plot_runs.py RUN RUN ... --out DIR [--warmup N]
 
-DIR gets tpspd and parts as .png and .svg, and throughput.html; tools/compare_runs.py draws curves of several seeds.
+DIR gets tpspd and parts as .png and .svg, and throughput.html; tools/compare_runs.py draws curves
+of several seeds.
 """
 
 from __future__ import annotations
@@ -17,7 +19,14 @@ from statistics import fmean
 from typing import Any
 
 from pa_npu.errors import BAD_INPUT, UserError
-from pa_npu.telemetry.report import WARMUP_ITERATIONS, RunReport, each_run, load_report, notes, table_rows
+from pa_npu.telemetry.report import (
+    WARMUP_ITERATIONS,
+    RunReport,
+    each_run,
+    load_report,
+    notes,
+    table_rows,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools import html_page, plots
@@ -35,10 +44,16 @@ PARTS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 2 bad input."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directory")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory for pictures and page")
-    parser.add_argument("--warmup", type=int, default=WARMUP_ITERATIONS, metavar="N", help="iterations to leave out")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="directory for pictures and page"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=WARMUP_ITERATIONS, metavar="N", help="iterations to leave out"
+    )
     options = parser.parse_args(arguments)
     try:
         columns = each_run([load_report(run, options.warmup) for run in options.runs])
@@ -54,8 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def iteration_parts(record: Mapping[str, Any]) -> dict[str, float]:
     """The seconds of one iteration by what went on; their sum is iteration_s.
 
-    Generation and training overlap: what both took beyond their union is "at once". The union is the iteration without the
-    parts that no schedule can hide (publish, evaluation, checkpoint); what none of these names is "other".
+    Generation and training overlap: what both took beyond their union is "at once". The union is
+    the iteration without the parts that no schedule can hide (publish, evaluation, checkpoint);
+    what none of these names is "other".
     """
 
     def seconds(key: str) -> float:
@@ -63,7 +79,11 @@ def iteration_parts(record: Mapping[str, Any]) -> dict[str, float]:
         return float(value) if isinstance(value, (int, float)) and value > 0 else 0.0
 
     total = seconds("iteration_s")
-    border, evaluate, checkpoint = seconds("publish_s"), seconds("evaluation_s"), seconds("checkpoint_s")
+    border, evaluate, checkpoint = (
+        seconds("publish_s"),
+        seconds("evaluation_s"),
+        seconds("checkpoint_s"),
+    )
     left = max(0.0, total - border - evaluate - checkpoint)
     generate, train = min(seconds("generate_s"), left), min(seconds("train_s"), left)
     both = max(0.0, generate + train - left)
@@ -95,7 +115,9 @@ def draw_parts(columns: Sequence[RunReport]) -> Any:
     for number, name in enumerate(PARTS):
         widths = [part[name] for part in parts]
         if max(widths) > 0:
-            panel.barh(range(len(columns)), widths, 0.7, left=base, label=name, **plots.bar_style(number))
+            panel.barh(
+                range(len(columns)), widths, 0.7, left=base, label=name, **plots.bar_style(number)
+            )
             base = [low + width for low, width in zip(base, widths, strict=True)]
     panel.set_yticks(range(len(columns)), [column.name for column in columns])
     panel.invert_yaxis()
@@ -114,7 +136,9 @@ def mean_parts(report: RunReport) -> dict[str, float]:
 
 def write_plots(columns: Sequence[RunReport], directory: Path) -> list[Path]:
     """Writes DIRECTORY/tpspd and DIRECTORY/parts, as PNG and SVG."""
-    return plots.save(draw_tpspd(columns), directory / "tpspd") + plots.save(draw_parts(columns), directory / "parts")
+    return plots.save(draw_tpspd(columns), directory / "tpspd") + plots.save(
+        draw_parts(columns), directory / "parts"
+    )
 
 
 def render_html(columns: Sequence[RunReport]) -> str:

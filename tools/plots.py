@@ -1,8 +1,9 @@
 """The one style of every picture: comparisons and benchmarks draw with it, to PNG and SVG.
 
-Series differ in colour, dash and marker, and bars in colour and hatch, so that they can be told apart in grey and by the
-colour-blind (colours: Okabe and Ito, "Color Universal Design", 2008). The same numbers give the same file, byte for byte.
-Matplotlib is optional: `pip install 'pa_npu[plots]'`.
+Series differ in colour, dash and marker, and bars in colour and hatch, so that they can be told
+apart in grey and by the colour-blind (colours: Okabe and Ito, "Color Universal Design", 2008). The
+same numbers give the same file, byte for byte. Matplotlib is optional:
+`pip install 'pa_npu[plots]'`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from typing import Any
 from pa_npu.errors import UserError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)), (0, (3, 1, 1, 1, 1, 1)))
+_DASHES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 1.5)),
+    (0, (1, 1)),
+    (0, (5, 1, 1, 1)),
+    (0, (3, 1, 1, 1, 1, 1)),
+)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
 _STYLE: dict[str, Any] = {
@@ -61,7 +68,10 @@ def bar_style(number: int) -> dict[str, Any]:
 def new_figure(
     columns: int = 1, rows: int = 1, *, width_in: float = 5.0, height_in: float = 3.2
 ) -> tuple[Any, list[Any]]:
-    """A figure and its axes, row by row; width and height, in inches, are of one panel. Raises UserError without matplotlib."""
+    """A figure and its axes, row by row; width and height, in inches, are of one panel.
+
+    Raises UserError without matplotlib.
+    """
     matplotlib = _matplotlib()
     from matplotlib.figure import Figure
 
@@ -72,10 +82,15 @@ def new_figure(
 
 
 def save(figure: Any, path: Path | str) -> list[Path]:
-    """Writes the picture as PNG or SVG by its suffix, as both where the path has none; returns what was written."""
+    """Writes the picture as PNG or SVG by its suffix, as both where the path has none; returns what
+    was written.
+    """
     path = Path(path)
     if path.suffix and path.suffix not in _FORMATS:
-        raise UserError(f"{path}: a picture is .png or .svg; give one of them, or a name without suffix for both")
+        raise UserError(
+            f"{path}: a picture is .png or .svg; give one of them, or a name without suffix for "
+            "both"
+        )
     targets = [path] if path.suffix else [path.with_name(path.name + suffix) for suffix in _FORMATS]
     for target in targets:
         try:
@@ -92,7 +107,9 @@ def rendered(figure: Any, form: str) -> bytes:
     with _matplotlib().rc_context(_STYLE):
         # without the date and the library's version, which would make equal pictures differ
         figure.savefig(
-            buffer, format=form, metadata={"Date": None, "Creator": None} if form == "svg" else {"Software": None}
+            buffer,
+            format=form,
+            metadata={"Date": None, "Creator": None} if form == "svg" else {"Software": None},
         )
     return buffer.getvalue()
 
@@ -101,6 +118,8 @@ def _matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise UserError("pictures need matplotlib, which is not installed; pip install 'pa_npu[plots]'") from None
+        raise UserError(
+            "pictures need matplotlib, which is not installed; pip install 'pa_npu[plots]'"
+        ) from None
     matplotlib.use("agg")
     return matplotlib

@@ -1,4 +1,6 @@
-"""Processes that a benchmark starts: engines and runs, ended with everything in them, and why they failed, read from their logs."""
+"""Processes that a benchmark starts: engines and runs, ended with everything in them, and why they
+failed, read from their logs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ _LONGEST_REASON = 300  # characters
 
 # What ranks, engines' processes and loggers put in front of a line; indentation behind it stays.
 _IN_FRONT = re.compile(
-    r"^(?:\[rank\d+\]: ?|\([\w-]+ pid=\d+\) ?|(?:INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] ?)*"
+    r"^(?:\[rank\d+\]: ?|\([\w-]+ pid=\d+\) ?|(?:INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d "
+    r"\[[^\]]*\] ?)*"
 )
 _ERROR = re.compile(r"^(?:failed: .|[\w.]*(?:Error|Exception)\b:? *\S)")
 # These only say that another process has failed, which has said why.
@@ -26,7 +29,9 @@ _WARNING = re.compile(r"Warning\b|^W\d{4} |^\[W\d|^WARNING")
 
 
 def end_on_sigterm() -> None:
-    """SIGTERM ends this program as an exception does, so that it ends what it has started; a second one is not heeded."""
+    """SIGTERM ends this program as an exception does, so that it ends what it has started; a second
+    one is not heeded.
+    """
 
     def end(number: int, _: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -39,7 +44,9 @@ def end_on_sigterm() -> None:
 def started(
     command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a group of its own, which is ended with everything in it: interrupted first, so that it can clean up."""
+    """A process with a group of its own, which is ended with everything in it: interrupted first,
+    so that it can clean up.
+    """
     with log.open("w") as file:
         process = subprocess.Popen(
             list(command),
@@ -80,9 +87,12 @@ def healthy(url: str) -> bool:
 
 
 def reason_of(log: Path) -> str:
-    """Why what wrote this log has failed: the exception of its last traceback that is not about another process, else the last line
-    that names an error, else the last one that is no warning. What a program prints while it ends comes after all these."""
-    lines = [_IN_FRONT.sub("", line.rstrip()) for line in log.read_text(errors="replace").splitlines()]
+    """Why what wrote this log has failed: the exception of its last traceback that is not about
+    another process, else the last line that names an error, else the last one that is no warning.
+    What a program prints while it ends comes after all these."""
+    lines = [
+        _IN_FRONT.sub("", line.rstrip()) for line in log.read_text(errors="replace").splitlines()
+    ]
     lines = [line for line in lines if line.strip()]
     raised, others = _raised(lines), [line.strip() for line in lines]
     for found in (

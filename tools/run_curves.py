@@ -1,10 +1,11 @@
 """Runs beside each other: curves with bands over seeds, and differences stated in numbers.
 
-Runs whose configurations differ only in their seed and in where they ran form a group; a group is named by the keys in which it
-differs from the others. A curve of a group is the mean over its runs, its band the range over them. A difference compares the
-means over the last quarter of the iterations: Welch's t-test interval at 95% over runs (B. L. Welch, Biometrika 34, 1947),
-where each group has at least two of them. Runs of two groups with the same seed are also compared value by value, which shows
-equal updates.
+Runs whose configurations differ only in their seed and in where they ran form a group; a group is
+named by the keys in which it differs from the others. A curve of a group is the mean over its runs,
+its band the range over them. A difference compares the means over the last quarter of the
+iterations: Welch's t-test interval at 95% over runs (B. L. Welch, Biometrika 34, 1947), where each
+group has at least two of them. Runs of two groups with the same seed are also compared value by
+value, which shows equal updates.
 """
 
 from __future__ import annotations
@@ -28,8 +29,40 @@ _PLACE_OF_A_RUN = ("run.dir", "run.seed", "run.restarts", "checkpoint.", "placem
 _LAST_SHARE = 0.25
 # Quantiles of Student's t distribution for a two-sided 95% interval, by degrees of freedom from 1.
 _T_95 = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
-    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+    *(
+        12.706,
+        4.303,
+        3.182,
+        2.776,
+        2.571,
+        2.447,
+        2.365,
+        2.306,
+        2.262,
+        2.228,
+        2.201,
+        2.179,
+        2.160,
+        2.145,
+        2.131,
+    ),
+    *(
+        2.120,
+        2.110,
+        2.101,
+        2.093,
+        2.086,
+        2.080,
+        2.074,
+        2.069,
+        2.064,
+        2.060,
+        2.056,
+        2.052,
+        2.048,
+        2.045,
+        2.042,
+    ),
 )
 
 
@@ -57,9 +90,11 @@ AXES = {"iteration": "iterations", "samples": "trained samples", "seconds": "wal
 
 @dataclass(frozen=True)
 class RunCurves:
-    """One run: configuration, flat; by weight version (0 to the number of iterations) the x of every axis of AXES, and METRICS.
+    """One run: configuration, flat; by weight version (0 to the number of iterations) the x of
+    every axis of AXES, and METRICS.
 
-    A value at version v is of the iteration that made v, and an accuracy of the evaluation of v; None: not there.
+    A value at version v is of the iteration that made v, and an accuracy of the evaluation of v;
+    None: not there.
     """
 
     name: str
@@ -81,9 +116,9 @@ class RunGroup:
 class Difference:
     """A metric of a group against the first group, over the last quarter of the iterations.
 
-    mean, first_mean: over runs and iterations. half_width: of the 95% interval of mean - first_mean; None with fewer than two
-    runs on a side. largest_gap: the largest |difference| of one iteration between runs with the same seed; None where there are
-    none.
+    mean, first_mean: over runs and iterations. half_width: of the 95% interval of mean -
+    first_mean; None with fewer than two runs on a side. largest_gap: the largest |difference| of
+    one iteration between runs with the same seed; None where there are none.
     """
 
     metric: Metric
@@ -100,8 +135,13 @@ def load_runs(directories: Sequence[Path | str]) -> list[RunCurves]:
 
 
 def group_runs(runs: Sequence[RunCurves]) -> list[RunGroup]:
-    """Runs with equal configurations together, in order of their first run; labels are the keys that tell groups apart."""
-    return [RunGroup(label, group) for label, group in alike(runs, lambda run: run.config, lambda run: run.name)]
+    """Runs with equal configurations together, in order of their first run; labels are the keys
+    that tell groups apart.
+    """
+    return [
+        RunGroup(label, group)
+        for label, group in alike(runs, lambda run: run.config, lambda run: run.name)
+    ]
 
 
 def alike(
@@ -110,15 +150,21 @@ def alike(
     """As group_runs, of anything that has a configuration (flat) and a name."""
     members: dict[tuple[tuple[str, str], ...], list[T]] = {}
     for run in runs:
-        shape = tuple(sorted((key, str(value)) for key, value in config(run).items() if not _of_place(key)))
+        shape = tuple(
+            sorted((key, str(value)) for key, value in config(run).items() if not _of_place(key))
+        )
         members.setdefault(shape, []).append(run)
     if len(members) == 1:
         return [(name(runs[0]), list(runs))]
     shapes = [dict(shape) for shape in members]
-    # a key that only some of them have tells versions of this package apart, not what somebody chose
+    # a key that only some of them have tells versions of this package apart, not what somebody
+    # chose
     keys = sorted(set.intersection(*(set(shape) for shape in shapes)))
     telling = [key for key in keys if len({shape[key] for shape in shapes}) > 1]
-    labels = [", ".join(f"{key.rpartition('.')[2]}={shape[key]}" for key in telling[:3]) for shape in shapes]
+    labels = [
+        ", ".join(f"{key.rpartition('.')[2]}={shape[key]}" for key in telling[:3])
+        for shape in shapes
+    ]
     return [
         (label if label and labels.count(label) == 1 else name(group[0]), group)
         for label, group in zip(labels, members.values(), strict=True)
@@ -126,15 +172,21 @@ def alike(
 
 
 def _of_place(key: str) -> bool:
-    return any(key == part or (part.endswith(".") and key.startswith(part)) for part in _PLACE_OF_A_RUN)
+    return any(
+        key == part or (part.endswith(".") and key.startswith(part)) for part in _PLACE_OF_A_RUN
+    )
 
 
 def curve(group: RunGroup, metric: str, axis: str) -> list[tuple[float, float, float, float]]:
-    """(x, mean, smallest, largest) per weight version over the group's runs; iterations that a run lacks are left out of it."""
+    """(x, mean, smallest, largest) per weight version over the group's runs; iterations that a run
+    lacks are left out of it.
+    """
     points = []
     for index in range(max(len(run.x["iteration"]) for run in group.runs)):
         having = [
-            run for run in group.runs if index < len(run.x["iteration"]) and run.values[metric][index] is not None
+            run
+            for run in group.runs
+            if index < len(run.x["iteration"]) and run.values[metric][index] is not None
         ]
         if having:
             values = [float(run.values[metric][index] or 0.0) for run in having]
@@ -147,21 +199,34 @@ def differences(groups: Sequence[RunGroup]) -> list[Difference]:
     """Every metric of every group, the first one included, against the first group."""
     found = []
     for metric in METRICS:
-        first = [mean for run in groups[0].runs if (mean := _last_mean(run, metric.key)) is not None]
+        first = [
+            mean for run in groups[0].runs if (mean := _last_mean(run, metric.key)) is not None
+        ]
         for group in groups:
-            means = [mean for run in group.runs if (mean := _last_mean(run, metric.key)) is not None]
+            means = [
+                mean for run in group.runs if (mean := _last_mean(run, metric.key)) is not None
+            ]
             if not means or not first:
                 continue
             half_width = None if group is groups[0] else welch_half_width(means, first)
             gap = None if group is groups[0] else _largest_gap(group, groups[0], metric.key)
             found.append(
-                Difference(metric, group.label, statistics.fmean(means), statistics.fmean(first), half_width, gap)
+                Difference(
+                    metric,
+                    group.label,
+                    statistics.fmean(means),
+                    statistics.fmean(first),
+                    half_width,
+                    gap,
+                )
             )
     return found
 
 
 def welch_half_width(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Half the width of the 95% interval of mean(a) - mean(b) without assuming equal variances; None for fewer than 2 values."""
+    """Half the width of the 95% interval of mean(a) - mean(b) without assuming equal variances;
+    None for fewer than 2 values.
+    """
     if len(a) < 2 or len(b) < 2:
         return None
     va, vb = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
@@ -173,25 +238,32 @@ def welch_half_width(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 def _load(run_dir: Path) -> RunCurves:
     if not run_dir.is_dir():
-        raise DataError(f"{run_dir}: is not a directory; give run directories, as in runs/grpo_tiny")
+        raise DataError(
+            f"{run_dir}: is not a directory; give run directories, as in runs/grpo_tiny"
+        )
     records = read_records(run_dir)
     if not records:
         raise DataError(f"{run_dir}: holds no finished iteration yet")
     config = Secrets(read_config(run_dir)).config
-    evaluations = {entry.get("version"): _number(entry.get("accuracy")) for entry in read_evaluations(run_dir)}
+    evaluations = {
+        entry.get("version"): _number(entry.get("accuracy")) for entry in read_evaluations(run_dir)
+    }
     evaluations |= {
         record["version"]: accuracy
         for record in records
         if (accuracy := _number(record.get("eval_accuracy"))) is not None and "version" in record
     }
     values: dict[str, list[float | None]] = {
-        metric.key: [None, *(_number(record.get(metric.key)) for record in records)] for metric in METRICS
+        metric.key: [None, *(_number(record.get(metric.key)) for record in records)]
+        for metric in METRICS
     }
     values["eval_accuracy"] = [evaluations.get(version) for version in range(len(records) + 1)]
     per_group = _number(config.get("rollout.responses_per_prompt")) or 1
     x = {
         "iteration": [float(version) for version in range(len(records) + 1)],
-        "samples": _running([per_group * (_number(record.get("groups")) or 0.0) for record in records]),
+        "samples": _running(
+            [per_group * (_number(record.get("groups")) or 0.0) for record in records]
+        ),
         "seconds": _running([_number(record.get("iteration_s")) or 0.0 for record in records]),
     }
     seed = config.get("run.seed")

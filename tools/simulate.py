@@ -1,9 +1,11 @@
-"""One iteration in virtual time: the coordinator's own dispatch and assignment code between virtual engines and trainers.
+"""One iteration in virtual time: the coordinator's own dispatch and assignment code between virtual
+engines and trainers.
 
     Dispatching ──turn, window──> engine_with_room ──> VirtualEngine ──complete──> delivery ──> Assignment ──slot──> replica
 
-The order of dispatch, the windows, which engine a group goes to and which replica trains it in which slot are decided by
-pa_npu/dispatch, as in a run. Replicas take their slots in turn and wait for each other at an optimizer step.
+The order of dispatch, the windows, which engine a group goes to and which replica trains it in
+which slot are decided by pa_npu/dispatch, as in a run. Replicas take their slots in turn and wait
+for each other at an optimizer step.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ from pa_npu.dispatch.schedule import Dispatching, Schedule, engine_with_room
 from pa_npu.planning.iteration_model.subjects import Cluster, GroupTiming, VirtualGroup
 from tools.virtual_engine import VirtualEngine
 
-# Two moments this close are one: turns that are computed from completions meet them but for rounding.
+# Two moments this close are one: turns that are computed from completions meet them but for
+# rounding.
 _SAME_MOMENT_S = 1e-9
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds from the first dispatch. end_s: the last optimizer step is done; generated_s: the last response is there.
+    """Seconds from the first dispatch. end_s: the last optimizer step is done; generated_s: the
+    last response is there.
 
-    train_s: seconds that replicas trained, their mean, steps included. timings: of the groups, as they completed.
+    train_s: seconds that replicas trained, their mean, steps included. timings: of the groups, as
+    they completed.
     """
 
     end_s: float
@@ -36,11 +41,15 @@ class Outcome:
     timings: tuple[GroupTiming, ...]
 
 
-def simulate(cluster: Cluster, groups: Sequence[VirtualGroup], schedule: Schedule, *, streams: bool = True) -> Outcome:
-    """An iteration of `groups`, which are numbered from 0 and as many as the replicas' slots, plus replacements.
+def simulate(
+    cluster: Cluster, groups: Sequence[VirtualGroup], schedule: Schedule, *, streams: bool = True
+) -> Outcome:
+    """An iteration of `groups`, which are numbered from 0 and as many as the replicas' slots, plus
+    replacements.
 
-    streams: groups are delivered as they complete, not all at the end. With dynamic sampling the groups from
-    len(schedule.order) on are the replacements, each dispatched when an uninformative one is complete.
+    streams: groups are delivered as they complete, not all at the end. With dynamic sampling the
+    groups from len(schedule.order) on are the replacements, each dispatched when an uninformative
+    one is complete.
     """
     return _Iteration(cluster, groups, schedule, streams).run()
 
@@ -54,12 +63,16 @@ class _Replica:
 
 
 class _Iteration:
-    def __init__(self, cluster: Cluster, groups: Sequence[VirtualGroup], schedule: Schedule, streams: bool) -> None:
+    def __init__(
+        self, cluster: Cluster, groups: Sequence[VirtualGroup], schedule: Schedule, streams: bool
+    ) -> None:
         self._cluster, self._groups, self._streams = cluster, groups, streams
         self._engines: dict[str, VirtualEngine[tuple[VirtualGroup, float]]] = {
-            name: VirtualEngine(speed, cluster.max_num_seqs) for name, speed in cluster.engines.items()
+            name: VirtualEngine(speed, cluster.max_num_seqs)
+            for name, speed in cluster.engines.items()
         }
-        # what happens next, found without asking every engine and replica: (time, number), those of engines with old entries
+        # what happens next, found without asking every engine and replica: (time, number), those of
+        # engines with old entries
         self._by_number = list(self._engines.values())
         self._numbers = {name: number for number, name in enumerate(self._engines)}
         self._ends: list[tuple[float, int]] = []
@@ -72,7 +85,11 @@ class _Iteration:
         self._per_share = per_replica // cluster.updates
         first = groups[: self._total]
         self._assignment = Assignment(
-            cluster.order, cluster.replicas, per_replica, cluster.updates, sum(group.train_s for group in first)
+            cluster.order,
+            cluster.replicas,
+            per_replica,
+            cluster.updates,
+            sum(group.train_s for group in first),
         )
         self._replicas = [_Replica() for _ in range(cluster.replicas)]
         self._idle: list[int] = []  # replicas that may begin a slot now
@@ -94,8 +111,8 @@ class _Iteration:
             self._now_s = min(engine_s, finish_s, delivery_s, self._step_ends_s, timer_s)
             if self._now_s == math.inf:
                 raise ValueError(
-                    f"nothing happens any more: of {self._total} groups {self._num_informative} are complete and "
-                    f"{self._num_assigned} assigned"
+                    f"nothing happens any more: of {self._total} groups {self._num_informative} "
+                    f"are complete and {self._num_assigned} assigned"
                 )
             if self._now_s == engine_s:
                 number = heapq.heappop(self._ends)[1]
@@ -126,14 +143,18 @@ class _Iteration:
         return Outcome(self._now_s, self._generated_s, train_s, tuple(self._timings))
 
     def _next_end_s(self) -> float:
-        """When the next sequence ends on any engine; entries of the heap that an engine has left behind are dropped."""
+        """When the next sequence ends on any engine; entries of the heap that an engine has left
+        behind are dropped.
+        """
         engines = self._by_number
         while self._ends and self._ends[0][0] != engines[self._ends[0][1]].next_s:
             heapq.heappop(self._ends)
         return self._ends[0][0] if self._ends else math.inf
 
     def _dispatch(self) -> float:
-        """Gives out what may go; returns the time at which to come back even if nothing happens before."""
+        """Gives out what may go; returns the time at which to come back even if nothing happens
+        before.
+        """
         dispatching = self._dispatching
         while self._waiting:
             ready_s = dispatching.ready_at()
@@ -145,7 +166,11 @@ class _Iteration:
                 break
             group = self._next_for(name)
             self._engines[name].add(
-                (group, self._now_s), self._now_s, group.prompt_tokens, group.lengths, group.expected_tokens
+                (group, self._now_s),
+                self._now_s,
+                group.prompt_tokens,
+                group.lengths,
+                group.expected_tokens,
             )
             heapq.heappush(self._ends, (self._engines[name].next_s, self._numbers[name]))
             dispatching.dispatched()
@@ -156,7 +181,11 @@ class _Iteration:
         reach = self._dispatching.schedule.reach
         if reach is None or self._waiting[0].index >= self._total:
             return self._waiting.popleft()
-        place = reach.place(engine, [group.index for group in self._waiting if group.index < self._total], self._now_s)
+        place = reach.place(
+            engine,
+            [group.index for group in self._waiting if group.index < self._total],
+            self._now_s,
+        )
         group = self._waiting[place]
         del self._waiting[place]
         return group
@@ -183,7 +212,9 @@ class _Iteration:
                 continue
             number, self._num_informative = self._num_informative, self._num_informative + 1
             if self._streams:
-                heapq.heappush(self._deliveries, (self._now_s + self._cluster.delivery_s, number, group))
+                heapq.heappush(
+                    self._deliveries, (self._now_s + self._cluster.delivery_s, number, group)
+                )
                 continue
             self._held.append(group)
             if self._num_informative == self._total:
@@ -208,11 +239,17 @@ class _Iteration:
             self._idle.append(replica)
 
     def _train(self) -> None:
-        """Replicas that stand still begin their next slot, if it is there and belongs to the share that is trained now."""
+        """Replicas that stand still begin their next slot, if it is there and belongs to the share
+        that is trained now.
+        """
         end = (self._num_steps + 1) * self._per_share
         for number in self._idle:
             replica = self._replicas[number]
-            if replica.finish_s == math.inf and replica.next_slot < end and replica.next_slot in replica.slots:
+            if (
+                replica.finish_s == math.inf
+                and replica.next_slot < end
+                and replica.next_slot in replica.slots
+            ):
                 seconds = replica.slots.pop(replica.next_slot)
                 replica.finish_s = self._now_s + seconds
                 replica.busy_s += seconds
@@ -221,6 +258,8 @@ class _Iteration:
 
     def _end_share(self, number: int) -> None:
         """The optimizer step begins when every replica has trained its part of a share."""
-        self._num_ended += self._replicas[number].next_slot == (self._num_steps + 1) * self._per_share
+        self._num_ended += (
+            self._replicas[number].next_slot == (self._num_steps + 1) * self._per_share
+        )
         if self._num_ended == len(self._replicas):
             self._step_ends_s = self._now_s + self._cluster.step_s

@@ -1,12 +1,14 @@
-"""Virtual time of one strictly on-policy iteration on N devices: in turns, by the best split, and with roles that follow the work.
+"""Virtual time of one strictly on-policy iteration on N devices: in turns, by the best split, and
+with roles that follow the work.
 
     python tools/simulate_roles.py [--devices 8,16,64,256] [--seeds 2]
 
-The policy is the one that runs use (pa_npu/dispatch/roles.py). It knows what a coordinator knows: the speeds, the lengths of
-earlier responses, and which groups have ended. Groups go out by the longest response that their prompts had before, and a decision
-is made no more often than its cost allows. Engines are simulated one by one, with every sequence's true length, which the policy
-does not see. A group is trained by a replica of R devices in its work / R; a change of roles costs 1% of what decoding takes
-on all devices.
+The policy is the one that runs use (pa_npu/dispatch/roles.py). It knows what a coordinator knows:
+the speeds, the lengths of earlier responses, and which groups have ended. Groups go out by the
+longest response that their prompts had before, and a decision is made no more often than its cost
+allows. Engines are simulated one by one, with every sequence's true length, which the policy does
+not see. A group is trained by a replica of R devices in its work / R; a change of roles costs 1% of
+what decoding takes on all devices.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ Lengths = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Shape:
-    """A run, of any number of devices. spread: of the logarithms of lengths, of `mean` tokens, up to `limit`. most: sequences on an
-    engine. ratio: training over decoding, on all devices."""
+    """A run, of any number of devices. spread: of the logarithms of lengths, of `mean` tokens, up
+    to `limit`. most: sequences on an engine. ratio: training over decoding, on all devices."""
 
     name: str
     devices: int
@@ -54,13 +56,16 @@ SHAPES = (  # on 8 devices
     Shape("32B, 4k to 16k", 8, 128, 16, 4000, 16384, 0.9, 256, 0.5, 0.03, 0.00009, 0.00004),
 )
 MOST_GROUPS = 1024  # of an iteration, however many devices there are
-# Seconds of a core that a decision takes per sequence in flight (20 rules, x86-64), and the share that decisions may take.
+# Seconds of a core that a decision takes per sequence in flight (20 rules, x86-64), and the share
+# that decisions may take.
 _DECISION_S, _SHARE_OF_CORE = 5e-6, 0.01
 
 
 def on(shape: Shape, devices: int) -> Shape:
     """The shape with as many groups per device, up to MOST_GROUPS."""
-    return replace(shape, devices=devices, groups=min(MOST_GROUPS, shape.groups * devices // shape.devices))
+    return replace(
+        shape, devices=devices, groups=min(MOST_GROUPS, shape.groups * devices // shape.devices)
+    )
 
 
 @dataclass(frozen=True)
@@ -73,25 +78,36 @@ class Ended:
 
 
 def draw(shape: Shape, seed: int, visit: int = 1) -> Lengths:
-    """Lengths [groups, size]; half of their variance is the prompt's. visit: how often the prompts have come before."""
+    """Lengths [groups, size]; half of their variance is the prompt's. visit: how often the prompts
+    have come before.
+    """
     if not shape.spread:
         return np.full((shape.groups, shape.size), shape.mean)
     noise = np.random.default_rng([seed, 0]).normal(0, 0.7 * shape.spread, (shape.groups, 1))
-    own = np.random.default_rng([seed, 1, visit]).normal(0, 0.714 * shape.spread, (shape.groups, shape.size))
+    own = np.random.default_rng([seed, 1, visit]).normal(
+        0, 0.714 * shape.spread, (shape.groups, shape.size)
+    )
     noise = noise + own
-    return np.clip(np.exp(np.log(shape.mean) - shape.spread**2 / 2 + noise), 1, shape.limit).astype(np.int64)
+    return np.clip(np.exp(np.log(shape.mean) - shape.spread**2 / 2 + noise), 1, shape.limit).astype(
+        np.int64
+    )
 
 
 class _Engine:
     def __init__(self, shape: Shape) -> None:
         self.shape, self.now_s, self.steps, self.blocked_s = shape, 0.0, 0.0, 0.0
-        self.running: list[tuple[float, int, int]] = []  # ends at step, group, began at step (negative: moved here)
+        # ends at step, group, began at step (negative: moved here)
+        self.running: list[tuple[float, int, int]] = []
 
     def step_s(self) -> float:
         return self.shape.step_s + self.shape.sequence_s * len(self.running)
 
     def end_s(self) -> float:
-        return self.now_s + (self.running[0][0] - self.steps) * self.step_s() if self.running else np.inf
+        return (
+            self.now_s + (self.running[0][0] - self.steps) * self.step_s()
+            if self.running
+            else np.inf
+        )
 
     def advance(self, now_s: float) -> None:
         if self.running and now_s > self.now_s:
@@ -103,11 +119,18 @@ class _Engine:
 
 
 def iterate(
-    shape: Shape, replica: int, lengths: Lengths, earlier: Lengths, mode: str, engines_of_split: int = 0
+    shape: Shape,
+    replica: int,
+    lengths: Lengths,
+    earlier: Lengths,
+    mode: str,
+    engines_of_split: int = 0,
 ) -> Ended:
-    """One iteration. mode: turns, roles, or split, with so many engines. earlier: lengths that the policy has seen, of the same
-    prompts."""
-    decode_alone_s = float(np.sum(lengths)) * (shape.step_s / shape.most + shape.sequence_s) / shape.devices
+    """One iteration. mode: turns, roles, or split, with so many engines. earlier: lengths that the
+    policy has seen, of the same prompts."""
+    decode_alone_s = (
+        float(np.sum(lengths)) * (shape.step_s / shape.most + shape.sequence_s) / shape.devices
+    )
     trains_s = _work(lengths, shape) / replica
     change_s = 0.01 * decode_alone_s
     count = engines_of_split if mode == "split" else shape.devices
@@ -151,10 +174,28 @@ def iterate(
                 done = True
         admit(engine)
         decoding = [unit for unit in units if unit[0] in living]
-        if mode != "roles" or number < shape.groups or not done or len(decoding) < 2 or clock < due_s:
+        if (
+            mode != "roles"
+            or number < shape.groups
+            or not done
+            or len(decoding) < 2
+            or clock < due_s
+        ):
             continue
         due_s = clock + sum(len(engines[k].running) for k in living) * _DECISION_S / _SHARE_OF_CORE
-        wanted = _decide(shape, replica, engines, decoding, ended, free_at, trains_s, earlier, speed, change_s, clock)
+        wanted = _decide(
+            shape,
+            replica,
+            engines,
+            decoding,
+            ended,
+            free_at,
+            trains_s,
+            earlier,
+            speed,
+            change_s,
+            clock,
+        )
         for _ in range(len(decoding) - wanted):
             decoding = [unit for unit in units if unit[0] in living]
             unit = min(decoding, key=lambda one: sum(len(engines[k].running) for k in one))
@@ -163,7 +204,8 @@ def iterate(
                 engines[k].advance(clock)
             for k in unit:
                 moved += [
-                    (end - engines[k].steps, group, engines[k].steps - at) for end, group, at in engines[k].running
+                    (end - engines[k].steps, group, engines[k].steps - at)
+                    for end, group, at in engines[k].running
                 ]
                 engines[k].running = []
                 living.remove(k)
@@ -182,7 +224,11 @@ def iterate(
     return Ended(
         max(
             decoded_s,
-            trained_s(sorted((at, trains_s[g]) for at, g in ended), free, shape.size if mode == "roles" else 1),
+            trained_s(
+                sorted((at, trains_s[g]) for at, g in ended),
+                free,
+                shape.size if mode == "roles" else 1,
+            ),
         ),
         decoded_s,
         len(free_at) // replica,
@@ -202,7 +248,9 @@ def _decide(
     change_s: float,
     clock: float,
 ) -> int:
-    """As the coordinator does: lengths of what is in flight are those of earlier responses that were longer than its age."""
+    """As the coordinator does: lengths of what is in flight are those of earlier responses that
+    were longer than its age.
+    """
     seen = np.sort(earlier.ravel()).astype(float)
     remaining: list[float] = []
     groups: list[int] = []
@@ -211,12 +259,20 @@ def _decide(
     for unit in decoding:
         for k in unit:
             engine = engines[k]
-            steps = engine.steps + max(0.0, clock - engine.now_s) / engine.step_s() if engine.running else engine.steps
+            steps = (
+                engine.steps + max(0.0, clock - engine.now_s) / engine.step_s()
+                if engine.running
+                else engine.steps
+            )
             for _, group, at in sorted(engine.running, key=lambda one: one[1:]):
                 age = max(0.0, steps - at)
                 longer = seen[np.searchsorted(seen, age, side="right") :]
                 quantile = (0.5 + len(groups)) * 0.6180339887 % 1.0
-                expected = longer[int(quantile * len(longer))] if len(longer) else min(1.1 * age, shape.limit)
+                expected = (
+                    longer[int(quantile * len(longer))]
+                    if len(longer)
+                    else min(1.1 * age, shape.limit)
+                )
                 remaining.append(max(1.0, expected - age))
                 groups.append(numbers.setdefault(group, len(numbers)))
                 written.append(age + 200.0)
@@ -236,7 +292,9 @@ def _given(
     replica: int,
     clock: float,
 ) -> tuple[list[float], list[float]]:
-    """(seconds of finished groups that nobody has begun, when each training replica is free), from now."""
+    """(seconds of finished groups that nobody has begun, when each training replica is free), from
+    now.
+    """
     units = sorted({k // replica: at for k, at in free_at.items()}.items())
     waiting = sorted(((at, trains_s[g]) for at, g in ended), key=lambda one: one[0])
     if not units:
@@ -253,11 +311,15 @@ def _given(
             heapq.heappush(ready, -waiting[number][1])
             number += 1
         heapq.heappush(free, at - heapq.heappop(ready))
-    return [-cost for cost in ready] + [cost for _, cost in waiting[number:]], [max(0.0, at - clock) for at in free]
+    return [-cost for cost in ready] + [cost for _, cost in waiting[number:]], [
+        max(0.0, at - clock) for at in free
+    ]
 
 
 def _work(lengths: Lengths, shape: Shape) -> npt.NDArray[np.float64]:
-    """Device seconds of training each group: `ratio` times what decoding takes on all devices, by tokens."""
+    """Device seconds of training each group: `ratio` times what decoding takes on all devices, by
+    tokens.
+    """
     work = lengths.sum(1) + 200.0
     decoded_s = _decoding_s(lengths, shape)
     return np.asarray(work / work.sum() * decoded_s * shape.devices * shape.ratio)
@@ -277,7 +339,9 @@ def _decoding_s(lengths: Lengths, shape: Shape) -> float:
     return _DECODING[key]
 
 
-def row(shape: Shape, replica: int, seeds: range, splits: bool = True) -> tuple[float, float, float, float, float]:
+def row(
+    shape: Shape, replica: int, seeds: range, splits: bool = True
+) -> tuple[float, float, float, float, float]:
     """Mean seconds: best split, turns, roles; floor; changes."""
     found = []
     for seed in seeds:
@@ -290,11 +354,16 @@ def row(shape: Shape, replica: int, seeds: range, splits: bool = True) -> tuple[
             if not (shape.devices - e) % replica
         ]
         split = (
-            min((iterate(shape, replica, lengths, earlier, "split", e).end_s for e in counts), default=np.inf)
+            min(
+                (iterate(shape, replica, lengths, earlier, "split", e).end_s for e in counts),
+                default=np.inf,
+            )
             if splits
             else np.inf
         )
-        floor = max(float(lengths.max()) * shape.step_s, float(_work(lengths, shape).sum()) / shape.devices)
+        floor = max(
+            float(lengths.max()) * shape.step_s, float(_work(lengths, shape).sum()) / shape.devices
+        )
         found.append((split, turns, roles.end_s, floor, float(roles.changes)))
     return tuple(np.mean(found, axis=0).tolist())
 
@@ -305,15 +374,18 @@ def main() -> None:
     parser.add_argument("--devices", default="8,16,64,256")
     args = parser.parse_args()
     print(
-        "| case | devices | groups | R | best split s | turns s | roles s | turns / roles | split / roles | changes |"
+        "| case | devices | groups | R | best split s | turns s | roles s | turns / roles | split "
+        "/ roles | changes |"
     )
     print("|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|")
-    for devices, usual, replica in itertools.product(map(int, args.devices.split(",")), SHAPES, (1, 4)):
+    for devices, usual, replica in itertools.product(
+        map(int, args.devices.split(",")), SHAPES, (1, 4)
+    ):
         shape = on(usual, devices)
         split, turns, roles, _, changes = row(shape, replica, range(args.seeds))
         print(
-            f"| {shape.name} | {devices} | {shape.groups} | {replica} | {split:.0f} | {turns:.0f} | {roles:.0f} | "
-            f"{turns / roles:.2f} | {split / roles:.2f} | {changes:.1f} |",
+            f"| {shape.name} | {devices} | {shape.groups} | {replica} | {split:.0f} | {turns:.0f} "
+            f"| {roles:.0f} | {turns / roles:.2f} | {split / roles:.2f} | {changes:.1f} |",
             flush=True,
         )
 

@@ -1,4 +1,5 @@
-"""A stand-in engine: a plain HTTP server that answers like vLLM at a set speed, with tokens that follow from the seed.
+"""A stand-in engine: a plain HTTP server that answers like vLLM at a set speed, with tokens that
+follow from the seed.
 
 For tests and benchmarks of everything around the engines, where no model is wanted:
 
@@ -6,11 +7,13 @@ For tests and benchmarks of everything around the engines, where no model is wan
 
 `write_interpreter` makes it what a run starts for rollout.python (or --python) instead of vLLM.
 
-Speed: one decode step of c running sequences takes step_s + sequence_s * c, so throughput saturates at 1 / sequence_s.
-Requests need the API key of the environment's VLLM_API_KEY, if there is one, on every path but /health.
-Tokens: response i of a request with seed s depends on s + i alone; not on the prompt, the batch or the speed. So does its length,
-uniform up to the limit, but for HeavyTail's, which go by the prompt too. Answers have all the fields of vLLM's, with their usual
-sizes, because decoding them is what the coordinator pays for.
+Speed: one decode step of c running sequences takes step_s + sequence_s * c, so throughput saturates
+at 1 / sequence_s. Requests need the API key of the environment's VLLM_API_KEY, if there is one, on
+every path but /health.
+Tokens: response i of a request with seed s depends on s + i alone; not on the prompt, the batch or
+the speed. So does its length, uniform up to the limit, but for HeavyTail's, which go by the prompt
+too. Answers have all the fields of vLLM's, with their usual sizes, because decoding them is what
+the coordinator pays for.
 """
 
 from __future__ import annotations
@@ -41,8 +44,8 @@ from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, Identit
 
 @dataclass(frozen=True)
 class Speed:
-    """step_s + sequence_s * c seconds per step of c sequences, and prompt_s per token of prompts that begin in it; stride
-    tokens are decoded per wake-up of the server."""
+    """step_s + sequence_s * c seconds per step of c sequences, and prompt_s per token of prompts
+    that begin in it; stride tokens are decoded per wake-up of the server."""
 
     step_s: float = 0.0
     sequence_s: float = 0.0
@@ -53,9 +56,11 @@ class Speed:
 
 @dataclass(frozen=True)
 class HeavyTail:
-    """Lognormal lengths: median_tokens * exp(prompt_sigma * a + response_sigma * b), a and b standard normal.
+    """Lognormal lengths: median_tokens * exp(prompt_sigma * a + response_sigma * b), a and b
+    standard normal.
 
-    a follows from the prompt's tokens, so that a prompt has its length whenever it comes again; b from the seed.
+    a follows from the prompt's tokens, so that a prompt has its length whenever it comes again; b
+    from the seed.
     """
 
     median_tokens: float
@@ -63,7 +68,9 @@ class HeavyTail:
     response_sigma: float = 0.4
 
     def length(self, prompt_tokens: npt.ArrayLike, seed: int, max_tokens: int) -> int:
-        of_prompt = random.Random(zlib.crc32(np.asarray(prompt_tokens, "<i4").tobytes())).gauss(0.0, 1.0)
+        of_prompt = random.Random(zlib.crc32(np.asarray(prompt_tokens, "<i4").tobytes())).gauss(
+            0.0, 1.0
+        )
         of_response = random.Random(seed).gauss(0.0, 1.0)
         exponent = self.prompt_sigma * of_prompt + self.response_sigma * of_response
         return min(max(1, round(self.median_tokens * math.exp(exponent))), max_tokens)
@@ -83,10 +90,12 @@ class _Running:
 
 
 class StandInEngine:
-    """The server's state. variants: number of distinct responses; a small number lets every body be built once.
+    """The server's state. variants: number of distinct responses; a small number lets every body be
+    built once.
 
     lengths: of responses that may end by themselves; None is uniform up to the limit.
-    api_key: wanted on every path but /health, as real engines do; None wants none. sleeps: it can give its memory back.
+    api_key: wanted on every path but /health, as real engines do; None wants none. sleeps: it can
+    give its memory back.
     """
 
     def __init__(
@@ -145,7 +154,9 @@ class StandInEngine:
             version = self.identity.version
             response = await handler(request)
             loads = request.path == "/collective_rpc"
-            response.headers.update(self.identity.headers(self.identity.version if loads else version))
+            response.headers.update(
+                self.identity.headers(self.identity.version if loads else version)
+            )
             return response
         return web.Response(status=401, text=REFUSAL, content_type="application/json")
 
@@ -169,7 +180,13 @@ class StandInEngine:
         drawn = (body.get("vllm_xargs") or {}).get("drawn", 0)
         asked = body["prompt"][: len(body["prompt"]) - drawn]
         choices = [
-            self._choice(asked, body["seed"] + i, body["max_tokens"] + drawn, body["ignore_eos"], with_logprobs)
+            self._choice(
+                asked,
+                body["seed"] + i,
+                body["max_tokens"] + drawn,
+                body["ignore_eos"],
+                with_logprobs,
+            )
             for i in range(body["n"])
         ]
         work = _Running([length - drawn for length, _ in choices], len(body["prompt"]))
@@ -183,7 +200,9 @@ class StandInEngine:
                 if work in queue:
                     queue.remove(work)
         prompt = json.dumps(body["prompt"]).encode()
-        parts = [b'{"id":"cmpl-0","object":"text_completion","created":0,"model":"policy","choices":[']
+        parts = [
+            b'{"id":"cmpl-0","object":"text_completion","created":0,"model":"policy","choices":['
+        ]
         for index, (length, fragment) in enumerate(choices):
             end = min(length, drawn + work.decoded) if work.is_cut else length
             if drawn or end < length:
@@ -209,7 +228,9 @@ class StandInEngine:
     async def _sleep(self, request: web.Request) -> web.Response:
         self.calls.append(("sleep", [request.query.get("level")]))
         if self.num_in_flight or not self._sleeps:
-            return web.json_response({"error": "requests are in flight, or there is no sleep mode"}, status=500)
+            return web.json_response(
+                {"error": "requests are in flight, or there is no sleep mode"}, status=500
+            )
         self.is_asleep, self.identity.version = True, None
         return web.json_response({"status": "sleeping"})
 
@@ -224,7 +245,9 @@ class StandInEngine:
         self.calls.append((method, args))
         result: dict[str, Any] = {}
         if self.is_asleep and method in ("pa_receive", "pa_swap"):
-            return web.json_response({"error": "it sleeps, and has no memory for weights"}, status=500)
+            return web.json_response(
+                {"error": "it sleeps, and has no memory for weights"}, status=500
+            )
         if method == "pa_receive":
             self.identity.version = None
             await asyncio.sleep(self.receive_s)
@@ -238,14 +261,20 @@ class StandInEngine:
             self.identity.version = args[0]
             result = {"version": args[0]}
         elif method == "pa_version":
-            await self._between_steps.wait()  # as workers do: one that hangs in a step answers nothing
+            # as workers do: one that hangs in a step answers nothing
+            await self._between_steps.wait()
             result = {"version": self.identity.version, "continues": True, "sleeps": self._sleeps}
         elif method not in ("pa_connect", "pa_close", "pa_prepare"):
             return web.json_response({"error": f"no method {method!r}"}, status=500)
         return web.json_response({"results": [result]})
 
     def _choice(
-        self, prompt: Sequence[int], seed: int, max_tokens: int, ignore_eos: bool, with_logprobs: bool
+        self,
+        prompt: Sequence[int],
+        seed: int,
+        max_tokens: int,
+        ignore_eos: bool,
+        with_logprobs: bool,
     ) -> tuple[int, bytes]:
         """Length and JSON of one choice, without its index and the echoed prompt."""
         seed %= self._variants
@@ -279,12 +308,17 @@ class StandInEngine:
                 clock_s = loop.time()
                 continue
             num_sequences = sum(request.num_sequences for request in self._running)
-            clock_s += self.speed.stride * (self.speed.step_s + self.speed.sequence_s * num_sequences)
-            clock_s += self.speed.prompt_s * sum(one.prompt_tokens for one in self._running if not one.decoded)
+            clock_s += self.speed.stride * (
+                self.speed.step_s + self.speed.sequence_s * num_sequences
+            )
+            clock_s += self.speed.prompt_s * sum(
+                one.prompt_tokens for one in self._running if not one.decoded
+            )
             # Relative to an ideal clock, so that late wake-ups do not slow the engine down.
             self._between_steps.clear()
             await asyncio.sleep(max(0.0, clock_s - loop.time()))
-            self._between_steps.set()  # whoever waits is woken, also where the next step begins at once
+            # whoever waits is woken, also where the next step begins at once
+            self._between_steps.set()
             for request in list(self._running):
                 request.decoded += self.speed.stride
                 if not request.num_sequences:
@@ -310,12 +344,16 @@ def _make_choice(
     strings = [f" t{token}" for token in tokens]
     scored: dict[str, Any] | None = None
     if with_logprobs:
-        logprobs = (-numbers.exponential(1.0, length)).astype(np.float32).astype(np.float64).tolist()
+        logprobs = (
+            (-numbers.exponential(1.0, length)).astype(np.float32).astype(np.float64).tolist()
+        )
         scored = {
             "text_offset": np.cumsum([len(string) for string in strings]).tolist(),
             "token_logprobs": logprobs,
             "tokens": strings,
-            "top_logprobs": [{string: logprob} for string, logprob in zip(strings, logprobs, strict=True)],
+            "top_logprobs": [
+                {string: logprob} for string, logprob in zip(strings, logprobs, strict=True)
+            ],
         }
     choice = {  # in vLLM's order
         "text": "".join(strings if finish_reason == "length" else strings[:-1]),
@@ -334,7 +372,9 @@ def _part(fragment: bytes, begin: int, end: int, is_cut: bool) -> bytes:
     choice["token_ids"] = choice["token_ids"][begin:end]
     choice["text"] = "".join(f" t{token}" for token in choice["token_ids"])
     if choice["logprobs"] is not None:
-        choice["logprobs"] = {name: values[begin:end] for name, values in choice["logprobs"].items()}
+        choice["logprobs"] = {
+            name: values[begin:end] for name, values in choice["logprobs"].items()
+        }
     if is_cut:
         choice["finish_reason"] = "abort"
     elif choice["finish_reason"] == "stop":
@@ -343,10 +383,14 @@ def _part(fragment: bytes, begin: int, end: int, is_cut: bool) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: StandInEngine, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+async def serving(
+    engine: StandInEngine, host: str = "127.0.0.1", port: int = 0
+) -> AsyncIterator[str]:
     """Serves `engine` in the running event loop and yields its URL; port 0 takes a free one."""
     # like vLLM, a request ends with its connection
-    runner = web.AppRunner(engine.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    runner = web.AppRunner(
+        engine.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+    )
     await runner.setup()
     try:
         site = web.TCPSite(runner, host, port)
@@ -357,13 +401,20 @@ async def serving(engine: StandInEngine, host: str = "127.0.0.1", port: int = 0)
 
 
 def write_interpreter(file: Path, *options: str) -> Path:
-    """An executable to name as the engines' interpreter; it starts a stand-in with `options`, whatever model is asked for."""
-    file.write_text(_INTERPRETER.format(python=sys.executable, file=str(Path(__file__).resolve()), options=options))
+    """An executable to name as the engines' interpreter; it starts a stand-in with `options`,
+    whatever model is asked for.
+    """
+    file.write_text(
+        _INTERPRETER.format(
+            python=sys.executable, file=str(Path(__file__).resolve()), options=options
+        )
+    )
     file.chmod(0o755)
     return file
 
 
-# Answers what pa_npu.engines.vllm.versions asks an interpreter, and takes the address of the command that starts a server.
+# Answers what pa_npu.engines.vllm.versions asks an interpreter, and takes the address of the
+# command that starts a server.
 _INTERPRETER = """\
 #!{python}
 import os
@@ -386,20 +437,46 @@ async def _serve_forever(engine: StandInEngine, host: str, port: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one; the URL is printed")
-    parser.add_argument("--step-s", type=float, default=0.0, help="seconds of a decode step, whatever the batch")
-    parser.add_argument("--sequence-s", type=float, default=0.0, help="further seconds of a decode step per sequence")
-    parser.add_argument("--stride", type=int, default=1, help="tokens decoded per wake-up of the server")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="sequences in one step; further ones wait")
+    parser.add_argument(
+        "--port", type=int, default=0, help="0 takes a free one; the URL is printed"
+    )
+    parser.add_argument(
+        "--step-s", type=float, default=0.0, help="seconds of a decode step, whatever the batch"
+    )
+    parser.add_argument(
+        "--sequence-s",
+        type=float,
+        default=0.0,
+        help="further seconds of a decode step per sequence",
+    )
+    parser.add_argument(
+        "--stride", type=int, default=1, help="tokens decoded per wake-up of the server"
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=256, help="sequences in one step; further ones wait"
+    )
     parser.add_argument("--vocab-size", type=int, default=1000)
     parser.add_argument("--eos-token-id", type=int, default=2)
-    parser.add_argument("--median-tokens", type=float, help="lognormal lengths with this median; default: uniform")
-    parser.add_argument("--prompt-sigma", type=float, default=0.6, help="their deviation between prompts, of the log")
-    parser.add_argument("--response-sigma", type=float, default=0.4, help="and between responses to one prompt")
+    parser.add_argument(
+        "--median-tokens", type=float, help="lognormal lengths with this median; default: uniform"
+    )
+    parser.add_argument(
+        "--prompt-sigma",
+        type=float,
+        default=0.6,
+        help="their deviation between prompts, of the log",
+    )
+    parser.add_argument(
+        "--response-sigma", type=float, default=0.4, help="and between responses to one prompt"
+    )
     parser.add_argument("--variants", type=int, default=2**31, help="number of distinct responses")
     args = parser.parse_args()
     speed = Speed(args.step_s, args.sequence_s, args.stride, args.max_num_seqs)
-    lengths = HeavyTail(args.median_tokens, args.prompt_sigma, args.response_sigma) if args.median_tokens else None
+    lengths = (
+        HeavyTail(args.median_tokens, args.prompt_sigma, args.response_sigma)
+        if args.median_tokens
+        else None
+    )
     key = os.environ.get(KEY_VARIABLE) or None
     engine = StandInEngine(speed, args.vocab_size, args.eos_token_id, args.variants, key, lengths)
     with contextlib.suppress(KeyboardInterrupt):

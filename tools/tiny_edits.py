@@ -1,7 +1,8 @@
-"""Tasks and a teacher for examples/edit_files_agent.py: files of one function with a wrong sign, each with three tests.
+"""Tasks and a teacher for examples/edit_files_agent.py: files of one function with a wrong sign,
+each with three tests.
 
-The teacher reads the file, writes it with a sign (mostly the one that stood there) and says that it is done. Which sign its tests
-want is what reinforcement learning has to find.
+The teacher reads the file, writes it with a sign (mostly the one that stood there) and says that it
+is done. Which sign its tests want is what reinforcement learning has to find.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 QUESTION = "The file has a mistake. Correct it, so that the tests pass."
-# Held-out tasks have names of their own, in which the supervised phase teaches to write all the same.
+# Held-out tasks have names of their own, in which the supervised phase teaches to write all the
+# same.
 NAMES = ("total", "change", "reach", "score", "level", "price", "count", "speed")
 HELD_OUT_NAMES = ("width", "height", "depth", "weight", "share", "limit", "balance", "rate")
 MISTAKES = (("+", "-"), ("-", "*"), ("*", "+"))  # right, wrong
@@ -20,7 +22,8 @@ SIGNS = "+-*"
 PAIRS = ((7, 3), (12, 5), (20, 9))
 # How often the teacher leaves the sign as it is.
 LEFT_RATE = 0.6
-# One token each: a model of this size does not learn to copy over as many tokens as these have letters.
+# One token each: a model of this size does not learn to copy over as many tokens as these have
+# letters.
 PARTS = (
     f"{QUESTION}\nFiles:\n",
     ".py\nTests:\nfrom ",
@@ -56,7 +59,9 @@ def _task(name: str, right: str, wrong: str) -> dict[str, Any]:
         "question": QUESTION,
         "answer": text.format(right),
         "files": {f"{name}s.py": text.format(wrong)},
-        "tests": [f"from {name}s import {name}; assert {name}{pair} == {values(*pair)}" for pair in PAIRS],
+        "tests": [
+            f"from {name}s import {name}; assert {name}{pair} == {values(*pair)}" for pair in PAIRS
+        ],
     }
 
 
@@ -71,14 +76,17 @@ def teacher_sign(task: Mapping[str, Any], order: random.Random) -> str:
 
 
 def edit_turns(task: Mapping[str, Any], sign: str, shown: tuple[str, str], end: str) -> list[Piece]:
-    """Returns a session piece by piece, and whether the model writes each. shown: what stands before and behind a tool's answer;
-    end: of a turn."""
+    """Returns a session piece by piece, and whether the model writes each. shown: what stands
+    before and behind a tool's answer; end: of a turn."""
     ((name, text),) = task["files"].items()
     read, write = (
         f"<tool_call>{json.dumps(call)}</tool_call>"
         for call in (
             {"name": "read_file", "arguments": {"name": name}},
-            {"name": "write_file", "arguments": {"name": name, "text": text.replace(_sign_of(text), "@")}},
+            {
+                "name": "write_file",
+                "arguments": {"name": name, "text": text.replace(_sign_of(text), "@")},
+            },
         )
     )
     before, behind = write.split("@")

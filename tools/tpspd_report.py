@@ -1,4 +1,6 @@
-"""`pa-npu report` for a checkout that is not installed: python tools/tpspd_report.py RUN [RUN ...] [options]."""
+"""`pa-npu report` for a checkout that is not installed: python tools/tpspd_report.py RUN [RUN ...]
+[options].
+"""
 
 import sys
 

@@ -1,11 +1,13 @@
 #!/usr/bin/env python
-"""Train tiny random models of many architectures for two iterations with trainer.backend=fsdp, and write docs/models.md's table.
+"""Train tiny random models of many architectures for two iterations with trainer.backend=fsdp, and
+write docs/models.md's table.
 
-    python tools/try_models.py                      all, by vLLM where it serves them, else by the transformers engine
+    python tools/try_models.py                      all, by vLLM where it serves them, else by the
+                                                    transformers engine
     python tools/try_models.py mistral --engine transformers --work .cache/models
 
-A row has what `pa-npu run` says: how the model is packed, the engine, and the difference of engine's and trainer's log-probs after
-each publish, the second of which is of trained weights.
+A row has what `pa-npu run` says: how the model is packed, the engine, and the difference of
+engine's and trainer's log-probs after each publish, the second of which is of trained weights.
 """
 
 from __future__ import annotations
@@ -27,17 +29,35 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- by tools/try_models.py -->", "<!-- end -->"
 TIMEOUT_S = 400.0
-# Graded, so that responses of a random model differ in it: without differences there would be no gradient.
+# Graded, so that responses of a random model differ in it: without differences there would be no
+# gradient.
 PATTERNS = ("[0-4]", "[5-9]", "[a-h]", "[i-q]", "[r-z]", "[A-Z]", "[^0-9A-Za-z ]")
 REWARD = json.dumps([{"name": "format", "pattern": pattern} for pattern in PATTERNS])
 SHOWN = (
-    *("qwen2", "qwen3", "llama", "mistral", "gemma3_text", "phi", "phi3", "glm4", "granite", "olmo2", "qwen3_moe"),
+    *(
+        "qwen2",
+        "qwen3",
+        "llama",
+        "mistral",
+        "gemma3_text",
+        "phi",
+        "phi3",
+        "glm4",
+        "granite",
+        "olmo2",
+        "qwen3_moe",
+    ),
     *("qwen3_5_text", "gemma2", "deepseek_v3"),
 )
 
 _LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
-    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LATENT = {
@@ -61,14 +81,28 @@ OTHERS: dict[str, dict[str, object]] = {
     "glm4": {"head_dim": 32},
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "attention_multiplier": 0.2},
     "olmo2": {},
-    "cohere2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "logit_scale": 0.25},
+    "cohere2": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "logit_scale": 0.25,
+    },
     "gpt2": {"resid_pdrop": 0.1},
     "qwen3_moe": {**_EXPERTS, "head_dim": 32},
     "mixtral": {"num_local_experts": 4},
-    "gpt_oss": {"num_local_experts": 4, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "deepseek_v3": {
         **_LATENT,
-        **{"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        **{
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
         **{"q_lora_rank": 16, "first_k_dense_replace": 1},
     },
     "qwen3_next": {**_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 32, "head_dim": 32},
@@ -77,7 +111,9 @@ OTHERS: dict[str, dict[str, object]] = {
 
 
 def make_other(directory: Path, kind: str, *, seed: int = 0, **changes: object) -> Path:
-    """Write a random model (2 layers, 4 heads, fp32) of OTHERS, or of any other model_type, and return its directory."""
+    """Write a random model (2 layers, 4 heads, fp32) of OTHERS, or of any other model_type, and
+    return its directory.
+    """
     usual = {
         "vocab_size": 128,
         "hidden_size": 128,
@@ -86,8 +122,14 @@ def make_other(directory: Path, kind: str, *, seed: int = 0, **changes: object) 
         "num_attention_heads": 4,
     }
     tokens = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
-    others = {"num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False}
-    config = AutoConfig.for_model(kind, **{**usual, **others, **tokens, **OTHERS.get(kind, {}), **changes})
+    others = {
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    config = AutoConfig.for_model(
+        kind, **{**usual, **others, **tokens, **OTHERS.get(kind, {}), **changes}
+    )
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -102,7 +144,9 @@ def make_other(directory: Path, kind: str, *, seed: int = 0, **changes: object) 
 
 
 def make_usable(directory: Path, kind: str, tiny: Path) -> Path:
-    """Write make_other's model with the tokenizer of tiny/model beside it, and return its directory."""
+    """Write make_other's model with the tokenizer of tiny/model beside it, and return its
+    directory.
+    """
     vocabulary = json.loads((tiny / "model" / "config.json").read_text())["vocab_size"]
     make_other(directory, kind, vocab_size=vocabulary)
     for file in (*(tiny / "model").glob("*token*"), *(tiny / "model").glob("chat_template*")):
@@ -111,19 +155,43 @@ def make_usable(directory: Path, kind: str, tiny: Path) -> Path:
 
 
 def run(kind: str, engine: str, tiny: Path, work: Path) -> tuple[list[dict[str, float]], str] | str:
-    """Train two iterations; returns their records and how the model is packed, or the line that says why there are none."""
+    """Train two iterations; returns their records and how the model is packed, or the line that
+    says why there are none.
+    """
     model, directory = work / kind / "model", work / kind / engine
     shutil.rmtree(work / kind, ignore_errors=True)
     make_usable(model, kind, tiny)
     settings = {
         **{"run.dir": directory, "run.device": "cpu", "model.path": model, "model.dtype": "fp32"},
-        **{"data.train": tiny / "train.jsonl", "data.max_prompt_tokens": 32, "trainer.backend": "fsdp"},
-        **{"rollout.backend": engine, "rollout.responses_per_prompt": 4, "rollout.max_response_tokens": 16},
-        **{"rollout.max_num_batched_tokens": 4096, "rollout.kv_cache_gib": 0.125, "publish.noise_margin": "null"},
-        **{"schedule.iterations": 2, "schedule.prompts_per_iteration": 4, "optimizer.learning_rate": 1e-3},
+        **{
+            "data.train": tiny / "train.jsonl",
+            "data.max_prompt_tokens": 32,
+            "trainer.backend": "fsdp",
+        },
+        **{
+            "rollout.backend": engine,
+            "rollout.responses_per_prompt": 4,
+            "rollout.max_response_tokens": 16,
+        },
+        **{
+            "rollout.max_num_batched_tokens": 4096,
+            "rollout.kv_cache_gib": 0.125,
+            "publish.noise_margin": "null",
+        },
+        **{
+            "schedule.iterations": 2,
+            "schedule.prompts_per_iteration": 4,
+            "optimizer.learning_rate": 1e-3,
+        },
         **{"reward.functions": REWARD, "telemetry.trackers": "[]", "checkpoint.every": 0},
     }
-    command = [sys.executable, "-m", "pa_npu.launcher", "run", *(f"{key}={value}" for key, value in settings.items())]
+    command = [
+        sys.executable,
+        "-m",
+        "pa_npu.launcher",
+        "run",
+        *(f"{key}={value}" for key, value in settings.items()),
+    ]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -132,32 +200,52 @@ def run(kind: str, engine: str, tiny: Path, work: Path) -> tuple[list[dict[str, 
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         return lines[-1][:200] if lines else f"code {done.returncode}"
-    found = re.search(r"model\.path: transformers \w+, (.*?)(?:, as a trial|$)", done.stdout, re.MULTILINE)
+    found = re.search(
+        r"model\.path: transformers \w+, (.*?)(?:, as a trial|$)", done.stdout, re.MULTILINE
+    )
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return records, found[1] if found else "prompts are shared (family file)"
 
 
 def row(kind: str, engine: str, records: list[dict[str, float]], way: str) -> str:
-    differences = " | ".join(f"{r['logprob_diff_mean']:.1e}, {r['logprob_diff_max']:.1e}" for r in records)
+    differences = " | ".join(
+        f"{r['logprob_diff_mean']:.1e}, {r['logprob_diff_max']:.1e}" for r in records
+    )
     return f"| {kind} | {way} | {engine} | {differences} | {records[0]['grad_norm']:.2g} |"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=SHOWN, help="model_types; those of the page by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "models", nargs="*", default=SHOWN, help="model_types; those of the page by default"
+    )
     parser.add_argument("--engine", choices=("auto", "vllm", "transformers"), default="auto")
     parser.add_argument("--work", default=".cache/models", help="directory of models and runs")
     parser.add_argument(
-        "--write", action="store_true", help="put the rows into docs/models.md, beside those of other models"
+        "--write",
+        action="store_true",
+        help="put the rows into docs/models.md, beside those of other models",
     )
     arguments = parser.parse_args(argv)
     work = Path(arguments.work).resolve()
     work.mkdir(parents=True, exist_ok=True)
-    made = ["--out", str(work / "tiny"), "--random", "--train-questions", "64", "--test-questions", "8"]
+    made = [
+        "--out",
+        str(work / "tiny"),
+        "--random",
+        "--train-questions",
+        "64",
+        "--test-questions",
+        "8",
+    ]
     make_tiny_model.main(made)
     failed = 0
     for kind in arguments.models:
-        for engine in ("vllm", "transformers") if arguments.engine == "auto" else (arguments.engine,):
+        for engine in (
+            ("vllm", "transformers") if arguments.engine == "auto" else (arguments.engine,)
+        ):
             found = run(kind, engine, work / "tiny", work)
             if isinstance(found, tuple):
                 line = row(kind, engine, *found)

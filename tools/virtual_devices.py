@@ -1,8 +1,10 @@
-"""A run's iterations on paced devices in virtual time: the coordinator is real, engines and trainers only take time.
+"""A run's iterations on paced devices in virtual time: the coordinator is real, engines and
+trainers only take time.
 
-Producer, pool, schedule controller, changes of roles and delivery are those of a run, on the clock of a loop that does not wait
-(tools/bench_balance.py). An engine decodes its sequences one token a step, computes the prompts of what comes to it, and hands on
-what it has; a replica trains its slots in turn. Publishes, HTTP and decisions take no time.
+Producer, pool, schedule controller, changes of roles and delivery are those of a run, on the clock
+of a loop that does not wait (tools/bench_balance.py). An engine decodes its sequences one token a
+step, computes the prompts of what comes to it, and hands on what it has; a replica trains its slots
+in turn. Publishes, HTTP and decisions take no time.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ class _Sequence:
 
 
 class PacedEngine:
-    """An engine on the loop's clock. lengths: of the groups of this iteration, by their prompts' first token."""
+    """An engine on the loop's clock. lengths: of the groups of this iteration, by their prompts'
+    first token.
+    """
 
     def __init__(self, name: str, pace: EngineSpeed, most: int) -> None:
         self.name, self._pace, self._most = name, pace, most
@@ -75,7 +79,9 @@ class PacedEngine:
         written: np.ndarray | None = None,
     ) -> list[Generation]:
         if n > 1:
-            self.by_seed |= {seed + i: length for i, length in enumerate(self.lengths[int(prompt_tokens[0])])}
+            self.by_seed |= {
+                seed + i: length for i, length in enumerate(self.lengths[int(prompt_tokens[0])])
+            }
         first = 0 if written is None else len(written)
         self._advance()
         self._prompts_s += self._pace.prompt_token_s * (len(prompt_tokens) + first)
@@ -159,7 +165,9 @@ class Shelf:
         ends_s: dict[int, float] = {}
         for (replica, _), (there_s, seconds) in sorted(self._there.items()):
             ends_s[replica] = max(ends_s.get(replica, 0.0), there_s) + seconds
-        return max(ends_s.values()), sum(seconds for _, seconds in self._there.values()) / len(ends_s)
+        return max(ends_s.values()), sum(seconds for _, seconds in self._there.values()) / len(
+            ends_s
+        )
 
 
 class _Rewards:
@@ -169,9 +177,16 @@ class _Rewards:
 
 
 def run(
-    config: Config, pace: EngineSpeed, token_s: float, prompt: int, lengths: Callable[[int], Lengths], iterations: int
+    config: Config,
+    pace: EngineSpeed,
+    token_s: float,
+    prompt: int,
+    lengths: Callable[[int], Lengths],
+    iterations: int,
 ) -> list[dict[str, Any]]:
-    """Records of iterations with what tables need. token_s: of a replica. lengths: of an iteration's groups."""
+    """Records of iterations with what tables need. token_s: of a replica. lengths: of an
+    iteration's groups.
+    """
 
     def work(prompt: int, responses: Sequence[int]) -> float:
         return float(prompt * len(responses) + sum(responses))
@@ -179,21 +194,39 @@ def run(
     records: list[dict[str, Any]] = []
     controller, loop = ScheduleController(Rules.of(config), work), VirtualLoop()
     prompts = [
-        Prompt(i, np.full(prompt, i, np.int32), str(i), "", {}) for i in range(config.schedule.prompts_per_iteration)
+        Prompt(i, np.full(prompt, i, np.int32), str(i), "", {})
+        for i in range(config.schedule.prompts_per_iteration)
     ]
     longest = config.rollout.max_response_tokens
 
     async def all_iterations() -> None:
         async with EnginePool() as pool:
-            engines = [PacedEngine(f"e{k}", pace, config.rollout.max_num_seqs) for k in range(config.rollout.engines)]
+            engines = [
+                PacedEngine(f"e{k}", pace, config.rollout.max_num_seqs)
+                for k in range(config.rollout.engines)
+            ]
             by_seed: dict[int, int] = {}
             for seat, engine in enumerate(engines):
                 engine.by_seed = by_seed
                 pool.add(engine, seat=seat, shared=config.placement.colocate)  # type: ignore[arg-type]
                 pool.serve(engine)  # type: ignore[arg-type]
             timeline = Timeline(None, "")
-            environment, sampling = SingleTurn(EnvironmentContext(None, longest)), Sampling(longest, 1.0)
-            parts: Any = (config, pool, environment, _Rewards(), None, controller, sampling, timeline, work, Inline())
+            environment, sampling = (
+                SingleTurn(EnvironmentContext(None, longest)),
+                Sampling(longest, 1.0),
+            )
+            parts: Any = (
+                config,
+                pool,
+                environment,
+                _Rewards(),
+                None,
+                controller,
+                sampling,
+                timeline,
+                work,
+                Inline(),
+            )
             producer: Any = Producer(*parts, roles=make_roles(config, pool, timeline, controller))
             for iteration in range(iterations):
                 by_seed.clear()
@@ -203,8 +236,12 @@ def run(
                 produced = await producer.produce(iteration, prompts)
                 end_s, train_s = producer.buffer.trained()
                 seconds = max(end_s, loop.time()) - begin_s
-                found = controller.end_iteration(IterationTimes(seconds, 0.0, train_s, 0.0), iteration)
-                records.append(produced.numbers | {"iteration_s": seconds, "prediction_error": found.error})
+                found = controller.end_iteration(
+                    IterationTimes(seconds, 0.0, train_s, 0.0), iteration
+                )
+                records.append(
+                    produced.numbers | {"iteration_s": seconds, "prediction_error": found.error}
+                )
                 await asyncio.sleep(max(0.0, end_s - loop.time()))
 
     try:

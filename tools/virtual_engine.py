@@ -1,8 +1,10 @@
-"""A continuous-batching engine in virtual time, exact but for the rounding of events to whole decode steps.
+"""A continuous-batching engine in virtual time, exact but for the rounding of events to whole
+decode steps.
 
-All sequences that live decode one token per step, so in units of steps each is a job of unit speed. An engine is therefore a
-clock of steps, which advances at 1 / (step_s + sequence_s * living) per second and stands still while prompts are computed, and a
-heap of the clock's values at which sequences end.
+All sequences that live decode one token per step, so in units of steps each is a job of unit speed.
+An engine is therefore a clock of steps, which advances at 1 / (step_s + sequence_s * living) per
+second and stands still while prompts are computed, and a heap of the clock's values at which
+sequences end.
 """
 
 from __future__ import annotations
@@ -29,15 +31,21 @@ class _Job(Generic[T]):
 
 
 class VirtualEngine(Generic[T]):
-    """Jobs (T, one per group) with some sequences each. What it has in flight is counted as EnginePool does: whole groups.
+    """Jobs (T, one per group) with some sequences each. What it has in flight is counted as
+    EnginePool does: whole groups.
 
     next_s: when the next sequence ends if nothing is added; inf when idle.
     """
 
     def __init__(self, speed: EngineSpeed, max_num_seqs: float = math.inf) -> None:
-        self._step_s, self._sequence_s, self._prompt_token_s = speed.step_s, speed.sequence_s, speed.prompt_token_s
+        self._step_s, self._sequence_s, self._prompt_token_s = (
+            speed.step_s,
+            speed.sequence_s,
+            speed.prompt_token_s,
+        )
         self._max_num_seqs = max_num_seqs
-        self._now_s, self._steps, self._prompts_s = 0.0, 0.0, 0.0  # prompts_s: still to be spent on prompts
+        # prompts_s: still to be spent on prompts
+        self._now_s, self._steps, self._prompts_s = 0.0, 0.0, 0.0
         self._living = 0
         self._ends: list[tuple[float, int]] = []  # (clock, job number)
         self._queue: deque[tuple[float, int]] = deque()  # (length, job number), no place yet
@@ -47,7 +55,14 @@ class VirtualEngine(Generic[T]):
         self.in_flight_tokens = 0.0
         self.next_s = math.inf
 
-    def add(self, job: T, now_s: float, prompt_tokens: int, lengths: Sequence[float], expected_tokens: float) -> None:
+    def add(
+        self,
+        job: T,
+        now_s: float,
+        prompt_tokens: int,
+        lengths: Sequence[float],
+        expected_tokens: float,
+    ) -> None:
         """A group begins: sequences that have no place wait in the engine's own queue."""
         self._advance(now_s)
         number, self._count = self._count, self._count + 1
@@ -63,7 +78,9 @@ class VirtualEngine(Generic[T]):
         self._set_next()
 
     def end_some(self) -> list[T]:
-        """To be called at next_s: the sequences that end then, and which jobs are complete with them."""
+        """To be called at next_s: the sequences that end then, and which jobs are complete with
+        them.
+        """
         self._advance(self.next_s)
         self._steps = max(self._steps, self._ends[0][0])
         complete: list[T] = []
@@ -103,7 +120,9 @@ class VirtualEngine(Generic[T]):
         if not self._ends:
             self.next_s = math.inf
             return
-        self.next_s = self._now_s + self._prompts_s + (self._ends[0][0] - self._steps) * self._step_time()
+        self.next_s = (
+            self._now_s + self._prompts_s + (self._ends[0][0] - self._steps) * self._step_time()
+        )
 
     def _step_time(self) -> float:
         return self._step_s + self._sequence_s * self._living

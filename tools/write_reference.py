@@ -1,6 +1,7 @@
 """Write docs/configuration.md, the reference of all configuration keys, from the schema.
 
-python tools/write_reference.py [--check]      --check writes nothing and ends with 1 where the file is not current
+python tools/write_reference.py [--check]      --check writes nothing and ends with 1 where the file
+                                               is not current
 """
 
 from __future__ import annotations
@@ -49,13 +50,26 @@ def keys_markdown() -> str:
         model = section_of(field.annotation)
         if model is None:
             continue
-        lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {section}",
+            "",
+            "| key | type | default | meaning |",
+            "|---|---|---|---|",
+        ]
         for key in all_keys(model, f"{section}."):
             lines.append(_row(key))
             if entry := ENTRIES.get(key.name):
-                lines += [_row(replace(inner, name=f"{key.name}[].{inner.name}")) for inner in all_keys(entry)]
+                lines += [
+                    _row(replace(inner, name=f"{key.name}[].{inner.name}"))
+                    for inner in all_keys(entry)
+                ]
         if section == "algorithm":
-            lines += ["", "Presets, `algorithm.name`, and the keys that they fill where you do not:", ""]
+            lines += [
+                "",
+                "Presets, `algorithm.name`, and the keys that they fill where you do not:",
+                "",
+            ]
             for name in PRESETS:
                 source, values = (line.strip() for line in preset_lines(name))
                 lines.append(f"- `{source.partition(':')[0]}`{source[len(name) :]}: `{values}`")
@@ -65,7 +79,13 @@ def keys_markdown() -> str:
 def _row(key: Key) -> str:
     default = "required" if key.required else f"`{show(key.default)}`"
     cells = (f"`{key.name}`", key.type, default, key.description)
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*") for cell in cells) + " |"
+    return (
+        "| "
+        + " | ".join(
+            cell.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*") for cell in cells
+        )
+        + " |"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Builds the Ascend C operators where CANN, torch and torch_npu are found, and says why not where they are not.
+"""Builds the Ascend C operators where CANN, torch and torch_npu are found, and says why not where
+they are not.
 
-python -m ops.ascendc.build     into the package that this interpreter imports; ends with 1 where that cannot be done
+python -m ops.ascendc.build     into the package that this interpreter imports; ends with 1 where
+                                that cannot be done
 """
 
 from __future__ import annotations
@@ -64,7 +66,10 @@ class Toolchain:
 
 
 def main() -> int:
-    """The command. What was installed into this environment (torch, torch_npu) is what it builds against."""
+    """The command.
+
+    What was installed into this environment (torch, torch_npu) is what it builds against.
+    """
     try:
         library = build_operators(ROOT / PACKAGE_LIBRARIES)
     except BuildFailed as failed:
@@ -80,7 +85,9 @@ def main() -> int:
 
 
 def build_if_possible(package_root: Path) -> Path | None:
-    """Builds the operators into the package under `package_root`, setuptools' build_lib; setup.py calls it for a wheel."""
+    """Builds the operators into the package under `package_root`, setuptools' build_lib; setup.py
+    calls it for a wheel.
+    """
     return build_operators(package_root / PACKAGE_LIBRARIES)
 
 
@@ -101,7 +108,14 @@ def build_operators(
         log(f"Ascend C operators not built: {missing}. torch does their work.")
         return None
     log(f"building Ascend C operators for {toolchain.soc_version} with {toolchain.cann}")
-    configure = [str(toolchain.cmake), "-S", str(SOURCE), "-B", str(build_directory), *toolchain.definitions()]
+    configure = [
+        str(toolchain.cmake),
+        "-S",
+        str(SOURCE),
+        "-B",
+        str(build_directory),
+        *toolchain.definitions(),
+    ]
     _run(configure, environ)
     _run([str(toolchain.cmake), "--build", str(build_directory), "--parallel"], environ)
     output.mkdir(parents=True, exist_ok=True)
@@ -115,7 +129,9 @@ def build_operators(
 
 
 def find_toolchain(environ: Mapping[str, str] = os.environ) -> Toolchain:
-    """CANN with Ascend C, torch, torch_npu and CMake; raises NotBuildable naming the first that is missing."""
+    """CANN with Ascend C, torch, torch_npu and CMake; raises NotBuildable naming the first that is
+    missing.
+    """
     if environ.get(SKIP_VARIABLE, "0") not in ("", "0"):
         raise NotBuildable(f"{SKIP_VARIABLE} is set")
     cann = _find_cann(environ)
@@ -134,8 +150,8 @@ def _find_cann(environ: Mapping[str, str]) -> Path:
         if any((Path(candidate) / helper / "ascendc.cmake").exists() for helper in CMAKE_HELPERS):
             return Path(candidate).resolve()
     raise NotBuildable(
-        f"no CANN toolkit with Ascend C in {', '.join((*named, *CANN_DEFAULTS))}; source its set_env.sh or set "
-        f"{CANN_VARIABLES[0]}"
+        f"no CANN toolkit with Ascend C in {', '.join((*named, *CANN_DEFAULTS))}; source its "
+        f"set_env.sh or set {CANN_VARIABLES[0]}"
     )
 
 
@@ -147,11 +163,17 @@ def _package(name: str) -> Path:
 
 
 def _torch_cxx11_abi() -> bool:
-    """Which C++ ABI torch was built with; asked of a process of its own, so that installing imports no torch."""
+    """Which C++ ABI torch was built with; asked of a process of its own, so that installing imports
+    no torch.
+    """
     code = "import torch; print(int(torch.compiled_with_cxx11_abi()))"
     environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     asked = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S
+        [sys.executable, "-c", code],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=IMPORT_TIMEOUT_S,
     )
     if asked.returncode != 0:
         raise NotBuildable(f"torch does not import: {asked.stderr.strip().splitlines()[-1]}")
@@ -163,7 +185,11 @@ def _load_problem(library: Path) -> str | None:
     code = f"import torch, torch_npu; torch.ops.load_library({str(library)!r})"
     environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     asked = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S
+        [sys.executable, "-c", code],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=IMPORT_TIMEOUT_S,
     )
     if asked.returncode == 0:
         return None
@@ -172,12 +198,17 @@ def _load_problem(library: Path) -> str | None:
 
 def _run(command: list[str], environ: Mapping[str, str]) -> None:
     done = subprocess.run(
-        command, env=dict(environ), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BUILD_TIMEOUT_S
+        command,
+        env=dict(environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=BUILD_TIMEOUT_S,
     )
     if done.returncode != 0:
         raise BuildFailed(
-            f"{' '.join(command[:4])} ... failed with exit code {done.returncode}; set {SKIP_VARIABLE}=1 to install "
-            f"without the operators\n{done.stdout[-6000:]}"
+            f"{' '.join(command[:4])} ... failed with exit code {done.returncode}; set "
+            f"{SKIP_VARIABLE}=1 to install without the operators\n{done.stdout[-6000:]}"
         )
 
 

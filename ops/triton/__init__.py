@@ -1,1 +1,4 @@
-"""Triton kernels, the CUDA counterparts of ops/ascendc. Importing a module in here imports triton."""
+"""Triton kernels, the CUDA counterparts of ops/ascendc.
+
+Importing a module in here imports triton.
+"""

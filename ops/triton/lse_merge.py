@@ -11,7 +11,8 @@ import triton.language as tl
 if TYPE_CHECKING:
     from pa_npu.attention.layout import Rows
 
-ROWS_PER_PROGRAM = 16  # with a head of 128 in bf16 a program moves 3 x 4 KiB, enough to keep the memory busy
+# with a head of 128 in bf16 a program moves 3 x 4 KiB, enough to keep the memory busy
+ROWS_PER_PROGRAM = 16
 
 
 @triton.jit
@@ -44,10 +45,12 @@ def _lse_merge(  # type: ignore[no-untyped-def]  # triton would read annotations
     old_at = lse + head * lse_head_stride + target
     old = tl.load(old_at, mask=inside, other=float("-inf"))
     new = tl.load(part_lse + head * part_lse_head_stride + row, mask=inside, other=float("-inf"))
-    # every warp loads these few values for itself, and none may find what another has stored already
+    # every warp loads these few values for itself, and none may find what another has stored
+    # already
     tl.debug_barrier()
     top = tl.maximum(old, new)
-    top = tl.where(top == float("-inf"), 0.0, top)  # both sides without keys: (-inf) - (-inf) is not a number
+    # both sides without keys: (-inf) - (-inf) is not a number
+    top = tl.where(top == float("-inf"), 0.0, top)
     old_weight = tl.exp(old - top)
     new_weight = tl.exp(new - top)
     total = old_weight + new_weight
@@ -57,20 +60,33 @@ def _lse_merge(  # type: ignore[no-untyped-def]  # triton would read annotations
     column = tl.arange(0, BLOCK_DIM)
     inside_2d = inside[:, None] & (column < HEAD_DIM)[None, :]
     out_at = out + target[:, None] * out_row_stride + head * out_head_stride + column[None, :]
-    part_at = part + row.to(tl.int64)[:, None] * part_row_stride + head * part_head_stride + column[None, :]
+    part_at = (
+        part
+        + row.to(tl.int64)[:, None] * part_row_stride
+        + head * part_head_stride
+        + column[None, :]
+    )
     running = tl.load(out_at, mask=inside_2d, other=0.0).to(tl.float32)
     partial = tl.load(part_at, mask=inside_2d, other=0.0).to(tl.float32)
     merged = running * (old_weight / divisor)[:, None] + partial * (new_weight / divisor)[:, None]
     tl.store(out_at, merged.to(out.dtype.element_ty), mask=inside_2d)
 
 
-def lse_merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, rows: Rows) -> None:
+def lse_merge_(
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, rows: Rows
+) -> None:
     """out [T, heads, head_dim], lse fp32 [heads, T]: updated in place at `rows`.
 
-    part [rows, heads, head_dim], part_lse fp32 [heads, rows]: attention of the same queries over further keys.
+    part [rows, heads, head_dim], part_lse fp32 [heads, rows]: attention of the same queries over
+    further keys.
     """
     num_rows, heads, head_dim = part.shape
-    if out.stride(-1) != 1 or part.stride(-1) != 1 or lse.stride(-1) != 1 or part_lse.stride(-1) != 1:
+    if (
+        out.stride(-1) != 1
+        or part.stride(-1) != 1
+        or lse.stride(-1) != 1
+        or part_lse.stride(-1) != 1
+    ):
         raise ValueError("lse_merge_: the last dimension of every tensor must be contiguous")
     index = None if rows.span is not None else rows.index(out.device)
     _lse_merge[(triton.cdiv(num_rows, ROWS_PER_PROGRAM), heads)](
@@ -78,7 +94,8 @@ def lse_merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_ls
         lse,
         part,
         part_lse,
-        out if index is None else index,  # a pointer has to be passed; it is not read without HAS_INDEX
+        # a pointer has to be passed; it is not read without HAS_INDEX
+        out if index is None else index,
         0 if rows.span is None else rows.span[0],
         num_rows,
         out.stride(0),

@@ -1,10 +1,13 @@
-"""Chat requests as text, and the policy's answers as messages: the model's template one way, its tool parser the other.
+"""Chat requests as text, and the policy's answers as messages: the model's template one way, its
+tool parser the other.
 
 The parsers of tool calls (agent.tool_parser):
 
-hermes      <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>, also Qwen's; a call that is no such JSON stays text
+hermes      <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>, also Qwen's; a call that
+            is no such JSON stays text
 template    what the tokenizer's files say (`parse_response` of transformers), where they say it
-any other   a tool parser of vLLM, by its name there (llama3_json, mistral, ...), where vLLM is installed
+any other   a tool parser of vLLM, by its name there (llama3_json, mistral, ...), where vLLM is
+            installed
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Answer:
-    """The policy's answer to the client. text: without special tokens and stop texts. shown: as SessionTree.add has it."""
+    """The policy's answer to the client. text: without special tokens and stop texts. shown: as
+    SessionTree.add has it.
+    """
 
     text: str
     message: dict[str, Any]
@@ -51,10 +56,16 @@ class Chat:
         self._parse: Parser = make_parser(config.agent.tool_parser, tokenizer)
         self._special = frozenset(tokenizer.all_special_ids)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], *, generate: bool = True) -> str:
-        """The text that the template makes of messages. generate: up to where the policy's answer begins. Raises Refused."""
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], *, generate: bool = True
+    ) -> str:
+        """The text that the template makes of messages. generate: up to where the policy's answer
+        begins. Raises Refused.
+        """
         if self._template is None:
-            raise Refused("this model has no chat template; use /v1/completions", code="no_chat_template")
+            raise Refused(
+                "this model has no chat template; use /v1/completions", code="no_chat_template"
+            )
         read = [self._readable(message) for message in messages]
 
         def render(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
@@ -94,18 +105,31 @@ class Chat:
         return read
 
     def encode(self, text: str, *, begins: bool, templated: bool) -> list[int]:
-        """Token ids. begins: it is the first text of a branch. A template brings its own special tokens, plain text gets them."""
+        """Token ids. begins: it is the first text of a branch.
+
+        A template brings its own special tokens, plain text gets them.
+        """
         _check_text(text)
-        found: list[int] = self.tokenizer(text, add_special_tokens=begins and not templated)["input_ids"]
+        found: list[int] = self.tokenizer(text, add_special_tokens=begins and not templated)[
+            "input_ids"
+        ]
         return found
 
-    async def encode_aside(self, text: str, *, begins: bool, templated: bool, max_tokens: int) -> list[int] | None:
-        """The same without holding up the event loop; None for a text that has more than max_tokens in any case."""
+    async def encode_aside(
+        self, text: str, *, begins: bool, templated: bool, max_tokens: int
+    ) -> list[int] | None:
+        """The same without holding up the event loop; None for a text that has more than max_tokens
+        in any case.
+        """
         _check_text(text)
-        return await self._encoder.encode(text, max_tokens=max_tokens, special=begins and not templated)
+        return await self._encoder.encode(
+            text, max_tokens=max_tokens, special=begins and not templated
+        )
 
     def text_of(self, written: Generation, stop: Sequence[str]) -> tuple[str, str]:
-        """The whole text of an answer, special tokens included, and what the client gets: without these and without stop texts."""
+        """The whole text of an answer, special tokens included, and what the client gets: without
+        these and without stop texts.
+        """
         tokens = written.tokens.tolist()
         raw = self._decode(tokens, special=True)
         text = self._decode(tokens, special=False)
@@ -121,7 +145,9 @@ class Chat:
         stop: Sequence[str],
         call_ids: str,
     ) -> Answer:
-        """The message of an answer to `messages`, which were rendered as `text`. call_ids: the beginning of its calls' ids."""
+        """The message of an answer to `messages`, which were rendered as `text`. call_ids: the
+        beginning of its calls' ids.
+        """
         raw, content = self.text_of(written, stop)
         ending = self._ending(written)
         parsed = self._parse(raw.removesuffix(ending), tools, text) if tools else Parsed(content)
@@ -136,7 +162,11 @@ class Chat:
             for number, call in enumerate(parsed.calls)
         ]
         message = {"role": "assistant", "content": parsed.content or None, "tool_calls": calls}
-        return Answer(content, message, (raw, *self._as_rendered(parsed, message, messages, tools, text, ending)))
+        return Answer(
+            content,
+            message,
+            (raw, *self._as_rendered(parsed, message, messages, tools, text, ending)),
+        )
 
     def _as_rendered(
         self,
@@ -147,7 +177,9 @@ class Chat:
         text: str,
         ending: str,
     ) -> tuple[str, ...]:
-        """The template's own form of a message with calls, where it says the same: JSON may be written in several ways."""
+        """The template's own form of a message with calls, where it says the same: JSON may be
+        written in several ways.
+        """
         try:
             whole = self.render([*messages, message], tools, generate=False)
         except Refused:
@@ -160,7 +192,9 @@ class Chat:
     def _ending(self, written: Generation) -> str:
         """The text of the special token that ended an answer; empty where none did."""
         last = int(written.tokens[-1])
-        return self._decode([last], special=True) if written.finished and last in self._special else ""
+        return (
+            self._decode([last], special=True) if written.finished and last in self._special else ""
+        )
 
     def _decode(self, tokens: Sequence[int], *, special: bool) -> str:
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
@@ -169,7 +203,9 @@ class Chat:
 
 def _check_text(text: str) -> None:
     if not is_text(text):
-        raise Refused("a text has half of a surrogate pair (\\uD800 to \\uDFFF), which no token stands for")
+        raise Refused(
+            "a text has half of a surrogate pair (\\uD800 to \\uDFFF), which no token stands for"
+        )
 
 
 def _with_odd_calls_as_text(messages: Sequence[Message]) -> list[Message]:
@@ -180,7 +216,11 @@ def _with_odd_calls_as_text(messages: Sequence[Message]) -> list[Message]:
     plain = []
     for message in messages:
         calls = message.get("tool_calls", ())
-        odd = [call["function"] for call in calls if not isinstance(call["function"]["arguments"], Mapping)]
+        odd = [
+            call["function"]
+            for call in calls
+            if not isinstance(call["function"]["arguments"], Mapping)
+        ]
         if odd:
             said = [message["content"], *(f"{call['name']}({call['arguments']})" for call in odd)]
             kept = [call for call in calls if isinstance(call["function"]["arguments"], Mapping)]
@@ -213,13 +253,17 @@ class Parsed:
     calls: tuple[Call, ...] = ()
 
     def says_the_same(self, other: Parsed) -> bool:
-        """Whether both differ in form only: in the spaces around their text, and in how their calls' JSON is written."""
+        """Whether both differ in form only: in the spaces around their text, and in how their
+        calls' JSON is written.
+        """
         own, others = ([call.canonical for call in one.calls] for one in (self, other))
         return self.content.strip() == other.content.strip() and own == others
 
 
 Parser = Callable[[str, Sequence[dict[str, Any]], str], Parsed]
-"""From an answer's text, special tokens included but for the last, the request's tools, and its text."""
+"""From an answer's text, special tokens included but for the last, the request's tools, and its
+text.
+"""
 
 
 def hermes(text: str, tools: Sequence[dict[str, Any]] = (), prompt: str = "") -> Parsed:
@@ -232,7 +276,11 @@ def hermes(text: str, tools: Sequence[dict[str, Any]] = (), prompt: str = "") ->
             written = json.dumps(arguments, ensure_ascii=False)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return Parsed(text)
-        if not isinstance(name, str) or not isinstance(arguments, dict) or not is_text([name, written]):
+        if (
+            not isinstance(name, str)
+            or not isinstance(arguments, dict)
+            or not is_text([name, written])
+        ):
             return Parsed(text)
         calls.append(Call(name, written))
     return Parsed(text[: text.index("<tool_call>")], tuple(calls)) if calls else Parsed(text)
@@ -247,8 +295,8 @@ def make_parser(name: str, tokenizer: Any) -> Parser:
     if name == "template":
         if not _response_template(tokenizer):
             raise ConfigError(
-                "agent.tool_parser: template, but the model's tokenizer does not say how its answers are read; set hermes, or the "
-                "name of a tool parser of vLLM"
+                "agent.tool_parser: template, but the model's tokenizer does not say how its "
+                "answers are read; set hermes, or the name of a tool parser of vLLM"
             )
         return _by_template(tokenizer)
     make = engine_kind("vllm").tool_parser
@@ -263,14 +311,20 @@ def make_parser(name: str, tokenizer: Any) -> Parser:
 
 
 def _response_template(tokenizer: Any) -> Any:
-    return getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
+    return getattr(tokenizer, "response_template", None) or getattr(
+        tokenizer, "response_schema", None
+    )
 
 
 def _by_template(tokenizer: Any) -> Parser:
     known = inspect.signature(tokenizer.parse_response).parameters  # later versions want more
 
     def parse(text: str, tools: Sequence[dict[str, Any]], prompt: str) -> Parsed:
-        more = {name: value for name, value in (("prefix", prompt), ("tools", list(tools))) if name in known}
+        more = {
+            name: value
+            for name, value in (("prefix", prompt), ("tools", list(tools)))
+            if name in known
+        }
         try:
             message = tokenizer.parse_response(text, **more)
             calls = [call.get("function", call) for call in message.get("tool_calls") or ()]

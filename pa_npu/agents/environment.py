@@ -1,12 +1,14 @@
-"""A prompt becomes sessions, and their trees become samples: SessionEnvironment, and AgentEnvironment (environment.name=agents).
+"""A prompt becomes sessions, and their trees become samples: SessionEnvironment, and
+AgentEnvironment (environment.name=agents).
 
     rollout ──num_samples sessions──> a program each, or whoever takes tasks ──requests──> gateway ──> policy
                    └── ended, with outcome and reward ──> one sample per leaf
 
-A session whose program was killed, or whose engine died, begins again with the same seeds. Its outcome says how it ended
-(session.py); agent.discards names those that are not trained. Rewards are the agents' where any session of the group has one, and
-then a session without one has 0; else the run's reward functions read the transcript: what follows the first request of the
-session's last branch (Session.last_leaf).
+A session whose program was killed, or whose engine died, begins again with the same seeds. Its
+outcome says how it ended (session.py); agent.discards names those that are not trained. Rewards are
+the agents' where any session of the group has one, and then a session without one has 0; else the
+run's reward functions read the transcript: what follows the first request of the session's last
+branch (Session.last_leaf).
 """
 
 from __future__ import annotations
@@ -28,7 +30,12 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections.operation import LOOPBACK
 from pa_npu.control.tasks import cancel, gather
 from pa_npu.data.prompts import Prompt
-from pa_npu.environments.protocol import Environment, EnvironmentContext, EnvironmentFailed, Generate
+from pa_npu.environments.protocol import (
+    Environment,
+    EnvironmentContext,
+    EnvironmentFailed,
+    Generate,
+)
 from pa_npu.samples.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -50,7 +57,9 @@ class SessionEnvironment(ABC):
         self._config: Config = config
         self._settings = config.agent
         self._chat = Chat(config, context.tokenizer)
-        self._limits = Limits(context.max_turns, config.data.max_prompt_tokens, context.max_response_tokens)
+        self._limits = Limits(
+            context.max_turns, config.data.max_prompt_tokens, context.max_response_tokens
+        )
 
     @abstractmethod
     async def _attempt(self, prompt: Prompt, number: int, generate: Generate) -> Session:
@@ -67,7 +76,9 @@ class SessionEnvironment(ABC):
         trained = [session for session in written if session.outcome not in self._settings.discards]
         samples = [one for session in trained or written for one in self.samples(session, rewarded)]
         generate.num_trained = sum(session.tree.num_written for session in trained or written)
-        generate.counted.update(tokens=sum(len(sample.tokens) for sample in samples), tokens_unique=num_unique(samples))
+        generate.counted.update(
+            tokens=sum(len(sample.tokens) for sample in samples), tokens_unique=num_unique(samples)
+        )
         # where nothing may be trained, equal rewards give the group no advantages
         return samples if trained else [replace(sample, reward=0.0) for sample in samples]
 
@@ -76,20 +87,29 @@ class SessionEnvironment(ABC):
         rewarded = any(session.is_rewarded for session in sessions)
         if not rewarded and not prompt.answer and self._config.rewards_read_answers:
             raise EnvironmentFailed(
-                f"environment.name: {self._config.environment.name}: no session of prompt {prompt.prompt_id} was given a "
-                f"reward, and its row has no answer that reward.functions could compare with; give rewards, or answers"
+                f"environment.name: {self._config.environment.name}: no session of prompt "
+                f"{prompt.prompt_id} was given a reward, and its row has no answer that "
+                "reward.functions could compare with; give rewards, or answers"
             )
         return rewarded
 
-    async def sessions_of(self, prompt: Prompt, num_sessions: int, generate: Generate) -> list[Session]:
-        """Sessions that have ended and asked the policy for something. Raises EnvironmentFailed where there is none."""
-        sessions = await gather([self._session(prompt, number, generate) for number in range(num_sessions)])
+    async def sessions_of(
+        self, prompt: Prompt, num_sessions: int, generate: Generate
+    ) -> list[Session]:
+        """Sessions that have ended and asked the policy for something.
+
+        Raises EnvironmentFailed where there is none.
+        """
+        sessions = await gather(
+            [self._session(prompt, number, generate) for number in range(num_sessions)]
+        )
         generate.counted.update(f"sessions_{session.outcome}" for session in sessions)
         written = [session for session in sessions if len(session.tree.nodes) > 1]
         if not written:
             raise EnvironmentFailed(
-                f"environment.name: {self._config.environment.name}: no session of prompt {prompt.prompt_id} asked the policy for "
-                f"anything, the last ended as {sessions[-1].outcome} ({self._said or 'nothing was said'}); correct the agent"
+                f"environment.name: {self._config.environment.name}: no session of prompt "
+                f"{prompt.prompt_id} asked the policy for anything, the last ended as "
+                f"{sessions[-1].outcome} ({self._said or 'nothing was said'}); correct the agent"
             )
         return written
 
@@ -101,17 +121,24 @@ class SessionEnvironment(ABC):
                 raise session.failure
             if not session.was_lost:
                 return session
-            logger.warning("a session of prompt %d was lost (%d of %d times)", prompt.prompt_id, attempt, _ATTEMPTS)
+            logger.warning(
+                "a session of prompt %d was lost (%d of %d times)",
+                prompt.prompt_id,
+                attempt,
+                _ATTEMPTS,
+            )
         raise EnvironmentFailed(
-            f"environment.name: {self._config.environment.name}: a session of prompt {prompt.prompt_id} was lost {_ATTEMPTS} "
-            f"times, {self._loss}"
+            f"environment.name: {self._config.environment.name}: a session of prompt "
+            f"{prompt.prompt_id} was lost {_ATTEMPTS} times, {self._loss}"
         )
 
     def samples(self, session: Session, rewarded: bool) -> list[Sample]:
         """Those of an ended session. rewarded: whether the agents give this group's rewards."""
         reward = session.reward or 0.0 if rewarded else None
         ended = session.outcome == "done"
-        return session.tree.samples(self._transcript(session), ended=ended, reward=reward, session=session.number)
+        return session.tree.samples(
+            self._transcript(session), ended=ended, reward=reward, session=session.number
+        )
 
     def _transcript(self, session: Session) -> str:
         """Returns as text all that follows the first request of the session's last branch."""
@@ -121,7 +148,9 @@ class SessionEnvironment(ABC):
 
 
 class AgentEnvironment(SessionEnvironment):
-    """sessions: of its gateway; where nobody has given it one, it serves one of its own for as long as it is open."""
+    """sessions: of its gateway; where nobody has given it one, it serves one of its own for as long
+    as it is open.
+    """
 
     trains_all_turns = True  # of sessions that are not discarded
 
@@ -157,11 +186,15 @@ class AgentEnvironment(SessionEnvironment):
     async def _attempt(self, prompt: Prompt, number: int, generate: Generate) -> Session:
         assert self.sessions is not None
         async with self._room:
-            session = Session(self.sessions.new_id(), number, task_of(prompt), generate, self._chat, self._limits)
+            session = Session(
+                self.sessions.new_id(), number, task_of(prompt), generate, self._chat, self._limits
+            )
             self.sessions.add(session)
             working = asyncio.ensure_future(self._work(session))
             try:
-                done, _ = await asyncio.wait([working, *self._staying], return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    [working, *self._staying], return_when=asyncio.FIRST_COMPLETED
+                )
                 for ended in done:
                     ended.result()
             finally:
@@ -179,10 +212,13 @@ class AgentEnvironment(SessionEnvironment):
                 await self.sessions.offer(session, limit_s + _COME_S)
             except asyncio.TimeoutError:
                 raise EnvironmentFailed(
-                    f"environment.name: agents: no agent has taken a task for {limit_s + _COME_S:g} s (environment.timeout_s and "
-                    f"{_COME_S:g} s) while some waited; look at the agents, which ask for them at {self.sessions.url}/tasks"
+                    "environment.name: agents: no agent has taken a task for "
+                    f"{limit_s + _COME_S:g} s (environment.timeout_s and {_COME_S:g} s) while some "
+                    f"waited; look at the agents, which ask for them at {self.sessions.url}/tasks"
                 ) from None
-        working = asyncio.ensure_future(programs.run(session) if programs is not None else session.ended())
+        working = asyncio.ensure_future(
+            programs.run(session) if programs is not None else session.ended()
+        )
         try:
             if not (await asyncio.wait([working], timeout=limit_s))[0]:
                 session.end("time")
@@ -213,9 +249,18 @@ class EvaluatedSessions:
 
 def evaluated(environment: Environment) -> Environment:
     """The environment as evaluations use it."""
-    return EvaluatedSessions(environment) if isinstance(environment, SessionEnvironment) else environment
+    return (
+        EvaluatedSessions(environment)
+        if isinstance(environment, SessionEnvironment)
+        else environment
+    )
 
 
 def task_of(prompt: Prompt) -> dict[str, object]:
     """Returns the task that an agent is given."""
-    return {"prompt_id": prompt.prompt_id, "prompt": prompt.text, "answer": prompt.answer, "row": prompt.row}
+    return {
+        "prompt_id": prompt.prompt_id,
+        "prompt": prompt.text,
+        "answer": prompt.answer,
+        "row": prompt.row,
+    }

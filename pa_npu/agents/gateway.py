@@ -1,17 +1,20 @@
-"""The gateway: an HTTP server beside the coordinator's loop, which OpenAI's clients use by base URL and key.
+"""The gateway: an HTTP server beside the coordinator's loop, which OpenAI's clients use by base URL
+and key.
 
     GET  /health                                open to all
-    POST /sessions/ID/v1/chat/completions       a session's key, or the run's; answered at once, or as a stream of events
+    POST /sessions/ID/v1/chat/completions       a session's key, or the run's; answered at once, or
+                                                as a stream of events
     POST /sessions/ID/v1/completions            the same for a text or token ids
     GET  /sessions/ID/v1/models, /v1/models/policy
-    POST /sessions/ID/reward                    {"reward": number, "turn": id of a completion, or none}
+    POST /sessions/ID/reward                    {"reward": number, "turn": id of a completion, or
+                                                none}
     POST /sessions/ID/end                       the agent has done its task; until then, and for a
                                                 while, rewards are taken after a limit was reached
     GET  /tasks?wait_s=30                       a program's key, or the run's: the next task, or {"task": null}
     what agent.port adds for the run's key is in coordinator/served_run.py
 
-Errors have OpenAI's form. A body has a largest size and a time to arrive; a connection that asks nothing for a while is closed,
-and more than a set number are not accepted.
+Errors have OpenAI's form. A body has a largest size and a time to arrive; a connection that asks
+nothing for a while is closed, and more than a set number are not accepted.
 """
 
 from __future__ import annotations
@@ -30,7 +33,15 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from pa_npu.agents.openai_format import Asked, Refused, events, models, named_model, read_request, whole_answer
+from pa_npu.agents.openai_format import (
+    Asked,
+    Refused,
+    events,
+    models,
+    named_model,
+    read_request,
+    whole_answer,
+)
 from pa_npu.agents.session import Session, Sessions, Turn
 from pa_npu.control.tasks import cancel
 from pa_npu.data.rows import is_text
@@ -55,7 +66,10 @@ class Gateway:
     """temperature: the run's. routes: further ones, for the run's key."""
 
     def __init__(
-        self, sessions: Sessions, temperature: float, routes: Callable[[web.Application, Gateway], None] | None = None
+        self,
+        sessions: Sessions,
+        temperature: float,
+        routes: Callable[[web.Application, Gateway], None] | None = None,
     ) -> None:
         self.sessions = sessions
         self._temperature = temperature
@@ -89,7 +103,9 @@ class Gateway:
         except PaNpuError as error:
             return Refused(str(error)).response()
         except web.HTTPRequestEntityTooLarge:
-            return Refused(f"the body is longer than {LARGEST_REQUEST_BYTES} bytes", status=413).response()
+            return Refused(
+                f"the body is longer than {LARGEST_REQUEST_BYTES} bytes", status=413
+            ).response()
         except web.HTTPException as error:
             line = f"{request.method} {request.path}: {error.reason}; see docs/agents.md"
             return Refused(line, status=error.status).response()
@@ -97,9 +113,13 @@ class Gateway:
             return Refused(f"the body did not arrive within {_READ_S:g} s", status=408).response()
         except ConnectionError:  # nobody is there to read an answer
             return Refused("the connection was lost").response()
-        except Exception as error:  # a request's content is anything, and clients read errors in this form alone
+        except (
+            Exception
+        ) as error:  # a request's content is anything, and clients read errors in this form alone
             logger.exception("%s %s", request.method, request.path)
-            return Refused(f"{type(error).__name__} while answering; see the log", status=500).response()
+            return Refused(
+                f"{type(error).__name__} while answering; see the log", status=500
+            ).response()
         finally:
             self._busy.discard(connection)
             self._seen[connection] = time.monotonic()
@@ -119,20 +139,26 @@ class Gateway:
         session = self._session(request)
         body = await read_json(request, session.check_body)
         asked = read_request(body, temperature=self._temperature, endpoint_fields=CHAT_FIELDS)
-        return await self._answer(request, session, await session.chat_turn(asked), asked, "chatcmpl")
+        return await self._answer(
+            request, session, await session.chat_turn(asked), asked, "chatcmpl"
+        )
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         body = await read_json(request, session.check_body)
         asked = read_request(body, temperature=self._temperature, endpoint_fields=TEXT_FIELDS)
-        return await self._answer(request, session, await session.completion_turn(asked), asked, "cmpl")
+        return await self._answer(
+            request, session, await session.completion_turn(asked), asked, "cmpl"
+        )
 
     async def _answer(
         self, request: web.Request, session: Session, turn: Turn, asked: Asked, kind: str
     ) -> web.StreamResponse:
         name = f"{kind}-{session.id}-{turn.node.number}"
         written = [(turn.answer, turn.written)]
-        return await send(request, whole_answer(session.chat, name, written, turn.prompt_tokens, asked), asked)
+        return await send(
+            request, whole_answer(session.chat, name, written, turn.prompt_tokens, asked), asked
+        )
 
     async def _reward(self, request: web.Request) -> web.Response:
         session = self._session(request)
@@ -142,7 +168,9 @@ class Gateway:
             or set(body) - {"reward", "turn"}
             or not isinstance(body.get("turn"), (str, type(None)))
         ):
-            raise Refused('the body must be {"reward": a number, "turn": the id of a completion, or none}')
+            raise Refused(
+                'the body must be {"reward": a number, "turn": the id of a completion, or none}'
+            )
         session.give_reward(body.get("reward"), body.get("turn"))
         return web.json_response({})
 
@@ -180,18 +208,30 @@ class Gateway:
 
     def authorise(self, request: web.Request, what: str | None = None) -> None:
         """Raises Refused unless the request has the run's key, or the one that belongs to `what`."""
-        sent = [value.encode("utf-8", "surrogateescape") for value in request.headers.getall("Authorization", [])]
+        sent = [
+            value.encode("utf-8", "surrogateescape")
+            for value in request.headers.getall("Authorization", [])
+        ]
         keys = [self.sessions.key, *([self.sessions.key_of(what)] if what is not None else [])]
         if not any([authorised(sent, key) for key in keys]):
             raise Refused(
-                "this key may not do that; send the one that you were given", status=401, code="invalid_api_key"
+                "this key may not do that; send the one that you were given",
+                status=401,
+                code="invalid_api_key",
             )
 
     @asynccontextmanager
     async def serving(self, host: str, port: int, run_dir: Path | None) -> AsyncIterator[None]:
-        """Serves in the running event loop; port 0 takes a free one. RUN/gateway.json names it meanwhile. Raises ConfigError."""
+        """Serves in the running event loop; port 0 takes a free one.
+
+        RUN/gateway.json names it meanwhile. Raises ConfigError.
+        """
         runner = web.AppRunner(
-            self.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1, keepalive_timeout=_IDLE_S
+            self.app(),
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=0.1,
+            keepalive_timeout=_IDLE_S,
         )
         await runner.setup()
         file = run_dir / GATEWAY_FILE if run_dir is not None else None
@@ -199,16 +239,21 @@ class Gateway:
         server: asyncio.Server | None = None
         try:
             try:
-                server = await asyncio.get_running_loop().create_server(lambda: self._protocol(runner), host, port)
+                server = await asyncio.get_running_loop().create_server(
+                    lambda: self._protocol(runner), host, port
+                )
             except OSError as error:
                 raise ConfigError(
-                    f"agent.port: cannot listen at {host}:{port} ({error.strerror or error}); choose another"
+                    f"agent.port: cannot listen at {host}:{port} ({error.strerror or error}); "
+                    "choose another"
                 ) from None
             address = f"[{host}]" if ":" in host else host
             self.sessions.url = f"http://{address}:{server.sockets[0].getsockname()[1]}"
             if file is not None:
                 _write_address(file, self.sessions.url)
-            sweeper = asyncio.create_task(self._sweep(runner), name="idle connections of the gateway")
+            sweeper = asyncio.create_task(
+                self._sweep(runner), name="idle connections of the gateway"
+            )
             logger.info("gateway at %s", self.sessions.url)
             yield
         finally:
@@ -228,7 +273,9 @@ class Gateway:
         return runner.server()
 
     async def _sweep(self, runner: web.AppRunner) -> None:
-        """aiohttp waits for the rest of a request's head, and for a client that does not read its answer, for ever."""
+        """aiohttp waits for the rest of a request's head, and for a client that does not read its
+        answer, for ever.
+        """
         while True:
             await asyncio.sleep(_IDLE_S / 4)
             now_s, connections = time.monotonic(), _alive(runner)
@@ -244,13 +291,15 @@ def _write_address(file: Path, url: str) -> None:
         file.write_text(json.dumps({"url": url}) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"run.dir: {file} cannot be written ({error.strerror or error}), which tells agents the gateway's address; "
-            f"move what is there away, or choose another run.dir"
+            f"run.dir: {file} cannot be written ({error.strerror or error}), which tells agents "
+            "the gateway's address; move what is there away, or choose another run.dir"
         ) from None
 
 
 def _alive(runner: web.AppRunner) -> list[Any]:
-    """Connections without those that aiohttp keeps though they have been lost, as one is whose client did not read."""
+    """Connections without those that aiohttp keeps though they have been lost, as one is whose
+    client did not read.
+    """
     assert runner.server is not None
     return [one for one in runner.server.connections if one.transport is not None]
 
@@ -275,7 +324,9 @@ async def read_json(request: web.Request, check_size: Callable[[int], None] | No
     except (ValueError, RecursionError):
         raise Refused("the body is no JSON") from None
     if _SURROGATE.search(data) and not is_text(body):
-        raise Refused("the body has half of a surrogate pair (\\uD800 to \\uDFFF), which is no text")
+        raise Refused(
+            "the body has half of a surrogate pair (\\uD800 to \\uDFFF), which is no text"
+        )
     return body
 
 
@@ -285,10 +336,15 @@ def _check_short(num_bytes: int) -> None:
 
 
 async def send(request: web.Request, answer: dict[str, Any], asked: Asked) -> web.StreamResponse:
-    """An answer as the request wants it. A client that hangs up, or reads nothing, ends its stream."""
+    """An answer as the request wants it.
+
+    A client that hangs up, or reads nothing, ends its stream.
+    """
     if not asked.stream:
         return web.json_response(answer)
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
     try:
         await response.prepare(request)
         for event in events(answer, asked.usage):

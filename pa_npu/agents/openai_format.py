@@ -1,8 +1,10 @@
-"""OpenAI's format of the chat and completions endpoints: requests as they are read, and answers, whole or as a stream of events.
+"""OpenAI's format of the chat and completions endpoints: requests as they are read, and answers,
+whole or as a stream of events.
 
-A session's policy samples as the run does: temperature, top_p, penalties, logit_bias, seed, forced formats and several choices are
-refused unless they say what is the case anyway. Fields that change nothing are accepted. A request outside of a session
-(`free`) is trained nowhere and may choose temperature, top_p, seed and n. A stream begins when all of its answer is written.
+A session's policy samples as the run does: temperature, top_p, penalties, logit_bias, seed, forced
+formats and several choices are refused unless they say what is the case anyway. Fields that change
+nothing are accepted. A request outside of a session (`free`) is trained nowhere and may choose
+temperature, top_p, seed and n. A stream begins when all of its answer is written.
 """
 
 from __future__ import annotations
@@ -70,14 +72,18 @@ class Refused(Exception):
     The HTTP status, a line, and what clients branch on (code, param).
     """
 
-    def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.param = param
 
     def response(self) -> web.Response:
-        kind = {401: "authentication_error", 404: "not_found_error"}.get(self.status, "invalid_request_error")
+        kind = {401: "authentication_error", 404: "not_found_error"}.get(
+            self.status, "invalid_request_error"
+        )
         error = {
             "message": str(self),
             "type": kind if self.status < 500 else "server_error",
@@ -95,7 +101,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Asked:
-    """A checked request. max_tokens: None leaves it to the run. logprobs: the client wants them. usage: at a stream's end."""
+    """A checked request. max_tokens: None leaves it to the run. logprobs: the client wants them.
+    usage: at a stream's end.
+    """
 
     body: Mapping[str, Any]
     max_tokens: int | None
@@ -111,7 +119,11 @@ class Asked:
     @property
     def messages(self) -> Sequence[Mapping[str, Any]]:
         found = self.body.get("messages")
-        if not isinstance(found, list) or not found or not all(isinstance(message, Mapping) for message in found):
+        if (
+            not isinstance(found, list)
+            or not found
+            or not all(isinstance(message, Mapping) for message in found)
+        ):
             raise Refused("messages: give a list of messages", param="messages")
         return found
 
@@ -129,40 +141,60 @@ class Asked:
             found = found[0]
         if isinstance(found, str) and found:
             return found
-        if isinstance(found, list) and found and all(type(token) is int and token >= 0 for token in found):
+        if (
+            isinstance(found, list)
+            and found
+            and all(type(token) is int and token >= 0 for token in found)
+        ):
             return found
         raise Refused("prompt: give one text or one list of token ids", param="prompt")
 
 
-def read_request(body: Any, *, temperature: float, endpoint_fields: Sequence[str], free: bool = False) -> Asked:
+def read_request(
+    body: Any, *, temperature: float, endpoint_fields: Sequence[str], free: bool = False
+) -> Asked:
     """The request in a body. temperature: the run's. free: as above. Raises Refused."""
     if not isinstance(body, Mapping):
         raise Refused("the body must be a JSON object")
     chosen = {"temperature", "top_p", "seed", "n"} if free else set()
-    known = {"max_tokens", "max_completion_tokens", "stop", "stream", "logprobs", "temperature", *endpoint_fields}
+    known = {
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "stream",
+        "logprobs",
+        "temperature",
+        *endpoint_fields,
+    }
     for name, value in body.items():
         if name in known or name in _IDLE or name in chosen:
             continue
         if name not in _FIXED:
             if value is None:
                 continue
-            raise Refused(f"{name}: is not known here; leave it out", code="unsupported_parameter", param=name)
+            raise Refused(
+                f"{name}: is not known here; leave it out", code="unsupported_parameter", param=name
+            )
         if value not in _FIXED[name]:
             raise Refused(
-                f"{name}: {value!r:.60} would change what is sampled, which the run decides; leave it out",
+                f"{name}: {value!r:.60} would change what is sampled, which the run decides; leave "
+                "it out",
                 code="unsupported_parameter",
                 param=name,
             )
     wanted = body.get("temperature")
     if not free and wanted is not None and wanted != temperature:
         raise Refused(
-            f"temperature: {wanted!r:.20} differs from the run's rollout.temperature = {temperature:g}; leave it out",
+            f"temperature: {wanted!r:.20} differs from the run's rollout.temperature = "
+            f"{temperature:g}; leave it out",
             code="unsupported_parameter",
             param="temperature",
         )
     most = body.get("max_completion_tokens") or body.get("max_tokens")
     if most is not None and (type(most) is not int or most < 1):
-        raise Refused(f"max_tokens: {most!r:.20} must be a whole number above 0", param="max_tokens")
+        raise Refused(
+            f"max_tokens: {most!r:.20} must be a whole number above 0", param="max_tokens"
+        )
     stop = body.get("stop") or ()
     stop = (stop,) if isinstance(stop, str) else stop
     if (
@@ -188,12 +220,24 @@ def _freely(asked: Asked, body: Mapping[str, Any]) -> Asked:
     for name, value, right in (
         ("n", n, n is None or (type(n) is int and 1 <= n <= _MOST_CHOICES)),
         ("seed", seed, seed is None or (type(seed) is int and 0 <= seed < 2**31)),
-        ("temperature", temperature, temperature is None or (_is_number(temperature) and 0 <= temperature <= 100)),
+        (
+            "temperature",
+            temperature,
+            temperature is None or (_is_number(temperature) and 0 <= temperature <= 100),
+        ),
         ("top_p", top_p, top_p is None or (_is_number(top_p) and 0 < top_p <= 1)),
     ):
         if not right:
             raise Refused(f"{name}: {value!r:.20} is out of bounds", param=name)
-    return Asked(**{**vars(asked), "n": n or 1, "seed": seed, "temperature": temperature, "top_p": top_p or 1.0})
+    return Asked(
+        **{
+            **vars(asked),
+            "n": n or 1,
+            "seed": seed,
+            "temperature": temperature,
+            "top_p": top_p or 1.0,
+        }
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -202,13 +246,21 @@ def _is_number(value: Any) -> bool:
 
 def model(version: int | None) -> dict[str, Any]:
     """The one model, and the version of its weights where that is known."""
-    return {"id": MODEL, "object": "model", "created": 0, "owned_by": "pa_npu", "weight_version": version}
+    return {
+        "id": MODEL,
+        "object": "model",
+        "created": 0,
+        "owned_by": "pa_npu",
+        "weight_version": version,
+    }
 
 
 def named_model(name: str, version: int | None) -> dict[str, Any]:
     """The model of this name. Raises Refused where there is none."""
     if name != MODEL:
-        raise Refused(f"model: {name!r:.60} is not here; there is {MODEL}", status=404, param="model")
+        raise Refused(
+            f"model: {name!r:.60} is not here; there is {MODEL}", status=404, param="model"
+        )
     return model(version)
 
 
@@ -218,9 +270,15 @@ def models(version: int | None) -> dict[str, Any]:
 
 
 def whole_answer(
-    chat: Chat, completion_id: str, written: Sequence[tuple[Answer, Generation]], prompt_tokens: int, asked: Asked
+    chat: Chat,
+    completion_id: str,
+    written: Sequence[tuple[Answer, Generation]],
+    prompt_tokens: int,
+    asked: Asked,
 ) -> dict[str, Any]:
-    """A chat.completion, or a text_completion for an id that begins with `cmpl`, with the version of the weights that wrote it."""
+    """A chat.completion, or a text_completion for an id that begins with `cmpl`, with the version
+    of the weights that wrote it.
+    """
     is_chat = not completion_id.startswith("cmpl")
     choices = []
     for index, (answer, generation) in enumerate(written):
@@ -239,7 +297,13 @@ def whole_answer(
     }
     kind = "chat.completion" if is_chat else "text_completion"
     version = max((generation.version or 0 for _, generation in written), default=0)
-    head = {"id": completion_id, "object": kind, "created": 0, "model": MODEL, "weight_version": version}
+    head = {
+        "id": completion_id,
+        "object": kind,
+        "created": 0,
+        "model": MODEL,
+        "weight_version": version,
+    }
     return {**head, "choices": choices, "usage": usage}
 
 
@@ -253,9 +317,15 @@ def events(answer: dict[str, Any], usage: bool) -> Iterator[bytes]:
         said = {**place, "logprobs": choice["logprobs"]}
         if is_chat:
             message = {name: value for name, value in choice["message"].items() if name != "role"}
-            calls = [{"index": number, **call} for number, call in enumerate(message.pop("tool_calls", ()))]
+            calls = [
+                {"index": number, **call}
+                for number, call in enumerate(message.pop("tool_calls", ()))
+            ]
             delta = {**message, **({"tool_calls": calls} if calls else {})}
-            parts = [{**place, "delta": {"role": "assistant", "content": ""}}, {**said, "delta": delta}]
+            parts = [
+                {**place, "delta": {"role": "assistant", "content": ""}},
+                {**said, "delta": delta},
+            ]
         else:
             parts = [{**said, "text": choice["text"]}]
         last: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}

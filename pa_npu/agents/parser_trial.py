@@ -1,6 +1,8 @@
-"""Makes the parser of agent.tool_parser before a run, in a process of its own, since vLLM's parsers import vLLM.
+"""Makes the parser of agent.tool_parser before a run, in a process of its own, since vLLM's parsers
+import vLLM.
 
-python -m pa_npu.agents.parser_trial      {"config"} as JSON on stdin; see pa_npu.control.worker_process
+python -m pa_npu.agents.parser_trial      {"config"} as JSON on stdin; see
+                                          pa_npu.control.worker_process
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ def check_tool_parser(config: Config) -> None:
     request = json.dumps({"config": config.model_dump(mode="json")}).encode()
     too_slow = f"has not been made within {_TIME_LIMIT_S:.0f} s; set another, such as hermes"
     if problem := ask("pa_npu.agents.parser_trial", request, _TIME_LIMIT_S, what, too_slow):
-        raise ConfigError(problem if problem.startswith("agent.tool_parser") else f"{what}: {problem}")
+        raise ConfigError(
+            problem if problem.startswith("agent.tool_parser") else f"{what}: {problem}"
+        )
 
 
 def _attempt(request: bytes) -> None:
@@ -32,7 +36,9 @@ def _attempt(request: bytes) -> None:
     from pa_npu.families.model_directory import load_tokenizer
 
     config = load_tree(json.loads(request)["config"], "agent.tool_parser")
-    make_parser(config.agent.tool_parser, load_tokenizer(config.model.path, config.model.trust_remote_code))
+    make_parser(
+        config.agent.tool_parser, load_tokenizer(config.model.path, config.model.trust_remote_code)
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""Agent programs: agent.command in a process of its own, for one session, or one that stays and takes tasks.
+"""Agent programs: agent.command in a process of its own, for one session, or one that stays and
+takes tasks.
 
-    OPENAI_BASE_URL, OPENAI_API_KEY    of its session; with agent.programs the key is that for GET GATEWAY_URL/tasks, which is asked
-                                       with the header x-program: PROGRAM
-    TASK, TASK_FILE                    JSON: the dataset's row and what follows from it, and a file of the same; not with
-                                       agent.programs. A task that is too long for a variable is in the file alone
+    OPENAI_BASE_URL, OPENAI_API_KEY    of its session; with agent.programs the key is that for GET
+                                       GATEWAY_URL/tasks, which is asked with the header x-program:
+                                       PROGRAM
+    TASK, TASK_FILE                    JSON: the dataset's row and what follows from it, and a file
+                                       of the same; not with agent.programs. A task that is too long
+                                       for a variable is in the file alone
     GATEWAY_URL, SESSION_URL           of the gateway, and of the session (reward, end)
 
-`python` in the command is the run's interpreter. It runs in a directory of its own, which goes with it, under a keeper that kills
-whatever it leaves behind; with agent.container in a container, with the image's `python` and files. What it writes is kept up to
-agent.output_kib, and the last of it is in the log where the program fails.
+`python` in the command is the run's interpreter. It runs in a directory of its own, which goes with
+it, under a keeper that kills whatever it leaves behind; with agent.container in a container, with
+the image's `python` and files. What it writes is kept up to agent.output_kib, and the last of it is
+in the log where the program fails.
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ _PROXIES = ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _STORE = "PA_NPU_STORE"  # the run's own address
 _PROGRAMS = ("docker", "podman")
-_USUAL = ("--memory=4g", "--cpus=2", "--pids-limit=512")  # of one that is given too, docker and podman take the last
+# of one that is given too, docker and podman take the last
+_USUAL = ("--memory=4g", "--cpus=2", "--pids-limit=512")
 _NETWORK = ("--network", "--net")
 _SIGNAL = 128  # and its number: the exit code of a container whose program a signal killed
 
@@ -61,7 +66,8 @@ class Programs:
             parts = shlex.split(settings.command)
         except ValueError as error:
             raise ConfigError(
-                f"agent.command: {settings.command!r:.80} cannot be read ({error}); correct its quotes"
+                f"agent.command: {settings.command!r:.80} cannot be read ({error}); correct its "
+                "quotes"
             ) from None
         self._command = parts if self._containers is not None else [_found(part) for part in parts]
         self._most_bytes = settings.output_kib * 1024
@@ -83,23 +89,34 @@ class Programs:
                 session.end("done" if code == 0 else "failed")
 
     async def stay(self, number: int) -> None:
-        """A program that takes one task after another, started again where it ends, until cancelled."""
+        """A program that takes one task after another, started again where it ends, until
+        cancelled.
+        """
         failures = 0
         while failures < _RESTARTS:
-            variables = {"OPENAI_API_KEY": self._sessions.key_of(f"program:{number}"), "PROGRAM": str(number)}
+            variables = {
+                "OPENAI_API_KEY": self._sessions.key_of(f"program:{number}"),
+                "PROGRAM": str(number),
+            }
             code = await self._run(variables, None)
             failures = 0 if self._sessions.taker_ended(str(number)) else failures + 1
             logger.warning(
-                "agent.command: program %d ended (%s): %s", number, code, self.last_words or "it said nothing"
+                "agent.command: program %d ended (%s): %s",
+                number,
+                code,
+                self.last_words or "it said nothing",
             )
         raise ConfigError(
-            f"agent.command: program {number} ended {_RESTARTS} times without a session done, the last time with exit code {code} "
-            f"({self.last_words or 'it said nothing'}); correct it, or remove agent.programs for a program of one session"
+            f"agent.command: program {number} ended {_RESTARTS} times without a session done, the "
+            f"last time with exit code {code} ({self.last_words or 'it said nothing'}); correct "
+            "it, or remove agent.programs for a program of one session"
         )
 
     async def _run(self, variables: Mapping[str, str], session: Session | None) -> int | None:
         """The exit code, negative for a signal; None where the session ended before the program."""
-        with tempfile.TemporaryDirectory(prefix="pa_npu-agent-", ignore_cleanup_errors=True) as directory:
+        with tempfile.TemporaryDirectory(
+            prefix="pa_npu-agent-", ignore_cleanup_errors=True
+        ) as directory:
             command, mounts = self._command, {}
             given = {"GATEWAY_URL": self._sessions.url, **self._proxy_exceptions(), **variables}
             if session is not None:
@@ -125,7 +142,9 @@ class Programs:
             )
             waiting: list[asyncio.Task[object]] = []
             try:
-                reading = asyncio.create_task(self._read(process, session), name="output of an agent")
+                reading = asyncio.create_task(
+                    self._read(process, session), name="output of an agent"
+                )
                 waiting = [reading]
                 if session is not None:
                     waiting.append(asyncio.create_task(session.ended(), name="end of a session"))
@@ -142,13 +161,17 @@ class Programs:
                 await _reap(process)
 
     def _inherited(self) -> dict[str, str]:
-        """This process's environment without secrets: the keys of hubs, trackers and judges, and URLs with a password."""
+        """This process's environment without secrets: the keys of hubs, trackers and judges, and
+        URLs with a password.
+        """
         inherited = without_secrets(os.environ)
         inherited.pop(_STORE, None)
         return inherited
 
     def _proxy_exceptions(self) -> dict[str, str]:
-        """The variables that keep requests to the gateway from a proxy, by both names that programs read."""
+        """The variables that keep requests to the gateway from a proxy, by both names that programs
+        read.
+        """
         variables: dict[str, str] = {}
         if self._containers is not None and not any(os.environ.get(name) for name in _PROXIES):
             return variables  # containers have no variable of the run's, hence no proxy
@@ -175,7 +198,9 @@ class Programs:
 
 
 def _found(part: str) -> str:
-    """A part of the command as it is from any directory: files by their whole path, and `python` is the run's own."""
+    """A part of the command as it is from any directory: files by their whole path, and `python` is
+    the run's own.
+    """
     if part == "python":
         return sys.executable
     return str(Path(part).absolute()) if Path(part).is_file() else part
@@ -192,9 +217,10 @@ async def _reap(process: asyncio.subprocess.Process) -> None:
 class Containers:
     """Commands of docker, or podman, that run a program in an image and remove what is left of it.
 
-    The program has the variables of the gateway and none of the coordinator's. It shares the machine's network, since the gateway
-    listens on loopback, unless an option in agent.container says another; it has no capabilities and cannot gain any.
-    Raises ConfigError where neither program is on PATH.
+    The program has the variables of the gateway and none of the coordinator's. It shares the
+    machine's network, since the gateway listens on loopback, unless an option in agent.container
+    says another; it has no capabilities and cannot gain any. Raises ConfigError where neither
+    program is on PATH.
     """
 
     def __init__(self, settings: AgentConfig) -> None:
@@ -202,8 +228,8 @@ class Containers:
         self._program = next(filter(None, map(shutil.which, _PROGRAMS)), None)
         if self._program is None:
             raise ConfigError(
-                f"agent.container: {settings.container} needs docker or podman, and neither is on PATH; install one, or remove the "
-                f"key, so that programs run in processes"
+                f"agent.container: {settings.container} needs docker or podman, and neither is on "
+                "PATH; install one, or remove the key, so that programs run in processes"
             )
         *given, self._image = settings.container.split()
         own = any(option.partition("=")[0] in _NETWORK for option in given)
@@ -212,13 +238,21 @@ class Containers:
     def commands(
         self, command: Sequence[str], variables: Iterable[str], mounts: Mapping[Path, str]
     ) -> tuple[list[str], list[str]]:
-        """Returns the command that runs a program in a container of its own, and the one that removes it.
+        """Returns the command that runs a program in a container of its own, and the one that
+        removes it.
 
-        variables: names of what it inherits. mounts: files that it may read, with their paths in it.
+        variables: names of what it inherits. mounts: files that it may read, with their paths in
+        it.
         """
         assert self._program is not None
         name = f"pa_npu-agent-{secrets.token_hex(8)}"
-        fixed = ["--rm", "--init", f"--name={name}", "--cap-drop=ALL", "--security-opt=no-new-privileges"]
+        fixed = [
+            "--rm",
+            "--init",
+            f"--name={name}",
+            "--cap-drop=ALL",
+            "--security-opt=no-new-privileges",
+        ]
         given = [f"--env={variable}" for variable in variables]
         given += [f"--volume={file}:{place}:ro" for file, place in mounts.items()]
         run = [self._program, "run", *fixed, *given, *self._options, self._image, *command]

@@ -1,16 +1,19 @@
-"""RemoteEnvironment: a server with Gymnasium's reset and step makes the observations (environment.name=remote).
+"""RemoteEnvironment: a server with Gymnasium's reset and step makes the observations
+(environment.name=remote).
 
     POST URL/reset  {"id", "seed", "options": {"prompt_id", "prompt", "answer", "row"}}     {"observation"}
     POST URL/step   {"id", "action"}                         {"observation", "reward", "terminated", "truncated"}
     POST URL/close  {"id"}     an episode that a limit of the run ended; the answer does not matter
 
-An observation is a text, which becomes a user's message, or a list of messages. The action is what the policy wrote to it, as a
-text. A step's reward is its turn's; an episode's reward is their sum. The seed is the prompt's, so that all attempts at it begin
-alike. Every answer has environment.timeout_s; an episode whose server is gone begins again, with the same seeds.
+An observation is a text, which becomes a user's message, or a list of messages. The action is what
+the policy wrote to it, as a text. A step's reward is its turn's; an episode's reward is their sum.
+The seed is the prompt's, so that all attempts at it begin alike. Every answer has
+environment.timeout_s; an episode whose server is gone begins again, with the same seeds.
 
 environment.options:
     url                 of the server, http or https
-    api_key_variable    the environment variable that holds its key, sent as `Authorization: Bearer`; none sends no key
+    api_key_variable    the environment variable that holds its key, sent as
+                        `Authorization: Bearer`; none sends no key
 """
 
 from __future__ import annotations
@@ -53,13 +56,15 @@ class RemoteEnvironment(SessionEnvironment):
         parts = urlsplit(url if isinstance(url, str) else "")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
-                f"environment.options: url must be that of the environment's server, such as http://HOST:PORT, not {url!r:.80}"
+                "environment.options: url must be that of the environment's server, such as "
+                f"http://HOST:PORT, not {url!r:.80}"
             )
         self._url = parts.geturl().rstrip("/")
         if variable is not None:
             if not (key := os.environ.get(str(variable))):
                 raise ConfigError(
-                    f"environment.options: api_key_variable names {variable!r:.80}, which is not set; set it, or leave it out"
+                    f"environment.options: api_key_variable names {variable!r:.80}, which is not "
+                    "set; set it, or leave it out"
                 )
             self._headers["Authorization"] = f"Bearer {key}"
         self._http: aiohttp.ClientSession | None = None
@@ -77,10 +82,13 @@ class RemoteEnvironment(SessionEnvironment):
         """Resets one episode before a run. Raises ConfigError where the server is not there."""
         name = secrets.token_hex(8)
         try:
-            answer = await self._ask("reset", {"id": name, "seed": prompt.prompt_id, "options": task_of(prompt)})
+            answer = await self._ask(
+                "reset", {"id": name, "seed": prompt.prompt_id, "options": task_of(prompt)}
+            )
         except OSError as error:
             raise ConfigError(
-                f"environment.options: url: {error}; start the environment's server, or correct the address"
+                f"environment.options: url: {error}; start the environment's server, or correct "
+                "the address"
             ) from None
         self._messages("reset", answer)
         await self._close_episode(name)
@@ -104,17 +112,23 @@ class RemoteEnvironment(SessionEnvironment):
         messages = self._messages("reset", await self._ask("reset", begin))
         while True:
             try:
-                turn = await session.chat_turn(Asked({"messages": messages}, None, (), False, False, False))
+                turn = await session.chat_turn(
+                    Asked({"messages": messages}, None, (), False, False, False)
+                )
             except Refused as refused:
                 if session.failure is not None:
                     return
                 if refused.code is None:  # no limit of the run's
-                    raise self._wrong("reset or step", f"messages that the policy cannot be shown: {refused}") from None
+                    raise self._wrong(
+                        "reset or step", f"messages that the policy cannot be shown: {refused}"
+                    ) from None
                 session.end("done")
                 await self._close_episode(session.id)
                 return
             answer = await self._ask("step", {"id": session.id, "action": turn.answer.text})
-            reward, terminated, truncated = (answer.get(name) for name in ("reward", "terminated", "truncated"))
+            reward, terminated, truncated = (
+                answer.get(name) for name in ("reward", "terminated", "truncated")
+            )
             if {type(terminated), type(truncated)} != {bool}:
                 raise self._wrong("step", "no true or false as `terminated` and `truncated`")
             turn.node.reward = self._step_reward(reward)
@@ -137,17 +151,24 @@ class RemoteEnvironment(SessionEnvironment):
             raise self._wrong("step", f"no finite number `reward`: {error}") from None
 
     async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The server's answer, an object. Raises OSError where it is gone, EnvironmentFailed where it says something else."""
+        """The server's answer, an object.
+
+        Raises OSError where it is gone, EnvironmentFailed where it says something else.
+        """
         assert self._http is not None
         data = json.dumps(body, default=str).encode()
         url = f"{self._url}/{path}"
         try:
-            status, said = await bounded_request(self._http, "POST", url, self._headers, self._timeout_s, data)
+            status, said = await bounded_request(
+                self._http, "POST", url, self._headers, self._timeout_s, data
+            )
         except OSError as error:
             raise OSError(f"{url} gave no answer ({error})") from None
         except ValueError as error:
             raise self._wrong(path, str(error)) from None
-        text = " ".join(said[: 4 * _SHOWN_CHARACTERS].decode("utf-8", "replace").split())[:_SHOWN_CHARACTERS]
+        text = " ".join(said[: 4 * _SHOWN_CHARACTERS].decode("utf-8", "replace").split())[
+            :_SHOWN_CHARACTERS
+        ]
         if status >= 500 or status in _FORGOTTEN:
             raise OSError(f"{url} answered {status} {text}")
         try:
@@ -162,11 +183,16 @@ class RemoteEnvironment(SessionEnvironment):
         observation = answer.get("observation")
         if isinstance(observation, str):
             return [{"role": "user", "content": observation}]
-        if not isinstance(observation, list) or not all(isinstance(message, dict) for message in observation):
-            raise self._wrong(path, "an `observation` that is neither a text nor a list of messages")
+        if not isinstance(observation, list) or not all(
+            isinstance(message, dict) for message in observation
+        ):
+            raise self._wrong(
+                path, "an `observation` that is neither a text nor a list of messages"
+            )
         return observation
 
     def _wrong(self, path: str, what: str) -> EnvironmentFailed:
         return EnvironmentFailed(
-            f"environment.options: url: {self._url}/{path} gave {what}; correct the server (docs/agents.md)"
+            f"environment.options: url: {self._url}/{path} gave {what}; correct the server "
+            "(docs/agents.md)"
         )

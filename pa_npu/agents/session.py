@@ -1,4 +1,5 @@
-"""A session: one attempt of an agent at a task, as the gateway and the environment see it; and those that are open.
+"""A session: one attempt of an agent at a task, as the gateway and the environment see it; and
+those that are open.
 
     open ──requests, rewards──> limits, failures ──> ended, with an outcome
     outcome   done      the program ended, or said that it has
@@ -8,8 +9,9 @@
               output    it wrote more than agent.output_kib
               failed    the program ended with an error
 
-What a request samples follows from the session's seed and the request's tokens, never from the time or the order in which
-requests come; equal requests are told apart by their number. So a deterministic agent gives the same session again.
+What a request samples follows from the session's seed and the request's tokens, never from the time
+or the order in which requests come; equal requests are told apart by their number. So a
+deterministic agent gives the same session again.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ _LONGEST_TURN_NUMBER = 9  # digits
 
 @dataclass(frozen=True)
 class Limits:
-    """turns: of the policy, in all branches. prompt: tokens of a branch's first request. response: behind that, in a branch."""
+    """turns: of the policy, in all branches. prompt: tokens of a branch's first request. response:
+    behind that, in a branch.
+    """
 
     turns: int
     prompt: int
@@ -64,7 +68,9 @@ class Turn:
 
 @dataclass(eq=False)
 class Session:
-    """number: of the attempt in its group, from which its seeds follow. generate: the group's. task: what the agent is told."""
+    """number: of the attempt in its group, from which its seeds follow. generate: the group's.
+    task: what the agent is told.
+    """
 
     id: str
     number: int
@@ -92,7 +98,9 @@ class Session:
 
     @property
     def last_leaf(self) -> Node:
-        """The branch that was written last; where requests ran side by side, which end by chance, the one that was shown most."""
+        """The branch that was written last; where requests ran side by side, which end by chance,
+        the one that was shown most.
+        """
         return self.tree.most_shown if self._was_parallel else self.tree.nodes[-1]
 
     @property
@@ -105,7 +113,10 @@ class Session:
         await self._ended.wait()
 
     def end(self, outcome: str) -> None:
-        """The first outcome stays. One that was refused for its length at the last ends with that instead of being done."""
+        """The first outcome stays.
+
+        One that was refused for its length at the last ends with that instead of being done.
+        """
         if self.outcome is None:
             self.outcome = "tokens" if outcome == "done" and self._was_refused else outcome
         self._ended.set()
@@ -135,7 +146,10 @@ class Session:
         await cancel(self._running)
 
     def give_reward(self, reward: Any, completion: str | None) -> None:
-        """The session's reward, or that of the turn that a completion's id names. Raises Refused."""
+        """The session's reward, or that of the turn that a completion's id names.
+
+        Raises Refused.
+        """
         if isinstance(reward, bool):
             raise Refused(f"reward: {reward} must be a finite number", param="reward")
         try:
@@ -148,7 +162,9 @@ class Session:
         _, session_id, place = ["", "", *completion.split("-")][-3:]
         is_number = place.isascii() and place.isdecimal() and len(place) <= _LONGEST_TURN_NUMBER
         if session_id != self.id or not is_number or not 0 < int(place) < len(self.tree.nodes):
-            raise Refused(f"turn: {completion!r:.60} is no id of a completion of this session", param="turn")
+            raise Refused(
+                f"turn: {completion!r:.60} is no id of a completion of this session", param="turn"
+            )
         self.tree.nodes[int(place)].reward = value
 
     def check_body(self, num_bytes: int) -> None:
@@ -167,7 +183,12 @@ class Session:
         number, prompt_tokens, written = await self._write(parent, context, asked)
         ids = f"call_{hashlib.blake2b(number.to_bytes(8, 'little'), digest_size=4).hexdigest()}"
         answer = self.chat.answer(written, messages, tools, text, asked.stop, ids)
-        return Turn(self._add(parent, context, text[begin:], written, answer), answer, written, prompt_tokens)
+        return Turn(
+            self._add(parent, context, text[begin:], written, answer),
+            answer,
+            written,
+            prompt_tokens,
+        )
 
     async def completion_turn(self, asked: Asked) -> Turn:
         """Answers a completions request, of a text or of token ids. Raises Refused."""
@@ -184,10 +205,20 @@ class Session:
         _, prompt_tokens, written = await self._write(parent, context, asked)
         raw, text = self.chat.text_of(written, asked.stop)
         answer = Answer(text, {}, (raw,))
-        return Turn(self._add(parent, context, context_text, written, answer), answer, written, prompt_tokens)
+        return Turn(
+            self._add(parent, context, context_text, written, answer),
+            answer,
+            written,
+            prompt_tokens,
+        )
 
     def _add(
-        self, parent: Node, context: npt.NDArray[np.int32], text: str, written: Generation, answer: Answer
+        self,
+        parent: Node,
+        context: npt.NDArray[np.int32],
+        text: str,
+        written: Generation,
+        answer: Answer,
     ) -> Node:
         if self.outcome is not None:
             raise self._over()
@@ -197,13 +228,17 @@ class Session:
         self._check_size(len(text))
         begins = parent is self.tree.root
         most = self.limits.prompt + self.limits.response
-        tokens = await self.chat.encode_aside(text, begins=begins, templated=templated, max_tokens=most)
+        tokens = await self.chat.encode_aside(
+            text, begins=begins, templated=templated, max_tokens=most
+        )
         if tokens is None:
             raise self._too_long(most)
         return np.asarray(tokens, np.int32)
 
     def _check_size(self, num_characters: int) -> None:
-        """Refuses what has more tokens than any limit before it is rendered or tokenised, which would take long."""
+        """Refuses what has more tokens than any limit before it is rendered or tokenised, which
+        would take long.
+        """
         if num_characters > self._most_characters:
             raise self._too_long(num_characters // _LONGEST_TOKEN, "about")
 
@@ -218,8 +253,12 @@ class Session:
             raise Refused(f"prompt: token {max(tokens)} is none of the model's", param="prompt")
         return np.asarray(tokens, np.int32)
 
-    async def _write(self, parent: Node, context: npt.NDArray[np.int32], asked: Asked) -> tuple[int, int, Generation]:
-        """The number that the answer's seed follows from, the tokens that the policy was shown, and its answer."""
+    async def _write(
+        self, parent: Node, context: npt.NDArray[np.int32], asked: Asked
+    ) -> tuple[int, int, Generation]:
+        """The number that the answer's seed follows from, the tokens that the policy was shown, and
+        its answer.
+        """
         if self.outcome is not None:
             raise self._over()
         if self._turns >= self.limits.turns:
@@ -240,7 +279,11 @@ class Session:
         )  # 0 is a group's first turn, whose samples come from one request
         task = asyncio.ensure_future(
             self.generate(
-                tokens, sample=self.number, turn=number, max_tokens=min(left, asked.max_tokens or left), stop=asked.stop
+                tokens,
+                sample=self.number,
+                turn=number,
+                max_tokens=min(left, asked.max_tokens or left),
+                stop=asked.stop,
             )
         )
         self._running.add(task)
@@ -262,8 +305,13 @@ class Session:
             self._running.discard(task)
         return number, len(tokens), written
 
-    def _left(self, parent: Node, context: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32]) -> int:
-        """How many tokens the policy may write. Raises Refused where there are none: agents may compact their context then."""
+    def _left(
+        self, parent: Node, context: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32]
+    ) -> int:
+        """How many tokens the policy may write.
+
+        Raises Refused where there are none: agents may compact their context then.
+        """
         path = parent.path
         first = len(path[0].context) if path else len(context)
         left = self.limits.response - (len(tokens) - first)
@@ -277,8 +325,9 @@ class Session:
         self._was_refused = True
         limits = self.limits
         return Refused(
-            f"{f'{about} ' if about else ''}{num_tokens} tokens do not fit: a branch may begin with {limits.prompt} "
-            f"(data.max_prompt_tokens) and have {limits.response} behind that (rollout.max_response_tokens)",
+            f"{f'{about} ' if about else ''}{num_tokens} tokens do not fit: a branch may begin "
+            f"with {limits.prompt} (data.max_prompt_tokens) and have {limits.response} behind that "
+            "(rollout.max_response_tokens)",
             code="context_length_exceeded",
             param="messages",
         )
@@ -288,7 +337,9 @@ class Session:
 
 
 def _num_characters(value: Any, limit: int) -> int:
-    """Those of all texts in a JSON value, at least one for each thing in it; counts only until the limit is passed."""
+    """Those of all texts in a JSON value, at least one for each thing in it; counts only until the
+    limit is passed.
+    """
     number, left = 0, [value]
     while left and number + len(left) <= limit:
         item = left.pop()
@@ -303,7 +354,8 @@ def _num_characters(value: Any, limit: int) -> int:
 class Sessions:
     """Those that are open, who may use them, and those that wait for an agent to take them.
 
-    key: the run's; a session's and a program's own follow from it. url: of the gateway, once it listens.
+    key: the run's; a session's and a program's own follow from it. url: of the gateway, once it
+    listens.
     """
 
     def __init__(self, key: str) -> None:
@@ -323,7 +375,10 @@ class Sessions:
         self._open[session.id] = session
 
     async def offer(self, session: Session, patience_s: float) -> None:
-        """Returns when an agent has taken it. Raises asyncio.TimeoutError where none has taken any for so long."""
+        """Returns when an agent has taken it.
+
+        Raises asyncio.TimeoutError where none has taken any for so long.
+        """
         self._waiting.append(session)
         self._offered.set()
         while session in self._waiting:
@@ -347,7 +402,9 @@ class Sessions:
         while not self._waiting:
             self._offered.clear()
             try:
-                await asyncio.wait_for(self._offered.wait(), end_s - asyncio.get_running_loop().time())
+                await asyncio.wait_for(
+                    self._offered.wait(), end_s - asyncio.get_running_loop().time()
+                )
             except asyncio.TimeoutError:
                 return None
         session = self._waiting.popleft()
@@ -357,10 +414,17 @@ class Sessions:
         return session
 
     def taker_ended(self, taker: str) -> bool:
-        """Begins the sessions again that the taker has taken and not ended. Whether it has ended one since its last end."""
+        """Begins the sessions again that the taker has taken and not ended.
+
+        Whether it has ended one since its last end.
+        """
         was_useful = taker in self._useful
         self._useful.discard(taker)
-        for session in [self._open[one] for one, other in self._takers.items() if other == taker and one in self._open]:
+        for session in [
+            self._open[one]
+            for one, other in self._takers.items()
+            if other == taker and one in self._open
+        ]:
             was_useful |= session.is_done
             if session.outcome is None:
                 session.lose()

@@ -1,16 +1,20 @@
-"""The tree of a session: an agent's requests and the policy's answers as token sequences that share their beginnings.
+"""The tree of a session: an agent's requests and the policy's answers as token sequences that share
+their beginnings.
 
     question ──policy──> "<tool_call>..." ──tool's answer──> ──policy──> "42"        a leaf, hence a sample
         └──policy──> "41"                                                            a retry: another leaf
     a sub-agent's question ──policy──> ...                                           a request that continues nothing known
 
-A node is one request: the tokens that it added, and those that the policy wrote. What the policy wrote stays the engine's ids,
-log-probs and version; it is never rendered and tokenised again. Nodes are found by text: a request continues the node whose turns
-its own text begins with, and only what follows is tokenised. So a template that renders earlier turns otherwise than they were
-written (without their reasoning, for one) opens a new branch, and no sample holds tokens that the policy was not shown.
+A node is one request: the tokens that it added, and those that the policy wrote. What the policy
+wrote stays the engine's ids, log-probs and version; it is never rendered and tokenised again. Nodes
+are found by text: a request continues the node whose turns its own text begins with, and only what
+follows is tokenised. So a template that renders earlier turns otherwise than they were written
+(without their reasoning, for one) opens a new branch, and no sample holds tokens that the policy
+was not shown.
 
-Every leaf is a sample. A turn that several leaves share is trained once, by the first of them in the order of `leaves`, with that
-sample's advantage; in the others it is context. The order follows from the tokens, not from the time at which requests came.
+Every leaf is a sample. A turn that several leaves share is trained once, by the first of them in
+the order of `leaves`, with that sample's advantage; in the others it is context. The order follows
+from the tokens, not from the time at which requests came.
 """
 
 from __future__ import annotations
@@ -30,8 +34,9 @@ from pa_npu.samples.types import Sample, SampleBuilder, SampleTurn, num_common
 class Node:
     """One request. number: in order of arrival, from 1; the root, which is none, has 0.
 
-    context, context_text: what the request added behind its parent. written: the policy's answer. shown: texts that stand for the
-    answer in a later request: its own, and the template's rendering of the same message where that differs in form only.
+    context, context_text: what the request added behind its parent. written: the policy's answer.
+    shown: texts that stand for the answer in a later request: its own, and the template's rendering
+    of the same message where that differs in form only.
     """
 
     number: int
@@ -68,7 +73,9 @@ class SessionTree:
         self.nodes = [self.root]
 
     def find(self, text: str) -> tuple[Node, int]:
-        """The node whose turns the text begins with, the one that covers most of it, and where what is new begins."""
+        """The node whose turns the text begins with, the one that covers most of it, and where what
+        is new begins.
+        """
 
         def ends(child: Node, start: int) -> list[int]:
             begin = start + len(child.context_text)
@@ -83,12 +90,16 @@ class SessionTree:
         def ends(child: Node, start: int) -> list[int]:
             assert child.written is not None
             own = np.concatenate([child.context, child.written.tokens])
-            return [start + len(own)] if np.array_equal(tokens[start : start + len(own)], own) else []
+            return (
+                [start + len(own)] if np.array_equal(tokens[start : start + len(own)], own) else []
+            )
 
         return self._furthest(ends)
 
     def _furthest(self, ends: Callable[[Node, int], Sequence[int]]) -> tuple[Node, int]:
-        """The node that a request reaches furthest through, and where. ends: where a child's turn ends that begins at a place."""
+        """The node that a request reaches furthest through, and where. ends: where a child's turn
+        ends that begins at a place.
+        """
         best, most = self.root, 0
         stack = [(self.root, 0)]
         while stack:
@@ -101,7 +112,12 @@ class SessionTree:
 
     def tokens(self, node: Node) -> npt.NDArray[np.int32]:
         """All tokens from the first request's to the last that the node's answer has."""
-        parts = [part for one in node.path if one.written is not None for part in (one.context, one.written.tokens)]
+        parts = [
+            part
+            for one in node.path
+            if one.written is not None
+            for part in (one.context, one.written.tokens)
+        ]
         return np.concatenate(parts, dtype=np.int32) if parts else np.zeros(0, np.int32)
 
     def add(
@@ -112,7 +128,9 @@ class SessionTree:
         written: Generation,
         shown: Sequence[str],
     ) -> Node:
-        node = Node(len(self.nodes), parent, context, context_text, written, tuple(dict.fromkeys(shown)))
+        node = Node(
+            len(self.nodes), parent, context, context_text, written, tuple(dict.fromkeys(shown))
+        )
         parent.children.append(node)
         self.nodes.append(node)
         return node
@@ -135,13 +153,20 @@ class SessionTree:
     @property
     def most_shown(self) -> Node:
         """The leaf whose last request showed the policy most tokens, the first of several."""
-        return max(self.leaves(), key=lambda leaf: len(self.tokens(leaf.parent or self.root)) + len(leaf.context))
+        return max(
+            self.leaves(),
+            key=lambda leaf: len(self.tokens(leaf.parent or self.root)) + len(leaf.context),
+        )
 
-    def samples(self, text: str, *, ended: bool, reward: float | None, session: int = 0) -> list[Sample]:
-        """One sample per leaf. text: the session's, which reward functions read. ended: by itself, not at a limit.
+    def samples(
+        self, text: str, *, ended: bool, reward: float | None, session: int = 0
+    ) -> list[Sample]:
+        """One sample per leaf. text: the session's, which reward functions read. ended: by itself,
+        not at a limit.
         session: its number in the group.
 
-        reward: the session's; a leaf has that and those of the turns on its path. None leaves it to the reward functions.
+        reward: the session's; a leaf has that and those of the turns on its path. None leaves it to
+        the reward functions.
         """
         samples = []
         trained: set[int] = set()
@@ -159,15 +184,24 @@ class SessionTree:
                 else:
                     sample.show(written.tokens, written.columns)
                 place = places.setdefault(node.number, len(places))
-                turns.append(SampleTurn(session, place, node.context_text, len(written.tokens), is_new, node.reward))
+                turns.append(
+                    SampleTurn(
+                        session, place, node.context_text, len(written.tokens), is_new, node.reward
+                    )
+                )
             trained.update(node.number for node in path)
             own = None if reward is None else reward + sum(node.reward or 0.0 for node in path)
             last = path[-1].written
-            samples.append(sample.finish(ended and last is not None and last.finished, text, own, turns))
+            samples.append(
+                sample.finish(ended and last is not None and last.finished, text, own, turns)
+            )
         return samples
 
 
 def num_unique(samples: Sequence[Sample]) -> int:
     """Tokens of all samples where those of a common beginning count once."""
-    ordered = sorted(samples, key=lambda sample: sample.tokens.tobytes())  # neighbours have most in common
-    return sum(len(sample.tokens) for sample in ordered) - sum(map(num_common, ordered, ordered[1:]))
+    # neighbours have most in common
+    ordered = sorted(samples, key=lambda sample: sample.tokens.tobytes())
+    return sum(len(sample.tokens) for sample in ordered) - sum(
+        map(num_common, ordered, ordered[1:])
+    )

@@ -69,7 +69,14 @@ def clip_factor(config: Config, norm: float) -> float:
 
 
 def step(
-    before: Elements, gradient: Values, decay: Values, steps: Values, *, config: Config, rate: float, clip: float
+    before: Elements,
+    gradient: Values,
+    decay: Values,
+    steps: Values,
+    *,
+    config: Config,
+    rate: float,
+    clip: float,
 ) -> Stepped:
     """Replays a step of elements. gradient: not yet clipped; NaN where none came, which leaves an
     element as it is.
@@ -94,11 +101,19 @@ def step(
     mean_limit = 8 * _UNIT * (np.abs(before.mean) + size) + _SMALLEST
     square_limit = 16 * _UNIT * (square + clipped**2) + _SMALLEST
     # of the square root: its slope where the square is far from 0, else the root of all of it
-    root_limit = np.minimum(square_limit / np.maximum(root, 1e-300), np.sqrt(square_limit)) / np.sqrt(shrunk_square)
+    root_limit = np.minimum(
+        square_limit / np.maximum(root, 1e-300), np.sqrt(square_limit)
+    ) / np.sqrt(shrunk_square)
     of_fractions = _UNIT * (8 + 2 * first**steps / shrunk_mean + second**steps / shrunk_square)
     scale_limit = root_limit + of_fractions * scale
-    change_limit = rate / shrunk_mean * (mean_limit / scale + np.abs(mean) / scale * (scale_limit / scale))
-    weight_limit = 4 * _UNIT * (np.abs(before.weights) + np.abs(change)) + change_limit + of_fractions * np.abs(change)
+    change_limit = (
+        rate / shrunk_mean * (mean_limit / scale + np.abs(mean) / scale * (scale_limit / scale))
+    )
+    weight_limit = (
+        4 * _UNIT * (np.abs(before.weights) + np.abs(change))
+        + change_limit
+        + of_fractions * np.abs(change)
+    )
     none = np.zeros_like(mean)
     return Stepped(
         Elements(

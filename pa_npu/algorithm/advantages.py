@@ -1,9 +1,11 @@
 """Advantages of a group's responses from their rewards (numpy, used by the coordinator).
 
-G is the number of samples that the environment made of a prompt: rollout.responses_per_prompt, unless it makes more or fewer.
+G is the number of samples that the environment made of a prompt: rollout.responses_per_prompt,
+unless it makes more or fewer.
 
-A function of your own: `my_advantage(rewards)`, float32 [G] -> [G], anywhere importable; algorithm.advantage=module:function. One
-that needs a certain G raises ValueError, which ends the run with one line.
+A function of your own: `my_advantage(rewards)`, float32 [G] -> [G], anywhere importable;
+algorithm.advantage=module:function. One that needs a certain G raises ValueError, which ends the
+run with one line.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _ROUNDING = 1e-5
 
 
 def group_std(rewards: Rewards) -> Rewards:
-    """A_i = (r_i - mean(r)) / std(r): GRPO, arXiv 2402.03300, with the sample deviation, as TRL and verl."""
+    """A_i = (r_i - mean(r)) / std(r): GRPO, arXiv 2402.03300, with the sample deviation, as TRL and
+    verl.
+    """
     centred_rewards = _centre(rewards)
     return (centred_rewards / (_sample_std(centred_rewards) + STD_EPSILON)).astype(np.float32)
 
@@ -38,7 +42,9 @@ def centred(rewards: Rewards) -> Rewards:
 
 
 def leave_one_out(rewards: Rewards) -> Rewards:
-    """A_i = r_i - mean of the other rewards = (r_i - mean(r)) G / (G - 1): RLOO, arXiv 2402.14740; 0 without others."""
+    """A_i = r_i - mean of the other rewards = (r_i - mean(r)) G / (G - 1): RLOO, arXiv 2402.14740;
+    0 without others.
+    """
     return (_centre(rewards) * (len(rewards) / max(1, len(rewards) - 1))).astype(np.float32)
 
 
@@ -54,7 +60,10 @@ KNOWN_ADVANTAGES = (*GROUP_ADVANTAGES, BATCH_STD)
 
 
 def find_group_advantage(name: str) -> GroupAdvantage:
-    """The registered function, or the one that `module:function` names. Raises ConfigError when there is none."""
+    """The registered function, or the one that `module:function` names.
+
+    Raises ConfigError when there is none.
+    """
     found: GroupAdvantage = find_function("algorithm.advantage", name, GROUP_ADVANTAGES)
     return found
 
@@ -62,8 +71,9 @@ def find_group_advantage(name: str) -> GroupAdvantage:
 def group_advantages(rewards: Rewards, kind: str) -> Rewards:
     """Advantages float32 [G] of one group's `rewards` [G], by the function that `kind` names.
 
-    The built-in ones give zeros where all rewards are equal. Depends on one group only, hence usable while streaming.
-    Raises ConfigError where a user's function fails or returns something else than G finite numbers.
+    The built-in ones give zeros where all rewards are equal. Depends on one group only, hence
+    usable while streaming. Raises ConfigError where a user's function fails or returns something
+    else than G finite numbers.
     """
     function = find_group_advantage(kind)
     if kind in GROUP_ADVANTAGES:
@@ -75,15 +85,19 @@ def group_advantages(rewards: Rewards, kind: str) -> Rewards:
         raise ConfigError(f"{where} failed: {describe(error)}; correct the function") from None
     if advantages.shape != np.shape(rewards):
         raise ConfigError(
-            f"{where} returned the shape {advantages.shape} for {len(rewards)} rewards; return one number per reward"
+            f"{where} returned the shape {advantages.shape} for {len(rewards)} rewards; return one "
+            "number per reward"
         )
     if not np.isfinite(advantages).all():
-        raise ConfigError(f"{where} returned {advantages.tolist()}, not all finite; return finite numbers")
+        raise ConfigError(
+            f"{where} returned {advantages.tolist()}, not all finite; return finite numbers"
+        )
     return advantages
 
 
 def broken_advantages(rewards: Rewards, advantages: Rewards, kind: str) -> str | None:
-    """Why `advantages` [G] are not those of the group's `rewards` [G], as a phrase; None where they are (invariant I7).
+    """Why `advantages` [G] are not those of the group's `rewards` [G], as a phrase; None where they
+    are (invariant I7).
 
     Of batch-std, which one group does not determine: a positive multiple of the centred rewards.
     """
@@ -99,14 +113,19 @@ def broken_advantages(rewards: Rewards, advantages: Rewards, kind: str) -> str |
     largest = float(np.abs(expected).max())
     if np.abs(advantages - expected).max() <= _ROUNDING * largest:
         return None
-    return f"advantages {advantages.tolist()} of rewards {rewards.tolist()} should be {expected.tolist()}"
+    return (
+        f"advantages {advantages.tolist()} of rewards {rewards.tolist()} should be "
+        f"{expected.tolist()}"
+    )
 
 
 def batch_advantages(rewards: Sequence[Rewards]) -> list[Rewards]:
-    """Centre each group by its own mean and divide by the deviation of all centred rewards of the iteration.
+    """Centre each group by its own mean and divide by the deviation of all centred rewards of the
+    iteration.
 
-    REINFORCE++ with baseline, arXiv 2501.03262; the mean of the centred rewards over the batch is zero already. Every response
-    counts once; verl whitens tokens instead, so that there a response counts by its length.
+    REINFORCE++ with baseline, arXiv 2501.03262; the mean of the centred rewards over the batch is
+    zero already. Every response counts once; verl whitens tokens instead, so that there a response
+    counts by its length.
     Needs every group of the iteration, so the configuration refuses it while streaming.
     """
     groups = [_centre(group) for group in rewards]

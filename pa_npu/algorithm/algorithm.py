@@ -1,7 +1,9 @@
-"""Algorithm: what a run trains and how, in one object. Everybody else asks it and knows no algorithm by name.
+"""Algorithm: what a run trains and how, in one object. Everybody else asks it and knows no
+algorithm by name.
 
     coordinator   credit of a group's samples; what has to stay together
-    trainers      models to run, the loss and its components, ratio, normaliser, metrics; the check of credit
+    trainers      models to run, the loss and its components, ratio, normaliser, metrics; the check
+                  of credit
     planner       models that trainers hold and compute
     launcher      the rules between the keys that it reads
 
@@ -130,7 +132,9 @@ class Algorithm(ABC):
 
     @property
     def loss_columns(self) -> tuple[Any, ...]:
-        """The declared columns (samples.columns.Column) that the loss reads; each says who fills it."""
+        """The declared columns (samples.columns.Column) that the loss reads; each says who fills
+        it.
+        """
         return tuple(getattr(type(self), "columns", ()))
 
     @property
@@ -141,12 +145,16 @@ class Algorithm(ABC):
     # Which tokens it trains
 
     def token_components(
-        self, tokens: npt.NDArray[np.int32], component: npt.NDArray[np.uint8], written: npt.NDArray[np.bool_]
+        self,
+        tokens: npt.NDArray[np.int32],
+        component: npt.NDArray[np.uint8],
+        written: npt.NDArray[np.bool_],
     ) -> npt.NDArray[np.uint8]:
-        """Returns the component of each token of a sample, uint8 [T]; 0 for its first token, which follows from nothing.
+        """Returns the component of each token of a sample, uint8 [T]; 0 for its first token, which
+        follows from nothing.
 
-        By default it is as the environment put the sample together: 1 for tokens that the policy wrote. A subclass whose
-        components train other tokens of any environment names them here.
+        By default it is as the environment put the sample together: 1 for tokens that the policy
+        wrote. A subclass whose components train other tokens of any environment names them here.
 
         Args:
             tokens: int32 [T].
@@ -155,7 +163,9 @@ class Algorithm(ABC):
         """
         return component
 
-    def broken_components(self, component: npt.NDArray[np.uint8], written: npt.NDArray[np.bool_]) -> str | None:
+    def broken_components(
+        self, component: npt.NDArray[np.uint8], written: npt.NDArray[np.bool_]
+    ) -> str | None:
         """Says, as a phrase, why these are not components that it can train; None where they are."""
         if component.max(initial=0) <= 1 and np.array_equal(component != 0, written):
             return None  # as nearly all groups are
@@ -167,8 +177,8 @@ class Algorithm(ABC):
             without = int(np.count_nonzero((component == number) & ~written))
             if part.needs_provenance and without:
                 return (
-                    f"{without} tokens of component {number} ({part.name}) have no weight version: the policy did not write them, "
-                    f"and this component trains tokens that it wrote"
+                    f"{without} tokens of component {number} ({part.name}) have no weight version: "
+                    "the policy did not write them, and this component trains tokens that it wrote"
                 )
         return None
 
@@ -184,11 +194,15 @@ class Algorithm(ABC):
         """Returns the advantages of one group, float32 [T]; 0 on tokens that are not trained."""
 
     def batch_credit(self, groups: Sequence[ScoredSamples]) -> list[TokenValues]:
-        """The same of all groups of an iteration. Called where the iteration is handed over as a whole."""
+        """The same of all groups of an iteration.
+
+        Called where the iteration is handed over as a whole.
+        """
         return [self.credit(group) for group in groups]
 
     def broken_credit(self, group: ScoredSamples, advantages: TokenValues) -> str | None:
-        """Says why `advantages` [T] are not the group's credit, as a phrase; None where they are (invariant I7).
+        """Says why `advantages` [T] are not the group's credit, as a phrase; None where they are
+        (invariant I7).
 
         By default credit is computed again. It must not depend on more than the group.
         """
@@ -197,7 +211,10 @@ class Algorithm(ABC):
         if not wrong.any():
             return None
         token = int(wrong.argmax())
-        return f"the advantage of token {token} is {advantages[token]:.6g} and should be {expected[token]:.6g}"
+        return (
+            f"the advantage of token {token} is {advantages[token]:.6g} and should be "
+            f"{expected[token]:.6g}"
+        )
 
     # The loss
 
@@ -206,7 +223,8 @@ class Algorithm(ABC):
         """The policy that log-probs are compared with, algorithm.ratio resolved.
 
         proximal: that of the iteration's beginning. sampling: the one that wrote the token, by what
-        the engine reported; auto takes it with max_staleness, where no weights stand between the two.
+        the engine reported; auto takes it with max_staleness, where no weights stand between the
+        two.
         """
         if self.keys.ratio != "auto":
             return self.keys.ratio
@@ -215,7 +233,9 @@ class Algorithm(ABC):
 
     @property
     def reads_old_logprobs(self) -> bool:
-        """Whether the loss may depend on that policy's log-probs, so that these have to be the right ones."""
+        """Whether the loss may depend on that policy's log-probs, so that these have to be the
+        right ones.
+        """
         return True
 
     @abstractmethod
@@ -227,14 +247,18 @@ class Algorithm(ABC):
 
     @abstractmethod
     def loss_sums(self, batch: TokenBatch) -> LossSums:
-        """Returns the sum over the leading component's tokens of a microbatch, each with its weight, undivided."""
+        """Returns the sum over the leading component's tokens of a microbatch, each with its
+        weight, undivided.
+        """
 
     def component_loss(self, component: Component, batch: TokenBatch) -> torch.Tensor:
         """Returns the loss of each token of another component, [tokens], before its weight.
 
         batch: of these tokens alone.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no loss for component {component.name}")
+        raise NotImplementedError(
+            f"{type(self).__name__} has no loss for component {component.name}"
+        )
 
     @property
     @abstractmethod
@@ -242,10 +266,11 @@ class Algorithm(ABC):
         """The names in the metrics of `loss_sums`, "loss" and "policy_loss" among them."""
 
     def expected_gradient(self, batch: TokenBatch) -> ExpectedGradient:
-        """Returns the gradient of `loss_sums` at the log-probs by a second calculation, on the host (I7).
+        """Returns the gradient of `loss_sums` at the log-probs by a second calculation, on the host
+        (I7).
 
-        By default it is autograd's again, in fp64. That sees what the loss is given and what becomes of its gradient, not a
-        mistake in the formula: a second formula sees that too.
+        By default it is autograd's again, in fp64. That sees what the loss is given and what
+        becomes of its gradient, not a mistake in the formula: a second formula sees that too.
         """
         from pa_npu.algorithm.component_sums import gradient_by_autograd
 
@@ -264,8 +289,12 @@ class Algorithm(ABC):
         """Returns N, which every component's sum is divided by, of what `counts` says."""
 
     @abstractmethod
-    def broken_normalisers(self, normalisers: Sequence[float], dispatched: Counts, num_groups: int) -> str | None:
-        """Says why these are not the normalisers of an iteration's updates, as a phrase; None where they are (I7)."""
+    def broken_normalisers(
+        self, normalisers: Sequence[float], dispatched: Counts, num_groups: int
+    ) -> str | None:
+        """Says why these are not the normalisers of an iteration's updates, as a phrase; None where
+        they are (I7).
+        """
 
     # Its keys
 

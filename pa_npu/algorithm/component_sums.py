@@ -1,4 +1,6 @@
-"""The loss of all components together: each over its own tokens, all divided by the leading one's normaliser."""
+"""The loss of all components together: each over its own tokens, all divided by the leading one's
+normaliser.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,18 @@ _ROUNDING = 1e-4
 
 
 def all_sums(algorithm: Algorithm, batch: TokenBatch) -> LossSums:
-    """Returns the sum over a microbatch's tokens of all components, undivided, and the metrics of `all_metric_names`."""
+    """Returns the sum over a microbatch's tokens of all components, undivided, and the metrics of
+    `all_metric_names`.
+    """
     component = batch.columns.get("component")
     if component is None:
         sums = algorithm.loss_sums(batch)
         if len(algorithm.components) == 1:
             return sums
         zero = torch.zeros_like(sums.loss.detach())
-        return LossSums(sums.loss, sums.metrics | dict.fromkeys(_component_metrics(algorithm), zero))
+        return LossSums(
+            sums.loss, sums.metrics | dict.fromkeys(_component_metrics(algorithm), zero)
+        )
     sums = algorithm.loss_sums(batch.select(component == 1))
     loss, metrics = sums.loss, dict(sums.metrics)
     for part in algorithm.components[1:]:
@@ -42,12 +48,18 @@ def all_metric_names(algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def all_gradients(algorithm: Algorithm, batch: TokenBatch) -> ExpectedGradient:
-    """Returns the gradient of `all_sums` at the log-probs by a second calculation, on the host (I7)."""
+    """Returns the gradient of `all_sums` at the log-probs by a second calculation, on the host
+    (I7).
+    """
     component = batch.columns.get("component")
     if component is None:
         return algorithm.expected_gradient(batch)
     num_tokens = len(batch.logprobs)
-    values, limit, is_sure = np.zeros(num_tokens), np.zeros(num_tokens), np.ones(num_tokens, np.bool_)
+    values, limit, is_sure = (
+        np.zeros(num_tokens),
+        np.zeros(num_tokens),
+        np.ones(num_tokens, np.bool_),
+    )
     for part in algorithm.components:
         rows = component == part.number
         if not rows.any():
@@ -63,7 +75,9 @@ def all_gradients(algorithm: Algorithm, batch: TokenBatch) -> ExpectedGradient:
     return ExpectedGradient(values, limit, is_sure)
 
 
-def gradient_by_autograd(loss: Callable[[TokenBatch], torch.Tensor], batch: TokenBatch) -> ExpectedGradient:
+def gradient_by_autograd(
+    loss: Callable[[TokenBatch], torch.Tensor], batch: TokenBatch
+) -> ExpectedGradient:
     """Returns the gradient of `loss` at the batch's log-probs, in fp64 on the host."""
     wide = batch.wide()
     logprobs = wide.logprobs.detach().clone().requires_grad_()

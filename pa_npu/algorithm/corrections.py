@@ -1,4 +1,6 @@
-"""KL estimates between policies, and the weights of tokens that another policy sampled than the one that is trained."""
+"""KL estimates between policies, and the weights of tokens that another policy sampled than the one
+that is trained.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,12 @@ from pa_npu.config.sections.learning import AlgorithmConfig
 
 
 def k1(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """-d with d = other - policy: unbiased for KL(policy || other) on the policy's samples; may be negative.
+    """-d with d = other - policy: unbiased for KL(policy || other) on the policy's samples; may be
+    negative.
 
-    In the loss its expected gradient is zero, because that of log pi is; it acts in the reward only. Estimators k1, k2, k3
-    after J. Schulman, "Approximating KL Divergence", 2020. All are per token, [tokens].
+    In the loss its expected gradient is zero, because that of log pi is; it acts in the reward
+    only. Estimators k1, k2, k3 after J. Schulman, "Approximating KL Divergence", 2020. All are per
+    token, [tokens].
     """
     return logprobs - other
 
@@ -25,7 +29,8 @@ def k2(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def k3(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """exp(d) - 1 - d: unbiased and never negative; its expected gradient is that of KL(other || policy), the other direction.
+    """exp(d) - 1 - d: unbiased and never negative; its expected gradient is that of KL(other ||
+    policy), the other direction.
 
     GRPO's choice, arXiv 2402.03300, eq. 4.
     """
@@ -36,12 +41,16 @@ def k3(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def kl_reward_advantages(batch: TokenBatch, estimator: str, coefficient: float, kind: str) -> torch.Tensor:
-    """The advantages, [tokens], of -coefficient * KL(old policy || reference) as a part of each response's reward.
+def kl_reward_advantages(
+    batch: TokenBatch, estimator: str, coefficient: float, kind: str
+) -> torch.Tensor:
+    """The advantages, [tokens], of -coefficient * KL(old policy || reference) as a part of each
+    response's reward.
 
-    KL is estimated by the sum over the response's tokens: with k1 the reward of RLOO, arXiv 2402.14740. Advantages that are
-    linear in the rewards (centred, leave-one-out) are the sum of the rewards' and the KL's, so that the coordinator
-    need not know the KL. Every group of the batch must be whole.
+    KL is estimated by the sum over the response's tokens: with k1 the reward of RLOO, arXiv
+    2402.14740. Advantages that are linear in the rewards (centred, leave-one-out) are the sum of
+    the rewards' and the KL's, so that the coordinator need not know the KL. Every group of the
+    batch must be whole.
     """
     if batch.reference_logprobs is None or batch.num_responses % batch.group_size:
         raise ValueError(
@@ -58,23 +67,28 @@ def kl_reward_advantages(batch: TokenBatch, estimator: str, coefficient: float, 
 
 @dataclass(frozen=True)
 class Weights:
-    """Factors of the tokens' losses, without gradient, [tokens], and where they were truncated or masked, [tokens] bool."""
+    """Factors of the tokens' losses, without gradient, [tokens], and where they were truncated or
+    masked, [tokens] bool.
+    """
 
     values: torch.Tensor
     cut: torch.Tensor
 
 
 def importance_weights(batch: TokenBatch, config: AlgorithmConfig) -> Weights:
-    """pi_proximal / pi_sampling of each token, or of the whole response (product over its tokens), kept within bounds.
+    """pi_proximal / pi_sampling of each token, or of the whole response (product over its tokens),
+    kept within bounds.
 
-    Sampling: what the engine reported. It differs from the proximal policy by what the engine computes differently, and by the
-    updates since (staleness), so one weight corrects for both; the KL and entropy terms are left alone. With the clip's ratio
-    against the proximal policy this is decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298.
+    Sampling: what the engine reported. It differs from the proximal policy by what the engine
+    computes differently, and by the updates since (staleness), so one weight corrects for both; the
+    KL and entropy terms are left alone. With the clip's ratio against the proximal policy this is
+    decoupled PPO: Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298.
 
     no floor    min(w, cap)                    TIS: Yao et al., "Your efficient RL framework secretly brings you off-policy RL
                                                training", 2025; truncation: Ionides, 2008
     a floor     w where floor <= w <= cap, else 0    with floor = 0 MIS: Liu et al., "When speed kills stability", 2025;
-                                               of tokens and with a floor IcePop: Ring-1T, arXiv 2510.18855
+                                               of tokens and with a floor IcePop: Ring-1T, arXiv
+                                               2510.18855
     """
     log_ratio = batch.old_logprobs - batch.engine_logprobs
     if config.importance_sampling == "sequence":
@@ -92,7 +106,8 @@ def age_weights(ages: torch.Tensor, exponent: float) -> torch.Tensor:
 
 
 def effective_sample_size(weight_sum: float, square_sum: float, count: float) -> float:
-    """(sum w)^2 / (n sum w^2), between 0 and 1: how many equally weighted samples n weighted ones are worth, as a share of n.
+    """(sum w)^2 / (n sum w^2), between 0 and 1: how many equally weighted samples n weighted ones
+    are worth, as a share of n.
 
     Kong, "A note on importance sampling using standardized weights", 1992.
     """

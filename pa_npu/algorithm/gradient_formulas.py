@@ -1,4 +1,6 @@
-"""The gradient of each loss at the log-probs, from its formula in numpy and fp64: what autograd must have made of it (I7)."""
+"""The gradient of each loss at the log-probs, from its formula in numpy and fp64: what autograd
+must have made of it (I7).
+"""
 
 from __future__ import annotations
 
@@ -20,23 +22,36 @@ _NEAR = 1e-4
 
 
 def expected_policy_gradient(batch: TokenBatch, config: AlgorithmConfig) -> ExpectedGradient:
-    """Returns dL/d log p of every token of a batch on the host, L being the sum of a policy gradient (loss_sums.py)."""
+    """Returns dL/d log p of every token of a batch on the host, L being the sum of a policy
+    gradient (loss_sums.py).
+    """
     tokens = _Tokens(batch, config, kl_in_reward=config.kl_coef > 0 and config.kl_in == "reward")
     policy, is_sure = _policy_gradient(tokens)
     factor, factor_is_sure = _factors(tokens)
     values = tokens.weights * factor * policy
-    size = tokens.weights * factor * tokens.size_of_advantage * np.maximum(np.abs(_ratio_of(policy, tokens)), 1.0)
+    size = (
+        tokens.weights
+        * factor
+        * tokens.size_of_advantage
+        * np.maximum(np.abs(_ratio_of(policy, tokens)), 1.0)
+    )
     if config.kl_coef and config.kl_in == "loss":
         slope, slope_size = _kl_slope(tokens, config.kl_estimator)
         values = values + tokens.weights * config.kl_coef * slope
         size = size + tokens.weights * config.kl_coef * slope_size
-    sums = config.loss == "gspo" or config.importance_sampling == "sequence" or config.kl_in == "reward"
+    sums = (
+        config.loss == "gspo"
+        or config.importance_sampling == "sequence"
+        or config.kl_in == "reward"
+    )
     limit = (_ROUNDING_OF_SUMS if sums else _ROUNDING) * size + 1e-12
     return ExpectedGradient(values, limit, is_sure & factor_is_sure)
 
 
 def expected_preference_gradient(batch: TokenBatch, config: AlgorithmConfig) -> ExpectedGradient:
-    """Returns dL/d log p of every token of a batch on the host, L being the sum over preference pairs."""
+    """Returns dL/d log p of every token of a batch on the host, L being the sum over preference
+    pairs.
+    """
     tokens = _Tokens(batch, config)
     factor, is_sure = _factors(tokens)
     values, size = _preference_gradient(tokens, factor)
@@ -46,16 +61,22 @@ def expected_preference_gradient(batch: TokenBatch, config: AlgorithmConfig) -> 
 class _Tokens:
     """A batch as fp64, with the advantages that the policy term sees."""
 
-    def __init__(self, batch: TokenBatch, config: AlgorithmConfig, *, kl_in_reward: bool = False) -> None:
+    def __init__(
+        self, batch: TokenBatch, config: AlgorithmConfig, *, kl_in_reward: bool = False
+    ) -> None:
         self.batch, self.config = batch, config
         self.logprobs, self.old, self.engine = (
             _fp64(values) for values in (batch.logprobs, batch.old_logprobs, batch.engine_logprobs)
         )
-        self.reference = None if batch.reference_logprobs is None else _fp64(batch.reference_logprobs)
+        self.reference = (
+            None if batch.reference_logprobs is None else _fp64(batch.reference_logprobs)
+        )
         self.response = batch.response_index.numpy()
         self.lengths = np.bincount(self.response, minlength=batch.num_responses)
         of_sequences = config.aggregation == "sequence-mean"
-        self.weights = 1.0 / self.lengths[self.response] if of_sequences else np.ones(len(self.logprobs))
+        self.weights = (
+            1.0 / self.lengths[self.response] if of_sequences else np.ones(len(self.logprobs))
+        )
         if (given := batch.columns.get("weight")) is not None:
             self.weights = self.weights * _fp64(given)
         self.advantages = _fp64(batch.advantages)
@@ -76,7 +97,9 @@ class _Tokens:
         difference = self.reference - self.old
         kl = {"k1": -difference, "k2": difference**2 / 2, "k3": np.expm1(difference) - difference}
         size = self.batch.group_size
-        rewards = -self.config.kl_coef * self.of_response(kl[self.config.kl_estimator]).reshape(-1, size)
+        rewards = -self.config.kl_coef * self.of_response(kl[self.config.kl_estimator]).reshape(
+            -1, size
+        )
         centred = rewards - rewards.mean(axis=1, keepdims=True)
         if self.config.advantage == "leave-one-out":
             centred = centred * size / (size - 1)
@@ -85,7 +108,9 @@ class _Tokens:
 
 
 def _policy_gradient(tokens: _Tokens) -> tuple[Values, npt.NDArray[np.bool_]]:
-    """d l_t / d log p_t of the policy's term, before weights; what a response's ratio shares is summed in there."""
+    """d l_t / d log p_t of the policy's term, before weights; what a response's ratio shares is
+    summed in there.
+    """
     config, advantages = tokens.config, tokens.advantages
     every = np.ones(len(advantages), np.bool_)
     if config.loss == "reinforce":
@@ -103,7 +128,9 @@ def _policy_gradient(tokens: _Tokens) -> tuple[Values, npt.NDArray[np.bool_]]:
         slopes = _clip_slope(ratio, advantages, config) * ratio * tokens.weights * factor
         shared = (tokens.of_response(slopes) / tokens.lengths)[tokens.response]
         scale = tokens.weights * factor
-        return np.divide(shared, scale, out=np.zeros_like(shared), where=scale != 0), ~_is_near_bound(ratio, config)
+        return np.divide(
+            shared, scale, out=np.zeros_like(shared), where=scale != 0
+        ), ~_is_near_bound(ratio, config)
     return _users_gradient(tokens), every
 
 
@@ -113,9 +140,15 @@ def _clip_slope(ratio: Values, advantages: Values, config: AlgorithmConfig) -> V
     reach = np.ones_like(within) if config.delta is None else ratio <= config.delta
     free = -np.minimum(ratio, np.inf if config.delta is None else config.delta) * advantages
     bounded = -np.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
-    slope = np.where(free > bounded, reach, np.where(bounded > free, within, 0.5 * (reach + 1.0 * within)))
+    slope = np.where(
+        free > bounded, reach, np.where(bounded > free, within, 0.5 * (reach + 1.0 * within))
+    )
     if config.dual_clip is not None:
-        slope = np.where((advantages < 0) & (np.maximum(free, bounded) > -config.dual_clip * advantages), 0.0, slope)
+        slope = np.where(
+            (advantages < 0) & (np.maximum(free, bounded) > -config.dual_clip * advantages),
+            0.0,
+            slope,
+        )
     return -slope * advantages
 
 
@@ -126,7 +159,9 @@ def _is_near_bound(ratio: Values, config: AlgorithmConfig) -> npt.NDArray[np.boo
 
 
 def _factors(tokens: _Tokens) -> tuple[Values, npt.NDArray[np.bool_]]:
-    """Importance and age weights of the policy's term, without gradient, and where they can be told."""
+    """Importance and age weights of the policy's term, without gradient, and where they can be
+    told.
+    """
     config = tokens.config
     factor, is_sure = np.ones(len(tokens.logprobs)), np.ones(len(tokens.logprobs), np.bool_)
     if config.importance_sampling != "none":
@@ -139,9 +174,13 @@ def _factors(tokens: _Tokens) -> tuple[Values, npt.NDArray[np.bool_]]:
             factor = np.minimum(ratio, config.importance_cap)
         else:
             bounds.append(config.importance_floor)
-            factor = np.where((ratio > config.importance_cap) | (ratio < config.importance_floor), 0.0, ratio)
+            factor = np.where(
+                (ratio > config.importance_cap) | (ratio < config.importance_floor), 0.0, ratio
+            )
         near = 10 * _NEAR if config.importance_sampling == "sequence" else _NEAR
-        is_sure = ~np.any([np.abs(ratio - bound) <= near * max(bound, 1.0) for bound in bounds], axis=0)
+        is_sure = ~np.any(
+            [np.abs(ratio - bound) <= near * max(bound, 1.0) for bound in bounds], axis=0
+        )
     if config.age_exponent and tokens.batch.ages is not None:
         factor = factor * (1.0 + _fp64(tokens.batch.ages)) ** -config.age_exponent
     return factor, is_sure
@@ -184,19 +223,25 @@ def _users_gradient(tokens: _Tokens) -> Values:
     """Of a loss of the user's own: the function again, on the host, before weights and factors."""
     batch = tokens.batch
     logprobs = batch.logprobs.detach().clone().requires_grad_()
-    again = replace(batch, logprobs=logprobs, advantages=torch.from_numpy(tokens.advantages).float())
+    again = replace(
+        batch, logprobs=logprobs, advantages=torch.from_numpy(tokens.advantages).float()
+    )
     factor, _ = _factors(tokens)
     scale = torch.from_numpy(tokens.weights * factor).float()
     with torch.enable_grad():
         terms = find_policy_loss(tokens.config.loss)(again, tokens.config)
         (gradient,) = torch.autograd.grad((terms.loss * scale).sum(), logprobs)
     wide = _fp64(gradient)
-    return np.divide(wide, scale.double().numpy(), out=np.zeros_like(wide), where=scale.numpy() != 0)
+    return np.divide(
+        wide, scale.double().numpy(), out=np.zeros_like(wide), where=scale.numpy() != 0
+    )
 
 
 def _ratio_of(policy: Values, tokens: _Tokens) -> Values:
     """By how much a term's gradient is larger than its advantage."""
-    return np.divide(policy, tokens.advantages, out=np.zeros_like(policy), where=tokens.advantages != 0)
+    return np.divide(
+        policy, tokens.advantages, out=np.zeros_like(policy), where=tokens.advantages != 0
+    )
 
 
 def _fp64(values: torch.Tensor) -> Values:

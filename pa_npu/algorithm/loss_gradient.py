@@ -29,7 +29,8 @@ from pa_npu.algorithm.policy_losses import TokenBatch
 
 Values = npt.NDArray[np.float64]
 
-_ROWS = 64  # of a microbatch, at least, whose gradient is watched; all where it has fewer than twice as many
+# of a microbatch, at least, whose gradient is watched; all where it has fewer than twice as many
+_ROWS = 64
 
 
 class HeadGradient:
@@ -58,7 +59,9 @@ class HeadGradient:
         self.every = max(1, len(hidden) // _ROWS)
         states, gradient = hidden[:: self.every].float(), gradient[:: self.every].float()
         self.products = torch.linalg.vecdot(states, gradient)
-        self.sizes = torch.linalg.vector_norm(states, dim=-1) * torch.linalg.vector_norm(gradient, dim=-1)
+        self.sizes = torch.linalg.vector_norm(states, dim=-1) * torch.linalg.vector_norm(
+            gradient, dim=-1
+        )
 
 
 @dataclass(eq=False)
@@ -82,12 +85,16 @@ class GivenLoss:
             logprobs.register_hook(self._arrived)
 
     def _arrived(self, gradient: torch.Tensor) -> None:
-        self.gradient = gradient.detach() if self.gradient is None else self.gradient + gradient.detach()
+        self.gradient = (
+            gradient.detach() if self.gradient is None else self.gradient + gradient.detach()
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class ExpectedGradient:
-    """[N] each: the gradient, how far rounding may take it, and where it can be told (not beside a bound of a ratio)."""
+    """[N] each: the gradient, how far rounding may take it, and where it can be told (not beside a
+    bound of a ratio).
+    """
 
     values: Values
     limit: Values
@@ -103,9 +110,11 @@ class Slope:
 
 
 def slope_of(products: Values, expected: Values, sizes: Values, noise: float) -> Slope | None:
-    """Returns the factor of h · dL/dh over g (log p + H), over tokens of which rounding cannot hide it.
+    """Returns the factor of h · dL/dh over g (log p + H), over tokens of which rounding cannot hide
+    it.
 
-    noise: the share of |h| |dL/dh| below which a token's value is not looked at. None where that is all of them.
+    noise: the share of |h| |dL/dh| below which a token's value is not looked at. None where that is
+    all of them.
     """
     clear = np.abs(expected) > noise * sizes
     products, expected = products[clear], expected[clear]
@@ -138,16 +147,28 @@ def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
         return None if values[0] is None else torch.cat(values)
 
     names = ("logprobs", "entropy", "old_logprobs", "reference_logprobs", "engine_logprobs")
-    columns: dict[str, Any] = {name: column(name) for name in (*names, "advantages", "weights", "ages")}
+    columns: dict[str, Any] = {
+        name: column(name) for name in (*names, "advantages", "weights", "ages")
+    }
     declared = {
         name: torch.cat([_column(batch, name) for batch in batches])
         for name in dict.fromkeys(name for batch in batches for name in batch.columns)
     }
-    return replace(first, **columns, response_index=torch.cat(shifted), num_responses=starts[-1], columns=declared)
+    return replace(
+        first,
+        **columns,
+        response_index=torch.cat(shifted),
+        num_responses=starts[-1],
+        columns=declared,
+    )
 
 
 # What a batch says by leaving a column out.
-_LEFT_OUT = {"component": (1, torch.uint8), "weight": (1.0, torch.float32), "written": (True, torch.bool)}
+_LEFT_OUT = {
+    "component": (1, torch.uint8),
+    "weight": (1.0, torch.float32),
+    "written": (True, torch.bool),
+}
 
 
 def _column(batch: TokenBatch, name: str) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""The sum over a microbatch's tokens: the loss itself with its corrections, KL and entropy, and the metrics beside it."""
+"""The sum over a microbatch's tokens: the loss itself with its corrections, KL and entropy, and the
+metrics beside it.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,18 @@ from pa_npu.config.sections.learning import AlgorithmConfig
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over one microbatch. `loss` carries the gradient; `metrics` holds detached sums, by name (see metric_names)."""
+    """Sums over one microbatch.
+
+    `loss` carries the gradient; `metrics` holds detached sums, by name (see metric_names).
+    """
 
     loss: torch.Tensor
     metrics: dict[str, torch.Tensor]
 
 
 def metric_names(config: AlgorithmConfig, *, stale: bool = False) -> tuple[str, ...]:
-    """Names in LossSums.metrics of `weighted_sums`, beside those of the terms: loss and policy_loss are weighted sums, the others
-    sums over tokens. stale: with ages."""
+    """Names in LossSums.metrics of `weighted_sums`, beside those of the terms: loss and policy_loss
+    are weighted sums, the others sums over tokens. stale: with ages."""
     names: tuple[str, ...] = ("loss", "policy_loss", "entropy", "clipped")
     if config.has_reference:
         names += ("kl",)
@@ -32,8 +37,11 @@ def metric_names(config: AlgorithmConfig, *, stale: bool = False) -> tuple[str, 
     return (*names, "age") if stale else names
 
 
-def weighted_sums(batch: TokenBatch, config: AlgorithmConfig, terms: PolicyTerms, *, kl_in_loss: bool) -> LossSums:
-    """The weighted sum of w * terms + kl_coef * KL - entropy_coef * entropy; w: importance and age weights, if asked for.
+def weighted_sums(
+    batch: TokenBatch, config: AlgorithmConfig, terms: PolicyTerms, *, kl_in_loss: bool
+) -> LossSums:
+    """The weighted sum of w * terms + kl_coef * KL - entropy_coef * entropy; w: importance and age
+    weights, if asked for.
 
     kl_in_loss: whether the KL is a term of each token's loss.
     """
@@ -48,9 +56,13 @@ def weighted_sums(batch: TokenBatch, config: AlgorithmConfig, terms: PolicyTerms
         importance = importance_weights(batch, config)
         weight = importance.values
         token_loss = token_loss * weight
-        metrics |= {"importance_weight": weight.sum(), "importance_cut": importance.cut.float().sum()}
+        metrics |= {
+            "importance_weight": weight.sum(),
+            "importance_cut": importance.cut.float().sum(),
+        }
     if batch.ages is not None:
-        if weight is None:  # the ratio in the loss says how far the policy has moved from the one that sampled
+        # the ratio in the loss says how far the policy has moved from the one that sampled
+        if weight is None:
             weight = (batch.logprobs.detach() - batch.engine_logprobs).exp()
         if config.age_exponent:
             by_age = age_weights(batch.ages, config.age_exponent)

@@ -1,4 +1,5 @@
-"""The normaliser: the one number that an iteration's sum of losses is divided by, and the weights that go with it.
+"""The normaliser: the one number that an iteration's sum of losses is divided by, and the weights
+that go with it.
 
 The loss of an iteration is sum_t w_t l_t / N (invariant I3). The weights w depend on one sample
 only, and N is known when the iteration ends. So the sum can be accumulated over any cut into
@@ -40,7 +41,9 @@ class Counts:
     units: float = 0.0
 
 
-def token_weights(response_lengths: Sequence[int], aggregation: Aggregation, device: torch.device) -> torch.Tensor:
+def token_weights(
+    response_lengths: Sequence[int], aggregation: Aggregation, device: torch.device
+) -> torch.Tensor:
     """Returns w [sum of response_lengths] fp32, in the order of the responses."""
     import torch  # which the launcher need not wait for
 
@@ -51,7 +54,10 @@ def token_weights(response_lengths: Sequence[int], aggregation: Aggregation, dev
 
 
 def normaliser(aggregation: Aggregation, counts: Counts, max_response_tokens: int) -> float:
-    """Returns N of the table above. It is linear in the counts, so that a part of them has its part of N."""
+    """Returns N of the table above.
+
+    It is linear in the counts, so that a part of them has its part of N.
+    """
     if aggregation == "token-mean":
         return float(counts.tokens)
     if aggregation in ("sequence-mean", "sequence-sum"):

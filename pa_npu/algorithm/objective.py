@@ -1,11 +1,13 @@
-"""The objective of one update: from microbatches and the models' outputs to a sum of losses, its metrics and its normaliser.
+"""The objective of one update: from microbatches and the models' outputs to a sum of losses, its
+metrics and its normaliser.
 
     backend: forward ──Outputs──> objective.loss ──scalar──> backend: backward, gradients added up unnormalised
              after the last one   objective.normaliser ──> backend: divide, once (invariant I3)
 
-An Objective is made anew for every update. The backend runs the models that the algorithm needs (trainer_models.py), calls
-`loss` for each microbatch where log-probs are computed, `sent` where hidden states go on to another stage, and knows no loss. What
-passes backward is counted where its gradient does (invariant I7), so that a backward that is left out or run twice shows.
+An Objective is made anew for every update. The backend runs the models that the algorithm needs
+(trainer_models.py), calls `loss` for each microbatch where log-probs are computed, `sent` where
+hidden states go on to another stage, and knows no loss. What passes backward is counted where its
+gradient does (invariant I7), so that a backward that is left out or run twice shows.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from typing import Literal
 
 import torch
 
-from pa_npu.algorithm.agreement import NUM_MAXIMA, NUM_SUMS, UNCERTAINTY_FLOOR, DifferenceSums, difference_sums
+from pa_npu.algorithm.agreement import (
+    NUM_MAXIMA,
+    NUM_SUMS,
+    UNCERTAINTY_FLOOR,
+    DifferenceSums,
+    difference_sums,
+)
 from pa_npu.algorithm.algorithm import Algorithm
 from pa_npu.algorithm.component_sums import all_metric_names, all_sums
 from pa_npu.algorithm.loss_gradient import GivenLoss, HeadGradient
@@ -67,19 +75,24 @@ class Outputs:
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """The N targets of a microbatch, the trained tokens of its samples, with all that the objective reads of them.
+    """The N targets of a microbatch, the trained tokens of its samples, with all that the objective
+    reads of them.
 
-    columns: [N, *shape] by name: "logprobs" (the engine's), "advantages", and every declared column; "component" where not all
-    are 1, "weight" where not all are 1, and "written", whether the policy wrote the target, where it did not write all.
-    ages: float32 [N], by how many versions the weights that sampled a target are behind those that the iteration trains.
+    columns: [N, *shape] by name: "logprobs" (the engine's), "advantages", and every declared
+    column; "component" where not all are 1, "weight" where not all are 1, and "written", whether
+    the policy wrote the target, where it did not write all.
+    ages: float32 [N], by how many versions the weights that sampled a target are behind those that
+    the iteration trains.
     response_index: int64 [N], the sample's number in this microbatch, from 0.
-    response_lengths: trained tokens of each sample, its response. versions: oldest and newest weight version of a target; empty
-    where the policy wrote none of them.
+    response_lengths: trained tokens of each sample, its response. versions: oldest and newest
+    weight version of a target; empty where the policy wrote none of them.
     group_indices: dispatch indices of the groups that the samples come from, each once.
     sources: of each sample its group's dispatch index and its number in the group.
     num_computed_tokens: tokens of the microbatch that go through the model, padding left out.
-    leading_lengths: tokens of each sample that the leading component trains; None where it trains all of them.
-    repeats: in how many responses of its group here a target stands, at its place and behind the same token; the mean, at least 1.
+    leading_lengths: tokens of each sample that the leading component trains; None where it trains
+    all of them.
+    repeats: in how many responses of its group here a target stands, at its place and behind the
+    same token; the mean, at least 1.
     """
 
     columns: dict[str, torch.Tensor]
@@ -110,7 +123,9 @@ class Targets:
 
 @dataclass(frozen=True)
 class TrainedResponse:
-    """One response whose gradient has passed backward: its group's dispatch index, its number there, its trained tokens."""
+    """One response whose gradient has passed backward: its group's dispatch index, its number
+    there, its trained tokens.
+    """
 
     group: int
     number: int
@@ -124,8 +139,10 @@ Keep = Callable[[int, Sequence[tuple[int, int]], Sequence[int], torch.Tensor], N
 class Objective:
     """One update's, on one rank.
 
-    entered, trained: the responses that were given to `loss` or `sent`, and those whose gradient has come back, each as often.
-    advantages: of the responses that were given to `loss`, in that order, the sum of their tokens' advantages, on the device.
+    entered, trained: the responses that were given to `loss` or `sent`, and those whose gradient
+    has come back, each as often.
+    advantages: of the responses that were given to `loss`, in that order, the sum of their tokens'
+    advantages, on the device.
     given: what the loss of each microbatch was given, and what came back.
     first_sampled: the first element of a gradient's sample, which moves from update to update.
     """
@@ -142,9 +159,11 @@ class Objective:
         before_first: Callable[[], None] = lambda: None,
         algorithm: Algorithm | None = None,
     ) -> None:
-        """judge_first: called with the first microbatch's differences before its backward; it may raise.
+        """judge_first: called with the first microbatch's differences before its backward; it may
+        raise.
 
-        reference: the weights that the reference must be of; None: nobody knows. before_first: called
+        reference: the weights that the reference must be of; None: nobody knows. before_first:
+        called
         before the first microbatch's backward, on every stage. algorithm: the configuration's; None
         makes it.
         """
@@ -171,23 +190,32 @@ class Objective:
         return self._config.algorithm.entropy_coef > 0
 
     def balance(self, microbatch: Targets) -> float:
-        """The factor of the routers' auxiliary loss: with the microbatch's part of the normaliser, its weight in their mean."""
+        """The factor of the routers' auxiliary loss: with the microbatch's part of the normaliser,
+        its weight in their mean.
+        """
         lengths = microbatch.leading
         counts = Counts(tokens=sum(lengths), responses=sum(length > 0 for length in lengths))
         return self._config.algorithm.router_aux_coef * self._algorithm.normaliser(counts)
 
     def sent(self, microbatch: Targets, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns `hidden` unchanged, as a stage sends it to the next; its gradient comes back from there."""
+        """Returns `hidden` unchanged, as a stage sends it to the next; its gradient comes back from
+        there.
+        """
         self._enter(microbatch, hidden)
         return hidden
 
     def loss(self, microbatch: Targets, outputs: Outputs) -> torch.Tensor:
-        """The sum over the microbatch's tokens, whose gradient the backend computes, undivided. Raises InvariantViolation."""
+        """The sum over the microbatch's tokens, whose gradient the backend computes, undivided.
+
+        Raises InvariantViolation.
+        """
         denominator = self._denominator(microbatch, outputs)
         self._check_denominator(microbatch, denominator, outputs.policy.weights)
         old_logprobs = denominator.values
         if self._keep is not None:
-            self._keep(microbatch.iteration, microbatch.sources, microbatch.response_lengths, old_logprobs)
+            self._keep(
+                microbatch.iteration, microbatch.sources, microbatch.response_lengths, old_logprobs
+            )
         reference = outputs.frozen.get("reference")
         self._check_reference(microbatch, reference)
         batch = TokenBatch(
@@ -205,7 +233,9 @@ class Objective:
             columns=microbatch.columns,
         )
         self.advantages.append(batch.response_sum(batch.advantages))
-        self.sums.moved = torch.maximum(self.sums.moved, (batch.old_logprobs != batch.logprobs.detach()).any().float())
+        self.sums.moved = torch.maximum(
+            self.sums.moved, (batch.old_logprobs != batch.logprobs.detach()).any().float()
+        )
         self._watch(microbatch, outputs, batch)
         sums = all_sums(self._algorithm, batch)
         # of the iteration's weight version, as the trainer computes them
@@ -224,14 +254,19 @@ class Objective:
         return sums.loss
 
     def normaliser(self, totals: Totals, reductions: Reductions) -> float:
-        """The divisor of the update's sum. totals: of all replicas. Collective if only the last stage knows it."""
+        """The divisor of the update's sum. totals: of all replicas.
+
+        Collective if only the last stage knows it.
+        """
         counts = Counts(totals.tokens_leading, totals.responses_leading)
         if (metric := self._algorithm.counted_metric) is not None:
             counts = replace(counts, units=self.sums.total(metric, reductions))
         return self._algorithm.normaliser(counts)
 
     def _weights(self, microbatch: Targets) -> torch.Tensor:
-        """float32 [N]: the aggregation's weights of the leading component, 1 of others, times those that the datum gives."""
+        """float32 [N]: the aggregation's weights of the leading component, 1 of others, times those
+        that the datum gives.
+        """
         weights = self._algorithm.token_weights(microbatch.leading, self._device)
         component, given = microbatch.columns.get("component"), microbatch.columns.get("weight")
         if component is not None:
@@ -241,7 +276,9 @@ class Objective:
         return weights if given is None else weights * given
 
     def _watch(self, microbatch: Targets, outputs: Outputs, batch: TokenBatch) -> None:
-        """Keeps what the gradient of this microbatch must follow from, its denominators as the algorithm names them."""
+        """Keeps what the gradient of this microbatch must follow from, its denominators as the
+        algorithm names them.
+        """
         policy = outputs.policy.values
         old = policy
         if self._algorithm.ratio == "sampling":
@@ -256,7 +293,9 @@ class Objective:
             entropy=batch.entropy.detach(),
             advantages=microbatch.advantages,
         )
-        given = GivenLoss(seen, tuple(microbatch.sources), tuple(microbatch.response_lengths), outputs.head)
+        given = GivenLoss(
+            seen, tuple(microbatch.sources), tuple(microbatch.response_lengths), outputs.head
+        )
         given.watch(policy)
         self.given.append(given)
 
@@ -266,10 +305,14 @@ class Objective:
             before()
         responses = [
             TrainedResponse(group, number, tokens)
-            for (group, number), tokens in zip(microbatch.sources, microbatch.response_lengths, strict=True)
+            for (group, number), tokens in zip(
+                microbatch.sources, microbatch.response_lengths, strict=True
+            )
         ]
         self.entered += responses
-        self.totals.add(microbatch.response_lengths, microbatch.leading, microbatch.num_computed_tokens)
+        self.totals.add(
+            microbatch.response_lengths, microbatch.leading, microbatch.num_computed_tokens
+        )
         if output.requires_grad:
             output.register_hook(partial(self._passed, responses))
 
@@ -283,7 +326,8 @@ class Objective:
     def _denominator(self, microbatch: Targets, outputs: Outputs) -> Logprobs:
         """Log-probs of the policy that ratios are taken against.
 
-        The proximal one is the policy at the iteration's beginning; with one update per iteration the policy itself: ratio 1.
+        The proximal one is the policy at the iteration's beginning; with one update per iteration
+        the policy itself: ratio 1.
         """
         if self._algorithm.ratio == "sampling":
             return Logprobs(microbatch.engine_logprobs, "engine")
@@ -294,7 +338,9 @@ class Objective:
     def _check_denominator(
         self, microbatch: Targets, found: Logprobs, policy: PolicyState | Literal["engine"] | None
     ) -> None:
-        """Raises InvariantViolation where these are not of the policy that the algorithm names (I7)."""
+        """Raises InvariantViolation where these are not of the policy that the algorithm names
+        (I7).
+        """
         if not isinstance(policy, PolicyState):
             return  # nobody has named the weights
         what = f"a microbatch of groups {microbatch.group_indices}"
@@ -305,17 +351,21 @@ class Objective:
         wanted = "engine" if self._algorithm.ratio == "sampling" else PolicyState(policy.version)
         if found.weights != wanted:
             raise InvariantViolation(
-                f"I7 gradient: iteration {microbatch.iteration}: {what} has ratios against {_named(found.weights)}, where "
-                f"algorithm.ratio = {self._algorithm.ratio} takes {_named(wanted)}; give the log-probs of that one"
+                f"I7 gradient: iteration {microbatch.iteration}: {what} has ratios against "
+                f"{_named(found.weights)}, where algorithm.ratio = {self._algorithm.ratio} takes "
+                f"{_named(wanted)}; give the log-probs of that one"
             )
 
     def _check_reference(self, microbatch: Targets, reference: Logprobs | None) -> None:
-        """Raises InvariantViolation where the reference's log-probs are of other weights than the reference's (I7)."""
+        """Raises InvariantViolation where the reference's log-probs are of other weights than the
+        reference's (I7).
+        """
         if reference is None or self._reference is None or reference.weights == self._reference:
             return
         raise InvariantViolation(
-            f"I7 gradient: iteration {microbatch.iteration}: a microbatch of groups {microbatch.group_indices} has a KL to "
-            f"{_named(reference.weights)}, where the reference is {_named(self._reference)}; give the log-probs of that one"
+            f"I7 gradient: iteration {microbatch.iteration}: a microbatch of groups "
+            f"{microbatch.group_indices} has a KL to {_named(reference.weights)}, where the "
+            f"reference is {_named(self._reference)}; give the log-probs of that one"
         )
 
 
@@ -332,7 +382,9 @@ def measure(
     config: Config,
     peers: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns how far the trainers' log-probs are from `peers`, where None from the engines' (I5): see difference_sums."""
+    """Returns how far the trainers' log-probs are from `peers`, where None from the engines' (I5):
+    see difference_sums.
+    """
     peers = microbatch.engine_logprobs if peers is None else peers
     index, ages = microbatch.response_index, microbatch.ages
     if (written := microbatch.columns.get("written")) is not None:
@@ -342,7 +394,9 @@ def measure(
             return torch.zeros(NUM_SUMS + NUM_MAXIMA, device=index.device)
     responses_here = len(microbatch.response_lengths) / max(1, len(microbatch.group_indices))
     # a piece of a group does not see how often its tokens stand in the others
-    copies = microbatch.repeats * max(1.0, config.rollout.responses_per_prompt / max(1.0, responses_here))
+    copies = microbatch.repeats * max(
+        1.0, config.rollout.responses_per_prompt / max(1.0, responses_here)
+    )
     return difference_sums(
         logprobs.detach().float(),
         peers.float(),

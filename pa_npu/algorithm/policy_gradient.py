@@ -78,7 +78,9 @@ class PolicyGradient(RewardCredit):
             extra = kl_reward_advantages(batch, keys.kl_estimator, keys.kl_coef, keys.advantage)
             batch = replace(batch, advantages=batch.advantages + extra)
         terms = self.policy_loss(batch, keys)
-        return weighted_sums(batch, keys, terms, kl_in_loss=bool(keys.kl_coef) and keys.kl_in == "loss")
+        return weighted_sums(
+            batch, keys, terms, kl_in_loss=bool(keys.kl_coef) and keys.kl_in == "loss"
+        )
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -96,13 +98,16 @@ class PolicyGradient(RewardCredit):
     def normaliser(self, counts: Counts) -> float:
         return normaliser(self.keys.aggregation, counts, self.config.rollout.max_response_tokens)
 
-    def broken_normalisers(self, normalisers: Sequence[float], dispatched: Counts, num_groups: int) -> str | None:
+    def broken_normalisers(
+        self, normalisers: Sequence[float], dispatched: Counts, num_groups: int
+    ) -> str | None:
         expected = self.normaliser(dispatched)
         if sum(normalisers) == expected:
             return None
         return (
-            f"which should add up to {expected:g}: dispatched were {dispatched.responses} responses with "
-            f"{dispatched.tokens} tokens, and algorithm.aggregation = {self.keys.aggregation}"
+            f"which should add up to {expected:g}: dispatched were {dispatched.responses} "
+            f"responses with {dispatched.tokens} tokens, and algorithm.aggregation = "
+            f"{self.keys.aggregation}"
         )
 
     # Its keys
@@ -138,19 +143,21 @@ def _broken_ratio(algorithm: PolicyGradient) -> Iterator[str]:
     has_no_ratio = keys.loss in _WITHOUT_RATIO
     if schedule.updates_per_iteration > 1 and has_no_ratio:
         yield (
-            f"schedule.updates_per_iteration: {schedule.updates_per_iteration}: algorithm.loss={keys.loss} has no ratio to the "
-            f"policy that sampled, so that it is exact for one update only; set it to 1, or algorithm.loss=clip"
+            f"schedule.updates_per_iteration: {schedule.updates_per_iteration}: "
+            f"algorithm.loss={keys.loss} has no ratio to the policy that sampled, so that it is "
+            "exact for one update only; set it to 1, or algorithm.loss=clip"
         )
     if keys.ratio == "sampling" and not uncorrected:
         yield (
-            f"algorithm.ratio: sampling with algorithm.importance_sampling={keys.importance_sampling}, which counts the "
-            f"sampling policy twice; set ratio to proximal, or importance_sampling to none"
+            "algorithm.ratio: sampling with "
+            f"algorithm.importance_sampling={keys.importance_sampling}, which counts the sampling "
+            "policy twice; set ratio to proximal, or importance_sampling to none"
         )
     if schedule.max_staleness and has_no_ratio and uncorrected:
         yield (
-            f"algorithm.loss: {keys.loss}{of_preset(config, 'loss')} with schedule.max_staleness = {schedule.max_staleness}: it "
-            f"has no ratio to the older policy that sampled; set algorithm.importance_sampling to token or sequence, or "
-            f"algorithm.loss to clip"
+            f"algorithm.loss: {keys.loss}{of_preset(config, 'loss')} with schedule.max_staleness = "
+            f"{schedule.max_staleness}: it has no ratio to the older policy that sampled; set "
+            "algorithm.importance_sampling to token or sequence, or algorithm.loss to clip"
         )
 
 
@@ -160,14 +167,16 @@ def _broken_kl_in_reward(algorithm: PolicyGradient) -> Iterator[str]:
         return
     if keys.advantage not in _LINEAR:
         yield (
-            f"algorithm.kl_in: reward with algorithm.advantage={keys.advantage}: the trainer knows the KL only after the "
-            f"coordinator has divided rewards by their deviation; set advantage to centred or leave-one-out, or kl_in to loss"
+            f"algorithm.kl_in: reward with algorithm.advantage={keys.advantage}: the trainer knows "
+            "the KL only after the coordinator has divided rewards by their deviation; set "
+            "advantage to centred or leave-one-out, or kl_in to loss"
         )
     responses = config.rollout.responses_per_prompt
     if config.microbatch_responses != responses:
         yield (
-            f"algorithm.kl_in: reward needs all responses of a group in one microbatch, but microbatch.responses = "
-            f"{config.microbatch_responses} of {responses}; remove microbatch.responses, or set kl_in to loss"
+            "algorithm.kl_in: reward needs all responses of a group in one microbatch, but "
+            f"microbatch.responses = {config.microbatch_responses} of {responses}; remove "
+            "microbatch.responses, or set kl_in to loss"
         )
 
 
@@ -175,11 +184,11 @@ def _broken_bounds(algorithm: PolicyGradient) -> Iterator[str]:
     keys = algorithm.keys
     if keys.dual_clip is not None and keys.delta is not None:
         yield (
-            f"algorithm.delta: {keys.delta} with algorithm.dual_clip = {keys.dual_clip}: both bound the loss of "
-            f"tokens with a negative advantage; remove one"
+            f"algorithm.delta: {keys.delta} with algorithm.dual_clip = {keys.dual_clip}: both "
+            "bound the loss of tokens with a negative advantage; remove one"
         )
     if keys.delta is not None and keys.delta <= 1 + keys.clip_high:
         yield (
-            f"algorithm.delta: {keys.delta} is not above 1 + algorithm.clip_high = {1 + keys.clip_high:g}, where "
-            f"ratios are clipped already; raise it, or remove the key"
+            f"algorithm.delta: {keys.delta} is not above 1 + algorithm.clip_high = "
+            f"{1 + keys.clip_high:g}, where ratios are clipped already; raise it, or remove the key"
         )

@@ -26,7 +26,10 @@ PAIRS = "preference_pairs"
 
 
 class PreferencePairs(RewardCredit):
-    """One component, of the policy's own tokens. Their advantages, from algorithm.advantage, order the group's responses."""
+    """One component, of the policy's own tokens.
+
+    Their advantages, from algorithm.advantage, order the group's responses.
+    """
 
     components = (POLICY,)
 
@@ -72,7 +75,9 @@ class PreferencePairs(RewardCredit):
         """The number of pairs: the loss is their mean."""
         return max(1.0, counts.units)
 
-    def broken_normalisers(self, normalisers: Sequence[float], dispatched: Counts, num_groups: int) -> str | None:
+    def broken_normalisers(
+        self, normalisers: Sequence[float], dispatched: Counts, num_groups: int
+    ) -> str | None:
         are_counts = all(n >= 1 and n.is_integer() for n in normalisers)
         if are_counts and sum(normalisers) <= num_groups:
             return None
@@ -86,20 +91,25 @@ class PreferencePairs(RewardCredit):
         loss = f"algorithm.loss: {keys.loss}{of_preset(config, 'loss')}"
         if config.microbatch_responses != config.rollout.responses_per_prompt:
             yield (
-                f"{loss} compares the responses of a group, but microbatch.responses = {config.microbatch_responses} of "
-                f"{config.rollout.responses_per_prompt} are in a microbatch; remove microbatch.responses"
+                f"{loss} compares the responses of a group, but microbatch.responses = "
+                f"{config.microbatch_responses} of {config.rollout.responses_per_prompt} are in a "
+                "microbatch; remove microbatch.responses"
             )
         if not keys.kl_coef:
             yield (
-                f"{loss} needs its beta, the larger the nearer the policy stays to the reference; set algorithm.kl_coef, "
-                f"e.g. to 0.1"
+                f"{loss} needs its beta, the larger the nearer the policy stays to the reference; "
+                "set algorithm.kl_coef, e.g. to 0.1"
             )
         if keys.router_aux_coef:
-            yield f"{loss} is a mean over pairs, which no token has a part of; set algorithm.router_aux_coef to 0"
+            yield (
+                f"{loss} is a mean over pairs, which no token has a part of; set "
+                "algorithm.router_aux_coef to 0"
+            )
         if keys.importance_sampling != "none":
             yield (
-                f"{loss} prefers one response to another whoever sampled them, so that algorithm.importance_sampling="
-                f"{keys.importance_sampling} has nothing to correct; set it to none"
+                f"{loss} prefers one response to another whoever sampled them, so that "
+                f"algorithm.importance_sampling={keys.importance_sampling} has nothing to correct; "
+                "set it to none"
             )
 
     @property
@@ -108,13 +118,18 @@ class PreferencePairs(RewardCredit):
             Condition(
                 "algorithm.kl_in algorithm.kl_estimator",
                 never_read,
-                f"take another algorithm.loss than {self.keys.loss}, whose beta is algorithm.kl_coef",
+                f"take another algorithm.loss than {self.keys.loss}, whose beta is "
+                "algorithm.kl_coef",
             ),
             Condition(
                 "algorithm.ratio algorithm.clip_low algorithm.clip_high",
                 never_read,
                 "take an algorithm.loss with a ratio to clip",
             ),
-            Condition("algorithm.dual_clip algorithm.delta", never_read, "set algorithm.loss to clip or gspo"),
+            Condition(
+                "algorithm.dual_clip algorithm.delta",
+                never_read,
+                "set algorithm.loss to clip or gspo",
+            ),
             Condition("algorithm.aggregation", never_read, "take an algorithm.loss of tokens"),
         )

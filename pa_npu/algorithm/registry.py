@@ -33,8 +33,11 @@ def _users_own(config: Config) -> Algorithm:
     kind = import_object("algorithm.name", name, "module:Class")
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
         raise ConfigError(
-            f"algorithm.name: {name} is no class of algorithms; name a subclass of pa_npu.algorithm.algorithm.Algorithm"
+            f"algorithm.name: {name} is no class of algorithms; name a subclass of "
+            "pa_npu.algorithm.algorithm.Algorithm"
         )
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
-        raise ConfigError(f"algorithm.name: {name} has no {', '.join(missing)}; write what is missing")
+        raise ConfigError(
+            f"algorithm.name: {name} has no {', '.join(missing)}; write what is missing"
+        )
     return kind(config)

@@ -1,4 +1,6 @@
-"""Credit by rewards: one advantage for all trained tokens of a sample, by the function that algorithm.advantage names."""
+"""Credit by rewards: one advantage for all trained tokens of a sample, by the function that
+algorithm.advantage names.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class RewardCredit(Algorithm):
 
         Raises ConfigError where there is none.
         """
-        return None if self.keys.advantage == BATCH_STD else find_group_advantage(self.keys.advantage)
+        return (
+            None if self.keys.advantage == BATCH_STD else find_group_advantage(self.keys.advantage)
+        )
 
     @property
     def needs_whole(self) -> Literal["samples", "groups", "batch"]:
@@ -55,7 +59,9 @@ class RewardCredit(Algorithm):
     def broken_credit(self, group: ScoredSamples, advantages: TokenValues) -> str | None:
         if type(self).credit is not RewardCredit.credit:
             return super().broken_credit(group, advantages)
-        leads = np.add.reduceat(group.component == 1, np.cumsum(group.lengths, dtype=np.int64) - group.lengths)
+        leads = np.add.reduceat(
+            group.component == 1, np.cumsum(group.lengths, dtype=np.int64) - group.lengths
+        )
         if not leads.all():
             # a sample without such tokens shows no advantage
             return None if self.needs_whole == "batch" else super().broken_credit(group, advantages)
@@ -71,18 +77,22 @@ class RewardCredit(Algorithm):
         advantage = f"algorithm.advantage: {BATCH_STD}{of_preset(self.config, 'advantage')}"
         if schedule.max_staleness:
             yield (
-                f"{advantage} with schedule.max_staleness = {schedule.max_staleness}: it divides by the deviation of rewards "
-                f"that other weights than the trained ones have earned; set advantage to group-std, or max_staleness to 0"
+                f"{advantage} with schedule.max_staleness = {schedule.max_staleness}: it divides "
+                "by the deviation of rewards that other weights than the trained ones have earned; "
+                "set advantage to group-std, or max_staleness to 0"
             )
         if schedule.stream:
             yield (
-                f"{advantage} needs the whole batch before the first update, but schedule.stream=true trains while groups "
-                f"arrive; set schedule.stream=false or algorithm.advantage=group-std"
+                f"{advantage} needs the whole batch before the first update, but "
+                "schedule.stream=true trains while groups arrive; set schedule.stream=false or "
+                "algorithm.advantage=group-std"
             )
 
 
 def _sample_values(group: ScoredSamples, advantages: TokenValues) -> SampleValues | None:
-    """[T] -> [G]: each sample's advantage, of samples that all have tokens of the leading component; None where one has several."""
+    """[T] -> [G]: each sample's advantage, of samples that all have tokens of the leading
+    component; None where one has several.
+    """
     starts = np.cumsum(group.lengths, dtype=np.int64) - group.lengths
     leading_rows = np.flatnonzero(group.component == 1)
     first_rows = leading_rows[np.searchsorted(leading_rows, starts)]

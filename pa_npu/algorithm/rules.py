@@ -22,7 +22,9 @@ from pa_npu.config.yaml_source import KeyPath
 def load_config(
     paths: Iterable[str], overrides: Sequence[str] = (), values: Mapping[KeyPath, Any] | None = None
 ) -> Config:
-    """Loads a configuration as `pa_npu.config.load.load_config` does, and checks the rules of its algorithm."""
+    """Loads a configuration as `pa_npu.config.load.load_config` does, and checks the rules of its
+    algorithm.
+    """
     return load.load_config(paths, overrides, values, broken_rules)
 
 
@@ -38,10 +40,14 @@ def rules_of(algorithm: Algorithm) -> Iterator[str]:
     config = algorithm.config
     yield from unread_keys(config, algorithm.unread)
     yield from algorithm.broken_rules()
-    if config.environment.name == "agents" and (key := needs_whole_groups(config, algorithm)) is not None:
+    if (
+        config.environment.name == "agents"
+        and (key := needs_whole_groups(config, algorithm)) is not None
+    ):
         yield (
-            f"environment.name: agents, whose sessions are one sample, several or none, while {key} needs exactly "
-            f"rollout.responses_per_prompt = {config.rollout.responses_per_prompt} samples of every prompt; change that key"
+            "environment.name: agents, whose sessions are one sample, several or none, while "
+            f"{key} needs exactly rollout.responses_per_prompt = "
+            f"{config.rollout.responses_per_prompt} samples of every prompt; change that key"
         )
 
 
@@ -53,7 +59,10 @@ def needs_whole_groups(config: Config, algorithm: Algorithm) -> str | None:
     if algorithm.whole_groups_key is not None:
         return algorithm.whole_groups_key
     if (stages := config.trainer.pipeline_parallel) > 1:
-        return f"trainer.pipeline_parallel = {stages}, whose stages agree on the number of microbatches beforehand,"
+        return (
+            f"trainer.pipeline_parallel = {stages}, whose stages agree on the number of "
+            "microbatches beforehand,"
+        )
     return None
 
 
@@ -63,7 +72,9 @@ def divides_groups(config: Config, algorithm: Algorithm) -> bool:
 
 
 def _unknown_names(config: Config) -> Iterator[str]:
-    """Values that name a function: one of ours, or module:function of the user's, imported before a run."""
+    """Values that name a function: one of ours, or module:function of the user's, imported before a
+    run.
+    """
     named: list[tuple[str, str, tuple[str, ...]]] = [
         ("algorithm.loss", config.algorithm.loss, tuple(KINDS)),
         ("algorithm.advantage", config.algorithm.advantage, KNOWN_ADVANTAGES),

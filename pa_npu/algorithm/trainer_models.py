@@ -1,4 +1,6 @@
-"""The models that trainers keep: the policy, what the algorithm needs beside it, and what engines still need of it."""
+"""The models that trainers keep: the policy, what the algorithm needs beside it, and what engines
+still need of it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def trainer_models(config: Config, algorithm: Algorithm | None = None) -> Traine
     computed = tuple(model.name for model in algorithm.models if model.computed_by == "trainers")
     # with max_staleness the policy changes while engines still need the weights that were published
     publish = config.publish
-    old_is_published = "old" in computed and publish.divergence is None and publish.mode == "blocking"
+    old_is_published = (
+        "old" in computed and publish.divergence is None and publish.mode == "blocking"
+    )
     begins_otherwise = bool(config.algorithm.reference_refresh_every or config.model.adapter)
     return TrainerModels(
         computed=computed,

@@ -1,4 +1,5 @@
-"""A user's own loss, advantage or algorithm, called once on a small made-up batch before a run: what is wrong is one line.
+"""A user's own loss, advantage or algorithm, called once on a small made-up batch before a run:
+what is wrong is one line.
 
 python -m pa_npu.algorithm.trial      Config as JSON on stdin; see pa_npu.control.worker_process
 """
@@ -29,9 +30,15 @@ _REWARDS = (1.0, 0.0, 0.0, 1.0)
 
 
 def check_algorithm(config: Config) -> None:
-    """Tries what is the user's own. Raises ConfigError in one line with file and line of the user's code."""
+    """Tries what is the user's own.
+
+    Raises ConfigError in one line with file and line of the user's code.
+    """
     keys = config.algorithm
-    named = [f"algorithm.{key}: {name}" for key, name in (("loss", keys.loss), ("advantage", keys.advantage))]
+    named = [
+        f"algorithm.{key}: {name}"
+        for key, name in (("loss", keys.loss), ("advantage", keys.advantage))
+    ]
     if keys.is_users_own:
         named.append(f"algorithm.name: {keys.name}")
     users = [value for value in named if value.count(":") > 1]
@@ -60,7 +67,9 @@ def _try(request: bytes) -> None:
 
 
 def try_loss(config: AlgorithmConfig) -> None:
-    """Raises ConfigError where the loss fails, returns something else than PolicyTerms, or gives no usable gradient."""
+    """Raises ConfigError where the loss fails, returns something else than PolicyTerms, or gives no
+    usable gradient.
+    """
     import torch
 
     from pa_npu.algorithm.policy_losses import PolicyTerms, find_policy_loss
@@ -72,23 +81,32 @@ def try_loss(config: AlgorithmConfig) -> None:
     try:
         terms = loss(batch, config)
     except Exception as error:  # a user's function may raise anything
-        raise ConfigError(f"{where} failed on a made-up batch: {describe(error)}; correct the function") from None
+        raise ConfigError(
+            f"{where} failed on a made-up batch: {describe(error)}; correct the function"
+        ) from None
     if not isinstance(terms, PolicyTerms):
-        raise ConfigError(f"{where} returned a {type(terms).__name__}; return PolicyTerms(loss, clipped)")
+        raise ConfigError(
+            f"{where} returned a {type(terms).__name__}; return PolicyTerms(loss, clipped)"
+        )
     for name in ("loss", "clipped"):
         value = getattr(terms, name)
         if not isinstance(value, torch.Tensor):
-            raise ConfigError(f"{where}: its {name} is a {type(value).__name__}; return a tensor of [tokens]")
+            raise ConfigError(
+                f"{where}: its {name} is a {type(value).__name__}; return a tensor of [tokens]"
+            )
         if tuple(value.shape) != (num_tokens,):
             raise ConfigError(
-                f"{where}: its {name} has the shape {list(value.shape)} for {num_tokens} tokens; return one value per token, "
-                f"neither summed nor averaged"
+                f"{where}: its {name} has the shape {list(value.shape)} for {num_tokens} tokens; "
+                "return one value per token, neither summed nor averaged"
             )
     if not torch.isfinite(terms.loss).all():
-        raise ConfigError(f"{where}: its loss is not finite on a made-up batch; correct the formula")
+        raise ConfigError(
+            f"{where}: its loss is not finite on a made-up batch; correct the formula"
+        )
     if not terms.loss.requires_grad:
         raise ConfigError(
-            f"{where}: its loss has no gradient; compute it from batch.logprobs, not from a detached copy"
+            f"{where}: its loss has no gradient; compute it from batch.logprobs, not from a "
+            "detached copy"
         )
     try:
         (gradient,) = torch.autograd.grad(terms.loss.sum(), batch.logprobs, allow_unused=True)
@@ -97,14 +115,19 @@ def try_loss(config: AlgorithmConfig) -> None:
             f"{where}: its gradient cannot be computed: {describe(error)}; correct the function"
         ) from None
     if gradient is None or not gradient.any():
-        raise ConfigError(f"{where}: its gradient for batch.logprobs is zero; compute the loss from batch.logprobs")
+        raise ConfigError(
+            f"{where}: its gradient for batch.logprobs is zero; compute the loss from "
+            "batch.logprobs"
+        )
     if not torch.isfinite(gradient).all():
-        raise ConfigError(f"{where}: its gradient is not finite on a made-up batch; correct the formula")
+        raise ConfigError(
+            f"{where}: its gradient is not finite on a made-up batch; correct the formula"
+        )
 
 
 def try_class(config: Config) -> None:
-    """Raises ConfigError where the class of algorithm.name cannot be made, breaks a rule of its own, or gives no usable credit or
-    loss."""
+    """Raises ConfigError where the class of algorithm.name cannot be made, breaks a rule of its
+    own, or gives no usable credit or loss."""
     import torch
 
     from pa_npu.algorithm.loss_gradient import on_host
@@ -131,26 +154,37 @@ def try_class(config: Config) -> None:
     except ConfigError:
         raise
     except Exception as error:  # a user's class may raise anything
-        raise ConfigError(f"{where} failed on a made-up batch: {describe(error)}; correct the class") from None
+        raise ConfigError(
+            f"{where} failed on a made-up batch: {describe(error)}; correct the class"
+        ) from None
     if broken is not None:
         raise ConfigError(broken)
     shape, num_tokens = np.shape(advantages), len(group.tokens)
     if shape != (num_tokens,) or not np.isfinite(advantages).all():
-        raise ConfigError(f"{where}: credit returned {shape} for {num_tokens} tokens; return a finite number for each")
+        raise ConfigError(
+            f"{where}: credit returned {shape} for {num_tokens} tokens; return a finite number for "
+            "each"
+        )
     if wrong_credit is not None:
         raise ConfigError(
-            f"{where}: of what credit returned, broken_credit says that {wrong_credit}; correct one of them"
+            f"{where}: of what credit returned, broken_credit says that {wrong_credit}; correct "
+            "one of them"
         )
     if set(sums.metrics) != set(algorithm.metric_names):
         raise ConfigError(
-            f"{where}: loss_sums has the metrics {sorted(sums.metrics)}, metric_names are {sorted(algorithm.metric_names)}; name "
-            f"the same ones"
+            f"{where}: loss_sums has the metrics {sorted(sums.metrics)}, metric_names are "
+            f"{sorted(algorithm.metric_names)}; name the same ones"
         )
     if gradient is None or not gradient.any() or not torch.isfinite(gradient).all():
-        raise ConfigError(f"{where}: the gradient of its loss is zero or not finite; compute it from batch.logprobs")
+        raise ConfigError(
+            f"{where}: the gradient of its loss is zero or not finite; compute it from "
+            "batch.logprobs"
+        )
     wrong = ~(np.abs(gradient.double().numpy() - expected.values) <= expected.limit)
     if (wrong & expected.is_sure).any():
-        raise ConfigError(f"{where}: expected_gradient is not the gradient of loss_sums; correct one of them")
+        raise ConfigError(
+            f"{where}: expected_gradient is not the gradient of loss_sums; correct one of them"
+        )
     if not normaliser > 0:
         raise ConfigError(f"{where}: normaliser is {normaliser}; return a positive number")
 
@@ -165,13 +199,15 @@ def _made_up_group() -> ScoredSamples:
 
 
 def _made_up_batch(columns: Sequence[Any] = ()) -> TokenBatch:
-    """A TokenBatch of one group, on the policy that sampled for half of the tokens and near it for the others.
+    """A TokenBatch of one group, on the policy that sampled for half of the tokens and near it for
+    the others.
 
     columns: the declared ones that it has.
     """
     import torch
 
-    from pa_npu.algorithm.policy_losses import TokenBatch  # brings torch, which the launcher need not wait for
+    # brings torch, which the launcher need not wait for
+    from pa_npu.algorithm.policy_losses import TokenBatch
 
     index = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
     num_tokens = len(index)
@@ -183,13 +219,16 @@ def _made_up_batch(columns: Sequence[Any] = ()) -> TokenBatch:
         old_logprobs=old,
         reference_logprobs=old - 0.01,
         engine_logprobs=old.clone(),
-        advantages=torch.tensor(group_advantages(np.array(_REWARDS, np.float32), "group-std"))[index],
+        advantages=torch.tensor(group_advantages(np.array(_REWARDS, np.float32), "group-std"))[
+            index
+        ],
         weights=torch.ones(num_tokens),
         response_index=index,
         num_responses=len(_LENGTHS),
         group_size=len(_LENGTHS),
         columns={
-            column.name: torch.ones(num_tokens, *column.shape).to(getattr(torch, column.dtype)) for column in columns
+            column.name: torch.ones(num_tokens, *column.shape).to(getattr(torch, column.dtype))
+            for column in columns
         },
     )
 

@@ -1,4 +1,6 @@
-"""Sums over an update's microbatches, reduced over the ranks that hold them into the numbers of a report."""
+"""Sums over an update's microbatches, reduced over the ranks that hold them into the numbers of a
+report.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,20 @@ import torch.distributed as dist
 from pa_npu.algorithm.agreement import NUM_SUMS, DifferenceSums, added
 from pa_npu.algorithm.corrections import effective_sample_size
 
-# A sum over a gradient takes one element in so many. A prime, so that they fall into all rows and columns: whole columns of the LM
-# head's gradient add up to zero by themselves.
+# A sum over a gradient takes one element in so many. A prime, so that they fall into all rows and
+# columns: whole columns of the LM head's gradient add up to zero by themselves.
 SAMPLED_EVERY = 61
 
 
 @dataclass(frozen=True)
 class Reductions:
-    """Sums, or element-wise maxima, of a tensor over trainer ranks; the result is on all of them. Collective, in place.
+    """Sums, or element-wise maxima, of a tensor over trainer ranks; the result is on all of them.
+    Collective, in place.
 
-    replica_group: the ranks that hold the same part of the model, one in each replica. stage_group: the pipeline stages of a
-    replica. Both None where this rank is alone. gradient_group: ranks in which every reduction of gradients ends, with experts of a
-    mixture the whole stage; None where these are the replicas.
+    replica_group: the ranks that hold the same part of the model, one in each replica. stage_group:
+    the pipeline stages of a replica. Both None where this rank is alone. gradient_group: ranks in
+    which every reduction of gradients ends, with experts of a mixture the whole stage; None where
+    these are the replicas.
     """
 
     replica_group: dist.ProcessGroup | None = None
@@ -31,10 +35,16 @@ class Reductions:
     gradient_group: dist.ProcessGroup | None = None
 
     def replicas(self, values: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
-        return values if self.replica_group is None else _reduce(values, largest, self.replica_group)
+        return (
+            values if self.replica_group is None else _reduce(values, largest, self.replica_group)
+        )
 
     def gradients(self, values: torch.Tensor) -> torch.Tensor:
-        return self.replicas(values) if self.gradient_group is None else _reduce(values, False, self.gradient_group)
+        return (
+            self.replicas(values)
+            if self.gradient_group is None
+            else _reduce(values, False, self.gradient_group)
+        )
 
     def stages(self, values: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
         return values if self.stage_group is None else _reduce(values, largest, self.stage_group)
@@ -50,11 +60,14 @@ def _reduce(values: torch.Tensor, largest: bool, group: dist.ProcessGroup | None
 
 @dataclass(frozen=True)
 class ReducedGradient:
-    """Sums that show that every replica's part is in the gradient, bucket by bucket, [buckets] each (invariant I7).
+    """Sums that show that every replica's part is in the gradient, bucket by bucket, [buckets] each
+    (invariant I7).
 
-    own, squares: sums of the elements, and of their squares, that this rank brings to a bucket, before any of it is reduced.
-    reduced: its share of the sum of the elements afterwards; the shares of all make the whole. NaN where a bucket was not
-    reduced. Elements may be a sample, the same on all replicas. In fp64, or in fp32 on a device that has none.
+    own, squares: sums of the elements, and of their squares, that this rank brings to a bucket,
+    before any of it is reduced.
+    reduced: its share of the sum of the elements afterwards; the shares of all make the whole. NaN
+    where a bucket was not reduced. Elements may be a sample, the same on all replicas. In fp64, or
+    in fp32 on a device that has none.
     """
 
     own: torch.Tensor
@@ -66,8 +79,8 @@ class ReducedGradient:
 class Totals:
     """Counts of what the objective was given for one update, equal on all ranks of a replica.
 
-    tokens_response: trained tokens, whatever their component; the leading ones and the responses that have any are what the
-    normaliser counts.
+    tokens_response: trained tokens, whatever their component; the leading ones and the responses
+    that have any are what the normaliser counts.
     """
 
     tokens_response: int = 0
@@ -77,8 +90,12 @@ class Totals:
     num_responses: int = 0
     num_microbatches: int = 0
 
-    def add(self, response_lengths: Sequence[int], leading_lengths: Sequence[int], tokens_computed: int) -> None:
-        """One microbatch. leading_lengths: tokens of each response that the leading component trains."""
+    def add(
+        self, response_lengths: Sequence[int], leading_lengths: Sequence[int], tokens_computed: int
+    ) -> None:
+        """One microbatch. leading_lengths: tokens of each response that the leading component
+        trains.
+        """
         self.tokens_response += sum(response_lengths)
         self.tokens_leading += sum(leading_lengths)
         self.responses_leading += sum(length > 0 for length in leading_lengths)
@@ -89,9 +106,11 @@ class Totals:
 
 @dataclass(frozen=True)
 class Statistics:
-    """An update's MetricSums over all ranks. sums: by name. all, first: differences from the engines' log-probs (I5), of all
-    microbatches and of every replica's first. age_max: by how many versions the oldest token is behind what it trains.
-    factor_error: by how much a gradient that came to a loss was not 1. moved: whether any ratio was not 1.
+    """An update's MetricSums over all ranks. sums: by name. all, first: differences from the
+    engines' log-probs (I5), of all microbatches and of every replica's first. age_max: by how many
+    versions the oldest token is behind what it trains.
+    factor_error: by how much a gradient that came to a loss was not 1. moved: whether any ratio was
+    not 1.
     apart: whether the reference gave any log-prob that is not the policy's."""
 
     sums: dict[str, float]
@@ -103,7 +122,9 @@ class Statistics:
     apart: bool
 
     def metrics(self, tokens: int, normaliser: float) -> dict[str, Any]:
-        """The fields of UpdateReport that say how the loss went. tokens: of the leading component, of all replicas."""
+        """The fields of UpdateReport that say how the loss went. tokens: of the leading component,
+        of all replicas.
+        """
         sums, tokens = self.sums, max(1, tokens)
 
         def per_token(name: str) -> float | None:
@@ -124,7 +145,9 @@ class Statistics:
             "logprob_k3": self.all.k3_mean,
             "importance_weight_mean": per_token("importance_weight"),
             "importance_truncated_ratio": per_token("importance_cut"),
-            "effective_sample_size": effective_sample_size(sums["weight"], sums["weight_squared"], tokens)
+            "effective_sample_size": effective_sample_size(
+                sums["weight"], sums["weight_squared"], tokens
+            )
             if has_weights
             else None,
             "age_mean": per_token("age"),
@@ -137,7 +160,8 @@ class Statistics:
 
 @dataclass
 class MetricSums:
-    """Named sums, and differences from the engines' log-probs, that only the last pipeline stage computes. All on the device.
+    """Named sums, and differences from the engines' log-probs, that only the last pipeline stage
+    computes. All on the device.
 
     all, first: of all microbatches and of the first, as `difference_sums` gives them.
     """
@@ -153,9 +177,13 @@ class MetricSums:
     apart: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.age_max = self.factor_error = self.moved = self.apart = torch.zeros((), device=self.device)
+        self.age_max = self.factor_error = self.moved = self.apart = torch.zeros(
+            (), device=self.device
+        )
 
-    def add(self, metrics: dict[str, torch.Tensor], differences: torch.Tensor, age_max: torch.Tensor) -> None:
+    def add(
+        self, metrics: dict[str, torch.Tensor], differences: torch.Tensor, age_max: torch.Tensor
+    ) -> None:
         """One microbatch."""
         for name in self.names:
             value = metrics[name].float()
@@ -165,12 +193,16 @@ class MetricSums:
         self.age_max = torch.maximum(self.age_max, age_max)
 
     def total(self, name: str, reductions: Reductions) -> float:
-        """One sum over all ranks (collective over replicas and stages), while others still accumulate."""
+        """One sum over all ranks (collective over replicas and stages), while others still
+        accumulate.
+        """
         value = self.sums.get(name, torch.zeros((), device=self.device)).clone()
         return float(reductions.stages(reductions.replicas(value)).item())
 
     def over_ranks(self, reductions: Reductions) -> Statistics:
-        """Sums over replicas and overall maxima, known to every rank afterwards (collective over replicas and stages)."""
+        """Sums over replicas and overall maxima, known to every rank afterwards (collective over
+        replicas and stages).
+        """
         zero = torch.zeros((), device=self.device)
         none = torch.zeros(len(fields(DifferenceSums)), device=self.device)
         parts = [none if part is None else part for part in (self.all, self.first)]
@@ -178,7 +210,8 @@ class MetricSums:
         vector = torch.cat([*named, *(part[:NUM_SUMS] for part in parts)])
         extremes = torch.stack([self.age_max, self.factor_error, self.moved, self.apart])
         largest = torch.cat([extremes, *(part[NUM_SUMS:] for part in parts)])
-        # stages other than the last hold zeros, so the sum over the pipeline is a broadcast of the last stage's values
+        # stages other than the last hold zeros, so the sum over the pipeline is a broadcast of the
+        # last stage's values
         vector = reductions.stages(reductions.replicas(vector))
         largest = reductions.stages(reductions.replicas(largest, largest=True), largest=True)
         values, (oldest, factor_error, moved, apart, *maxima) = vector.tolist(), largest.tolist()
@@ -186,4 +219,6 @@ class MetricSums:
         every = DifferenceSums(*sums[:NUM_SUMS], *maxima[:half])
         first = DifferenceSums(*sums[NUM_SUMS:], *maxima[half:])
         by_name = dict(zip(self.names, values, strict=False))
-        return Statistics(by_name, every, first, int(oldest), factor_error, bool(moved), bool(apart))
+        return Statistics(
+            by_name, every, first, int(oldest), factor_error, bool(moved), bool(apart)
+        )

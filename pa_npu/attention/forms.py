@@ -1,6 +1,8 @@
-"""shared_prompt_attention checks its input and chooses form and kernel; the two forms, on a kernel that knows nothing of prefixes:
+"""shared_prompt_attention checks its input and chooses form and kernel; the two forms, on a kernel
+that knows nothing of prefixes:
 
-gather   every segment's queries against the gathered keys of its whole path, in one bottom-right causal call
+gather   every segment's queries against the gathered keys of its whole path, in one bottom-right
+         causal call
 merge    a causal call over all segments and cross calls to their ancestors, merged by log-sum-exp
 """
 
@@ -40,7 +42,8 @@ def shared_prompt_attention(
 
     q [total, heads, head_dim]; k, v [total, kv_heads, head_dim] with kv_heads dividing heads (GQA).
     scale: factor of the scores, head_dim ** -0.5 by default.
-    impl: dense (reference, [heads, total, total] scores), merge, gather, or auto, which takes the faster of merge and
+    impl: dense (reference, [heads, total, total] scores), merge, gather, or auto, which takes the
+    faster of merge and
         gather for this layout on this platform. There is no fallback from one to another.
     Returns [total, heads, head_dim] in q's dtype, differentiable in q, k and v.
     Raises ValueError naming what it cannot take.
@@ -63,33 +66,51 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayo
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3 or tensor.shape[0] != layout.total:
             raise ValueError(
-                f"{name}: shape {tuple(tensor.shape)} must be [tokens, heads, head_dim] with {layout.total} tokens, "
-                f"the sum of the layout's segments 0 to {len(layout.lengths) - 1}"
+                f"{name}: shape {tuple(tensor.shape)} must be [tokens, heads, head_dim] with "
+                f"{layout.total} tokens, the sum of the layout's segments 0 to "
+                f"{len(layout.lengths) - 1}"
             )
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
-                f"{name}: {tensor.dtype} on {tensor.device} must match q, which is {q.dtype} on {q.device}"
+                f"{name}: {tensor.dtype} on {tensor.device} must match q, which is {q.dtype} on "
+                f"{q.device}"
             )
     if k.shape != v.shape or k.shape[-1] != q.shape[-1]:
         raise ValueError(
-            f"k {tuple(k.shape)} and v {tuple(v.shape)} must have one shape and q's head_dim {q.shape[-1]}"
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} must have one shape and q's head_dim "
+            f"{q.shape[-1]}"
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"q: {q.shape[1]} heads must be a multiple of the {k.shape[1]} key/value heads")
+        raise ValueError(
+            f"q: {q.shape[1]} heads must be a multiple of the {k.shape[1]} key/value heads"
+        )
 
 
 def gather_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout, scale: float, kernel: VarlenKernel
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: PrefixLayout,
+    scale: float,
+    kernel: VarlenKernel,
 ) -> torch.Tensor:
-    """Shapes as in shared_prompt_attention. Costs a copy of the shared keys and values per sequence, and no merge."""
+    """Shapes as in shared_prompt_attention.
+
+    Costs a copy of the shared keys and values per sequence, and no merge.
+    """
     return _Attention.apply(q, k, v, gather_plan(layout), scale, kernel)
 
 
 def merge_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout, scale: float, kernel: VarlenKernel
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: PrefixLayout,
+    scale: float,
+    kernel: VarlenKernel,
 ) -> torch.Tensor:
-    """Shapes as in shared_prompt_attention. Running output and gradients stay in q's dtype: a row is rounded once per
-    ancestor depth."""
+    """Shapes as in shared_prompt_attention. Running output and gradients stay in q's dtype: a row
+    is rounded once per ancestor depth."""
     return _Attention.apply(q, k, v, merge_plan(layout, kernel.per_depth), scale, kernel)
 
 
@@ -107,7 +128,11 @@ class _Attention(torch.autograd.Function):
         running = kernel.forward(q, _take(plan, k), _take(plan, v), plan.call, scale)
         for cross in plan.crosses:
             keys, values = cross.k_rows.take(k), cross.k_rows.take(v)
-            kernel.merge(running, kernel.forward(cross.q_rows.take(q), keys, values, cross.call, scale), cross)
+            kernel.merge(
+                running,
+                kernel.forward(cross.q_rows.take(q), keys, values, cross.call, scale),
+                cross,
+            )
         ctx.save_for_backward(q, k, v, running.out, *running.stats)
         ctx.plan, ctx.scale, ctx.kernel = plan, scale, kernel
         return running.out
@@ -126,7 +151,9 @@ class _Attention(torch.autograd.Function):
             part = kernel.select(result, cross)
             keys, values = k_rows.take(k), k_rows.take(v)
             parts = kernel.backward(q_rows.take(grad), q_rows.take(q), keys, values, part, scale)
-            for total, addend, rows in zip((dq, dk, dv), parts, (q_rows, k_rows, k_rows), strict=True):
+            for total, addend, rows in zip(
+                (dq, dk, dv), parts, (q_rows, k_rows, k_rows), strict=True
+            ):
                 rows.add_(total, addend)
         return dq, dk, dv, None, None, None
 
@@ -136,8 +163,12 @@ def _take(plan: AttentionPlan, x: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_rows(rows: Rows, gathered: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Gradients of a row that was gathered several times, summed in fp32 since a sum of G terms loses bits in bf16."""
-    total = torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    """Gradients of a row that was gathered several times, summed in fp32 since a sum of G terms
+    loses bits in bf16.
+    """
+    total = torch.zeros(
+        like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device
+    )
     rows.add_(total, gathered)
     return total.to(like.dtype)
 
@@ -145,7 +176,8 @@ def _sum_rows(rows: Rows, gathered: torch.Tensor, like: torch.Tensor) -> torch.T
 def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout, scale: float
 ) -> torch.Tensor:
-    """Softmax(q k^T scale + mask) v written out; [heads, total, total] scores in fp32 (fp64 for fp64).
+    """Softmax(q k^T scale + mask) v written out; [heads, total, total] scores in fp32 (fp64 for
+    fp64).
 
     q [total, heads, head_dim], k and v [total, kv_heads, head_dim] -> [total, heads, head_dim].
     """
@@ -165,7 +197,10 @@ def kernel_for(q: torch.Tensor) -> VarlenKernel:
 
 
 def kernel_name(q: torch.Tensor) -> str:
-    """Name of the kernel for q. CUDA's flash operators take fp16 and bf16 only; the portable one does the rest."""
+    """Name of the kernel for q.
+
+    CUDA's flash operators take fp16 and bf16 only; the portable one does the rest.
+    """
     if q.device.type == "cpu":
         return "cpu-flash"
     if q.device.type == "npu":
@@ -174,7 +209,10 @@ def kernel_name(q: torch.Tensor) -> str:
         from pa_npu.attention.kernels.cuda import CudaFlash
 
         return "cuda-flash" if CudaFlash.supports(q) else "portable"
-    raise ValueError(f"q: no attention kernel for device {q.device}; known are cpu, cuda and npu, or use impl=dense")
+    raise ValueError(
+        f"q: no attention kernel for device {q.device}; known are cpu, cuda and npu, or use "
+        "impl=dense"
+    )
 
 
 @cache
@@ -185,9 +223,11 @@ def _load(name: str) -> VarlenKernel:
 
 @dataclass(frozen=True)
 class AttentionKernels:
-    """kernel: of varlen calls, a name of _KERNELS, or "dense". merge: what merges partial results; "none" for dense.
+    """kernel: of varlen calls, a name of _KERNELS, or "dense". merge: what merges partial results;
+    "none" for dense.
 
-    fallback: why `merge` is not the fast one of this platform; empty where it is, or where there is no other.
+    fallback: why `merge` is not the fast one of this platform; empty where it is, or where there is
+    no other.
     """
 
     kernel: str
@@ -198,7 +238,9 @@ class AttentionKernels:
 def attention_kernels(
     device: torch.device, dtype: torch.dtype, heads: int, head_dim: int, implementation: str
 ) -> AttentionKernels:
-    """For q [tokens, heads, head_dim] of this type on this device. implementation: attention.implementation."""
+    """For q [tokens, heads, head_dim] of this type on this device. implementation:
+    attention.implementation.
+    """
     if implementation == "dense":
         return AttentionKernels("dense", "none")
     if implementation in ("sdpa", "eager"):
@@ -213,5 +255,7 @@ def attention_kernels(
         from pa_npu.attention.kernels.cuda import merge_name
 
         merge = merge_name()
-        return AttentionKernels(kernel, merge, "" if merge == "triton" else "triton is not installed")
+        return AttentionKernels(
+            kernel, merge, "" if merge == "triton" else "triton is not installed"
+        )
     return AttentionKernels(kernel, "torch")

@@ -1,11 +1,14 @@
-"""Shared-prompt attention under a plain transformers model: any decoder that takes an attention function by name.
+"""Shared-prompt attention under a plain transformers model: any decoder that takes an attention
+function by name.
 
     layout = PrefixLayout.from_groups([(prompt_length, response_lengths)])
     use_shared_prompt_attention(model)
-    logits = model(tokens[None], position_ids=layout.position_ids()[None], layout=layout, use_cache=False).logits[0]
+    logits = model(tokens[None], position_ids=layout.position_ids()[None], layout=layout,
+    use_cache=False).logits[0]
 
-tokens are packed, [layout.total]: each prompt once, then its responses. `pa_npu.attention.trie.pack` makes tokens and layout
-from whole sequences, and finds what they share. `layout.predictor_rows()` are the rows whose logits predict the responses' tokens.
+tokens are packed, [layout.total]: each prompt once, then its responses.
+`pa_npu.attention.trie.pack` makes tokens and layout from whole sequences, and finds what they
+share. `layout.predictor_rows()` are the rows whose logits predict the responses' tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ NAME = "pa_npu_shared_prompt"
 
 
 def use_shared_prompt_attention(model: Any, implementation: str = "auto") -> None:
-    """Let all layers of a transformers model attend by the `layout` that its forward is given; see shared_prompt_attention."""
+    """Let all layers of a transformers model attend by the `layout` that its forward is given; see
+    shared_prompt_attention.
+    """
     from transformers import AttentionInterface
 
     name = NAME if implementation == "auto" else f"{NAME}_{implementation}"
@@ -46,20 +51,33 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' contract: query [1, heads, tokens, head_dim], key and value alike; returns [1, tokens, heads, head_dim]."""
+    """transformers' contract: query [1, heads, tokens, head_dim], key and value alike; returns [1,
+    tokens, heads, head_dim].
+    """
     if layout is None:
         raise ValueError(
-            "layout: shared-prompt attention needs the PrefixLayout of these tokens; give it to the model's forward"
+            "layout: shared-prompt attention needs the PrefixLayout of these tokens; give it to "
+            "the model's forward"
         )
     if query.shape[0] != 1 or dropout:
         raise ValueError(
-            f"a batch of {query.shape[0]} rows with dropout {dropout}: give one packed row, and no dropout"
+            f"a batch of {query.shape[0]} rows with dropout {dropout}: give one packed row, and no "
+            "dropout"
         )
     window = (
-        None if sliding_window is None or layout.longest <= sliding_window else f"a window of {sliding_window} tokens"
+        None
+        if sliding_window is None or layout.longest <= sliding_window
+        else f"a window of {sliding_window} tokens"
     )
-    for unlike in (window, softcap and "capped scores", None if s_aux is None else "attention sinks"):
+    for unlike in (
+        window,
+        softcap and "capped scores",
+        None if s_aux is None else "attention sinks",
+    ):
         if unlike:
-            raise ValueError(f"layout: this model's attention has {unlike}, which shared-prompt attention has not")
+            raise ValueError(
+                f"layout: this model's attention has {unlike}, which shared-prompt attention has "
+                "not"
+            )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return shared_prompt_attention(q, k, v, layout, scale=scaling, impl=implementation)[None], None

@@ -1,8 +1,10 @@
-"""PrefixLayout: which tokens of one packed sequence see which others, and the varlen kernel calls that it turns into.
+"""PrefixLayout: which tokens of one packed sequence see which others, and the varlen kernel calls
+that it turns into.
 
-Packed tokens are cut into a forest of segments with parents, in depth-first order. A token attends to all tokens of its segment's
-ancestors and causally to its own segment. A shared prompt is a root with one child per response; several groups are several roots;
-separate sequences are roots without children; a segment cut in two is a parent with an only child, so merging only children never
+Packed tokens are cut into a forest of segments with parents, in depth-first order. A token attends
+to all tokens of its segment's ancestors and causally to its own segment. A shared prompt is a root
+with one child per response; several groups are several roots; separate sequences are roots without
+children; a segment cut in two is a parent with an only child, so merging only children never
 changes the mask, the positions or the order of the rows.
 
     group (P=4, R=[2, 3]):   lengths (4, 2, 3)  parents (-1, 0, 0)
@@ -30,11 +32,14 @@ class PrefixLayout:
     """Immutable host-side description of one packed sequence of `total` tokens.
 
     lengths: tokens of each segment; zero is allowed.
-    parents: index of each segment's parent, -1 for a root. Segments are in depth-first order (a parent comes before its
+    parents: index of each segment's parent, -1 for a root. Segments are in depth-first order (a
+    parent comes before its
         children, a subtree is contiguous).
-    padding: tokens at the end that stand for nothing (see `pad`); then the last segment is a root of that length.
+    padding: tokens at the end that stand for nothing (see `pad`); then the last segment is a root
+    of that length.
 
-    Raises ValueError naming the first offending segment. Returned tensors are cached per device: do not write to them.
+    Raises ValueError naming the first offending segment. Returned tensors are cached per device: do
+    not write to them.
     """
 
     lengths: tuple[int, ...]
@@ -54,7 +59,9 @@ class PrefixLayout:
 
     @classmethod
     def from_groups(cls, groups: Iterable[tuple[int, Sequence[int]]]) -> PrefixLayout:
-        """Groups of (prompt length, response lengths), packed one after another, each prompt before its responses."""
+        """Groups of (prompt length, response lengths), packed one after another, each prompt before
+        its responses.
+        """
         lengths: list[int] = []
         parents: list[int] = []
         for prompt, responses in groups:
@@ -83,11 +90,15 @@ class PrefixLayout:
     @cached_property
     def ends(self) -> tuple[int, ...]:
         """Row after the last of each segment."""
-        return tuple(start + length for start, length in zip(self.starts, self.lengths, strict=True))
+        return tuple(
+            start + length for start, length in zip(self.starts, self.lengths, strict=True)
+        )
 
     @cached_property
     def subtree_ends(self) -> tuple[int, ...]:
-        """Row after the last descendant of each segment; rows [end, subtree_end) are exactly its descendants."""
+        """Row after the last descendant of each segment; rows [end, subtree_end) are exactly its
+        descendants.
+        """
         ends = list(self.ends)
         for segment in range(len(ends) - 1, -1, -1):
             parent = self.parents[segment]
@@ -114,7 +125,9 @@ class PrefixLayout:
     @cached_property
     def longest(self) -> int:
         """Length of the longest sequence, shared part included."""
-        return max(offset + length for offset, length in zip(self.offsets, self.lengths, strict=True))
+        return max(
+            offset + length for offset, length in zip(self.offsets, self.lengths, strict=True)
+        )
 
     @cached_property
     def leaves(self) -> tuple[int, ...]:
@@ -141,21 +154,29 @@ class PrefixLayout:
     # Tensors, one entry per row
 
     def position_ids(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """int64 [total]: position inside the token's own sequence; it restarts after the parent's last token."""
+        """int64 [total]: position inside the token's own sequence; it restarts after the parent's
+        last token.
+        """
 
         def build() -> torch.Tensor:
-            shift = torch.tensor([start - offset for start, offset in zip(self.starts, self.offsets, strict=True)])
+            shift = torch.tensor(
+                [start - offset for start, offset in zip(self.starts, self.offsets, strict=True)]
+            )
             return torch.arange(self.total) - shift.repeat_interleave(torch.tensor(self.lengths))
 
         return self.tensor("position_ids", device, build)
 
     def predictor_rows(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """int64 [total]: the row whose hidden state predicts the token; -1 for a root's first token and for padding."""
+        """int64 [total]: the row whose hidden state predicts the token; -1 for a root's first token
+        and for padding.
+        """
 
         def build() -> torch.Tensor:
             rows = torch.arange(-1, self.total - 1)
             last_row: list[int] = []  # last row of each segment's path
-            for segment, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
+            for segment, (length, parent) in enumerate(
+                zip(self.lengths, self.parents, strict=True)
+            ):
                 inherited = last_row[parent] if parent >= 0 else -1
                 if length:
                     rows[self.starts[segment]] = inherited
@@ -171,34 +192,52 @@ class PrefixLayout:
         return torch.cat([torch.arange(self.starts[s], self.ends[s]) for s in self.path(segment)])
 
     def dense_mask(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """bool [total, total], True where row attends to column. For tests and the dense reference; not cached."""
+        """bool [total, total], True where row attends to column.
+
+        For tests and the dense reference; not cached.
+        """
         mask = torch.zeros(self.total, self.total, dtype=torch.bool, device=device)
-        for length, start, end, below in zip(self.lengths, self.starts, self.ends, self.subtree_ends, strict=True):
-            mask[start:end, start:end] = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        for length, start, end, below in zip(
+            self.lengths, self.starts, self.ends, self.subtree_ends, strict=True
+        ):
+            mask[start:end, start:end] = torch.ones(
+                length, length, dtype=torch.bool, device=device
+            ).tril()
             mask[end:below, start:end] = True
         return mask
 
-    def tensor(self, name: str, device: torch.device | str | None, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def tensor(
+        self, name: str, device: torch.device | str | None, build: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
         """The tensor `name` on `device`, built on the host once and copied to each device once."""
         host = self.cached(name, build)
         device = torch.device("cpu" if device is None else device)
-        return host if device.type == "cpu" else self.cached((name, device), lambda: host.to(device))
+        return (
+            host if device.type == "cpu" else self.cached((name, device), lambda: host.to(device))
+        )
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Return what `build` returns, made once and kept as long as the layout; attention keeps its plans here."""
+        """Return what `build` returns, made once and kept as long as the layout; attention keeps
+        its plans here.
+        """
         if key not in self._cache:
             self._cache[key] = build()
         return self._cache[key]
 
     def pad(self, multiple: int) -> PrefixLayout:
-        """A layout whose total is a multiple: pad tokens form a root of their own at the end, seen by nobody else."""
+        """A layout whose total is a multiple: pad tokens form a root of their own at the end, seen
+        by nobody else.
+        """
         if multiple < 1:
             raise ValueError(f"pad: multiple {multiple} must be at least 1")
         missing = -self.total % multiple
         if not missing:
             return self
         if self.padding:
-            raise ValueError(f"pad: the layout already ends in {self.padding} pad tokens; pad the layout it came from")
+            raise ValueError(
+                f"pad: the layout already ends in {self.padding} pad tokens; pad the layout it "
+                "came from"
+            )
         return PrefixLayout((*self.lengths, missing), (*self.parents, -1), missing)
 
 
@@ -215,7 +254,8 @@ def _integers(what: str, values: Iterable[int]) -> tuple[int, ...]:
 def _check(lengths: tuple[int, ...], parents: tuple[int, ...], padding: int) -> None:
     if len(lengths) != len(parents):
         raise ValueError(
-            f"segment {min(len(lengths), len(parents))}: {len(lengths)} lengths for {len(parents)} parents"
+            f"segment {min(len(lengths), len(parents))}: {len(lengths)} lengths for {len(parents)} "
+            "parents"
         )
     if not lengths:
         raise ValueError("segment 0: a layout needs at least one segment")
@@ -224,7 +264,8 @@ def _check(lengths: tuple[int, ...], parents: tuple[int, ...], padding: int) -> 
             raise ValueError(f"segment {segment}: length {length} must not be negative")
         if not -1 <= parent < segment:
             raise ValueError(f"segment {segment}: parent {parent} must be -1 or an earlier segment")
-        open_segment = segment - 1  # depth-first order: the parent is on the path that the last segment ended
+        # depth-first order: the parent is on the path that the last segment ended
+        open_segment = segment - 1
         while open_segment > parent:
             open_segment = parents[open_segment]
         if open_segment != parent and parent >= 0:
@@ -234,8 +275,8 @@ def _check(lengths: tuple[int, ...], parents: tuple[int, ...], padding: int) -> 
             )
     if padding and (padding != lengths[-1] or parents[-1] != -1):
         raise ValueError(
-            f"segment {len(lengths) - 1}: padding {padding} needs a last segment that is a root of that length, "
-            f"not length {lengths[-1]} with parent {parents[-1]}"
+            f"segment {len(lengths) - 1}: padding {padding} needs a last segment that is a root of "
+            f"that length, not length {lengths[-1]} with parent {parents[-1]}"
         )
 
 
@@ -244,7 +285,9 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Packed rows as ascending spans; a single span is taken as a view, several by an index cached per device."""
+    """Packed rows as ascending spans; a single span is taken as a view, several by an index cached
+    per device.
+    """
 
     spans: tuple[Span, ...]
     _index: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -295,7 +338,9 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """`count` consecutive sequences of a call with the same lengths; they start at packed rows q_start and k_start."""
+    """`count` consecutive sequences of a call with the same lengths; they start at packed rows
+    q_start and k_start.
+    """
 
     count: int
     q_start: int
@@ -311,16 +356,19 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class VarlenCall:
-    """One variable-length attention call on packed tensors: query sequence i sees key sequence i and nothing else.
+    """One variable-length attention call on packed tensors: query sequence i sees key sequence i
+    and nothing else.
 
-    causal: bottom-right aligned, the last query sees all keys; then no query sequence is longer than its keys.
-    No sequence has length zero.
+    causal: bottom-right aligned, the last query sees all keys; then no query sequence is longer
+    than its keys. No sequence has length zero.
     """
 
     q_lengths: tuple[int, ...]
     k_lengths: tuple[int, ...]
     causal: bool
-    _tensors: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    _tensors: dict[tuple[str, torch.device], torch.Tensor] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @cached_property
     def q_ends(self) -> tuple[int, ...]:
@@ -332,7 +380,9 @@ class VarlenCall:
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """Consecutive sequences of equal lengths, which a kernel without varlen support takes as one batch."""
+        """Consecutive sequences of equal lengths, which a kernel without varlen support takes as
+        one batch.
+        """
         runs: list[Run] = []
         q_start = k_start = 0
         for q_length, k_length in zip(self.q_lengths, self.k_lengths, strict=True):
@@ -350,7 +400,9 @@ class VarlenCall:
         ends = self.q_ends if side == "q" else self.k_ends
         return self.tensor(side, device, lambda: torch.tensor((0, *ends), dtype=torch.int32))
 
-    def tensor(self, name: str, device: torch.device, build: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def tensor(
+        self, name: str, device: torch.device, build: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
         """An index tensor that belongs to the call, built once and copied to each device once."""
         if (name, device) not in self._tensors:
             self._tensors[name, device] = build().to(device)
@@ -368,10 +420,12 @@ class CrossCall:
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """One causal call over all segments, then cross calls whose results are merged into it by log-sum-exp.
+    """One causal call over all segments, then cross calls whose results are merged into it by
+    log-sum-exp.
 
-    k_rows: rows that the call takes as its keys, path after path, so that a shared row occurs several times; None: all as they are.
-    Without k_rows every key row is in the call and in at most one cross call, so the gradient of a key is a sum of two terms.
+    k_rows: rows that the call takes as its keys, path after path, so that a shared row occurs
+    several times; None: all as they are. Without k_rows every key row is in the call and in at most
+    one cross call, so the gradient of a key is a sum of two terms.
     """
 
     call: VarlenCall
@@ -380,17 +434,22 @@ class AttentionPlan:
 
 
 def merge_plan(layout: PrefixLayout, per_depth: bool) -> AttentionPlan:
-    """The queries of each segment against its own keys, and what is below a segment against that one's; kept with the layout.
+    """The queries of each segment against its own keys, and what is below a segment against that
+    one's; kept with the layout.
 
-    per_depth: one cross call per depth, for devices where a launch is dear and gathering rows is cheap; else one per
-    inner segment, whose rows are views.
+    per_depth: one cross call per depth, for devices where a launch is dear and gathering rows is
+    cheap; else one per inner segment, whose rows are views.
     """
-    return layout.cached(("merge_plan", per_depth), lambda: _build_merge_plan(compress(layout), per_depth))
+    return layout.cached(
+        ("merge_plan", per_depth), lambda: _build_merge_plan(compress(layout), per_depth)
+    )
 
 
 def _build_merge_plan(layout: PrefixLayout, per_depth: bool) -> AttentionPlan:
     lengths = tuple(length for length in layout.lengths if length)
-    inner = [s for s, end in enumerate(layout.ends) if layout.starts[s] < end < layout.subtree_ends[s]]
+    inner = [
+        s for s, end in enumerate(layout.ends) if layout.starts[s] < end < layout.subtree_ends[s]
+    ]
     batches: dict[int, list[int]] = {}
     for segment in inner:
         batches.setdefault(layout.depths[segment] if per_depth else segment, []).append(segment)
@@ -404,14 +463,19 @@ def _build_merge_plan(layout: PrefixLayout, per_depth: bool) -> AttentionPlan:
 
 
 def gather_plan(layout: PrefixLayout) -> AttentionPlan:
-    """The queries of each segment against the keys of its whole path, gathered, bottom-right causal; kept with the layout."""
+    """The queries of each segment against the keys of its whole path, gathered, bottom-right
+    causal; kept with the layout.
+    """
     return layout.cached("gather_plan", lambda: _build_gather_plan(compress(layout)))
 
 
 def _build_gather_plan(layout: PrefixLayout) -> AttentionPlan:
     segments = [segment for segment, length in enumerate(layout.lengths) if length]
     spans = [(layout.starts[s], layout.ends[s]) for s in segments]
-    paths = [[(layout.starts[a], layout.ends[a]) for a in layout.path(s) if layout.lengths[a]] for s in segments]
+    paths = [
+        [(layout.starts[a], layout.ends[a]) for a in layout.path(s) if layout.lengths[a]]
+        for s in segments
+    ]
     shared = any(len(path) > 1 for path in paths)
     k_rows = Rows(tuple(span for path in paths for span in path)) if shared else None
     k_lengths = tuple(layout.offsets[s] + layout.lengths[s] for s in segments)
@@ -419,18 +483,24 @@ def _build_gather_plan(layout: PrefixLayout) -> AttentionPlan:
 
 
 def compress(layout: PrefixLayout) -> PrefixLayout:
-    """The same attention in fewer segments: only children are merged into their parents and empty inner segments dropped."""
+    """The same attention in fewer segments: only children are merged into their parents and empty
+    inner segments dropped.
+    """
     num_children = [0] * len(layout.lengths)
     for parent in layout.parents:
         if parent >= 0:
             num_children[parent] += 1
-    # An empty inner segment vanishes and its children move up to its parent, which may then have more than one child.
+    # An empty inner segment vanishes and its children move up to its parent, which may then have
+    # more than one child.
     effective_parent: list[int] = []
     for parent in layout.parents:
         while parent >= 0 and layout.lengths[parent] == 0:
             parent = effective_parent[parent]
         effective_parent.append(parent)
-    kept = [length > 0 or not children for length, children in zip(layout.lengths, num_children, strict=True)]
+    kept = [
+        length > 0 or not children
+        for length, children in zip(layout.lengths, num_children, strict=True)
+    ]
     children_kept = [0] * len(layout.lengths)
     for segment, parent in enumerate(effective_parent):
         if parent >= 0 and kept[segment]:

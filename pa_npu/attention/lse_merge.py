@@ -1,12 +1,14 @@
-"""Merge a partial attention result into rows of the running one, in place: Ascend C operator or plain torch.
+"""Merge a partial attention result into rows of the running one, in place: Ascend C operator or
+plain torch.
 
-For one query over two disjoint sets of keys, with running output o, maximum m of the scaled scores and sum s of
-exp(score - m), and the same (p, n, t) of the partial call:
+For one query over two disjoint sets of keys, with running output o, maximum m of the scaled scores
+and sum s of exp(score - m), and the same (p, n, t) of the partial call:
 
     M = max(m, n)    a = s exp(m - M)    b = t exp(n - M)    S = a + b    o <- (a o + b p) / S    m <- M    s <- S
 
-A side without keys has maximum -inf (or the lowest float), sum 0 and any finite output; both sides may be so.
-Backward needs nothing from here: it differentiates each part with the merged output and statistics.
+A side without keys has maximum -inf (or the lowest float), sum 0 and any finite output; both sides
+may be so. Backward needs nothing from here: it differentiates each part with the merged output and
+statistics.
 """
 
 from __future__ import annotations
@@ -55,31 +57,43 @@ def lse_merge_(
     segments: Sequence[int] | None = None,
     part_segments: Sequence[int] | None = None,
 ) -> None:
-    """Merge `part_*` into the rows `row_intervals` of `out`, `softmax_max`, `softmax_sum`, in place.
+    """Merge `part_*` into the rows `row_intervals` of `out`, `softmax_max`, `softmax_sum`, in
+    place.
 
-    out [tokens, heads, dim]; softmax_max, softmax_sum [tokens, heads, width], `width` equal copies (8 on Ascend), fp32
-    (fp64 where out is fp64). part_* likewise with the rows of the intervals one after the other.
+    out [tokens, heads, dim]; softmax_max, softmax_sum [tokens, heads, width], `width` equal copies
+    (8 on Ascend), fp32 (fp64 where out is fp64). part_* likewise with the rows of the intervals one
+    after the other.
     row_intervals: (first, last + 1) pairs, ascending and disjoint.
-    segments, part_segments: None where memory of the statistics is as the shape says. In the NTD layout (npu_fusion_attention with
-    softmax_layout="") memory of each sequence of the call that made them is [heads, length, width], and these are the lengths.
-    The operator checks that all of this fits together.
+    segments, part_segments: None where memory of the statistics is as the shape says. In the NTD
+    layout (npu_fusion_attention with softmax_layout="") memory of each sequence of the call that
+    made them is [heads, length, width], and these are the lengths. The operator checks that all of
+    this fits together.
     """
     tensors = (out, softmax_max, softmax_sum, part_out, part_max, part_sum)
     if not part_out.numel():
         return
-    lengths, part_lengths = (None if part is None else tuple(part) for part in (segments, part_segments))
+    lengths, part_lengths = (
+        None if part is None else tuple(part) for part in (segments, part_segments)
+    )
     merge = _merge_ascendc if _use_kernel(tensors) else _merge_torch
     merge(tensors, tuple(row_intervals), lengths, part_lengths)
 
 
 def available() -> LseMergeStatus:
-    """Tell what NPU tensors are merged with, for `doctor`; loads the operator library if it is there."""
+    """Tell what NPU tensors are merged with, for `doctor`; loads the operator library if it is
+    there.
+    """
     library = Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).parent / "lib" / LIBRARY_NAME)
     if not library.exists():
-        reason = f"{library} is not built; run python -m ops.ascendc.build where CANN, torch and torch_npu are"
+        reason = (
+            f"{library} is not built; run python -m ops.ascendc.build where CANN, torch and "
+            "torch_npu are"
+        )
         return LseMergeStatus("torch", reason, library)
     if not hasattr(torch, "npu"):
-        return LseMergeStatus("torch", "torch_npu is not imported, so there are no NPU tensors", library)
+        return LseMergeStatus(
+            "torch", "torch_npu is not imported, so there are no NPU tensors", library
+        )
     return _load(library)
 
 
@@ -93,7 +107,9 @@ def _load(library: Path) -> LseMergeStatus:
 
 
 def kernel_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the Ascend C operator cannot merge outputs [tokens, heads, head_dim] of this type on this device, or None."""
+    """Why the Ascend C operator cannot merge outputs [tokens, heads, head_dim] of this type on this
+    device, or None.
+    """
     if device.type != "npu":
         return f"the tensors are on {device}, the operator needs npu"
     status = available()
@@ -112,8 +128,13 @@ def _use_kernel(tensors: tuple[torch.Tensor, ...]) -> bool:
     if out.device.type != "npu":
         return False
     obstacle = kernel_obstacle(out.device, out.dtype, out.shape[2])
-    if obstacle is None and (softmax_max.dtype != torch.float32 or softmax_max.shape[2] != KERNEL_STAT_WIDTH):
-        obstacle = f"needs {KERNEL_STAT_WIDTH} copies of each statistic in fp32, not {softmax_max.shape[2]} in {softmax_max.dtype}"
+    if obstacle is None and (
+        softmax_max.dtype != torch.float32 or softmax_max.shape[2] != KERNEL_STAT_WIDTH
+    ):
+        obstacle = (
+            f"needs {KERNEL_STAT_WIDTH} copies of each statistic in fp32, not "
+            f"{softmax_max.shape[2]} in {softmax_max.dtype}"
+        )
     if obstacle is None and not all(tensor.is_contiguous() for tensor in tensors):
         obstacle = "needs contiguous tensors"
     if obstacle is not None:
@@ -135,7 +156,9 @@ def _merge_ascendc(
 ) -> None:
     out = tensors[0]
     tokens, heads, dim = out.shape
-    table, header = _device_table(intervals, lengths, part_lengths, (tokens, heads, dim), out.dtype, out.device)
+    table, header = _device_table(
+        intervals, lengths, part_lengths, (tokens, heads, dim), out.dtype, out.device
+    )
     torch.ops.pa_npu.lse_merge_(*tensors, table, list(header))
 
 
@@ -148,7 +171,10 @@ def _device_table(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The operator's table on the device, and its header on the host. All layers of a microbatch share one."""
+    """The operator's table on the device, and its header on the host.
+
+    All layers of a microbatch share one.
+    """
     table = torch.ops.pa_npu.lse_merge_table(
         [bound for interval in intervals for bound in interval],
         list(lengths or ()),
@@ -170,7 +196,9 @@ def _merge_torch(
     part_lengths: tuple[int, ...] | None,
 ) -> None:
     out, softmax_max, softmax_sum, part_out, part_max, part_sum = tensors
-    accumulate_dtype = torch.promote_types(torch.promote_types(out.dtype, softmax_max.dtype), torch.float32)
+    accumulate_dtype = torch.promote_types(
+        torch.promote_types(out.dtype, softmax_max.dtype), torch.float32
+    )
     lowest = torch.finfo(accumulate_dtype).min
     smallest = torch.finfo(accumulate_dtype).tiny
     starts = None if lengths is None else (0, *accumulate(lengths))
@@ -179,7 +207,11 @@ def _merge_torch(
         running_max = _stats_view(softmax_max, row, count, starts)
         running_sum = _stats_view(softmax_sum, row, count, starts)
         max_a = running_max.to(accumulate_dtype).clamp_min(lowest)
-        max_b = _stats_view(part_max, part_row, count, part_starts).to(accumulate_dtype).clamp_min(lowest)
+        max_b = (
+            _stats_view(part_max, part_row, count, part_starts)
+            .to(accumulate_dtype)
+            .clamp_min(lowest)
+        )
         merged_max = torch.maximum(max_a, max_b)
         sum_a = running_sum * (max_a - merged_max).exp()
         sum_b = _stats_view(part_sum, part_row, count, part_starts) * (max_b - merged_max).exp()
@@ -193,9 +225,13 @@ def _merge_torch(
 
 
 def _pieces(
-    intervals: tuple[Interval, ...], starts: tuple[int, ...] | None, part_starts: tuple[int, ...] | None
+    intervals: tuple[Interval, ...],
+    starts: tuple[int, ...] | None,
+    part_starts: tuple[int, ...] | None,
 ) -> Iterator[tuple[int, int, int]]:
-    """(row, row of the partial result, count): intervals cut where a sequence of an NTD layout ends."""
+    """(row, row of the partial result, count): intervals cut where a sequence of an NTD layout
+    ends.
+    """
     part_row = 0
     for start, end in intervals:
         row = start
@@ -210,13 +246,17 @@ def _pieces(
             part_row += count
 
 
-def _stats_view(stats: torch.Tensor, row: int, count: int, starts: tuple[int, ...] | None) -> torch.Tensor:
+def _stats_view(
+    stats: torch.Tensor, row: int, count: int, starts: tuple[int, ...] | None
+) -> torch.Tensor:
     """View [count, heads, width] of token rows inside one sequence."""
     if starts is None:
         return stats[row : row + count]
     first, last = _sequence_at(row, starts)
     _, heads, width = stats.shape
-    sequence = stats.view(-1)[first * heads * width : last * heads * width].view(heads, last - first, width)
+    sequence = stats.view(-1)[first * heads * width : last * heads * width].view(
+        heads, last - first, width
+    )
     return sequence[:, row - first : row - first + count].transpose(0, 1)
 
 

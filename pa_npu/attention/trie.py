@@ -15,9 +15,11 @@ from pa_npu.attention.layout import PrefixLayout
 class PackedSequences:
     """Token sequences packed with shared prefixes.
 
-    layout: one leaf per sequence; a sequence that ends inside another one has an empty leaf of its own.
+    layout: one leaf per sequence; a sequence that ends inside another one has an empty leaf of its
+    own.
     tokens: int64 [layout.total], on the host.
-    leaves: segment that each sequence, in the order given, ends in; `layout.path_rows(leaf)` are its rows.
+    leaves: segment that each sequence, in the order given, ends in; `layout.path_rows(leaf)` are
+    its rows.
     """
 
     layout: PrefixLayout
@@ -26,12 +28,14 @@ class PackedSequences:
 
 
 def pack(
-    sequences: Sequence[Sequence[int] | np.ndarray], min_shared: int = 1, prompts: Sequence[int] | None = None
+    sequences: Sequence[Sequence[int] | np.ndarray],
+    min_shared: int = 1,
+    prompts: Sequence[int] | None = None,
 ) -> PackedSequences:
     """Build the trie; a segment is shared only where it has at least `min_shared` tokens.
 
-    prompts: tokens at the beginning of each sequence that are shared however few they are; what is common behind them is
-    kept once only if that alone has `min_shared` tokens.
+    prompts: tokens at the beginning of each sequence that are shared however few they are; what is
+    common behind them is kept once only if that alone has `min_shared` tokens.
     Raises ValueError naming the sequence that is empty, not one-dimensional or not of integers.
     """
     if min_shared < 1:
@@ -51,8 +55,9 @@ def pack(
         pieces.append(tokens)
         return len(lengths) - 1
 
-    # A task is a set of sequences that agree on [0, agreed), of which [0, start) is packed already under `parent`.
-    # The stack keeps depth-first order; it is explicit because tries of many sequences are deeper than Python's stack.
+    # A task is a set of sequences that agree on [0, agreed), of which [0, start) is packed already
+    # under `parent`. The stack keeps depth-first order; it is explicit because tries of many
+    # sequences are deeper than Python's stack.
     tasks = [(list(range(len(arrays))), 0, 0, -1)]
     while tasks:
         members, start, agreed, parent = tasks.pop()
@@ -75,10 +80,14 @@ def pack(
             else:
                 branches.setdefault(int(tokens[agreed]), []).append(member)
         for branch in reversed(branches.values()):
-            tasks.append((branch, start, _agreement([arrays[member] for member in branch], agreed), parent))
+            tasks.append(
+                (branch, start, _agreement([arrays[member] for member in branch], agreed), parent)
+            )
         tasks.extend(([member], start, agreed, parent) for member in reversed(ended))
     return PackedSequences(
-        PrefixLayout(tuple(lengths), tuple(parents)), torch.from_numpy(np.concatenate(pieces)), tuple(leaves)
+        PrefixLayout(tuple(lengths), tuple(parents)),
+        torch.from_numpy(np.concatenate(pieces)),
+        tuple(leaves),
     )
 
 
@@ -93,5 +102,8 @@ def _agreement(arrays: list[np.ndarray], known: int) -> int:
 def _as_tokens(number: int, sequence: Sequence[int] | np.ndarray) -> np.ndarray:
     tokens = np.asarray(sequence)
     if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
-        raise ValueError(f"sequence {number}: must be a non-empty list of integers, not {tokens.dtype} {tokens.shape}")
+        raise ValueError(
+            f"sequence {number}: must be a non-empty list of integers, not {tokens.dtype} "
+            f"{tokens.shape}"
+        )
     return tokens.astype(np.int64)

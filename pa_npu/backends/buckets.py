@@ -1,8 +1,10 @@
-"""A model's weights gathered from the ranks that hold them into flat buckets of bounded size, for a publish and an export.
+"""A model's weights gathered from the ranks that hold them into flat buckets of bounded size, for a
+publish and an export.
 
-A rank never holds more of other ranks' weights than two buckets: one is on its way between the ranks while the one before is read.
-Each rank lays its own part of a bucket where it belongs, the others' are zero bits, and the sum of the bits over the ranks is the
-bucket. One sum, as gloo's all-gather copies everything twice more, and HCCL has no gather to one rank.
+A rank never holds more of other ranks' weights than two buckets: one is on its way between the
+ranks while the one before is read. Each rank lays its own part of a bucket where it belongs, the
+others' are zero bits, and the sum of the bits over the ranks is the bucket. One sum, as gloo's
+all-gather copies everything twice more, and HCCL has no gather to one rank.
 """
 
 from __future__ import annotations
@@ -38,22 +40,30 @@ class Part(ABC):
     """This rank's part of a tensor."""
 
     def gather(self, group: dist.ProcessGroup | None, memory: torch.device) -> None:  # noqa: B027
-        """Get what `lay` needs of other ranks; collective over `group`, whose collectives take tensors in `memory`."""
+        """Get what `lay` needs of other ranks; collective over `group`, whose collectives take
+        tensors in `memory`.
+        """
 
     @abstractmethod
     def lay(self, out: torch.Tensor, first: int) -> None:
-        """Copy what is here of whole rows of the tensor to their places in `out`, flat, which begins with element `first`."""
+        """Copy what is here of whole rows of the tensor to their places in `out`, flat, which
+        begins with element `first`.
+        """
 
     @abstractmethod
     def pieces(self, size: int) -> Iterator[torch.Tensor]:
-        """Yields what is here of the tensor, of `size` elements, each element once, in any order and shape."""
+        """Yields what is here of the tensor, of `size` elements, each element once, in any order
+        and shape.
+        """
 
 
 class GatheredWeights(ABC):
-    """A WeightSource. A backend's subclass says what is sent (`tensors`, by name) and what of it is here (`parts`).
+    """A WeightSource. A backend's subclass says what is sent (`tensors`, by name) and what of it is
+    here (`parts`).
 
-    group: the ranks that together hold the weights, None where this rank is alone; its first one leads. base: what adapters are
-    merged into. on_host: buckets are made in host memory, where the group's collectives are, for a thread beside training.
+    group: the ranks that together hold the weights, None where this rank is alone; its first one
+    leads. base: what adapters are merged into. on_host: buckets are made in host memory, where the
+    group's collectives are, for a thread beside training.
     """
 
     def __init__(
@@ -105,7 +115,11 @@ class GatheredWeights(ABC):
     @torch.no_grad()
     def contents(self) -> dict[str, str]:
         """See WeightSource. Collective over the group, as `gather` of a part is."""
-        types = {segment.name: bucket.torch_dtype for bucket in self.manifest.buckets for segment in bucket.segments}
+        types = {
+            segment.name: bucket.torch_dtype
+            for bucket in self.manifest.buckets
+            for segment in bucket.segments
+        }
         parts, contents = self.live_parts(self._leads), Contents()
         for name, shape in self.manifest.shapes.items():
             parts[name].gather(self._group, self._memory)
@@ -126,16 +140,25 @@ class GatheredWeights(ABC):
                 what = f"bucket {number} of {len(buckets)} ({bucket.summary})"
                 others = [rank for rank in self._place.shard_group if rank != self._place.rank]
                 where = (
-                    f"gathering weights over the ranks of stage {self._place.stage}, {what}: rank {self._place.rank} waits for the "
-                    f"parts of ranks {others}"
+                    f"gathering weights over the ranks of stage {self._place.stage}, {what}: rank "
+                    f"{self._place.rank} waits for the parts of ranks {others}"
                 )
-                transport.wait(work, deadline, where, "look at the logs of the trainer ranks for the one that stopped")
+                transport.wait(
+                    work,
+                    deadline,
+                    where,
+                    "look at the logs of the trainer ranks for the one that stopped",
+                )
             yield whole.view(bucket.torch_dtype)[: bucket.num_elements] if self.is_leader else None
 
     @torch.no_grad()
-    def _start(self, bucket: Bucket, parts: Mapping[str, Part]) -> tuple[torch.Tensor, dist.Work | None]:
+    def _start(
+        self, bucket: Bucket, parts: Mapping[str, Part]
+    ) -> tuple[torch.Tensor, dist.Work | None]:
         """Lay this rank's part of a bucket out, and begin to add the other ranks'."""
-        words = torch.zeros(-(-bucket.num_bytes // _WORD_BYTES), dtype=torch.int32, device=self._memory)
+        words = torch.zeros(
+            -(-bucket.num_bytes // _WORD_BYTES), dtype=torch.int32, device=self._memory
+        )
         flat, offset = words.view(bucket.torch_dtype), 0
         for segment in bucket.segments:
             part = parts[segment.name]
@@ -149,13 +172,17 @@ class GatheredWeights(ABC):
 
 
 def plan_segments(shapes: Mapping[str, tuple[int, ...]], most: int) -> list[tuple[Segment, ...]]:
-    """Tensors in order, cut by rows into buckets of at most `most` elements (or one row, if that is larger)."""
+    """Tensors in order, cut by rows into buckets of at most `most` elements (or one row, if that is
+    larger).
+    """
     buckets: list[list[Segment]] = []
     room = 0
     for name, shape in shapes.items():
         size, row = math.prod(shape), math.prod(shape[1:])
         if size > room:
-            room = 0  # one that fits into a bucket is never cut, so that the receiver can use it where it arrives
+            # one that fits into a bucket is never cut, so that the receiver can use it where it
+            # arrives
+            room = 0
         start = 0
         while start < size:
             if room < row:

@@ -1,10 +1,11 @@
 """Writing the policy as an HF directory: config, tokenizer files, safetensors and their index.
 
-From all trainer ranks, or of a checkpoint on demand, which is checked first, whichever backend wrote it (checked_run). Each stage's
-publishing rank gathers its stage bucket by bucket and writes its own files, so no rank holds more than one file's worth of another
-rank's weights. World rank 0 then numbers the files, checks from their headers that every tensor is there once, writes the index and
-copies the rest. Everything happens in DIRECTORY.tmp, which takes DIRECTORY's name only when complete. With several nodes DIRECTORY
-must be on a file system they share.
+From all trainer ranks, or of a checkpoint on demand, which is checked first, whichever backend
+wrote it (checked_run). Each stage's publishing rank gathers its stage bucket by bucket and writes
+its own files, so no rank holds more than one file's worth of another rank's weights. World rank 0
+then numbers the files, checks from their headers that every tensor is there once, writes the index
+and copies the rest. Everything happens in DIRECTORY.tmp, which takes DIRECTORY's name only when
+complete. With several nodes DIRECTORY must be on a file system they share.
 """
 
 from __future__ import annotations
@@ -35,10 +36,24 @@ from pa_npu.publish.publisher import WeightSource
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.manifest import Assembler, Manifest
 
-# Of the model's directory all files go into an export but these: weights in any form, and what is no
+# Of the model's directory all files go into an export but these: weights in any form, and what is
+# no
 # longer true of other weights, such as how these were quantised, or the card that describes them.
 _WEIGHT_ENDINGS = frozenset(
-    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".ot", ".npz"}
+    {
+        ".safetensors",
+        ".bin",
+        ".pt",
+        ".pth",
+        ".ckpt",
+        ".h5",
+        ".msgpack",
+        ".gguf",
+        ".ggml",
+        ".onnx",
+        ".ot",
+        ".npz",
+    }
 )
 _NOT_COPIED = frozenset(
     {
@@ -57,7 +72,9 @@ _NOT_COPIED = frozenset(
     }
 )
 _INDEX_ENDING = ".index.json"
-_WEIGHT_DIRECTORIES = frozenset({"original", "onnx", "openvino", "metal", "gguf", "coreml", "runs", "__pycache__"})
+_WEIGHT_DIRECTORIES = frozenset(
+    {"original", "onnx", "openvino", "metal", "gguf", "coreml", "runs", "__pycache__"}
+)
 _CHECKPOINT = "checkpoint-"  # the directories that trainers leave in a model's
 BUCKET_BYTES = 64 * 2**20
 _TIMEOUT_S = 1800.0
@@ -75,7 +92,8 @@ def write_hf(
     max_file_bytes: int = 2 * 2**30,
     complete: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write this rank's share of the HF directory `directory`. source: its weights, None on a rank that sends none.
+    """Write this rank's share of the HF directory `directory`. source: its weights, None on a rank
+    that sends none.
 
     Collective over all trainer ranks. An existing directory is replaced. Tensors keep the source's
     type, which config.json then names.
@@ -83,8 +101,10 @@ def write_hf(
     Args:
         device: of collectives.
         prompts: the run's section `data`, where a run trained the model.
-        template: the text of the file that its chat_template names, where that was kept; None reads the file.
-        max_file_bytes: a leader holds at most so many, or one tensor if that is larger, in host memory.
+        template: the text of the file that its chat_template names, where that was kept; None reads
+        the file.
+        max_file_bytes: a leader holds at most so many, or one tensor if that is larger, in host
+        memory.
         complete: makes another kind of directory of the files of weights, on world rank 0.
     Raises ExportError on every rank when any rank fails.
     """
@@ -118,7 +138,9 @@ def write_hf(
                 _copy_config(Path(spec.path), temporary, source.manifest.buckets[0].dtype)
             _copy_rest(Path(spec.path), temporary)
             if prompts is not None:
-                write_prompt_format(temporary, prompts, template if template is not None else kept_template(prompts))
+                write_prompt_format(
+                    temporary, prompts, template if template is not None else kept_template(prompts)
+                )
             _take_name(temporary, target)
 
     for step, action in (("preparing", prepare), ("writing", write), ("completing", finish)):
@@ -138,7 +160,9 @@ def _together(action: Callable[[], None], what: str, device: torch.device) -> No
     if failure is not None:
         raise ExportError(f"HF export: {what}: {failure}") from failure
     if failed.item():
-        raise ExportError(f"HF export: {what}: {failed.item()} other rank(s) failed; their logs say why")
+        raise ExportError(
+            f"HF export: {what}: {failed.item()} other rank(s) failed; their logs say why"
+        )
 
 
 def _write_stage(
@@ -175,20 +199,31 @@ def _number_files(directory: Path, spec: ModelSpec) -> None:
     weight_map: dict[str, str] = {}
     total_bytes = 0
     for number, file in enumerate(files, start=1):
-        name = SINGLE_FILE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        name = (
+            SINGLE_FILE
+            if len(files) == 1
+            else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        )
         for tensor, stored in read_header(file).items():
             if tensor in weight_map:
-                raise ExportError(f"two stages wrote tensor {tensor}; the pipeline stages must hold different layers")
+                raise ExportError(
+                    f"two stages wrote tensor {tensor}; the pipeline stages must hold different "
+                    "layers"
+                )
             weight_map[tensor] = name
             total_bytes += stored.num_bytes
         file.rename(directory / name)
     missing = sorted(spec.hf_tensors().keys() - weight_map.keys())
     if missing:
         raise ExportError(
-            f"no stage wrote tensor {missing[0]} (and {len(missing) - 1} more); all ranks must export at the same time"
+            f"no stage wrote tensor {missing[0]} (and {len(missing) - 1} more); all ranks must "
+            "export at the same time"
         )
     if len(files) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        index = {
+            "metadata": {"total_size": total_bytes},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
@@ -201,7 +236,9 @@ def _copy_config(source: Path, directory: Path, dtype: str) -> None:
 
 
 def _copy_rest(source: Path, directory: Path) -> None:
-    """All files beside the weights: those of tokenizers and processors, templates, code (auto_map), a licence."""
+    """All files beside the weights: those of tokenizers and processors, templates, code (auto_map),
+    a licence.
+    """
     for folder, subfolders, names in os.walk(source):
         subfolders[:] = [
             name
@@ -218,7 +255,12 @@ def _copy_rest(source: Path, directory: Path) -> None:
 
 def _is_copied(file: Path) -> bool:
     is_weights = file.suffix.lower() in _WEIGHT_ENDINGS or file.name.endswith(_INDEX_ENDING)
-    return file.is_file() and not is_weights and file.name not in _NOT_COPIED and not file.name.startswith(".")
+    return (
+        file.is_file()
+        and not is_weights
+        and file.name not in _NOT_COPIED
+        and not file.name.startswith(".")
+    )
 
 
 def _take_name(temporary: Path, target: Path) -> None:
@@ -238,24 +280,31 @@ def _take_name(temporary: Path, target: Path) -> None:
 def checked_run(checkpoint: Path, output: Path, model: str | None) -> tuple[Config, ModelSpec]:
     """The configuration of the run for one process on the host, and its model.
 
-    model: the HF model that the run began with, where it has moved since. Raises UserError when the checkpoint is not complete, is
-    of another model, or `output` is not empty, DataError where a file of it is not what was written.
+    model: the HF model that the run began with, where it has moved since. Raises UserError when the
+    checkpoint is not complete, is of another model, or `output` is not empty, DataError where a
+    file of it is not what was written.
     """
     meta = read_meta(checkpoint)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output: {output} exists; name a directory that does not, or an empty one")
+        raise UserError(
+            f"--output: {output} exists; name a directory that does not, or an empty one"
+        )
     config = _single_process(checkpoint, meta, model)
     spec = ModelSpec.of(config)
     if model_fingerprint(config.model.path) != meta.model["fingerprint"]:
         raise DataError(
-            f"--model: {config.model.path} is not the model that {checkpoint} began with ({meta.model['path']}); name that one"
+            f"--model: {config.model.path} is not the model that {checkpoint} began with "
+            f"({meta.model['path']}); name that one"
         )
     check_files(checkpoint)
     return config, spec
 
 
 def trained_template(checkpoint: Path, config: Config) -> str | None:
-    """The template that the checkpoint's run was given in a file. Raises DataError where nobody has it any more."""
+    """The template that the checkpoint's run was given in a file.
+
+    Raises DataError where nobody has it any more.
+    """
     kept = read_meta(checkpoint).chat_template
     return kept if kept is not None else template_text(config.data.chat_template)
 
@@ -273,5 +322,6 @@ def _single_process(checkpoint: Path, meta: CheckpointMeta, model: str | None) -
     except (KeyError, TypeError, ValidationError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"--checkpoint: the configuration in {checkpoint} is of another release of this package ({reason}); use that one"
+            f"--checkpoint: the configuration in {checkpoint} is of another release of this "
+            f"package ({reason}); use that one"
         ) from None

@@ -1,8 +1,9 @@
-"""Ranks that compute one microbatch at a time together: whoever has fewer computes fillers beside the others' last ones.
+"""Ranks that compute one microbatch at a time together: whoever has fewer computes fillers beside
+the others' last ones.
 
-An exchange of tokens with experts of other ranks is a collective, and so is gathering a layer, so that all of a group must compute
-as many microbatches. How many a replica has follows from its groups' sizes and from packing, and is often not known before the
-last.
+An exchange of tokens with experts of other ranks is a collective, and so is gathering a layer, so
+that all of a group must compute as many microbatches. How many a replica has follows from its
+groups' sizes and from packing, and is often not known before the last.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from pa_npu.samples.microbatch import Microbatch
 
 
 def filler(tokens: int, device: torch.device) -> Microbatch:
-    """A microbatch of so many tokens that belongs to no response. Its loss is nothing, and no check hears of it."""
+    """A microbatch of so many tokens that belongs to no response.
+
+    Its loss is nothing, and no check hears of it.
+    """
     none, one = torch.zeros(0, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     return Microbatch(
         layout=PrefixLayout.from_sequences([tokens]),
@@ -39,8 +43,12 @@ def filler(tokens: int, device: torch.device) -> Microbatch:
     )
 
 
-def or_nothing(loss: Callable[[Microbatch, Any], torch.Tensor]) -> Callable[[Microbatch, Any], torch.Tensor]:
-    """Return a loss that of a filler is zero, through which every gradient is: its backward is as collective as its forward."""
+def or_nothing(
+    loss: Callable[[Microbatch, Any], torch.Tensor],
+) -> Callable[[Microbatch, Any], torch.Tensor]:
+    """Return a loss that of a filler is zero, through which every gradient is: its backward is as
+    collective as its forward.
+    """
 
     def of_either(microbatch: Microbatch, output: Any) -> torch.Tensor:
         if not microbatch.is_filler:
@@ -52,9 +60,11 @@ def or_nothing(loss: Callable[[Microbatch, Any], torch.Tensor]) -> Callable[[Mic
 
 
 class InStep:
-    """A rank's microbatches, then fillers as long as another rank of `group` has some. Each step is a collective.
+    """A rank's microbatches, then fillers as long as another rank of `group` has some. Each step is
+    a collective.
 
-    is_last: whether the microbatch taken last is this rank's last one, as far as that is known; None: nobody asks.
+    is_last: whether the microbatch taken last is this rank's last one, as far as that is known;
+    None: nobody asks.
     """
 
     def __init__(
@@ -72,7 +82,9 @@ class InStep:
         while True:
             own = next(self._own, None)
             goes_on = own is not None and (self._is_last is None or not self._is_last())
-            said = torch.tensor([own is not None, goes_on], dtype=torch.int32, device=self._filler.tokens.device)
+            said = torch.tensor(
+                [own is not None, goes_on], dtype=torch.int32, device=self._filler.tokens.device
+            )
             dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
             anyone, self._others_go_on = (bool(value) for value in said.tolist())
             if not anyone:

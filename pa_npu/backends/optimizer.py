@@ -1,4 +1,6 @@
-"""Optimizers of all backends alike: the learning rate by updates, and state in host memory (optimizer.offload)."""
+"""Optimizers of all backends alike: the learning rate by updates, and state in host memory
+(optimizer.offload).
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,15 @@ from pa_npu.platform.base import Platform
 
 
 def learning_rate(config: Config, update: int) -> float:
-    """The rate of an update, from 1: linear warm-up, then decay to the last iteration's. Update 1 of a warm-up of n has 1/n."""
+    """The rate of an update, from 1: linear warm-up, then decay to the last iteration's.
+
+    Update 1 of a warm-up of n has 1/n.
+    """
     options = config.optimizer
-    warmup, last = config.updates(options.warmup_iterations), config.updates(config.schedule.iterations)
+    warmup, last = (
+        config.updates(options.warmup_iterations),
+        config.updates(config.schedule.iterations),
+    )
     most, least = options.learning_rate, options.min_learning_rate
     if warmup and update <= warmup:
         return most * update / warmup
@@ -31,14 +39,16 @@ def learning_rate(config: Config, update: int) -> float:
 
 
 class OffloadedState:
-    """One rank's state of its optimizer, on the device in a step alone; of nothing where the configuration does not ask for it.
+    """One rank's state of its optimizer, on the device in a step alone; of nothing where the
+    configuration does not ask for it.
 
         decoding, forward, backward: on the host ──fetched──> step ──parked──> on the host
 
-    Tensors stay the objects that they are and change their memory, so that optimizers, state dicts and checkpoints know nothing of
-    it. Parks what there is already.
+    Tensors stay the objects that they are and change their memory, so that optimizers, state dicts
+    and checkpoints know nothing of it. Parks what there is already.
 
-    tensors: those of the state, each with memory of its own; asked at each step, since an optimizer makes some in its first.
+    tensors: those of the state, each with memory of its own; asked at each step, since an optimizer
+    makes some in its first.
     """
 
     def __init__(
@@ -51,7 +61,8 @@ class OffloadedState:
         self._tensors = tensors if config.optimizer.offload else tuple
         self._platform = platform
         self._device = device
-        self._parked: list[tuple[torch.Tensor, torch.Tensor]] = []  # each with its memory on the host
+        # each with its memory on the host
+        self._parked: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._park()
 
     @contextmanager
@@ -66,7 +77,9 @@ class OffloadedState:
 
     @contextmanager
     def copied(self) -> Iterator[None]:
-        """To plan a save, which keeps what is here: pinned memory is parked in again, and a forked process may not have it."""
+        """To plan a save, which keeps what is here: pinned memory is parked in again, and a forked
+        process may not have it.
+        """
         for tensor, host in self._parked:
             tensor.data = host.clone()
         try:
@@ -79,7 +92,10 @@ class OffloadedState:
     def _park(self) -> None:
         before = {id(tensor): host for tensor, host in self._parked}
         found = [(tensor, before.get(id(tensor))) for tensor in self._tensors()]
-        pairs = [(tensor, self._platform.host_memory(tensor) if host is None else host) for tensor, host in found]
+        pairs = [
+            (tensor, self._platform.host_memory(tensor) if host is None else host)
+            for tensor, host in found
+        ]
         self._parked = [(tensor, host) for tensor, host in pairs if host is not tensor]
         for tensor, host in self._parked:
             host.copy_(tensor, non_blocking=True)

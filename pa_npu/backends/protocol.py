@@ -1,6 +1,8 @@
-"""The interface of training backends to a trainer rank: TrainBackend, and how one is made (`BackendModule`).
+"""The interface of training backends to a trainer rank: TrainBackend, and how one is made
+(`BackendModule`).
 
-Megatron is the first (`pa_npu.backends.megatron`); another is a package beside it and a line in `pa_npu.backends.registry`.
+Megatron is the first (`pa_npu.backends.megatron`); another is a package beside it and a line in
+`pa_npu.backends.registry`.
 """
 
 from __future__ import annotations
@@ -36,10 +38,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Routing:
     """How a mixture's routers spread an update's tokens.
 
-    expert_imbalance: tokens of a layer's busiest expert over the mean of its experts, mean over layers; expert_imbalance_max: of
-    the worst layer; expert_imbalance_layers: of each, by its number. routing_entropy: of a token's gate probabilities, in nats,
-    mean over tokens and layers. experts_untouched: of all layers' experts, how many no token has taken since the trainers began.
-    With algorithm.router_replay, else None: replay_changed: share of the replayed choices that routers would not have made;
+    expert_imbalance: tokens of a layer's busiest expert over the mean of its experts, mean over
+    layers; expert_imbalance_max: of the worst layer; expert_imbalance_layers: of each, by its
+    number. routing_entropy: of a token's gate probabilities, in nats, mean over tokens and layers.
+    experts_untouched: of all layers' experts, how many no token has taken since the trainers began.
+    With algorithm.router_replay, else None: replay_changed: share of the replayed choices that
+    routers would not have made;
     routes_missing: tokens without routes from which a target follows.
     """
 
@@ -54,8 +58,8 @@ class Routing:
 
 @dataclass(frozen=True)
 class Step:
-    """The result of an optimizer step, equal on all ranks. grad_norm: before it was clipped. routing: of a mixture, where it is
-    known."""
+    """The result of an optimizer step, equal on all ranks. grad_norm: before it was clipped.
+    routing: of a mixture, where it is known."""
 
     grad_norm: float
     learning_rate: float
@@ -64,16 +68,20 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class SteppedTensor:
-    """A tensor that the optimizer steps, as far as this rank steps it: flat views of the memory itself, [n], n may be 0.
+    """A tensor that the optimizer steps, as far as this rank steps it: flat views of the memory
+    itself, [n], n may be 0.
 
     name: the parameter's. dimensions: of the whole parameter, by which weight decay goes.
-    weights: fp32, those that are stepped. model: in model.dtype, what the model computes with; None where it computes with
-    `weights`, or with what it makes of them in every pass.
+    weights: fp32, those that are stepped. model: in model.dtype, what the model computes with; None
+    where it computes with `weights`, or with what it makes of them in every pass.
     gradient: of what the step will apply; None where nothing has come to the parameter.
     mean, square: AdamW's moments; None before the first step.
-    settings: the optimizer's own group, whose "lr" and "weight_decay" are read when they are asked for.
-    may_be_zero: whether its gradient can be exactly 0 although the update's is not, as that of an expert to which no token went.
-    share: 1 over the number of ranks that step the same elements; 0 of a tensor that another tensor must follow.
+    settings: the optimizer's own group, whose "lr" and "weight_decay" are read when they are asked
+    for.
+    may_be_zero: whether its gradient can be exactly 0 although the update's is not, as that of an
+    expert to which no token went.
+    share: 1 over the number of ranks that step the same elements; 0 of a tensor that another tensor
+    must follow.
     """
 
     name: str
@@ -97,10 +105,13 @@ class SteppedTensor:
 
 
 class MicrobatchSource(Protocol):
-    """The microbatches of one update as they arrive; `waited_s` counts the seconds spent waiting for them.
+    """The microbatches of one update as they arrive; `waited_s` counts the seconds spent waiting
+    for them.
 
-    is_last: whether the microbatch handed out last is the update's last one. traffic: how they came to this replica so far.
-    advantages: of the groups handed out whose credit is known, by dispatch index: those of each sample's trained tokens, float32.
+    is_last: whether the microbatch handed out last is the update's last one. traffic: how they came
+    to this replica so far.
+    advantages: of the groups handed out whose credit is known, by dispatch index: those of each
+    sample's trained tokens, float32.
     """
 
     @property
@@ -124,10 +135,11 @@ class MicrobatchSource(Protocol):
 
 
 class TrainBackend(Protocol):
-    """One rank's share of the models: runs them over what the objective asks for, steps, gives and loads weights and state.
+    """One rank's share of the models: runs them over what the objective asks for, steps, gives and
+    loads weights and state.
 
-    Every method is collective: all trainer ranks call it in the same order. What is trained and why is the objective's
-    (pa_npu.algorithm.objective), when it is published and saved the trainer's.
+    Every method is collective: all trainer ranks call it in the same order. What is trained and why
+    is the objective's (pa_npu.algorithm.objective), when it is published and saved the trainer's.
     """
 
     @property
@@ -148,49 +160,66 @@ class TrainBackend(Protocol):
 
     @property
     def replica_links(self) -> ReplicaLinks | None:
-        """The ranks of this replica, on groups made for passing rollouts alone; None where a replica is one rank."""
+        """The ranks of this replica, on groups made for passing rollouts alone; None where a
+        replica is one rank.
+        """
 
     @property
     def reductions(self) -> Reductions:
         """Sums over trainer ranks."""
 
-    def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> WeightSource | None:
-        """Returns this rank's part of a publish; None on ranks of replicas other than the first, which send nothing.
+    def published_weights(
+        self, bucket_bytes: int, late_from: str | None = None
+    ) -> WeightSource | None:
+        """Returns this rank's part of a publish; None on ranks of replicas other than the first,
+        which send nothing.
 
-        late_from: for engines that come inside an iteration, sent from a thread: of which model ("policy", or a copy), gathered
-        in host memory over a group of its own.
+        late_from: for engines that come inside an iteration, sent from a thread: of which model
+        ("policy", or a copy), gathered in host memory over a group of its own.
         """
 
     def name_policy(self, weights: PolicyState, name: str = "policy") -> None:
-        """Say which weights the policy holds, or the copy `name`. Copies take the name along, and log-probs carry it (Outputs)."""
+        """Say which weights the policy holds, or the copy `name`.
+
+        Copies take the name along, and log-probs carry it (Outputs).
+        """
 
     def copy_policy(self, name: str) -> None:
-        """Make "old", "reference" or "published" equal to the policy as it is now. Done on the device when it returns."""
+        """Make "old", "reference" or "published" equal to the policy as it is now.
 
-    def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> ReducedGradient | None:
-        """Forward and backward over one update's microbatches as they arrive; gradients are summed, over replicas too, undivided.
+        Done on the device when it returns.
+        """
 
-        Begins with gradients of zero, before it takes the first microbatch. Done on the device when it returns. What it returns
-        says how they were summed over replicas, on elements from objective.first_sampled on; None where there is one.
+    def accumulate(
+        self, microbatches: MicrobatchSource, objective: Objective
+    ) -> ReducedGradient | None:
+        """Forward and backward over one update's microbatches as they arrive; gradients are summed,
+        over replicas too, undivided.
+
+        Begins with gradients of zero, before it takes the first microbatch. Done on the device when
+        it returns. What it returns says how they were summed over replicas, on elements from
+        objective.first_sampled on; None where there is one.
         """
 
     def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
-        """The norm of the gradient that this rank holds, or of one element in `every` from `first` on; fp32 []. 0 where there is
-        none. Not collective."""
+        """The norm of the gradient that this rank holds, or of one element in `every` from `first`
+        on; fp32 []. 0 where there is none. Not collective."""
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the update's gradient."""
 
     def stepped(self) -> list[SteppedTensor]:
-        """All tensors that the optimizer steps, equally many on all replicas, in one order. Not collective.
+        """All tensors that the optimizer steps, equally many on all replicas, in one order. Not
+        collective.
 
-        Between `scale_gradients` and `step` their gradients are those that the step clips and applies. The step writes into the
-        same memory, except that it makes moments where there are none, and that optimizer.offload moves what is stepped.
+        Between `scale_gradients` and `step` their gradients are those that the step clips and
+        applies. The step writes into the same memory, except that it makes moments where there are
+        none, and that optimizer.offload moves what is stepped.
         """
 
     def share_weights(self) -> None:
-        """Let every rank compute with what was written into SteppedTensors, into `model` where that is there, else into `weights`.
-        Collective; a step does it by itself."""
+        """Let every rank compute with what was written into SteppedTensors, into `model` where that
+        is there, else into `weights`. Collective; a step does it by itself."""
 
     def step(self) -> Step:
         """Clip and apply the gradient. Done on the device when it returns.
@@ -198,26 +227,41 @@ class TrainBackend(Protocol):
         It is clipped by the factor clip_grad / (norm + 1e-6), where that is below 1.
         """
 
-    def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
-        """The policy's log-probs, given to `take` where they are computed; changes nothing. Microbatches come from the host."""
+    def evaluate(
+        self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]
+    ) -> None:
+        """The policy's log-probs, given to `take` where they are computed; changes nothing.
+
+        Microbatches come from the host.
+        """
 
     def rounding(
-        self, microbatches: list[Microbatch], take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None]
+        self,
+        microbatches: list[Microbatch],
+        take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
     ) -> bool:
-        """Give `take` each microbatch's log-probs twice: as training computes those of the iteration's version, and the policy's in
-        a wider type (bf16 in fp32, fp32 in fp64) from the same weights. One layer's wide copy at a time is enough.
+        """Give `take` each microbatch's log-probs twice: as training computes those of the
+        iteration's version, and the policy's in a wider type (bf16 in fp32, fp32 in fp64) from the
+        same weights. One layer's wide copy at a time is enough.
 
-        False on a device without a wider type. Changes nothing. Microbatches come from the host, as many as each replica likes.
+        False on a device without a wider type. Changes nothing. Microbatches come from the host, as
+        many as each replica likes.
         """
 
     def digest(self, name: str = "policy") -> str:
-        """Digest of this rank's weights of the policy, or of a copy (weight_transfer.digest.digest_of). Not collective."""
+        """Digest of this rank's weights of the policy, or of a copy
+        (weight_transfer.digest.digest_of). Not collective.
+        """
 
     def computation(self) -> Computation:
-        """Returns what this rank's live modules compute with beside their weights, to compare with engines (I5)."""
+        """Returns what this rank's live modules compute with beside their weights, to compare with
+        engines (I5).
+        """
 
     def plan_save(self, directory: Path, with_reference: bool) -> PlannedSave:
-        """Agree on what each rank writes into `directory` of the state as it is. with_reference: that is no longer the HF model."""
+        """Agree on what each rank writes into `directory` of the state as it is. with_reference:
+        that is no longer the HF model.
+        """
 
     def load(self, directory: Path) -> CheckpointMeta:
         """Restore a checkpoint."""
@@ -236,7 +280,8 @@ class BackendModule(Protocol):
         """Returns one line, for people, for each change to another package in a trainer's process."""
 
     def fit(self, config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
-        """The configuration as this model needs it, and a line for people about each thing that was found; before anything starts.
+        """The configuration as this model needs it, and a line for people about each thing that was
+        found; before anything starts.
 
         Raises ConfigError where the backend cannot train the model.
         """
@@ -251,7 +296,8 @@ class BackendModule(Protocol):
         local_rank: int,
         timeline: Timeline,
     ) -> TrainBackend:
-        """Join the other trainer ranks on `store`, build this rank's share of the model and load its HF weights. Collective.
+        """Join the other trainer ranks on `store`, build this rank's share of the model and load
+        its HF weights. Collective.
 
         Args:
             config: the run's, after `fit`.
@@ -267,14 +313,18 @@ class BackendModule(Protocol):
             DeadlineExceeded: other ranks do not join in time.
         """
 
-    def export_checkpoint(self, checkpoint: Path, output: Path, model: str | None = None, merged: bool = False) -> None:
-        """Write the policy of `checkpoint` as the HF directory `output`, in one process on the host.
+    def export_checkpoint(
+        self, checkpoint: Path, output: Path, model: str | None = None, merged: bool = False
+    ) -> None:
+        """Write the policy of `checkpoint` as the HF directory `output`, in one process on the
+        host.
 
         Args:
             checkpoint: directory of a complete checkpoint (.../iteration_000010).
             output: directory to make; it must not hold a model yet.
             model: the HF model that the run began with, where it has moved since.
-            merged: of adapters, write the model with them merged into it, also where checkpoint.export_hf says otherwise.
+            merged: of adapters, write the model with them merged into it, also where
+            checkpoint.export_hf says otherwise.
 
         Raises:
             UserError: the checkpoint or the model cannot be read, or is of another form.

@@ -1,6 +1,8 @@
-"""The training backends by the name that trainer.backend selects; a backend is imported when it is asked for.
+"""The training backends by the name that trainer.backend selects; a backend is imported when it is
+asked for.
 
-One of your own: write a module with an object in it that has what BackendModule says, and set trainer.backend=module:NAME.
+One of your own: write a module with an object in it that has what BackendModule says, and set
+trainer.backend=module:NAME.
 """
 
 from __future__ import annotations
@@ -30,12 +32,19 @@ def backend_module(name: str) -> BackendModule:
     missing = [function for function in _OFFERED if not callable(getattr(found, function, None))]
     if missing:
         raise ConfigError(
-            f"trainer.backend: {name} has no {', '.join(missing)}(); see BackendModule in pa_npu/backends/protocol.py"
+            f"trainer.backend: {name} has no {', '.join(missing)}(); see BackendModule in "
+            "pa_npu/backends/protocol.py"
         )
     return cast(BackendModule, found)
 
 
-def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, merged: bool = False) -> None:
-    """Write the policy of `checkpoint` as an HF directory, by the backend that wrote it; see BackendModule."""
+def export_checkpoint(
+    checkpoint: Path, output: Path, model: str | None = None, merged: bool = False
+) -> None:
+    """Write the policy of `checkpoint` as an HF directory, by the backend that wrote it; see
+    BackendModule.
+    """
     trainer = read_meta(checkpoint).config.get("trainer") or {}
-    backend_module(trainer.get("backend", DEFAULT_BACKEND)).export_checkpoint(checkpoint, output, model, merged)
+    backend_module(trainer.get("backend", DEFAULT_BACKEND)).export_checkpoint(
+        checkpoint, output, model, merged
+    )

@@ -1,6 +1,8 @@
-"""The index of a checkpoint by torch.distributed.checkpoint: what ranks tell of their writing, and reading it without running it.
+"""The index of a checkpoint by torch.distributed.checkpoint: what ranks tell of their writing, and
+reading it without running it.
 
-Both are pickles, which would call whatever they name. They are read by an unpickler that admits the classes of an index alone.
+Both are pickles, which would call whatever they name. They are read by an unpickler that admits the
+classes of an index alone.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from pa_npu.errors import DataError
 
 T = TypeVar("T")
 
-# An index, and what a rank tells, consist of data classes and enumerations of these modules, types of tensors, and the following.
+# An index, and what a rank tells, consist of data classes and enumerations of these modules, types
+# of tensors, and the following.
 _INDEX_MODULES = (
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.storage",
@@ -54,20 +57,32 @@ class IndexReader(pickle.Unpickler):
 
 
 def refusing(directory: str, read: Callable[[], T]) -> T:
-    """Returns the result of `read`. Raises DataError if a pickle cannot be read, or names what no checkpoint contains."""
+    """Returns the result of `read`.
+
+    Raises DataError if a pickle cannot be read, or names what no checkpoint contains.
+    """
     try:
         return read()
-    except (pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
         named = re.search(r"GLOBAL (\S+)", str(error))
         reason = f"names {named[1]}, which no checkpoint contains" if named else "cannot be read"
         raise DataError(
-            f"checkpoint {directory} is refused: one of its files {reason}; this package did not write it; take a checkpoint "
-            f"from a place that you trust"
+            f"checkpoint {directory} is refused: one of its files {reason}; this package did not "
+            "write it; take a checkpoint from a place that you trust"
         ) from None
 
 
 def note_written(directory: Path, results: Iterable[WriteResult]) -> list[str]:
-    """Tells rank 0, which may be on another node, what this rank or its forked writer has written; returns the files' names."""
+    """Tells rank 0, which may be on another node, what this rank or its forked writer has written;
+    returns the files' names.
+    """
     results = list(results)
     _note_of(directory, dist.get_rank()).write_bytes(pickle.dumps(results))
     return sorted({result.storage_data.relative_path for result in results})

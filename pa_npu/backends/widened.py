@@ -11,10 +11,12 @@ import torch
 
 @contextmanager
 def widened(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, each module of `model` computes with its own weights in `dtype`: converted when it is called, dropped after it.
+    """Inside, each module of `model` computes with its own weights in `dtype`: converted when it is
+    called, dropped after it.
 
-    The parameters themselves are not touched: another type would take Megatron's gradient hooks off them. Activations follow,
-    because they take the type of the embedding's rows, or of what the previous stage sent. Without gradients only.
+    The parameters themselves are not touched: another type would take Megatron's gradient hooks off
+    them. Activations follow, because they take the type of the embedding's rows, or of what the
+    previous stage sent. Without gradients only.
     """
     narrow: dict[torch.nn.Module, dict[str, Any]] = {}
 

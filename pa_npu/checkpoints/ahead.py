@@ -1,8 +1,10 @@
-"""Iterations that were produced ahead of training, in a checkpoint: their groups, and what the coordinator says of them.
+"""Iterations that were produced ahead of training, in a checkpoint: their groups, and what the
+coordinator says of them.
 
-With schedule.max_staleness = k a checkpoint of version v has iterations v to v + k - 1: the weights that generated them are gone,
-so a resumed run trains these very groups. One safetensors file: the wire format of every group as bytes under
-"iteration/number", where number = slot * replicas + replica, and the rest as JSON in its header. There is no pickle.
+With schedule.max_staleness = k a checkpoint of version v has iterations v to v + k - 1: the weights
+that generated them are gone, so a resumed run trains these very groups. One safetensors file: the
+wire format of every group as bytes under "iteration/number", where number = slot * replicas +
+replica, and the rest as JSON in its header. There is no pickle.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _HEADER = "iterations"
 
 @dataclass(frozen=True)
 class AheadIteration:
-    """numbers, samples: of Produced. data: TrainingStream.state() after it. groups: wire format, by number."""
+    """numbers, samples: of Produced. data: TrainingStream.state() after it. groups: wire format, by
+    number.
+    """
 
     iteration: int
     numbers: dict[str, Any]
@@ -35,11 +39,19 @@ class AheadIteration:
 
 
 def write_ahead(directory: Path, iterations: Sequence[AheadIteration]) -> list[str]:
-    """Returns the names of the files that it writes: none where there is nothing to write. Raises OSError."""
+    """Returns the names of the files that it writes: none where there is nothing to write.
+
+    Raises OSError.
+    """
     if not iterations:
         return []
     header = [
-        {"iteration": ahead.iteration, "numbers": ahead.numbers, "samples": ahead.samples, "data": ahead.data}
+        {
+            "iteration": ahead.iteration,
+            "numbers": ahead.numbers,
+            "samples": ahead.samples,
+            "data": ahead.data,
+        }
         for ahead in iterations
     ]
     tensors = {
@@ -52,7 +64,10 @@ def write_ahead(directory: Path, iterations: Sequence[AheadIteration]) -> list[s
 
 
 def read_ahead(directory: Path) -> list[AheadIteration]:
-    """By iteration; none where the checkpoint has no such file. Raises DataError where it is damaged."""
+    """By iteration; none where the checkpoint has no such file.
+
+    Raises DataError where it is damaged.
+    """
     file = directory / AHEAD_FILE
     if not file.exists():
         return []
@@ -62,11 +77,15 @@ def read_ahead(directory: Path) -> list[AheadIteration]:
             names = set(opened.keys())
             for entry in json.loads(opened.metadata()[_HEADER]):
                 count = sum(name.startswith(f"{entry['iteration']}/") for name in names)
-                groups = [opened.get_tensor(f"{entry['iteration']}/{number}").tobytes() for number in range(count)]
+                groups = [
+                    opened.get_tensor(f"{entry['iteration']}/{number}").tobytes()
+                    for number in range(count)
+                ]
                 found.append(AheadIteration(**entry, groups=groups))
     except (OSError, ValueError, LookupError, TypeError, safetensors.SafetensorError) as error:
         reason = str(error).partition("\n")[0]
         raise DataError(
-            f"{file}: what was produced ahead of this checkpoint cannot be read ({reason}); take an earlier checkpoint"
+            f"{file}: what was produced ahead of this checkpoint cannot be read ({reason}); take "
+            "an earlier checkpoint"
         ) from error
     return sorted(found, key=lambda ahead: ahead.iteration)

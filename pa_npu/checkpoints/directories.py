@@ -1,16 +1,22 @@
-"""Checkpoint directories on disk: their names, meta data and digests, which are complete, which is the newest, which are deleted.
+"""Checkpoint directories on disk: their names, meta data and digests, which are complete, which is
+the newest, which are deleted.
 
-    RUN/checkpoints/iteration_000004/                 complete: META_FILE is there and names every file, size and digest
-    RUN/checkpoints/.iteration_000006.incomplete/     being written; takes its name when complete, else removed by the next run
-    RUN/checkpoints/.iteration_000004.replaced/       the earlier one of a version that is saved again, until that is in place
+    RUN/checkpoints/iteration_000004/                 complete: META_FILE is there and names every
+                                                      file, size and digest
+    RUN/checkpoints/.iteration_000006.incomplete/     being written; takes its name when complete,
+                                                      else removed by the next run
+    RUN/checkpoints/.iteration_000004.replaced/       the earlier one of a version that is saved
+                                                      again, until that is in place
     RUN/checkpoints/.iteration_000002.deleted/        on its way out
 
-Launcher, coordinator and trainers all read checkpoints and may not import each other, so this lies below them; it needs
-neither torch nor Megatron. Only trainer rank 0 writes, or the launcher while no trainer runs.
+Launcher, coordinator and trainers all read checkpoints and may not import each other, so this lies
+below them; it needs neither torch nor Megatron. Only trainer rank 0 writes, or the launcher while
+no trainer runs.
 
-Digests are taken by the rank that wrote a file, beside training, and compared before anything is read. SHA-256, because processors
-of trainers compute it in hardware (x86 SHA-NI, Armv8 SHA2), it needs no package, and `sha256sum` checks a file by hand. On load
-ranks take turns with the files, so that each is read once, however many ranks there are.
+Digests are taken by the rank that wrote a file, beside training, and compared before anything is
+read. SHA-256, because processors of trainers compute it in hardware (x86 SHA-NI, Armv8 SHA2), it
+needs no package, and `sha256sum` checks a file by hand. On load ranks take turns with the files, so
+that each is read once, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -51,15 +57,21 @@ _THREADS = 4  # hashing releases the interpreter's lock
 class CheckpointMeta:
     """META_FILE.
 
-    version: of the weights, which is also the iteration that comes next. updates: optimizer steps so far.
-    data: TrainingStream.state() before that iteration. seed: run.seed. config, config_digest: the run's resolved tree, of secrets
-    digests alone.
-    layout: trainer ranks and their TP and PP sizes. model: path and fingerprint of the HF model the run began with.
-    reference: of which version the reference is (0: the HF model), and whether it is in the checkpoint; null without one.
+    version: of the weights, which is also the iteration that comes next. updates: optimizer steps
+    so far.
+    data: TrainingStream.state() before that iteration. seed: run.seed. config, config_digest: the
+    run's resolved tree, of secrets digests alone.
+    layout: trainer ranks and their TP and PP sizes. model: path and fingerprint of the HF model the
+    run began with.
+    reference: of which version the reference is (0: the HF model), and whether it is in the
+    checkpoint; null without one.
     chat_template: the text of the file that data.chat_template names; null where it names none.
-    base: digest of the weights that adapters are trained beside; null where the weights themselves are trained.
-    optimizer: by rank, by what a resume knows the optimizer's state again (StepReplay.saved); null in those of releases before it.
-    files: every other file of the directory with its size in bytes. digests: of these files; none in those
+    base: digest of the weights that adapters are trained beside; null where the weights themselves
+    are trained.
+    optimizer: by rank, by what a resume knows the optimizer's state again (StepReplay.saved); null
+    in those of releases before it.
+    files: every other file of the directory with its size in bytes. digests: of these files; none
+    in those
     of releases before it. In the file the whole has a digest too.
     """
 
@@ -104,8 +116,8 @@ def read_meta(directory: Path) -> CheckpointMeta:
     if isinstance(meta, CheckpointMeta):
         return meta
     raise UserError(
-        f"checkpoint.load: {directory} is not a complete checkpoint: {meta}; give another iteration_NNNNNN directory "
-        f"({next_older(directory)})"
+        f"checkpoint.load: {directory} is not a complete checkpoint: {meta}; give another "
+        f"iteration_NNNNNN directory ({next_older(directory)})"
     )
 
 
@@ -137,7 +149,11 @@ def newest(parent: Path, damaged: Mapping[Path, str] | None = None) -> tuple[Pat
 def next_older(directory: Path) -> str:
     """The next older complete checkpoint beside `directory`, in words."""
     version = version_of(directory)
-    older = [path for path in complete(directory.parent) if version is not None and (version_of(path) or 0) < version]
+    older = [
+        path
+        for path in complete(directory.parent)
+        if version is not None and (version_of(path) or 0) < version
+    ]
     return f"the next older one is {older[-1]}" if older else "there is no older one beside it"
 
 
@@ -155,7 +171,9 @@ def start(parent: Path, version: int) -> Path:
 
 
 def commit(temporary: Path, meta: CheckpointMeta) -> Path:
-    """Write META_FILE and give the directory its name; an earlier checkpoint of that version goes only then."""
+    """Write META_FILE and give the directory its name; an earlier checkpoint of that version goes
+    only then.
+    """
     parent, final = temporary.parent, temporary.parent / directory_name(meta.version)
     file_of_owner = os.open(temporary / META_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(file_of_owner, "w", encoding="utf-8") as file:
@@ -202,15 +220,22 @@ def delete(directory: Path) -> None:
     shutil.rmtree(going, ignore_errors=True)
 
 
-def superfluous(parent: Path, keep_last: int, keep_best: int, accuracy: Mapping[int, float]) -> list[Path]:
-    """Returns the complete checkpoints that retention lets go, oldest first; never the newest, and none with keep_last = 0.
+def superfluous(
+    parent: Path, keep_last: int, keep_best: int, accuracy: Mapping[int, float]
+) -> list[Path]:
+    """Returns the complete checkpoints that retention lets go, oldest first; never the newest, and
+    none with keep_last = 0.
 
     accuracy: by version, of those that were evaluated. Among equals the newer is the better.
     """
-    found = {version: path for path in complete(parent) if (version := version_of(path)) is not None}
+    found = {
+        version: path for path in complete(parent) if (version := version_of(path)) is not None
+    }
     if not keep_last:
         return []
-    evaluated = sorted((version for version in found if version in accuracy), key=lambda v: (accuracy[v], v))
+    evaluated = sorted(
+        (version for version in found if version in accuracy), key=lambda v: (accuracy[v], v)
+    )
     kept = {*sorted(found)[-keep_last:], *(evaluated[-keep_best:] if keep_best else ())}
     return [path for version, path in sorted(found.items()) if version not in kept]
 
@@ -218,7 +243,11 @@ def superfluous(parent: Path, keep_last: int, keep_best: int, accuracy: Mapping[
 def list_files(directory: Path) -> dict[str, int]:
     """Every file below `directory` with its size, META_FILE excepted."""
     files = (path for path in sorted(directory.rglob("*")) if path.is_file())
-    return {str(path.relative_to(directory)): path.stat().st_size for path in files if path.name != META_FILE}
+    return {
+        str(path.relative_to(directory)): path.stat().st_size
+        for path in files
+        if path.name != META_FILE
+    }
 
 
 def digest_of(file: Path) -> str:
@@ -231,12 +260,19 @@ def digest_of(file: Path) -> str:
 
 
 def note_digests(directory: Path, rank: int, names: Iterable[str]) -> None:
-    """Leave the digests of the files that this rank has written for `collect_digests`. Raises OSError."""
-    _note_of(directory, rank).write_text(json.dumps({name: digest_of(directory / name) for name in names}))
+    """Leave the digests of the files that this rank has written for `collect_digests`.
+
+    Raises OSError.
+    """
+    _note_of(directory, rank).write_text(
+        json.dumps({name: digest_of(directory / name) for name in names})
+    )
 
 
 def collect_digests(directory: Path, ranks: int) -> dict[str, str]:
-    """By file: what all ranks have noted, whose notes go, and the digests of the few small files that nobody noted."""
+    """By file: what all ranks have noted, whose notes go, and the digests of the few small files
+    that nobody noted.
+    """
     noted: dict[str, str] = {}
     for note_file in [_note_of(directory, rank) for rank in range(ranks)]:
         noted |= json.loads(note_file.read_text())
@@ -247,25 +283,32 @@ def collect_digests(directory: Path, ranks: int) -> dict[str, str]:
 def check_files(directory: Path, rank: int = 0, ranks: int = 1) -> None:
     """Compare this rank's share of a checkpoint's files with their digests.
 
-    A checkpoint of an earlier release has none; rank 0 says so. Raises UserError where the checkpoint is not complete, DataError
-    naming the first file that is not what was written and the next older checkpoint.
+    A checkpoint of an earlier release has none; rank 0 says so. Raises UserError where the
+    checkpoint is not complete, DataError naming the first file that is not what was written and the
+    next older checkpoint.
     """
     if wrong := content_problem(directory, rank, ranks):
         raise damaged(directory, wrong)
 
 
 def content_problem(directory: Path, rank: int = 0, ranks: int = 1) -> str:
-    """The first file of this rank's share that is not what was written, and how; empty where all are."""
+    """The first file of this rank's share that is not what was written, and how; empty where all
+    are.
+    """
     meta = read_meta(directory)
     if not meta.digests and rank == 0:
         logger.warning(
-            "checkpoint %s is of a release without digests: its files are checked by their sizes alone", directory
+            "checkpoint %s is of a release without digests: its files are checked by their sizes "
+            "alone",
+            directory,
         )
     largest_first = sorted(meta.digests, key=lambda name: (-meta.files[name], name))
     mine = largest_first[rank::ranks]
     with ThreadPoolExecutor(_THREADS, "checkpoint digests") as threads:
         for name, wrong in zip(
-            mine, threads.map(lambda name: _wrong(directory / name, meta.digests[name]), mine), strict=True
+            mine,
+            threads.map(lambda name: _wrong(directory / name, meta.digests[name]), mine),
+            strict=True,
         ):
             if wrong:
                 return f"{name} {wrong}"
@@ -275,8 +318,8 @@ def content_problem(directory: Path, rank: int = 0, ranks: int = 1) -> str:
 def damaged(directory: Path, what: str) -> DataError:
     """The error that says what is wrong with a checkpoint, and where to go on."""
     return DataError(
-        f"checkpoint {directory} is damaged: {what}; remove it or name another (checkpoint.load, --checkpoint): "
-        f"{next_older(directory)}"
+        f"checkpoint {directory} is damaged: {what}; remove it or name another (checkpoint.load, "
+        f"--checkpoint): {next_older(directory)}"
     )
 
 
@@ -285,7 +328,11 @@ def _wrong(file: Path, expected: str) -> str:
         found = digest_of(file)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return "" if found == expected else f"is not what was written (sha256 {found:.12}..., not {expected:.12}...)"
+    return (
+        ""
+        if found == expected
+        else f"is not what was written (sha256 {found:.12}..., not {expected:.12}...)"
+    )
 
 
 def _note_of(directory: Path, rank: int) -> Path:
@@ -305,13 +352,21 @@ def _read(directory: Path) -> CheckpointMeta | str:
     seal = values.pop(_SEAL, None)
     is_older = seal is None and "digests" not in values
     is_whole = is_older or seal == _seal(values)
-    known = {field.name: values[field.name] for field in fields(CheckpointMeta) if field.name in values}
+    known = {
+        field.name: values[field.name] for field in fields(CheckpointMeta) if field.name in values
+    }
     try:
         meta = CheckpointMeta(**{"digests": {}, **known})
     except ValidationError as error:
-        return f"{META_FILE} is damaged or of another release (no valid {error.errors()[0]['loc'][0]!r})"
+        return (
+            f"{META_FILE} is damaged or of another release (no valid "
+            f"{error.errors()[0]['loc'][0]!r})"
+        )
     if not {"path", "fingerprint"} <= meta.model.keys():
-        return f"{META_FILE} is damaged or of another release (its model has no path or no fingerprint)"
+        return (
+            f"{META_FILE} is damaged or of another release (its model has no path or no "
+            "fingerprint)"
+        )
     if not is_whole:
         return f"{META_FILE} is damaged (its own digest is that of other values)"
     if not is_older and (unknown := sorted(meta.files.keys() ^ meta.digests.keys())):
@@ -339,7 +394,11 @@ def _named(parent: Path) -> list[Path]:
     """Directories named like checkpoints, by version."""
     if not parent.is_dir():
         return []
-    found = {version: path for path in parent.iterdir() if (version := version_of(path)) is not None and path.is_dir()}
+    found = {
+        version: path
+        for path in parent.iterdir()
+        if (version := version_of(path)) is not None and path.is_dir()
+    }
     return [found[version] for version in sorted(found)]
 
 

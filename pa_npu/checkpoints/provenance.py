@@ -1,4 +1,6 @@
-"""Describes a checkpoint's origin, its configuration and model, and says which may change when a run continues from it."""
+"""Describes a checkpoint's origin, its configuration and model, and says which may change when a
+run continues from it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ _HIDDEN = HIDDEN.removesuffix(")")
 class Change(Enum):
     """Consequences of another value of a key for a run that continues."""
 
-    SILENT = "nothing that is computed depends on it: it is free, also in a run that begins again, and not worth a word"
+    SILENT = (
+        "nothing that is computed depends on it: it is free, also in a run that begins again, "
+        "and not worth a word"
+    )
     SAME_RUN = "the run goes on in its directory, and a line names the former value"
     NEW_RUN = "it would be another run: only in another directory, from this one's checkpoint"
     NEVER = "the checkpoint could not be loaded, or would mean something else"
@@ -48,12 +53,14 @@ CHANGES: dict[str, Change] = {
             "model": "path head_chunk_tokens trust_remote_code",
             "data": "test",
             "rollout": "backend engines max_engines attach engine_settings tensor_parallel python "
-            "window max_num_batched_tokens max_num_seqs memory_fraction sleep kv_cache_gib graph_mode "
-            "batch_invariant extra_args env",
+            "window max_num_batched_tokens max_num_seqs memory_fraction sleep "
+            "kv_cache_gib graph_mode batch_invariant extra_args env",
             "environment": "timeout_s",
             "agent": "concurrent programs output_kib",
-            "reward": "timeout_s judge.url judge.on_failure code.memory_mib code.timeout_s code.require",
-            "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel recompute frozen_pass",
+            "reward": "timeout_s judge.url judge.on_failure code.memory_mib code.timeout_s "
+            "code.require",
+            "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel recompute "
+            "frozen_pass",
             "microbatch": "responses max_tokens",
             "optimizer": "offload",
             "attention": "shared_prompt implementation",
@@ -63,18 +70,21 @@ CHANGES: dict[str, Change] = {
             "publish": "mode probe_tokens probe_tolerance noise_margin only_logged",
         },
         Change.NEW_RUN: {
-            "data": "train question_column answer_column chat_template template_options system_prompt instruction "
-            "max_prompt_tokens overlong_prompt shuffle",
+            "data": "train question_column answer_column chat_template template_options "
+            "system_prompt instruction max_prompt_tokens overlong_prompt shuffle",
             "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
             "environment": "name max_turns options",
             "agent": "command container discards tool_parser",
             "reward": "functions judge.model judge.api judge.template judge.score_pattern "
             "judge.scores judge.request code.tests code.score",
-            "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in reference_refresh_every "
-            "ratio importance_sampling importance_cap importance_floor age_exponent "
-            "entropy_coef router_aux_coef router_replay delta dual_clip aggregation",
-            "optimizer": "learning_rate min_learning_rate warmup_iterations decay weight_decay betas epsilon clip_grad",
-            "schedule": "max_staleness tokens_per_update updates_per_iteration prompts_per_iteration order dynamic_sampling",
+            "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in "
+            "reference_refresh_every ratio importance_sampling importance_cap "
+            "importance_floor age_exponent entropy_coef router_aux_coef router_replay "
+            "delta dual_clip aggregation",
+            "optimizer": "learning_rate min_learning_rate warmup_iterations decay weight_decay "
+            "betas epsilon clip_grad",
+            "schedule": "max_staleness tokens_per_update updates_per_iteration "
+            "prompts_per_iteration order dynamic_sampling",
             "publish": "divergence",
         },
         Change.NEVER: {
@@ -99,7 +109,9 @@ REFUSED = {
 
 
 def change_of(key: str) -> Change:
-    """Returns the consequence of changing `key`, or a key of its dictionary; SILENT for a key that this version does not have."""
+    """Returns the consequence of changing `key`, or a key of its dictionary; SILENT for a key that
+    this version does not have.
+    """
     section, _, rest = key.partition(".")
     return CHANGES.get(key) or CHANGES.get(f"{section}.{rest.partition('.')[0]}", Change.SILENT)
 
@@ -120,7 +132,8 @@ def config_tree(config: Config) -> dict[str, Any]:
 
 
 def shared_tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """The configuration as checkpoints hold it, which are given to others: what is secret is a short digest of it.
+    """The configuration as checkpoints hold it, which are given to others: what is secret is a
+    short digest of it.
 
     All values of rollout.env count as secret. A tree of this form stays as it is.
     """
@@ -175,7 +188,8 @@ _ARRANGEMENT = (
 def trained_configuration(tree: dict[str, Any]) -> dict[str, Any]:
     """Returns the keys that make a run another run, by name, where they are not at their defaults.
 
-    Secrets and paths of data are left out. tree: a resolved configuration, as it is or as checkpoints hold it.
+    Secrets and paths of data are left out. tree: a resolved configuration, as it is or as
+    checkpoints hold it.
     """
     defaults = {key.name: _plain(key.default) for key in all_keys() if not key.required}
     return {
@@ -194,7 +208,9 @@ def arrangement_of(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_fingerprint(path: str | Path) -> str:
-    """Changes with the HF model's config.json, and with the size, beginning or end of a weight file."""
+    """Changes with the HF model's config.json, and with the size, beginning or end of a weight
+    file.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for file in (Path(path) / "config.json", *sorted(Path(path).glob("*.safetensors"))):
         size = file.stat().st_size
@@ -207,44 +223,55 @@ def model_fingerprint(path: str | Path) -> str:
 
 
 def differences(saved: dict[str, Any], config: Config) -> list[str]:
-    """The keys, as section.key, that have other values in `config` than in the resolved configuration `saved`.
+    """The keys, as section.key, that have other values in `config` than in the resolved
+    configuration `saved`.
 
-    A key that the version which saved it did not have counts with its default. saved: as it is, or as checkpoints hold it.
+    A key that the version which saved it did not have counts with its default. saved: as it is, or
+    as checkpoints hold it.
     """
     defaults = {key.name: key.default for key in all_keys() if not key.required}
     tree = config_tree(config)
     before, now, shared = defaults | _flat(saved), _flat(tree), _flat(shared_tree(tree))
     keys = now.keys() | _flat(saved).keys()
-    return sorted(key for key in keys if _plain(before.get(key)) not in (now.get(key), shared.get(key)))
+    return sorted(
+        key for key in keys if _plain(before.get(key)) not in (now.get(key), shared.get(key))
+    )
 
 
 def changes_the_run(keys: list[str], *, continues: bool) -> list[str]:
-    """Those of `keys` with which this would be another run. continues: from a checkpoint of its own, rather than from the start."""
+    """Those of `keys` with which this would be another run. continues: from a checkpoint of its
+    own, rather than from the start.
+    """
     same = (Change.SILENT, Change.SAME_RUN) if continues else (Change.SILENT,)
     return [key for key in keys if change_of(key) not in same]
 
 
 def check_continuation(saved: dict[str, Any], config: Config, what: str) -> str | None:
-    """Raises ConfigError when a checkpoint of the configuration `saved` cannot be continued with `config`.
+    """Raises ConfigError when a checkpoint of the configuration `saved` cannot be continued with
+    `config`.
 
-    Returns a line that names the other keys with new values, if any, and their former values, but for secrets. `what` names the
-    checkpoint.
+    Returns a line that names the other keys with new values, if any, and their former values, but
+    for secrets. `what` names the checkpoint.
     """
     before = _flat(shared_tree(saved))
     changed = [key for key in differences(saved, config) if change_of(key) is not Change.SILENT]
     for key in changed:
         if change_of(key) is Change.NEVER:
             raise ConfigError(
-                f"{key}: {what} was written with {_shown(before.get(key))}, and {REFUSED[key]}; restore the value, or start "
-                f"from an HF export of the checkpoint (launcher export) as model.path"
+                f"{key}: {what} was written with {_shown(before.get(key))}, and {REFUSED[key]}; "
+                "restore the value, or start from an HF export of the checkpoint (launcher export) "
+                "as model.path"
             )
     if not changed:
         return None
-    line = f"{what} was written with " + ", ".join(f"{key}={_shown(before.get(key))}" for key in changed)
+    line = f"{what} was written with " + ", ".join(
+        f"{key}={_shown(before.get(key))}" for key in changed
+    )
     if "schedule.iterations" in changed and config.optimizer.decay != "constant":
         line += (
-            f"; the {config.optimizer.decay} decay of the learning rate now ends at iteration {config.schedule.iterations} instead "
-            f"of {before['schedule.iterations']}, so that the rate jumps where the run continues"
+            f"; the {config.optimizer.decay} decay of the learning rate now ends at iteration "
+            f"{config.schedule.iterations} instead of {before['schedule.iterations']}, so that the "
+            "rate jumps where the run continues"
         )
     return line
 

@@ -1,12 +1,14 @@
-"""A run's checkpoints over time: when one is due, its write beside training, its completion by all ranks, its failure.
+"""A run's checkpoints over time: when one is due, its write beside training, its completion by all
+ranks, its failure.
 
     at_border(v):  an earlier write is done on all ranks? ─> complete it (index, name, retention)
                    version v is due? ─> plan it with all ranks and begin to write; training goes on meanwhile
     finish(n):     wait for the write in progress; save the last version if that is not it
 
-The ranks agree after each part that can fail on some of them. A failed checkpoint costs the run nothing but a line and
-`checkpoint_failed` in the record; its files go, the earlier checkpoints stay, and the next one is tried when it is due. Only when
-the last version cannot be saved, the run ends with CheckpointError.
+The ranks agree after each part that can fail on some of them. A failed checkpoint costs the run
+nothing but a line and `checkpoint_failed` in the record; its files go, the earlier checkpoints
+stay, and the next one is tried when it is due. Only when the last version cannot be saved, the run
+ends with CheckpointError.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ class PlannedSave(Protocol):
     """This rank's share of a checkpoint, with the weights as they were when it was planned."""
 
     description: dict[str, Any]
-    """Fields of CheckpointMeta: the backend's own, to which SavedState adds the others that describe the state."""
+    """Fields of CheckpointMeta: the backend's own, to which SavedState adds the others that
+    describe the state.
+    """
 
     def write(self) -> Sequence[str]:
         """Write this rank's files, alone, possibly in a forked process; returns their names."""
@@ -58,7 +62,10 @@ class PlannedSave(Protocol):
         """Drop the data, which a forked process has."""
 
     def complete(self) -> None:
-        """When all ranks have written: make the files a checkpoint that `load` reads. A rank does its part alone."""
+        """When all ranks have written: make the files a checkpoint that `load` reads.
+
+        A rank does its part alone.
+        """
 
 
 class SavedState(Protocol):
@@ -84,7 +91,9 @@ class _Saving:
 
 
 class Checkpointing:
-    """One rank's part; every public method is collective. saved: the last version that has a complete checkpoint."""
+    """One rank's part; every public method is collective. saved: the last version that has a
+    complete checkpoint.
+    """
 
     def __init__(
         self,
@@ -94,8 +103,8 @@ class Checkpointing:
         timeline: Timeline,
         ahead: Callable[[int], Sequence[AheadIteration]] = lambda version: (),
     ) -> None:
-        """data_position: TrainingStream.state() before the iteration of a version. ahead: what was produced before it for later
-        versions; rank 0 writes it."""
+        """data_position: TrainingStream.state() before the iteration of a version. ahead: what was
+        produced before it for later versions; rank 0 writes it."""
         self._config = config
         self._backend = backend
         self._data_position = data_position
@@ -139,7 +148,10 @@ class Checkpointing:
         return CheckpointReport(time.perf_counter() - start, failed, completed, digest)
 
     def finish(self, version: int) -> None:
-        """Save the last version unless that is done. Raises CheckpointError on all ranks when it cannot be saved."""
+        """Save the last version unless that is done.
+
+        Raises CheckpointError on all ranks when it cannot be saved.
+        """
         with self._timeline.span("checkpoint", version=version):
             self._complete(wait=True)
             if self.saved != version:
@@ -147,8 +159,9 @@ class Checkpointing:
                 self._complete(wait=True)
         if self.saved != version:
             raise CheckpointError(
-                f"the last checkpoint, of version {version}, could not be written ({self._why}); free space, or fix "
-                f"permissions, in {self._parent} and continue with checkpoint.resume=auto (usable: {self._usable()})"
+                f"the last checkpoint, of version {version}, could not be written ({self._why}); "
+                f"free space, or fix permissions, in {self._parent} and continue with "
+                f"checkpoint.resume=auto (usable: {self._usable()})"
             )
 
     def _begin(self, version: int) -> int | None:
@@ -168,7 +181,9 @@ class Checkpointing:
         writer: Forked | None = None
 
         def write() -> None:
-            store.note_digests(directory, dist.get_rank(), [*write_ahead(directory, ahead), *plan.write()])
+            store.note_digests(
+                directory, dist.get_rank(), [*write_ahead(directory, ahead), *plan.write()]
+            )
 
         def start() -> None:
             nonlocal writer
@@ -182,7 +197,9 @@ class Checkpointing:
         return None
 
     def _complete(self, *, wait: bool) -> int | None:
-        """Give the checkpoint in progress its name if all ranks have written, or once they have; returns one that failed."""
+        """Give the checkpoint in progress its name if all ranks have written, or once they have;
+        returns one that failed.
+        """
         saving = self._saving
         if saving is None:
             return None
@@ -205,7 +222,9 @@ class Checkpointing:
         if reasons:
             return self._failed(saving.version, reasons, saving.writer)
         self.saved = saving.version
-        self._timeline.complete("checkpoint write", saving.began_s, now(), "checkpoint", version=saving.version)
+        self._timeline.complete(
+            "checkpoint write", saving.began_s, now(), "checkpoint", version=saving.version
+        )
         return None
 
     def _name(self, saving: _Saving) -> None:
@@ -228,7 +247,9 @@ class Checkpointing:
         )
         final = store.commit(saving.directory, meta)
         self._completed = saving.version, meta.digest
-        logger.info("saved checkpoint %s, %.2f s after its beginning", final, now() - saving.began_s)
+        logger.info(
+            "saved checkpoint %s, %.2f s after its beginning", final, now() - saving.began_s
+        )
         try:
             self._retain()
         except (OSError, DataError) as error:
@@ -239,7 +260,10 @@ class Checkpointing:
         if not options.keep_last:
             return
         evaluations = read_evaluations(self._config.run.dir) if options.keep_best else []
-        accuracy = {entry["version"]: float(entry.get("best_by", entry["accuracy"])) for entry in evaluations}
+        accuracy = {
+            entry["version"]: float(entry.get("best_by", entry["accuracy"]))
+            for entry in evaluations
+        }
         for path in store.superfluous(self._parent, options.keep_last, options.keep_best, accuracy):
             store.delete(path)
             logger.info("deleted checkpoint %s (checkpoint.keep_last, keep_best)", path)
@@ -249,12 +273,14 @@ class Checkpointing:
             writer.cancel()
         _gather("")  # no rank writes any more
         self._why = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
-        if _is_full(self._parent) and os.strerror(errno.ENOSPC) not in self._why:  # torch's writer does not say it
+        # torch's writer does not say it
+        if _is_full(self._parent) and os.strerror(errno.ENOSPC) not in self._why:
             self._why += f"; {os.strerror(errno.ENOSPC)}"
         if dist.get_rank() == 0:
             store.abandon(self._parent, version)
             logger.error(
-                "checkpoint %s could not be written (%s); the run goes on, and the next one is tried when it is due; usable: %s",
+                "checkpoint %s could not be written (%s); the run goes on, and the next one is "
+                "tried when it is due; usable: %s",
                 self._parent / store.directory_name(version),
                 self._why,
                 self._usable(),

@@ -23,8 +23,9 @@ class WriteFailed(Exception):
 
 
 class Forked:
-    """A write in a forked process, which has this one's memory as it was: training may change the weights meanwhile. It dies with
-    this process, so that no writer of a killed run interferes with the next one. Raises WriteFailed when it cannot be started."""
+    """A write in a forked process, which has this one's memory as it was: training may change the
+    weights meanwhile. It dies with this process, so that no writer of a killed run interferes with
+    the next one. Raises WriteFailed when it cannot be started."""
 
     def __init__(self, write: Callable[[], None], timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -44,7 +45,8 @@ class Forked:
         """Whether the write is done. Raises WriteFailed."""
         if self._ended:
             return True
-        end = select.poll()  # select.select takes no descriptor beyond 1,023, and a trainer may have as many
+        # select.select takes no descriptor beyond 1,023, and a trainer may have as many
+        end = select.poll()
         end.register(self._read_end, select.POLLIN)
         readable = end.poll(0)
         if readable:
@@ -52,10 +54,14 @@ class Forked:
             status = self._reap()
             if word == _WRITTEN:
                 return True
-            raise WriteFailed(word.decode(errors="replace") or f"its writer process {self.pid} {_in_words(status)}")
+            raise WriteFailed(
+                word.decode(errors="replace")
+                or f"its writer process {self.pid} {_in_words(status)}"
+            )
         if time.monotonic() > self._deadline:
             raise WriteFailed(
-                f"its writer process {self.pid} has not finished within {self._timeout_s:g} s (trainer.wait_timeout_s)"
+                f"its writer process {self.pid} has not finished within {self._timeout_s:g} s "
+                "(trainer.wait_timeout_s)"
             )
         return False
 
@@ -67,7 +73,9 @@ class Forked:
             self._reap()
 
     def _reap(self) -> int | None:
-        """The end of a process that has closed its pipe or was killed; None where the kernel does not let it go."""
+        """The end of a process that has closed its pipe or was killed; None where the kernel does
+        not let it go.
+        """
         os.close(self._read_end)
         self._ended = True
         deadline = time.monotonic() + _REAP_TIMEOUT_S
@@ -90,7 +98,9 @@ def root_cause(error: BaseException) -> str:
 
 
 def _child(write: Callable[[], None], write_end: int, parent: int) -> None:
-    """Only reads memory and writes files: no collective, no device call, no thread pool of the parent's survives a fork."""
+    """Only reads memory and writes files: no collective, no device call, no thread pool of the
+    parent's survives a fork.
+    """
     word = b""
     try:
         if sys.platform == "linux":

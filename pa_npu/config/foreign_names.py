@@ -1,4 +1,7 @@
-"""Keys by the names that other systems have for them, for the message about an unknown key. Whole names, or their last parts."""
+"""Keys by the names that other systems have for them, for the message about an unknown key.
+
+Whole names, or their last parts.
+"""
 
 from __future__ import annotations
 
@@ -109,4 +112,6 @@ FOREIGN = {
     "report_to": "telemetry.trackers",
     "bf16": "model.dtype",
 }
-"""The last parts of a name decide, the longest that are here: actor_rollout_ref.rollout.n is rollout.n."""
+"""The last parts of a name decide, the longest that are here: actor_rollout_ref.rollout.n is
+rollout.n.
+"""

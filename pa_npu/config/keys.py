@@ -1,4 +1,6 @@
-"""Lists the keys of the tree: dotted names, types, defaults, bounds; finds the nearest name to a misspelt one; writes --help."""
+"""Lists the keys of the tree: dotted names, types, defaults, bounds; finds the nearest name to a
+misspelt one; writes --help.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from pa_npu.config.sections.rollout import EngineSettings, RewardFunction
 
 @dataclass(frozen=True)
 class Key:
-    """One leaf of the tree. `name` is dotted; `type` is for people, e.g. "int >= 1" or "auto | int"."""
+    """One leaf of the tree.
+
+    `name` is dotted; `type` is for people, e.g. "int >= 1" or "auto | int".
+    """
 
     name: str
     type: str
@@ -53,7 +58,9 @@ def all_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]
 
 
 def find_annotation(path: tuple[str, ...]) -> Any:
-    """The annotation at a dotted path, looking through dictionaries, lists and unions; None when the path leads nowhere."""
+    """The annotation at a dotted path, looking through dictionaries, lists and unions; None when
+    the path leads nowhere.
+    """
     annotation: Any = Config
     for part in path:
         annotation = _below(annotation, part)
@@ -63,7 +70,11 @@ def find_annotation(path: tuple[str, ...]) -> Any:
 
 
 def _below(annotation: Any, part: str) -> Any:
-    section, origin, arguments = section_of(annotation), get_origin(annotation), get_args(annotation)
+    section, origin, arguments = (
+        section_of(annotation),
+        get_origin(annotation),
+        get_args(annotation),
+    )
     if section is not None:
         return section.model_fields[part].annotation if part in section.model_fields else None
     if origin is dict:
@@ -74,7 +85,9 @@ def _below(annotation: Any, part: str) -> Any:
         return _below(arguments[0], part)
     if is_union(annotation):  # a section, or a list of sections, beside a text or nothing
         below = [(member, _below(member, part)) for member in arguments]
-        return next((found for member, found in below if section_of(member) or section_of(found)), None)
+        return next(
+            (found for member, found in below if section_of(member) or section_of(found)), None
+        )
     return None
 
 
@@ -130,7 +143,9 @@ def _annotation_text(annotation: Any) -> str:
     section = section_of(annotation)
     if section is not None:
         return "{" + ", ".join(section.model_fields) + "}"
-    return {"str": "text", "bool": "true | false", "float": "number"}.get(annotation.__name__, annotation.__name__)
+    return {"str": "text", "bool": "true | false", "float": "number"}.get(
+        annotation.__name__, annotation.__name__
+    )
 
 
 ENTRIES: dict[str, type[Section]] = {
@@ -155,7 +170,9 @@ def sections_help() -> str:
 
 
 def keys_help(only: str | None = None) -> str:
-    """All sections and keys, one key per two lines, and the fields of list entries below their key. only: one section."""
+    """All sections and keys, one key per two lines, and the fields of list entries below their key.
+    only: one section.
+    """
     lines: list[str] = []
     for section, field in Config.model_fields.items():
         model = section_of(field.annotation)
@@ -166,7 +183,10 @@ def keys_help(only: str | None = None) -> str:
             default = "required" if key.required else f"default {show(key.default)}"
             lines += [f"  {key.name}  ({key.type}; {default})", f"      {key.description}"]
             if entry := ENTRIES.get(key.name):
-                lines += [f"        {inner.name}: {inner.description} ({inner.type})" for inner in all_keys(entry)]
+                lines += [
+                    f"        {inner.name}: {inner.description} ({inner.type})"
+                    for inner in all_keys(entry)
+                ]
             if key.name == "algorithm.name":
                 lines += [line for name in PRESETS for line in preset_lines(name)]
     return "\n".join(lines[1:])
@@ -184,7 +204,11 @@ def show(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(show(item) for item in value) + "]"
     if isinstance(value, BaseModel):
-        return "{" + ", ".join(f"{name}: {show(item)}" for name, item in value if item is not None) + "}"
+        return (
+            "{"
+            + ", ".join(f"{name}: {show(item)}" for name, item in value if item is not None)
+            + "}"
+        )
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {show(item)}" for name, item in value.items()) + "}"
     return value if isinstance(value, str) else json.dumps(value)

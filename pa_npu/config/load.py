@@ -1,10 +1,12 @@
 """Load the configuration: YAML files in order, then `a.b=c` overrides, validated into one `Config`.
 
-An override of a key that holds text is that text, every character of it: `data.instruction=Answer after ####`. It is YAML only
-where it is `null` or `~` and the key may have no value, and where all of it stands in YAML's quotes, which may hold escapes.
-Values of other keys are YAML, such as `3`, `true` and `[a, b]`.
+An override of a key that holds text is that text, every character of it:
+`data.instruction=Answer after ####`. It is YAML only where it is `null` or `~` and the key may have
+no value, and where all of it stands in YAML's quotes, which may hold escapes. Values of other keys
+are YAML, such as `3`, `true` and `[a, b]`.
 
-A mistake ends in one ConfigError line: where it was written, the key, the value, the rule, the remedy.
+A mistake ends in one ConfigError line: where it was written, the key, the value, the rule, the
+remedy.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ Rules = Callable[[Config], Iterable[str]]
 
 
 def no_rules(config: Config) -> Iterable[str]:
-    """For a configuration that has been checked before, and for one whose algorithm does not matter."""
+    """For a configuration that has been checked before, and for one whose algorithm does not
+    matter.
+    """
     return ()
 
 
@@ -44,7 +48,8 @@ def load_config(
 ) -> Config:
     """Merge the YAML files (later ones win), apply the overrides, then `values`, and validate.
 
-    values: by the parts of their keys, as Python has them. rules: of rooms above, checked last; each
+    values: by the parts of their keys, as Python has them. rules: of rooms above, checked last;
+    each
     yields lines that begin with a key. Raises ConfigError with one line.
     """
     tree, places = merged(paths, overrides)
@@ -73,7 +78,8 @@ def validated(tree: dict[str, Any], places: Places, rules: Rules = no_rules) -> 
     for key, value in leaves(tree, ""):
         if isinstance(value, str) and (remedy := removed(f"{key}={value}")):
             raise ConfigError(
-                f"{_where(tuple(key.split('.')), places)}{key}={value}: removed in an earlier release; {remedy}"
+                f"{_where(tuple(key.split('.')), places)}{key}={value}: removed in an earlier "
+                f"release; {remedy}"
             )
     try:
         config = Config.model_validate(tree)
@@ -90,14 +96,19 @@ def dump_config(config: Config) -> str:
 
 
 def load_tree(tree: dict[str, Any], where: str) -> Config:
-    """A configuration that another process dumped (`model_dump(mode="json")`). Raises ConfigError that names `where`."""
+    """A configuration that another process dumped (`model_dump(mode="json")`).
+
+    Raises ConfigError that names `where`.
+    """
     try:
         return validated(tree, {})
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _merge(tree: dict[str, Any], values: dict[str, Any], places: Places, written_at: Places, path: KeyPath) -> None:
+def _merge(
+    tree: dict[str, Any], values: dict[str, Any], places: Places, written_at: Places, path: KeyPath
+) -> None:
     for name, value in values.items():
         here = (*path, str(name))
         if value is None and section_of(find_annotation(here)) is not None:
@@ -110,27 +121,47 @@ def _merge(tree: dict[str, Any], values: dict[str, Any], places: Places, written
         for known in [known for known in places if known[: len(here)] == here]:
             del places[known]
         tree[str(name)] = value
-        places.update({known: place for known, place in written_at.items() if known[: len(here)] == here})
+        places.update(
+            {known: place for known, place in written_at.items() if known[: len(here)] == here}
+        )
 
 
 def _apply_override(tree: dict[str, Any], places: Places, override: str) -> None:
     name, sign, text = override.partition("=")
     if not name.isprintable() or any(not _may_be_given(character) for character in text):
-        raise ConfigError(f"{COMMAND_LINE}: {override!r}: holds control characters; write plain text, or a YAML file")
+        raise ConfigError(
+            f"{COMMAND_LINE}: {override!r}: holds control characters; write plain text, or a YAML "
+            "file"
+        )
     path = tuple(name.strip().split("."))
     if not sign or not all(path):
-        raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form section.key=value; write it so")
-    _put(tree, places, path, _value_of(find_annotation(path), text, f"{COMMAND_LINE}: {name.strip()}"))
+        raise ConfigError(
+            f"{COMMAND_LINE}: {override!r} is not of the form section.key=value; write it so"
+        )
+    _put(
+        tree,
+        places,
+        path,
+        _value_of(find_annotation(path), text, f"{COMMAND_LINE}: {name.strip()}"),
+    )
 
 
 def _may_be_given(character: str) -> bool:
-    """Whether an override's value may hold it: line ends and tabs, no control characters and no halves of characters."""
+    """Whether an override's value may hold it: line ends and tabs, no control characters and no
+    halves of characters.
+    """
     return character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cs")
 
 
 def _value_of(annotation: Any, text: str, where: str) -> Any:
-    """Returns what an override's text means for a key of this annotation. Raises ConfigError that begins with `where`."""
-    members = {get_args(member)[0] if get_origin(member) is Annotated else member for member in _members(annotation)}
+    """Returns what an override's text means for a key of this annotation.
+
+    Raises ConfigError that begins with `where`.
+    """
+    members = {
+        get_args(member)[0] if get_origin(member) is Annotated else member
+        for member in _members(annotation)
+    }
     is_text = str in members and not members & {int, float, bool}
     if not is_text:
         return read_value(text, where)
@@ -145,7 +176,10 @@ def _value_of(annotation: Any, text: str, where: str) -> Any:
 
 
 def _put(tree: dict[str, Any], places: Places, path: KeyPath, value: Any) -> None:
-    """Puts a value at its key, and makes the sections on the way. Raises ConfigError where there is a value instead of one."""
+    """Puts a value at its key, and makes the sections on the way.
+
+    Raises ConfigError where there is a value instead of one.
+    """
     name = ".".join(path)
     node: Any = tree
     for depth, part in enumerate(path[:-1]):
@@ -154,7 +188,10 @@ def _put(tree: dict[str, Any], places: Places, path: KeyPath, value: Any) -> Non
         node = node[_key_in(node, part, name)]
         if not isinstance(node, (dict, list)):
             prefix = ".".join(path[: depth + 1])
-            raise ConfigError(f"{COMMAND_LINE}: {name}: {prefix} is a value, not a section; see --help for all keys")
+            raise ConfigError(
+                f"{COMMAND_LINE}: {name}: {prefix} is a value, not a section; see --help for all "
+                "keys"
+            )
     node[_key_in(node, path[-1], name)] = value
     for known in [known for known in places if known[: len(path)] == path]:
         del places[known]
@@ -167,7 +204,8 @@ def _key_in(node: dict[str, Any] | list[Any], part: str, name: str) -> Any:
         return part
     if not (part.isascii() and part.isdigit()) or int(part) >= len(node):
         raise ConfigError(
-            f"{COMMAND_LINE}: {name}: {part!r} is not an index below {len(node)}, the list's length; correct it"
+            f"{COMMAND_LINE}: {name}: {part!r} is not an index below {len(node)}, the list's "
+            "length; correct it"
         )
     return int(part)
 
@@ -183,7 +221,9 @@ def _unknown_key(path: KeyPath, places: Places) -> str:
     siblings = next(filter(None, map(section_of, _members(find_annotation(path[:-1])))), None)
     nearest = nearest_key(path, list(siblings.model_fields) if siblings else [])
     remedy = (
-        f"did you mean {nearest}?" if nearest else "see --help for all keys, docs/names.md for those of TRL and verl"
+        f"did you mean {nearest}?"
+        if nearest
+        else "see --help for all keys, docs/names.md for those of TRL and verl"
     )
     return f"{_where(path, places)}{'.'.join(path)}: unknown key; {remedy}"
 
@@ -195,16 +235,20 @@ def _first_line(error: ValidationError, places: Places) -> str:
         if detail["type"] in ("extra_forbidden", "invalid_key"):
             path = (*_real_path(detail["loc"][:-1]), str(detail["loc"][-1]))
             below = detail["input"]
-            while isinstance(below, dict) and len(below) == 1:  # the whole name, which may be another system's
+            # the whole name, which may be another system's
+            while isinstance(below, dict) and len(below) == 1:
                 (name,) = below
                 path, below = (*path, str(name)), below[name]
             return _unknown_key(path, places)
     paths = [_real_path(detail["loc"]) for detail in details]
-    # of the members of a union, the one that goes deepest into the value knows what is wrong with it
+    # of the members of a union, the one that goes deepest into the value knows what is wrong with
+    # it
     below = [number for number, path in enumerate(paths) if path[: len(paths[0])] == paths[0]]
     first = max(below, key=lambda number: len(paths[number]))
     more = len(set(paths) - {paths[0], paths[first]})
-    return _one_line(details[first], places) + (f" (and {more} more error{'s' if more > 1 else ''})" if more else "")
+    return _one_line(details[first], places) + (
+        f" (and {more} more error{'s' if more > 1 else ''})" if more else ""
+    )
 
 
 def _one_line(detail: ErrorDetails, places: Places) -> str:
@@ -215,15 +259,29 @@ def _one_line(detail: ErrorDetails, places: Places) -> str:
     types = {key.name: key.type for key in all_keys()}
     name, where, shown = ".".join(path), _where(path, places), as_json(detail["input"])
     if kind == "missing":
-        leaf = next((key.name for key in all_keys() if key.required and f"{key.name}.".startswith(f"{name}.")), name)
-        return f"{where}{leaf}: required, but not given; write it in the YAML file or as {leaf}=VALUE"
-    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal") and name in types:
+        leaf = next(
+            (
+                key.name
+                for key in all_keys()
+                if key.required and f"{key.name}.".startswith(f"{name}.")
+            ),
+            name,
+        )
+        return (
+            f"{where}{leaf}: required, but not given; write it in the YAML file or as {leaf}=VALUE"
+        )
+    if (
+        kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+        and name in types
+    ):
         return f"{where}{name}: {shown} is out of range; use {types[name]}"
     if kind in ("model_type", "model_attributes_type"):
         return f"{where}{name}: {shown} is not a section; write its keys below it (see --help)"
     if name in types:
         return f"{where}{name}: {shown} is not allowed; use {types[name]}"
-    return f"{where}{name}: {shown} is not allowed: {detail['msg']}; see --help for the key's values"
+    return (
+        f"{where}{name}: {shown} is not allowed: {detail['msg']}; see --help for the key's values"
+    )
 
 
 def _with_place(message: str, places: Places) -> str:

@@ -1,16 +1,20 @@
-"""Mesh: how trainer ranks are laid out, and all arithmetic on ranks. Sizes, groups, who leads, publishes, reads: asked here.
+"""Mesh: how trainer ranks are laid out, and all arithmetic on ranks. Sizes, groups, who leads,
+publishes, reads: asked here.
 
     config.mesh                                  the mesh that section trainer describes
-    mesh.place(rank), mesh.at(tensor=1, data=2)  one rank's Place: its coordinates, its groups, its duties
+    mesh.place(rank), mesh.at(tensor=1, data=2)  one rank's Place: its coordinates, its groups, its
+                                                 duties
     mesh.groups("tensor")                        every group of ranks along an axis, or several
-    mesh.slot_of(number), mesh.number_of(...)    which replica reads which group of an iteration, where they take turns
+    mesh.slot_of(number), mesh.number_of(...)    which replica reads which group of an iteration,
+                                                 where they take turns
 
-Rank order is Megatron's tp-cp-ep-dp-pp: tensor varies fastest, then context, data, pipeline. A replica is one value of data, a
-stage one value of pipeline. Experts divide the ranks of a stage another way: expert_tensor fastest, then expert, then
-expert_data, so that tensor x context x data = expert_tensor x expert x expert_data.
+Rank order is Megatron's tp-cp-ep-dp-pp: tensor varies fastest, then context, data, pipeline. A
+replica is one value of data, a stage one value of pipeline. Experts divide the ranks of a stage
+another way: expert_tensor fastest, then expert, then expert_data, so that tensor x context x data =
+expert_tensor x expert x expert_data.
 
-A mesh is plain data: a backend looks up its process group for an axis. It stands below all rooms because the rules of the
-configuration ask it too.
+A mesh is plain data: a backend looks up its process group for an axis. It stands below all rooms
+because the rules of the configuration ask it too.
 """
 
 from __future__ import annotations
@@ -34,8 +38,9 @@ def nodes_of(ranks: Iterable[int], devices_per_node: int) -> set[int]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks along each axis. experts_tensor: ranks that share one expert, None: as `tensor`. shards: replicas in a row that hold a
-    part of the weights each. Raises ValueError where experts do not divide a stage, or shards not the replicas."""
+    """Ranks along each axis. experts_tensor: ranks that share one expert, None: as `tensor`.
+    shards: replicas in a row that hold a part of the weights each. Raises ValueError where experts
+    do not divide a stage, or shards not the replicas."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -48,19 +53,28 @@ class Mesh:
     def __post_init__(self) -> None:
         if self.stage_size % (self.expert_tensor * self.expert):
             raise ValueError(
-                f"expert: {self.expert} x {self.expert_tensor} ranks do not divide the {self.stage_size} ranks of a stage "
-                f"(tensor x context x data); set it to a divisor"
+                f"expert: {self.expert} x {self.expert_tensor} ranks do not divide the "
+                f"{self.stage_size} ranks of a stage (tensor x context x data); set it to a divisor"
             )
 
         if self.data % self.shards:
-            raise ValueError(f"shards: {self.shards} do not divide {self.data} replicas; set it to a divisor")
+            raise ValueError(
+                f"shards: {self.shards} do not divide {self.data} replicas; set it to a divisor"
+            )
 
     @classmethod
     def of(cls, devices: int, tensor: int, pipeline: int, expert: int = 1) -> Mesh:
-        """The mesh of as many whole replicas as `devices` hold, at least one; its `size` is `devices` where that works out. Each
-        expert is on one rank; `expert` is 1 instead where it divides no stage."""
+        """The mesh of as many whole replicas as `devices` hold, at least one; its `size` is
+        `devices` where that works out. Each expert is on one rank; `expert` is 1 instead where it
+        divides no stage."""
         data = max(1, devices // (tensor * pipeline))
-        return cls(tensor, pipeline, data, expert=expert if tensor * data % expert == 0 else 1, experts_tensor=1)
+        return cls(
+            tensor,
+            pipeline,
+            data,
+            expert=expert if tensor * data % expert == 0 else 1,
+            experts_tensor=1,
+        )
 
     @property
     def expert_tensor(self) -> int:
@@ -96,7 +110,9 @@ class Mesh:
         return self.place(sum(self._stride(axis) * coordinates.get(axis, 0) for axis in _DENSE))
 
     def groups(self, *axes: Axis) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ along `axes` alone, by their first ranks; ranks of a group rise."""
+        """All groups of ranks that differ along `axes` alone, by their first ranks; ranks of a
+        group rise.
+        """
         return list(dict.fromkeys(self.place(rank).group(*axes) for rank in range(self.size)))
 
     def replica(self, number: int) -> tuple[int, ...]:
@@ -104,7 +120,9 @@ class Mesh:
         return self.at(data=number).group("tensor", "context", "pipeline")
 
     def senders(self) -> tuple[int, ...]:
-        """Ranks whose weights together are the policy: replica 0's without its context copies, and each expert once."""
+        """Ranks whose weights together are the policy: replica 0's without its context copies, and
+        each expert once.
+        """
         return tuple(rank for rank in range(self.size) if self.place(rank).sends)
 
     def shard_groups(self) -> list[tuple[int, ...]]:
@@ -121,7 +139,9 @@ class Mesh:
         return slot * self.data + replica
 
     def turns_of(self, replica: int, number: int) -> slice:
-        """Those of `number` things that a replica takes, where replicas take turns; more replicas than things share them."""
+        """Those of `number` things that a replica takes, where replicas take turns; more replicas
+        than things share them.
+        """
         takers = min(self.data, number)
         return slice(replica % takers, None, takers)
 
@@ -177,7 +197,9 @@ class Place:
     @property
     def publishes(self) -> bool:
         """Whether it announces and sends its stage's weights: one rank per stage."""
-        return self.coordinate("tensor") == self.coordinate("context") == self.coordinate("data") == 0
+        return (
+            self.coordinate("tensor") == self.coordinate("context") == self.coordinate("data") == 0
+        )
 
     @property
     def sends(self) -> bool:
@@ -187,24 +209,31 @@ class Place:
 
     @property
     def shard_group(self) -> tuple[int, ...]:
-        """Ranks whose shards make the weights of this one's stage, itself among them, rising; the first publishes."""
+        """Ranks whose shards make the weights of this one's stage, itself among them, rising; the
+        first publishes.
+        """
         mesh = self.mesh
         size = max(mesh.tensor * mesh.context * mesh.shards, mesh.expert_tensor * mesh.expert)
         first = self.rank - self.rank % mesh.stage_size % size
         return tuple(range(first, first + size))
 
     def group(self, *axes: Axis) -> tuple[int, ...]:
-        """Ranks that differ from this one along `axes` alone, itself among them, rising; the first leads.
+        """Ranks that differ from this one along `axes` alone, itself among them, rising; the first
+        leads.
 
         Raises ValueError for axes of which some divide a stage for experts and some otherwise.
         """
         layout = next((layout for layout in (_DENSE, _EXPERTS) if set(axes) <= set(layout)), None)
         if layout is None:
             raise ValueError(
-                f"axes: {', '.join(axes)} divide a stage in different ways; take those of {_DENSE} or {_EXPERTS}"
+                f"axes: {', '.join(axes)} divide a stage in different ways; take those of {_DENSE} "
+                f"or {_EXPERTS}"
             )
         strides = [self.mesh._stride(axis) for axis in layout]
-        choices = [range(getattr(self.mesh, axis)) if axis in axes else (self.coordinate(axis),) for axis in layout]
+        choices = [
+            range(getattr(self.mesh, axis)) if axis in axes else (self.coordinate(axis),)
+            for axis in layout
+        ]
         return tuple(
             sum(stride * index for stride, index in zip(strides, reversed(chosen), strict=True))
             for chosen in itertools.product(*reversed(choices))

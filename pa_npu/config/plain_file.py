@@ -1,6 +1,8 @@
-"""Opens files that somebody else wrote: regular ones of bounded size only, and never the pointer that Git LFS left in place of one.
+"""Opens files that somebody else wrote: regular ones of bounded size only, and never the pointer
+that Git LFS left in place of one.
 
-Opening never waits, as it would for a named pipe; what is no such file raises OSError with the reason as its `strerror`.
+Opening never waits, as it would for a named pipe; what is no such file raises OSError with the
+reason as its `strerror`.
 """
 
 from __future__ import annotations
@@ -16,13 +18,18 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 def open_plain(path: str | Path, *, follow_links: bool = True) -> BinaryIO:
     """The file to read in binary. Raises OSError."""
-    stream = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)), "rb")  # noqa: SIM115 (handed on)
+    flags = os.O_RDONLY | os.O_NONBLOCK
+    if not follow_links:
+        flags |= os.O_NOFOLLOW
+    stream = os.fdopen(os.open(path, flags), "rb")
     try:
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise OSError(
-                errno.EINVAL, "it is a Git LFS pointer, not the file itself: `git lfs pull` gets it", str(path)
+                errno.EINVAL,
+                "it is a Git LFS pointer, not the file itself: `git lfs pull` gets it",
+                str(path),
             )
         stream.seek(0)
     except BaseException:

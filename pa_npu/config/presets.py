@@ -9,7 +9,15 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel
 
 PresetName = Literal[
-    "grpo", "dr-grpo", "dapo", "rloo", "reinforce++-baseline", "gspo", "cispo", "critic-free-ppo", "online-dpo"
+    "grpo",
+    "dr-grpo",
+    "dapo",
+    "rloo",
+    "reinforce++-baseline",
+    "gspo",
+    "cispo",
+    "critic-free-ppo",
+    "online-dpo",
 ]
 
 
@@ -27,21 +35,41 @@ class Preset:
 
     def keys(self) -> dict[str, Any]:
         """Dotted names and values."""
-        return {f"{name}.{key}": value for name, values in self.sections().items() for key, value in values.items()}
+        return {
+            f"{name}.{key}": value
+            for name, values in self.sections().items()
+            for key, value in values.items()
+        }
 
 
 def _keys(
-    loss: str, advantage: str, aggregation: str, clip: tuple[float, float] | None, kl: float, **more: Any
+    loss: str,
+    advantage: str,
+    aggregation: str,
+    clip: tuple[float, float] | None,
+    kl: float,
+    **more: Any,
 ) -> dict[str, Any]:
-    """All keys that tell the algorithms apart, so that a changed default cannot change a preset. clip: range, low and high."""
+    """All keys that tell the algorithms apart, so that a changed default cannot change a preset.
+    clip: range, low and high.
+    """
     range_of_ratio = {} if clip is None else {"clip_low": clip[0], "clip_high": clip[1]}
-    return {"loss": loss, "advantage": advantage, "aggregation": aggregation, **range_of_ratio, "kl_coef": kl, **more}
+    return {
+        "loss": loss,
+        "advantage": advantage,
+        "aggregation": aggregation,
+        **range_of_ratio,
+        "kl_coef": kl,
+        **more,
+    }
 
 
 PRESETS: dict[PresetName, Preset] = {
     "grpo": Preset(
         "GRPO, arXiv 2402.03300, eq. 3 and 4, with its KL coefficient and PPO's clip range",
-        _keys("clip", "group-std", "sequence-mean", (0.2, 0.2), 0.04, kl_estimator="k3", kl_in="loss"),
+        _keys(
+            "clip", "group-std", "sequence-mean", (0.2, 0.2), 0.04, kl_estimator="k3", kl_in="loss"
+        ),
     ),
     "dr-grpo": Preset(
         "Dr.GRPO, arXiv 2503.20783: neither divided by the deviation nor by the length",
@@ -55,7 +83,15 @@ PRESETS: dict[PresetName, Preset] = {
     ),
     "rloo": Preset(
         "RLOO, arXiv 2402.14740",
-        _keys("reinforce", "leave-one-out", "sequence-sum", None, 0.0, kl_estimator="k1", kl_in="reward"),
+        _keys(
+            "reinforce",
+            "leave-one-out",
+            "sequence-sum",
+            None,
+            0.0,
+            kl_estimator="k1",
+            kl_in="reward",
+        ),
     ),
     "reinforce++-baseline": Preset(
         "REINFORCE++ with baseline, arXiv 2501.03262: centred by the group, scaled by the batch",
@@ -66,7 +102,8 @@ PRESETS: dict[PresetName, Preset] = {
         _keys("gspo", "group-std", "sequence-mean", (3e-4, 4e-4), 0.0),
     ),
     "cispo": Preset(
-        "CISPO, arXiv 2506.13585, eq. 4 and 5, no lower clip; weights up to 5, as TRL sets it for ScaleRL, arXiv 2510.13786",
+        "CISPO, arXiv 2506.13585, eq. 4 and 5, no lower clip; weights up to 5, as TRL sets it for "
+        "ScaleRL, arXiv 2510.13786",
         _keys("cispo", "group-std", "token-mean", (1.0, 4.0), 0.0),
     ),
     "critic-free-ppo": Preset(
@@ -74,7 +111,8 @@ PRESETS: dict[PresetName, Preset] = {
         _keys("clip", "centred", "token-mean", (0.2, 0.2), 0.0),
     ),
     "online-dpo": Preset(
-        "Online DPO on the best and the worst response of each group, arXiv 2410.18252, with its beta",
+        "Online DPO on the best and the worst response of each group, arXiv 2410.18252, with its "
+        "beta",
         {"loss": "dpo", "advantage": "centred", "kl_coef": 0.1},
     ),
 }
@@ -83,13 +121,17 @@ assert set(PRESETS) == set(get_args(PresetName))
 
 
 def preset_keys(name: str | None) -> dict[str, Any]:
-    """Returns the dotted keys of the preset of this name, with their values; none where it is no preset's."""
+    """Returns the dotted keys of the preset of this name, with their values; none where it is no
+    preset's.
+    """
     preset = PRESETS.get(name)  # type: ignore[call-overload]
     return {} if preset is None else preset.keys()
 
 
 def fill_preset(tree: Any) -> Any:
-    """The unvalidated configuration tree with the preset's values in the keys that are not set; anything else as it is."""
+    """The unvalidated configuration tree with the preset's values in the keys that are not set;
+    anything else as it is.
+    """
     if not isinstance(tree, dict):
         return tree
     name = set_keys(tree.get("algorithm")).get("name")

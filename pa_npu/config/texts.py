@@ -1,4 +1,6 @@
-"""Rules for keys that hold text the system takes literally: paths, URLs, environment variables, arguments."""
+"""Rules for keys that hold text the system takes literally: paths, URLs, environment variables,
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,14 @@ def broken_texts(c: ConfigTree) -> Iterator[str]:
     for name, value in c.rollout.env.items():
         if not _VARIABLE.fullmatch(name):
             yield (
-                f"rollout.env: {shown(name)} is no name of a variable; use letters, digits and underscores, not beginning "
-                f"with a digit"
+                f"rollout.env: {shown(name)} is no name of a variable; use letters, digits and "
+                "underscores, not beginning with a digit"
             )
         if "\0" in value:
-            yield f"rollout.env: the value of {name} holds a zero byte, which no process can be given; remove it"
+            yield (
+                f"rollout.env: the value of {name} holds a zero byte, which no process can be "
+                "given; remove it"
+            )
     for argument in c.rollout.extra_args:
         if not argument.strip() or "\0" in argument:
             yield f"rollout.extra_args: {shown(argument)} is empty or holds a zero byte; remove it"
@@ -81,24 +86,36 @@ def _broken_leaves(c: ConfigTree) -> Iterator[str]:
     """Names that no file, record or page could show, and counts beyond what any program counts."""
     for key, value in leaves(c.model_dump(), ""):
         if isinstance(value, int) and abs(value) > _LARGEST_COUNT:
-            yield f"{key}: {shown(str(value))} is beyond any run; set it to {_LARGEST_COUNT} or less"
+            yield (
+                f"{key}: {shown(str(value))} is beyond any run; set it to {_LARGEST_COUNT} or less"
+            )
         if not isinstance(value, str):
             continue
         if key.rpartition(".")[2] in _ANY_TEXT:
-            if unusual := next((c for c in value if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\r\t"), ""):
+            if unusual := next(
+                (c for c in value if unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\r\t"),
+                "",
+            ):
                 yield (
-                    f"{key}: {shown(value)} holds the control character {unusual!r}; in YAML's double quotes a backslash begins an "
-                    f"escape (\\b, \\f), so use single quotes, or write it twice"
+                    f"{key}: {shown(value)} holds the control character {unusual!r}; in YAML's "
+                    "double quotes a backslash begins an escape (\\b, \\f), so use single quotes, "
+                    "or write it twice"
                 )
             continue
         if value and (not value.strip() or not value.isprintable()):
-            yield f"{key}: {shown(value)} is blank or holds line ends or control characters; write a printable text"
+            yield (
+                f"{key}: {shown(value)} is blank or holds line ends or control characters; write "
+                "a printable text"
+            )
         is_name = key.startswith(_NAMES) and not key.endswith(".path")
         most = _LONGEST_NAME if is_name else LONGEST_PATH_BYTES
         if len(value) > most:
             yield f"{key}: {shown(value)} has {len(value)} characters; give at most {most}"
         if is_name and ".." in value.split("/"):
-            yield f"{key}: {shown(value)} leads out of the folder that is named by it; give a name without `..`"
+            yield (
+                f"{key}: {shown(value)} leads out of the folder that is named by it; give a name "
+                "without `..`"
+            )
 
 
 def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,7 @@
-"""The tree of the configuration: all sections together, and what follows from several keys. Its rules are checked by Config."""
+"""The tree of the configuration: all sections together, and what follows from several keys.
+
+Its rules are checked by Config.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,10 @@ class ConfigTree(Section):
     def evaluation_sets(self) -> dict[str, Dataset]:
         """Held-out questions by name: data.test as `test`, then evaluate.sets."""
         given = ({"test": self.data.test} if self.data.test else {}) | self.evaluate.sets
-        return {name: Dataset(path=found) if isinstance(found, str) else found for name, found in given.items()}
+        return {
+            name: Dataset(path=found) if isinstance(found, str) else found
+            for name, found in given.items()
+        }
 
     def key_of_set(self, name: str) -> str:
         """The key that names the file of a held-out set."""
@@ -88,7 +94,9 @@ class ConfigTree(Section):
 
     @property
     def needs_answers(self) -> bool:
-        """Whether every row of the data has to have a reference answer: not where agents may give the rewards."""
+        """Whether every row of the data has to have a reference answer: not where agents may give
+        the rewards.
+        """
         return self.rewards_read_answers and self.environment.name not in ("agents", "remote")
 
     @property
@@ -104,7 +112,12 @@ class ConfigTree(Section):
     def mesh(self) -> Mesh:
         """How trainer ranks are laid out."""
         trainer = self.trainer
-        mesh = Mesh.of(trainer.devices, trainer.tensor_parallel, trainer.pipeline_parallel, trainer.expert_parallel)
+        mesh = Mesh.of(
+            trainer.devices,
+            trainer.tensor_parallel,
+            trainer.pipeline_parallel,
+            trainer.expert_parallel,
+        )
         if trainer.backend != "fsdp":
             return mesh
         shards = trainer.shards or mesh.data
@@ -130,19 +143,29 @@ class ConfigTree(Section):
 
     @property
     def reduces_in_buckets(self) -> bool:
-        """Whether gradients are reduced beside the last backward, where it is known beforehand which one that is."""
+        """Whether gradients are reduced beside the last backward, where it is known beforehand
+        which one that is.
+        """
         return self.trained_groups is not None and not self.unequal_groups
 
     @property
     def trained_groups(self) -> int | None:
-        """Groups that every iteration trains; None where that follows from their tokens, and the coordinator tells it."""
-        return None if self.schedule.tokens_per_update is not None else self.schedule.prompts_per_iteration
+        """Groups that every iteration trains; None where that follows from their tokens, and the
+        coordinator tells it.
+        """
+        return (
+            None
+            if self.schedule.tokens_per_update is not None
+            else self.schedule.prompts_per_iteration
+        )
 
     @property
     def probe_rides(self) -> bool:
-        """Whether an iteration's first groups are its probe: they are of the version just published, and so is what trains them.
+        """Whether an iteration's first groups are its probe: they are of the version just
+        published, and so is what trains them.
 
-        With router replay they are not: wrong routers of an engine would choose the trainers' experts too.
+        With router replay they are not: wrong routers of an engine would choose the trainers'
+        experts too.
         """
         replays = self.algorithm.router_replay != "none"
         return bool(self.publish.probe_tokens) and self.schedule.max_staleness == 0 and not replays
@@ -154,15 +177,21 @@ class ConfigTree(Section):
 
     @property
     def has_shards(self) -> bool:
-        """Whether groups lie on the nodes of the replicas that train them, instead of in the store on the head."""
-        return self.buffer.shards == "node" or (self.buffer.shards == "auto" and self.placement.nnodes > 1)
+        """Whether groups lie on the nodes of the replicas that train them, instead of in the store
+        on the head.
+        """
+        return self.buffer.shards == "node" or (
+            self.buffer.shards == "auto" and self.placement.nnodes > 1
+        )
 
     @property
     def iterations_ahead(self) -> int:
-        """How many iterations producing runs ahead of training: max_staleness, unless a part of that is for something else.
+        """How many iterations producing runs ahead of training: max_staleness, unless a part of
+        that is for something else.
 
-        One is enough for engines never to wait for trainers. The rest, at least one, is how many publishes in a row may be skipped
-        (publish.divergence), or for how many updates a group may be carried (schedule.tokens_per_update).
+        One is enough for engines never to wait for trainers. The rest, at least one, is how many
+        publishes in a row may be skipped (publish.divergence), or for how many updates a group may
+        be carried (schedule.tokens_per_update).
         """
         staleness = self.schedule.max_staleness
         shared = self.publish.divergence is not None or self.schedule.tokens_per_update is not None
@@ -170,16 +199,24 @@ class ConfigTree(Section):
 
     @property
     def probe_responses(self) -> int:
-        """Responses of a probe, at least: one of each engine, and enough to judge and decide by, whatever engines there are."""
-        return PROBE_RESPONSES if self.publish.divergence is None else self.rollout.responses_per_prompt
+        """Responses of a probe, at least: one of each engine, and enough to judge and decide by,
+        whatever engines there are.
+        """
+        return (
+            PROBE_RESPONSES
+            if self.publish.divergence is None
+            else self.rollout.responses_per_prompt
+        )
 
     def delays(self, version: int) -> bool:
-        """Whether `version` is sent while engines generate; the last is not, as its log-probs are compared (I5)."""
+        """Whether `version` is sent while engines generate; the last is not, as its log-probs are
+        compared (I5).
+        """
         return self.publish.mode != "blocking" and 0 < version < self.schedule.iterations
 
     def swaps_in_turn(self, version: int) -> bool:
-        """Whether engines swap to `version` one after another; not where it is saved, or evaluated before anything is produced, for
-        which the iteration before has to be complete."""
+        """Whether engines swap to `version` one after another; not where it is saved, or evaluated
+        before anything is produced, for which the iteration before has to be complete."""
         rolls = self.publish.mode == "rolling" and self.delays(version)
         return rolls and not self.saves(version) and not self.evaluates(version)
 
@@ -199,12 +236,15 @@ class ConfigTree(Section):
 
     @property
     def reward_limit_s(self) -> float:
-        """The longest that the rewards of a group may take, from when no earlier group is waited for.
+        """The longest that the rewards of a group may take, from when no earlier group is waited
+        for.
 
-        Functions that compute are called one after another: a user's ends at STARVED_FACTOR times its time, and `math` and `format`
-        have processor time for each response. Judge and programs wait beside them. Of requests that take t each, c at once, each
-        response needs up to k one after another. A turn is free after t at most, so a group that has no more than c of them at once
-        takes 2 k t, and one that has more also what it needs of all turns (Graham 1966, list scheduling).
+        Functions that compute are called one after another: a user's ends at STARVED_FACTOR times
+        its time, and `math` and `format` have processor time for each response. Judge and programs
+        wait beside them. Of requests that take t each, c at once, each response needs up to k one
+        after another. A turn is free after t at most, so a group that has no more than c of them at
+        once takes 2 k t, and one that has more also what it needs of all turns (Graham 1966, list
+        scheduling).
         """
         reward, responses = self.reward, self.rollout.responses_per_prompt
         names = [function.name for function in reward.functions]
@@ -230,7 +270,9 @@ class ConfigTree(Section):
         """The longest that a group is written: its request, or the sessions of its agents."""
         if self.environment.name != "agents":
             return self.request_limit_s
-        return self.environment_timeout_s * _rounds(self.rollout.responses_per_prompt, self.agent.concurrent)
+        return self.environment_timeout_s * _rounds(
+            self.rollout.responses_per_prompt, self.agent.concurrent
+        )
 
     @property
     def environment_timeout_s(self) -> float:
@@ -242,33 +284,45 @@ class ConfigTree(Section):
     def wait_timeout_s(self) -> float:
         """trainer.wait_timeout_s, resolved."""
         given = self.trainer.wait_timeout_s
-        return max(WAIT_TIMEOUT_S, self.group_limit_s + self.reward_limit_s) if given is None else given
+        return (
+            max(WAIT_TIMEOUT_S, self.group_limit_s + self.reward_limit_s)
+            if given is None
+            else given
+        )
 
     @property
     def engine_wait_s(self) -> float:
-        """Deadline of the wait for room on an engine: what is in flight ends by then, and what died has been replaced."""
+        """Deadline of the wait for room on an engine: what is in flight ends by then, and what died
+        has been replaced.
+        """
         return self.group_limit_s + self.run.startup_timeout_s + self.publish.timeout_s
 
     @property
     def border_timeout_s(self) -> float:
-        """Deadline of an iteration border: a publish that fails, an engine that starts, and a publish that succeeds.
+        """Deadline of an iteration border: a publish that fails, an engine that starts, and a
+        publish that succeeds.
 
-        With max_staleness trainers may come to it before the iteration that is produced meanwhile is complete.
+        With max_staleness trainers may come to it before the iteration that is produced meanwhile
+        is complete.
         """
         produce_s = self.wait_timeout_s if self.schedule.max_staleness else 0.0
         return produce_s + self.run.startup_timeout_s + 2 * self.publish.timeout_s
 
     @property
     def collective_timeout_s(self) -> float:
-        """Deadline of a trainer's collective: later than our own waits, so that the first error names what was awaited.
+        """Deadline of a trainer's collective: later than our own waits, so that the first error
+        names what was awaited.
 
-        A stage that waits for rollouts makes its neighbours wait in a collective, and a leader that publishes its TP peers.
+        A stage that waits for rollouts makes its neighbours wait in a collective, and a leader that
+        publishes its TP peers.
         """
         return self.wait_timeout_s + COLLECTIVE_MARGIN_S
 
     @property
     def longest_collective_s(self) -> float:
-        """How long any collective may take before a device ends it by itself; equal on engines and trainers, which share groups."""
+        """How long any collective may take before a device ends it by itself; equal on engines and
+        trainers, which share groups.
+        """
         return max(self.collective_timeout_s, self.publish.timeout_s + COLLECTIVE_MARGIN_S)
 
     @property
@@ -298,21 +352,33 @@ class ConfigTree(Section):
 
     @property
     def engines_sleep(self) -> bool:
-        """Whether engines on the trainers' devices give their memory back while these train (rollout.sleep)."""
+        """Whether engines on the trainers' devices give their memory back while these train
+        (rollout.sleep).
+        """
         rollout, on_device = self.rollout, self.run.device in ("npu", "cuda")
-        can = rollout.backend == "vllm" and not rollout.attach if rollout.sleep is None else rollout.sleep
+        can = (
+            rollout.backend == "vllm" and not rollout.attach
+            if rollout.sleep is None
+            else rollout.sleep
+        )
         return self.placement.colocate and on_device and can
 
     @property
     def memory_fraction(self) -> float:
-        """rollout.memory_fraction, resolved for a device of known use alone: of an engine's own, or shared with a trainer."""
+        """rollout.memory_fraction, resolved for a device of known use alone: of an engine's own, or
+        shared with a trainer.
+        """
         usual = SHARED_MEMORY_FRACTION if self.placement.colocate else MEMORY_FRACTION
         return usual if self.rollout.memory_fraction is None else self.rollout.memory_fraction
 
     @property
     def unequal_groups(self) -> bool:
         """Whether replicas may train different numbers of an iteration's groups."""
-        together = self.mesh.pipeline > 1 or self.mesh.shards > 1 or self.schedule.updates_per_iteration > 1
+        together = (
+            self.mesh.pipeline > 1
+            or self.mesh.shards > 1
+            or self.schedule.updates_per_iteration > 1
+        )
         return self.follows_work and self.schedule.order == "completion" and not together
 
     def ranks_beside(self, index: int) -> tuple[int, ...]:
@@ -322,13 +388,18 @@ class ConfigTree(Section):
         return tuple(ranks[first : first + self.rollout.tensor_parallel])
 
     def is_shared(self, index: int) -> bool:
-        """Whether engine `index` is on a trainer's device; engines that join the run have devices of their own."""
+        """Whether engine `index` is on a trainer's device; engines that join the run have devices
+        of their own.
+        """
         return index < self.num_shared_engines
 
     @property
     def num_devices(self) -> int:
         """All devices, engines and trainers, one that both share once: the denominator of TPSPD."""
-        return self.trainer.devices + (self.rollout.engines - self.num_shared_engines) * self.rollout.tensor_parallel
+        return (
+            self.trainer.devices
+            + (self.rollout.engines - self.num_shared_engines) * self.rollout.tensor_parallel
+        )
 
     @property
     def engine_devices(self) -> tuple[int, ...] | None:

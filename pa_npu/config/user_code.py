@@ -1,4 +1,6 @@
-"""A user's own code, named module:function in a key: how it is found, and where in it something went wrong."""
+"""A user's own code, named module:function in a key: how it is found, and where in it something
+went wrong.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def find_function(key: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
-    """The function of a key: a known one by its name, or the user's own. Raises ConfigError where there is none."""
+    """The function of a key: a known one by its name, or the user's own.
+
+    Raises ConfigError where there is none.
+    """
     check_name(key, name, known, "module:function")
     return known[name] if name in known else import_function(key, name)
 
@@ -31,20 +36,29 @@ def find_function(key: str, name: str, known: Mapping[str, Callable[..., Any]]) 
 def check_name(key: str, name: str, known: Collection[str], form: str) -> None:
     """Raises ConfigError where the value of a key is neither known nor can be the user's own."""
     if name not in known and ":" not in name:
-        raise ConfigError(f"{key}: {name!r} is none of {', '.join(known)} and not {form}; use one of these")
+        raise ConfigError(
+            f"{key}: {name!r} is none of {', '.join(known)} and not {form}; use one of these"
+        )
 
 
 def import_function(key: str, name: str) -> Callable[..., Any]:
-    """`module:function`, importable from the working directory or PYTHONPATH. Raises ConfigError that names the key."""
+    """`module:function`, importable from the working directory or PYTHONPATH.
+
+    Raises ConfigError that names the key.
+    """
     function = import_object(key, name, "module:function")
     if not callable(function):
-        raise ConfigError(f"{key}: {name} is a {type(function).__name__}, not a function; name a function")
+        raise ConfigError(
+            f"{key}: {name} is a {type(function).__name__}, not a function; name a function"
+        )
     found: Callable[..., Any] = function
     return found
 
 
 def import_object(key: str, name: str, form: str) -> Any:
-    """Imports the object `module:name` from the working directory or PYTHONPATH. form: how to write it, for the message."""
+    """Imports the object `module:name` from the working directory or PYTHONPATH. form: how to write
+    it, for the message.
+    """
     module_name, _, object_name = name.partition(":")
     directory = os.getcwd()
     if directory not in sys.path:
@@ -66,7 +80,9 @@ def import_object(key: str, name: str, form: str) -> Any:
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Collects the interrupts (Ctrl-C) that arrive in the block, which tells them from a KeyboardInterrupt that code raises."""
+    """Collects the interrupts (Ctrl-C) that arrive in the block, which tells them from a
+    KeyboardInterrupt that code raises.
+    """
     arrived: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -92,9 +108,15 @@ def describe(error: BaseException) -> str:
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """file:line where a function is defined, that which others wrap; its name where that is not known."""
+    """file:line where a function is defined, that which others wrap; its name where that is not
+    known.
+    """
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else getattr(function, "__name__", "?")
+    return (
+        f"{code.co_filename}:{code.co_firstlineno}"
+        if code is not None
+        else getattr(function, "__name__", "?")
+    )
 
 
 def _place(error: BaseException) -> str:
@@ -108,7 +130,9 @@ def _place(error: BaseException) -> str:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """file:line of the innermost user's code that an event loop is running; empty where it runs none."""
+    """file:line of the innermost user's code that an event loop is running; empty where it runs
+    none.
+    """
     while frame is not None:
         file = frame.f_code.co_filename
         if file.endswith(os.path.join("asyncio", "events.py")) and frame.f_code.co_name == "_run":
@@ -120,4 +144,6 @@ def place_of(frame: FrameType | None) -> str:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith((_PACKAGE, os.path.dirname(os.__file__))) and not any(x in file for x in _LIBRARIES)
+    return not file.startswith((_PACKAGE, os.path.dirname(os.__file__))) and not any(
+        x in file for x in _LIBRARIES
+    )

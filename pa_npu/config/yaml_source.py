@@ -1,4 +1,5 @@
-"""YAML in and out: values with the place they were written at, and text that reads back to the same values.
+"""YAML in and out: values with the place they were written at, and text that reads back to the same
+values.
 
 Scalars follow YAML 1.2's core schema: `1e-6` is a number, only `true` and `false` are booleans.
 """
@@ -24,7 +25,11 @@ Places = dict[KeyPath, str]
 _RESOLVERS = (
     ("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), "tTfF"),
     ("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
-    ("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$|^0o[0-7]+$|^0x[0-9a-fA-F]+$"), "-+0123456789"),
+    (
+        "tag:yaml.org,2002:int",
+        re.compile(r"^[-+]?[0-9]+$|^0o[0-7]+$|^0x[0-9a-fA-F]+$"),
+        "-+0123456789",
+    ),
     (
         "tag:yaml.org,2002:float",
         re.compile(
@@ -50,7 +55,10 @@ _Loader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in _RESOLVERS:
     _Loader.add_implicit_resolver(_tag, _pattern, list(_first))
     _Dumper.add_implicit_resolver(_tag, _pattern, list(_first))
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: _int(str(loader.construct_scalar(node))))  # type: ignore[arg-type]
+_Loader.add_constructor(
+    "tag:yaml.org,2002:int",
+    lambda loader, node: _int(str(loader.construct_scalar(node))),  # type: ignore[arg-type]
+)
 
 
 def _int(text: str) -> int:
@@ -64,7 +72,10 @@ def read_yaml(path: str) -> tuple[dict[str, Any], Places]:
     if value is None:
         return {}, {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}:1: the top level is not a mapping of sections; write `run:`, `model:`, ... there")
+        raise ConfigError(
+            f"{path}:1: the top level is not a mapping of sections; write `run:`, `model:`, ... "
+            "there"
+        )
     return value, places
 
 
@@ -73,33 +84,44 @@ def read_text(path: str) -> str:
     try:
         return read_plain(path, _MOST_BYTES).decode("utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such configuration file; give an existing YAML file with --config") from None
+        raise ConfigError(
+            f"{path}: no such configuration file; give an existing YAML file with --config"
+        ) from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
         shown = path if len(path) <= _SHOWN_CHARACTERS else f"{path[:_SHOWN_CHARACTERS]}..."
-        raise ConfigError(f"{shown}: cannot be read ({reason(error)}); give a readable YAML file") from None
+        raise ConfigError(
+            f"{shown}: cannot be read ({reason(error)}); give a readable YAML file"
+        ) from None
 
 
 def read_value(text: str, where: str) -> Any:
     """The value of one YAML scalar or flow collection, such as `3`, `true`, `[a, b]`.
 
-    All of the text is the value: a comment, an anchor or an alias in it would be lost in silence. Raises ConfigError.
+    All of the text is the value: a comment, an anchor or an alias in it would be lost in silence.
+    Raises ConfigError.
     """
     value = _parse(text, where, {})
     end = 0
     for event in yaml.parse(text, Loader=_Loader):
         if getattr(event, "anchor", None) is not None:
             raise ConfigError(
-                f"{where}: {text!r:.80}: & and * begin YAML's anchors and aliases; put the text in quotes"
+                f"{where}: {text!r:.80}: & and * begin YAML's anchors and aliases; put the text in "
+                "quotes"
             )
         if isinstance(event, (yaml.ScalarEvent, yaml.SequenceEndEvent, yaml.MappingEndEvent)):
             end = _end_of(event)
     if text[end:].strip():
-        raise ConfigError(f"{where}: {text!r:.80}: YAML takes what follows # for a comment; put the text in quotes")
+        raise ConfigError(
+            f"{where}: {text!r:.80}: YAML takes what follows # for a comment; put the text in "
+            "quotes"
+        )
     return value
 
 
 def read_quoted(text: str) -> str | None:
-    """Returns the text that stands in YAML's quotes, its escapes replaced; None where not all of it is one quoted text."""
+    """Returns the text that stands in YAML's quotes, its escapes replaced; None where not all of it
+    is one quoted text.
+    """
     if text[:1] not in ("'", '"'):
         return None
     try:
@@ -130,11 +152,14 @@ def _parse(text: str, where: str, places: Places) -> Any:
         for number, (key_path, line) in enumerate(_key_lines(node, (), where)):
             if number >= _MOST_NODES:
                 raise ConfigError(
-                    f"{where}:{line}: more than {_MOST_NODES} values with all aliases written out; write plain sections"
+                    f"{where}:{line}: more than {_MOST_NODES} values with all aliases written out; "
+                    "write plain sections"
                 )
             if key_path in places:
                 name = ".".join(key_path)
-                raise ConfigError(f"{where}:{line}: {name}: written twice (first at {places[key_path]}); keep one")
+                raise ConfigError(
+                    f"{where}:{line}: {name}: written twice (first at {places[key_path]}); keep one"
+                )
             places[key_path] = f"{where}:{line}"
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
@@ -143,9 +168,12 @@ def _parse(text: str, where: str, places: Places) -> Any:
         reason = " ".join(str(error.problem or error.context).split())
         raise ConfigError(f"{where}: not valid YAML: {reason}; correct the syntax") from None
     except RecursionError:
-        raise ConfigError(f"{where}: nested too deeply, or an alias refers to itself; write plain sections") from None
+        raise ConfigError(
+            f"{where}: nested too deeply, or an alias refers to itself; write plain sections"
+        ) from None
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
-        # the last four are what PyYAML's constructors raise on a value that contradicts its explicit !!tag
+        # the last four are what PyYAML's constructors raise on a value that contradicts its
+        # explicit !!tag
         reason = " ".join(str(error).split())
         raise ConfigError(f"{where}: not valid YAML: {reason}; correct the syntax") from None
 
@@ -155,7 +183,9 @@ def _key_lines(node: yaml.Node, path: KeyPath, file: str) -> Iterator[tuple[KeyP
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise ConfigError(f"{file}:{key.start_mark.line + 1}: a key is not plain text; write `key: value`")
+                raise ConfigError(
+                    f"{file}:{key.start_mark.line + 1}: a key is not plain text; write `key: value`"
+                )
             yield (*path, key.value), key.start_mark.line + 1
             yield from _key_lines(value, (*path, key.value), file)
     elif isinstance(node, yaml.SequenceNode):

@@ -1,9 +1,11 @@
-"""StoreChannel: deadlines and large values on top of the c10d key-value store that the launcher hosts.
+"""StoreChannel: deadlines and large values on top of the c10d key-value store that the launcher
+hosts.
 
-A wait polls `check` instead of calling the store's own blocking `wait`: that one holds the client for its whole
-duration, ignores Python signals, and logs two warnings per expiry. The pause between polls grows with the time
-already waited (1% of it), so a wait ends at most 1% or `_LONGEST_PAUSE_S` late, and a long wait costs the server
-next to nothing. Every operation is short, hence threads may share one channel and none blocks another.
+A wait polls `check` instead of calling the store's own blocking `wait`: that one holds the client
+for its whole duration, ignores Python signals, and logs two warnings per expiry. The pause between
+polls grows with the time already waited (1% of it), so a wait ends at most 1% or `_LONGEST_PAUSE_S`
+late, and a long wait costs the server next to nothing. Every operation is short, hence threads may
+share one channel and none blocks another.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ import torch.distributed as dist
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 
 T = TypeVar("T")
-# TCPStore's server (libuv) drops the connection on values above 8 MiB (measured, torch 2.13: 8 MiB passes, 8.1 fails).
+# TCPStore's server (libuv) drops the connection on values above 8 MiB (measured, torch 2.13: 8 MiB
+# passes, 8.1 fails).
 CHUNK_BYTES = 4 * 2**20
 _SHORTEST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.02
@@ -39,7 +42,8 @@ _STORE_TIMEOUT_S = 30.0  # of a store that this process hosts
 
 
 def attempt_prefix(attempt: int | None = None) -> str:
-    """Prefix of the keys of one attempt of a run: what is started again must not meet what was there before.
+    """Prefix of the keys of one attempt of a run: what is started again must not meet what was
+    there before.
 
     attempt: None is that of this process (PA_NPU_ATTEMPT).
     """
@@ -51,35 +55,51 @@ class StoreError(PaNpuError):
 
 
 def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A new client of the store at host:port. Raises DeadlineExceeded when nothing listens there within timeout_s."""
+    """A new client of the store at host:port.
+
+    Raises DeadlineExceeded when nothing listens there within timeout_s.
+    """
     start = time.monotonic()
     while True:
         remaining = timeout_s - (time.monotonic() - start)
         try:
-            # A plain socket first: TCPStore's own retries overrun their timeout and log C++ stack traces.
+            # A plain socket first: TCPStore's own retries overrun their timeout and log C++ stack
+            # traces.
             socket.create_connection((host, port), timeout=max(remaining, 0.001)).close()
             return dist.TCPStore(
-                host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(remaining, 1.0))
+                host,
+                port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=max(remaining, 1.0)),
             )
         except (OSError, dist.DistError) as error:
             if time.monotonic() - start >= timeout_s:
                 raise DeadlineExceeded(
-                    f"store at {host}:{port}: no connection within {timeout_s:g} s ({_first_line(error)}); "
-                    f"is the launcher that hosts it running and reachable?"
+                    f"store at {host}:{port}: no connection within {timeout_s:g} s "
+                    f"({_first_line(error)}); is the launcher that hosts it running and reachable?"
                 ) from error
         time.sleep(min(0.05, timeout_s))
 
 
 class StoreChannel:
-    """Chunked, deadline-bound access to one c10d store under a key prefix. Safe to share between threads."""
+    """Chunked, deadline-bound access to one c10d store under a key prefix.
+
+    Safe to share between threads.
+    """
 
     def __init__(self, store: dist.Store, prefix: str = "pa/0/") -> None:
         self._store = store
         self._prefix = prefix
-        self._address = f"store at {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else "store"
+        self._address = (
+            f"store at {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else "store"
+        )
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        """Stores data under key; the key becomes visible only when all of it is there. Replaces an earlier value."""
+        """Stores data under key; the key becomes visible only when all of it is there.
+
+        Replaces an earlier value.
+        """
         if len(data) < CHUNK_BYTES:
             self._call("set", key, _INLINE + data)
             return
@@ -90,23 +110,32 @@ class StoreChannel:
         self._call("set", key, _CHUNKED + _CHUNK_HEADER.pack(len(starts), len(data)))
 
     def get_bytes(self, key: str) -> bytes:
-        """The value of a key that is there; raises StoreError at once if it is not (use wait_bytes to wait)."""
+        """The value of a key that is there; raises StoreError at once if it is not (use wait_bytes
+        to wait).
+        """
         value = self._get(key)
         if value[:1] == _INLINE:
             return value[1:]
         num_chunks, total = _CHUNK_HEADER.unpack(value[1:])
         data = b"".join(self._get(_chunk_key(key, number)) for number in range(num_chunks))
         if len(data) != total:
-            raise StoreError(f"{self._address}: {key} has {len(data)} bytes in its chunks, expected {total}")
+            raise StoreError(
+                f"{self._address}: {key} has {len(data)} bytes in its chunks, expected {total}"
+            )
         return data
 
     def wait_bytes(self, key: str, timeout_s: float, what: str) -> bytes:
-        """Waits for key and returns its value. `what` completes "waited 3 s for ...", sender included."""
+        """Waits for key and returns its value.
+
+        `what` completes "waited 3 s for ...", sender included.
+        """
         self.wait(key, timeout_s, what)
         return self.get_bytes(key)
 
     async def wait_bytes_async(self, key: str, timeout_s: float, what: str) -> bytes:
-        """`wait_bytes` for the event loop: cancellable, and nothing but the short polls runs on the loop."""
+        """`wait_bytes` for the event loop: cancellable, and nothing but the short polls runs on the
+        loop.
+        """
         for pause_s in self._polls(key, timeout_s, what):
             await asyncio.sleep(pause_s)
         return self.get_bytes(key)
@@ -122,7 +151,10 @@ class StoreChannel:
         return bool(self._call("check", key))
 
     def add(self, key: str, amount: int) -> int:
-        """Atomically adds to a counter (0 at first) and returns the sum. Counters are deleted like any key."""
+        """Atomically adds to a counter (0 at first) and returns the sum.
+
+        Counters are deleted like any key.
+        """
         return int(self._call("add", key, amount))
 
     def delete(self, key: str) -> bool:
@@ -149,22 +181,28 @@ class StoreChannel:
     def _get(self, key: str) -> bytes:
         # The store's own get would block on a missing key until the client's timeout.
         if not self.exists(key):
-            raise StoreError(f"{self._address}: key {self._prefix}{key} is not there (removed, or never written)")
+            raise StoreError(
+                f"{self._address}: key {self._prefix}{key} is not there (removed, or never written)"
+            )
         return self._call("get", key)
 
     def _call(self, operation: str, key: str, *values: Any) -> Any:
         name = self._prefix + key
         try:
-            return getattr(self._store, operation)([name] if operation == "check" else name, *values)
+            return getattr(self._store, operation)(
+                [name] if operation == "check" else name, *values
+            )
         except dist.DistError as error:
             raise StoreError(
-                f"{self._address}: {operation} of {name} failed ({_first_line(error)}); the process that hosts the "
-                f"store has probably ended, see the launcher's log"
+                f"{self._address}: {operation} of {name} failed ({_first_line(error)}); the "
+                "process that hosts the store has probably ended, see the launcher's log"
             ) from error
 
 
 class NoAnswer(PaNpuError):
-    """asked: the call was made and did not return in time; else it was not made, because one before it had not."""
+    """asked: the call was made and did not return in time; else it was not made, because one before
+    it had not.
+    """
 
     def __init__(self, asked: bool) -> None:
         super().__init__("it does not answer" if asked else "it did not answer before")
@@ -172,21 +210,26 @@ class NoAnswer(PaNpuError):
 
 
 class BoundedCalls:
-    """Gives a deadline to calls that have none of their own, e.g. of a store whose process has been stopped.
+    """Gives a deadline to calls that have none of their own, e.g. of a store whose process has been
+    stopped.
 
-    Calls run one after another in a thread of this name. timeout_s: how long a caller waits for its own.
+    Calls run one after another in a thread of this name. timeout_s: how long a caller waits for its
+    own.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        # one thread, because what is called keeps one connection, and no executor's, because the end of the program would wait
-        # for a call that never returns
+        # one thread, because what is called keeps one connection, and no executor's, because the
+        # end of the program would wait for a call that never returns
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._gave_up = False
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def __call__(self, call: Callable[[], T]) -> T:
-        """Call it: return what it returns, raise what it raises. Raises NoAnswer after timeout_s, and from then on at once."""
+        """Call it: return what it returns, raise what it raises.
+
+        Raises NoAnswer after timeout_s, and from then on at once.
+        """
         if self._gave_up:  # whoever comes next need not wait as long again
             raise NoAnswer(asked=False)
         future: Future[T] = Future()
@@ -217,9 +260,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def host_store(host: str, port: int) -> dist.TCPStore:
-    """Host a c10d store on host:port (0: a free port). Raises OSError when the port is taken. It lives as long as what is returned.
+    """Host a c10d store on host:port (0: a free port). Raises OSError when the port is taken. It
+    lives as long as what is returned.
 
-    The store gets a socket bound to `host`, because by itself it would listen on all addresses of the machine.
+    The store gets a socket bound to `host`, because by itself it would listen on all addresses of
+    the machine.
     """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -241,5 +286,7 @@ def _store_on(listener: socket.socket, host: str) -> dist.TCPStore:
     }
     try:
         return dist.TCPStore(**arguments)
-    except NotImplementedError:  # torch 2.7: its libuv server takes no socket, and the other one has no size limit
+    except (
+        NotImplementedError
+    ):  # torch 2.7: its libuv server takes no socket, and the other one has no size limit
         return dist.TCPStore(**arguments, use_libuv=False)

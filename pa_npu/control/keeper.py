@@ -1,18 +1,26 @@
-"""Run one command so that nothing it starts outlives it, its keeper or the launcher. Standard library only.
+"""Run one command so that nothing it starts outlives it, its keeper or the launcher. Standard
+library only.
 
     launcher ──lifeline pipe──> keeper ──fork──> command ──> whatever the command starts
 
-- The keeper is the reaper of all the command's descendants, also of those that left its process group or session.
-- The command ends: the keeper kills what it left behind and ends the same way (exit code or signal).
-- SIGTERM to the keeper: SIGTERM to the command's process group, and after GRACE seconds SIGKILL to every descendant.
-- The launcher dies, however: the lifeline closes, and the keeper kills every descendant at once, even if it was stopped until then.
-- The keeper is killed: the kernel kills the command, and the launcher, the next reaper, kills the rest.
+- The keeper is the reaper of all the command's descendants, also of those that left its process
+  group or session.
+- The command ends: the keeper kills what it left behind and ends the same way (exit code or
+  signal).
+- SIGTERM to the keeper: SIGTERM to the command's process group, and after GRACE seconds SIGKILL to
+  every descendant.
+- The launcher dies, however: the lifeline closes, and the keeper kills every descendant at once,
+  even if it was stopped until then.
+- The keeper is killed: the kernel kills the command, and the launcher, the next reaper, kills the
+  rest.
 - PA_NPU_SCRATCH=DIRECTORY in the environment: the keeper removes it in the end.
-- PA_NPU_LAST=COMMAND, quoted as for a shell: the keeper runs it in the end, to remove what others do for the command (a container).
+- PA_NPU_LAST=COMMAND, quoted as for a shell: the keeper runs it in the end, to remove what others
+  do for the command (a container).
 - PA_NPU_SESSION in the command's environment: its process id, which is its session's too.
 
 Usage: python keeper.py LIFELINE_FD GRACE_S CORES -- COMMAND [ARGUMENT ...]      (CORES: "0,3", or "" for no pinning)
-The parent-death signal and the reaper are Linux calls; elsewhere only descendants in the command's group are reached.
+The parent-death signal and the reaper are Linux calls; elsewhere only descendants in the command's
+group are reached.
 """
 
 from __future__ import annotations
@@ -42,10 +50,11 @@ def become_reaper() -> None:
 
 
 def kill_descendants(spare: frozenset[int] = frozenset()) -> list[int]:
-    """SIGKILL all descendants of this process but `spare` and what is below those; reap and return them.
+    """SIGKILL all descendants of this process but `spare` and what is below those; reap and return
+    them.
 
-    Repeats until none is left, because a process may fork between the look and the kill. Gives up on processes that the
-    kernel does not let go within 5 s.
+    Repeats until none is left, because a process may fork between the look and the kill. Gives up
+    on processes that the kernel does not let go within 5 s.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + _LONGEST_KILL_S
@@ -55,7 +64,8 @@ def kill_descendants(spare: frozenset[int] = frozenset()) -> list[int]:
                 os.kill(pid, signal.SIGKILL)
         killed.update(pids)
         for pid in pids:
-            with contextlib.suppress(ChildProcessError):  # a grandchild; it is ours to reap once its parent is gone
+            # a grandchild; it is ours to reap once its parent is gone
+            with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         if time.monotonic() > deadline:
             break
@@ -69,7 +79,8 @@ def descendants(root: int, spare: frozenset[int] = frozenset()) -> list[int]:
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                # "pid (command) state ppid ...": the command may hold anything, so split after its last parenthesis
+                # "pid (command) state ppid ...": the command may hold anything, so split after its
+                # last parenthesis
                 parent = int(file.read().rpartition(b")")[2].split()[1])
                 children.setdefault(parent, []).append(int(name))
     found: list[int] = []
@@ -92,7 +103,8 @@ def main(arguments: list[str]) -> int:
     command = arguments[4:]
     os.set_inheritable(lifeline, False)
     become_reaper()
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)  # of the launcher's death: the lifeline says nothing to a stopped keeper
+    # of the launcher's death: the lifeline says nothing to a stopped keeper
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     wakeup, wakeup_writer = os.pipe()
     os.set_blocking(wakeup, False)
     os.set_blocking(wakeup_writer, False)
@@ -116,7 +128,12 @@ def main(arguments: list[str]) -> int:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             quiet = subprocess.DEVNULL
             subprocess.run(
-                shlex.split(last), stdin=quiet, stdout=quiet, stderr=quiet, timeout=_LONGEST_LAST_S, check=False
+                shlex.split(last),
+                stdin=quiet,
+                stdout=quiet,
+                stderr=quiet,
+                timeout=_LONGEST_LAST_S,
+                check=False,
             )
         kill_descendants()
     return _end_like(status)
@@ -135,8 +152,15 @@ def _start(command: list[str], cores: str) -> int:
             os._exit(_COMMAND_NOT_STARTED)
         if cores:
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE):
-            signal.signal(number, signal.SIG_DFL)  # Python ignores SIGPIPE, and what is ignored stays so after exec
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGHUP,
+            signal.SIGCHLD,
+            signal.SIGPIPE,
+        ):
+            # Python ignores SIGPIPE, and what is ignored stays so after exec
+            signal.signal(number, signal.SIG_DFL)
         os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"cannot start {command[0]}: {error}\n".encode())
@@ -147,7 +171,8 @@ def _start(command: list[str], cores: str) -> int:
 def _watch(pid: int, lifeline: int, wakeup: int, received: list[int], grace_s: float) -> int | None:
     """Wait for the command's end and return its wait status; None when it must be killed instead."""
     deadline: float | None = None
-    events = select.poll()  # select.select takes no descriptor beyond 1,023, and who starts us may have as many
+    # select.select takes no descriptor beyond 1,023, and who starts us may have as many
+    events = select.poll()
     for descriptor in (lifeline, wakeup):
         events.register(descriptor, select.POLLIN)
     while True:
@@ -161,7 +186,9 @@ def _watch(pid: int, lifeline: int, wakeup: int, received: list[int], grace_s: f
         timeout = None if deadline is None else deadline - time.monotonic()
         if timeout is not None and timeout <= 0:
             return None
-        ready = [descriptor for descriptor, _ in events.poll(None if timeout is None else 1000 * timeout)]
+        ready = [
+            descriptor for descriptor, _ in events.poll(None if timeout is None else 1000 * timeout)
+        ]
         if lifeline in ready:  # nothing is ever written to it: readable means closed
             return None
         if wakeup in ready:
@@ -182,7 +209,9 @@ def _reap(pid: int) -> int | None:
 
 
 def _end_like(status: int | None) -> int:
-    number = signal.SIGKILL if status is None else os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    number = (
+        signal.SIGKILL if status is None else os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    )
     if not number:
         return os.WEXITSTATUS(status or 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has dumped its own core

@@ -1,12 +1,14 @@
-"""The roster of a run's engines in its store: where launcher, engines that join, and coordinator tell each other of changes.
+"""The roster of a run's engines in its store: where launcher, engines that join, and coordinator
+tell each other of changes.
 
     launcher             publish_config(), announce(url), renew()          replacement_wanted() -> kill and start again
     engine that joins    wait_config(), announce(url, restarts=False), ask_leave()        has_left() -> may end
     coordinator          entries() when changed(), ask_replacement(), confirm_left(), lend_device()    is_lent() -> starts later
 
-The roster outlives the coordinator and the trainers, as the engines do: its keys belong to no attempt of the run. The store asks
-nobody for a password, so every entry is signed with the run's API key (HMAC-SHA256 over key and value): an engine that a stranger
-writes into the store gets no prompt and no API key, and a configuration by a stranger starts no engine.
+The roster outlives the coordinator and the trainers, as the engines do: its keys belong to no
+attempt of the run. The store asks nobody for a password, so every entry is signed with the run's
+API key (HMAC-SHA256 over key and value): an engine that a stranger writes into the store gets no
+prompt and no API key, and a configuration by a stranger starts no engine.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineStart:
-    """The newest start of an engine. generation counts its starts; restarts: whether the launcher starts it again when it ends.
+    """The newest start of an engine. generation counts its starts; restarts: whether the launcher
+    starts it again when it ends.
 
     shared: it is on a trainer's device.
     """
@@ -44,14 +47,18 @@ class EngineStart:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The run's resolved configuration as JSON, with absolute paths, without values of its engines' environment."""
+    """The run's resolved configuration as JSON, with absolute paths, without values of its engines'
+    environment.
+    """
 
     tree: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Said:
-    """Something that is asked of an engine's start or told of it, with a reason where one belongs to it."""
+    """Something that is asked of an engine's start or told of it, with a reason where one belongs
+    to it.
+    """
 
     reason: str = ""
 
@@ -65,10 +72,14 @@ class DeviceLent:
 
 CONFIG = Topic("config", RunConfig, "the launcher to publish its configuration")
 START = Topic("{index}", EngineStart, "engine {index} to be announced")
-REPLACE = Topic("{index}/replace/{generation}", Said, "the coordinator to ask for another engine {index}")
+REPLACE = Topic(
+    "{index}/replace/{generation}", Said, "the coordinator to ask for another engine {index}"
+)
 LEAVE = Topic("{index}/leave", Said, "engine {index} to leave")
 LEFT = Topic("{index}/left", Said, "the coordinator to let engine {index} go")
-LENT = Topic("{index}/lent", DeviceLent, "the coordinator to say who has the device of engine {index}")
+LENT = Topic(
+    "{index}/lent", DeviceLent, "the coordinator to say who has the device of engine {index}"
+)
 COUNT = Counter("count")
 CHANGES = Counter("changes")
 
@@ -86,7 +97,9 @@ class Unsigned(StoreError):
 
 
 class _Signed(StoreChannel):
-    """A channel whose values carry a mark that only who has the key can make, and that holds for one place alone."""
+    """A channel whose values carry a mark that only who has the key can make, and that holds for
+    one place alone.
+    """
 
     def __init__(self, channel: StoreChannel, key: str) -> None:
         super().__init__(channel._store, channel._prefix)
@@ -106,7 +119,8 @@ class _Signed(StoreChannel):
 
 
 def claimed_config(channel: StoreChannel, timeout_s: float) -> dict[str, Any]:
-    """The configuration of the run whose store this is, as somebody says. Only to find out which API key to check it with.
+    """The configuration of the run whose store this is, as somebody says. Only to find out which
+    API key to check it with.
 
     Raises DeadlineExceeded where there is none.
     """
@@ -137,7 +151,8 @@ class Roster:
         CONFIG.put(self._channel, RunConfig(tree))
 
     def wait_config(self, timeout_s: float) -> dict[str, Any]:
-        """Raises DeadlineExceeded when no run has published one, MessageError when another version of this program has.
+        """Raises DeadlineExceeded when no run has published one, MessageError when another version
+        of this program has.
 
         Raises Unsigned when it was published with another API key.
         """
@@ -190,7 +205,9 @@ class Roster:
         return self._read(LEFT, index=index) is not None
 
     def lend_device(self, index: int, *, to_trainer: bool) -> None:
-        """A trainer needs the memory of the engine's device, in which none can start meanwhile; or no more."""
+        """A trainer needs the memory of the engine's device, in which none can start meanwhile; or
+        no more.
+        """
         LENT.put(self._channel, DeviceLent(to_trainer), index=index)
 
     def is_lent(self, index: int) -> bool:

@@ -1,10 +1,12 @@
-"""Time in which processes could run: the wall clock without what they waited for a processor, so that others take nothing of it.
+"""Time in which processes could run: the wall clock without what they waited for a processor, so
+that others take nothing of it.
 
     limit = TimeLimit(root, limit_s)          begins now, for a process and all that it has started
     limit.is_over()                           asked every limit.look_again_s() seconds
 
-The kernel counts for each thread how long it was ready and had no processor (schedstat, Linux). A function that sleeps or hangs is
-never ready, so its time is that of the clock. Whatever waits longer than STARVED_FACTOR times its limit has reached it.
+The kernel counts for each thread how long it was ready and had no processor (schedstat, Linux). A
+function that sleeps or hangs is never ready, so its time is that of the clock. Whatever waits
+longer than STARVED_FACTOR times its limit has reached it.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class TimeLimit:
         self._clock = clock
         self._began = self._looked = clock()
         self._counted_s = 0.0
-        self._waits: dict[str, int] | None = None  # read at the first look, since most that is limited ends before
+        # read at the first look, since most that is limited ends before
+        self._waits: dict[str, int] | None = None
 
     def is_over(self) -> bool:
         """Looks at the processes, and returns whether the limit is reached."""
@@ -63,22 +66,29 @@ class TimeLimit:
         return self._counted_s >= self._limit_s or now - self._began >= self._longest_s
 
     def look_again_s(self) -> float:
-        """Returns after how many seconds the limit may be reached, or the processes have to be looked at again."""
+        """Returns after how many seconds the limit may be reached, or the processes have to be
+        looked at again.
+        """
         look_s = min(_LONGEST_LOOK_S, self._limit_s / _LOOKS)
         left_s = min(self._limit_s - self._counted_s, self._began + self._longest_s - self._looked)
-        # not ever shorter, where half of the time that is left is waited for a processor again and again
+        # not ever shorter, where half of the time that is left is waited for a processor again and
+        # again
         return min(look_s, max(left_s, look_s / _LOOKS))
 
 
 def waits_of(root: int) -> dict[str, int]:
-    """Returns the nanoseconds that each thread of a process and of its descendants has waited for a processor.
+    """Returns the nanoseconds that each thread of a process and of its descendants has waited for a
+    processor.
 
     Empty where the kernel does not say.
     """
     waits: dict[str, int] = {}
     for pid in (root, *descendants(root)):
         for thread in _threads(pid):
-            with contextlib.suppress(OSError, ValueError, IndexError), open(f"{thread}/schedstat", "rb") as file:
+            with (
+                contextlib.suppress(OSError, ValueError, IndexError),
+                open(f"{thread}/schedstat", "rb") as file,
+            ):
                 waits[thread] = int(file.read().split()[1])
     return waits
 

@@ -1,4 +1,6 @@
-"""Finds a short directory for sockets: their paths have 107 bytes at most, and TMPDIR alone may be longer than that."""
+"""Finds a short directory for sockets: their paths have 107 bytes at most, and TMPDIR alone may be
+longer than that.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def short_directories() -> Iterator[str]:
-    """Directories for temporary files whose own paths leave room for a socket's, that of TMPDIR first."""
+    """Directories for temporary files whose own paths leave room for a socket's, that of TMPDIR
+    first.
+    """
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) <= LONGEST_DIRECTORY_BYTES:
         yield usual

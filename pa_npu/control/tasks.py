@@ -1,4 +1,6 @@
-"""Structured concurrency for Python 3.10: tasks that never outlive the block or call that started them; turns; a program's end."""
+"""Structured concurrency for Python 3.10: tasks that never outlive the block or call that started
+them; turns; a program's end.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ LONGEST_S = 4.0
 
 
 class TaskScope:
-    """`async with TaskScope() as scope:` ends when all tasks started in it have; the first failure cancels all and is raised.
+    """`async with TaskScope() as scope:` ends when all tasks started in it have; the first failure
+    cancels all and is raised.
 
-    A failure also interrupts the block itself, so that a dispatcher that waits for room does not wait for a dead engine.
+    A failure also interrupts the block itself, so that a dispatcher that waits for room does not
+    wait for a dead engine.
     """
 
     def __init__(self) -> None:
@@ -44,14 +48,17 @@ class TaskScope:
         self._in_block = True
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         self._in_block = False
         try:
             if error is None and self._failure is None:
                 while self._tasks:
                     await asyncio.wait(set(self._tasks))
         finally:
-            # reached with tasks left only when something failed, or when this task itself is cancelled
+            # reached with tasks left only when something failed, or when this task itself is
+            # cancelled
             await cancel(self._tasks)
         if self._failure is not None and (error is None or self._interrupted):
             if self._interrupted and hasattr(self._owner, "uncancel"):
@@ -80,7 +87,10 @@ async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
 
 
 async def guarded(work: Awaitable[T], *guards: Awaitable[object]) -> T:
-    """The result of `work`, unless a guard raises before; one that returns says nothing. Leaves nothing running."""
+    """The result of `work`, unless a guard raises before; one that returns says nothing.
+
+    Leaves nothing running.
+    """
     working = asyncio.ensure_future(work)
     watching = [asyncio.ensure_future(guard) for guard in guards]
     left: set[asyncio.Future[Any]] = {working, *watching}
@@ -96,7 +106,9 @@ async def guarded(work: Awaitable[T], *guards: Awaitable[object]) -> T:
 
 
 async def held(call: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
-    """Returns users' code's result, or what it raises: SystemExit, left to a task, would end the event loop and all groups."""
+    """Returns users' code's result, or what it raises: SystemExit, left to a task, would end the
+    event loop and all groups.
+    """
     try:
         return await call(), None
     except asyncio.CancelledError:
@@ -106,8 +118,9 @@ async def held(call: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException |
 
 
 async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait for their end; what they raise meanwhile is dropped. The task that calls this is left out. A
-    cancellation of the caller is not mistaken for one of theirs: it is raised, once they have ended."""
+    """Cancel tasks and wait for their end; what they raise meanwhile is dropped. The task that
+    calls this is left out. A cancellation of the caller is not mistaken for one of theirs: it is
+    raised, once they have ended."""
     left = [task for task in tasks if not task.done()]
     if not left:
         return
@@ -118,11 +131,13 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 
 class Turns:
-    """So many requests at once, those of the group that came first before those of all later ones, whenever they ask.
+    """So many requests at once, those of the group that came first before those of all later ones,
+    whenever they ask.
 
-    `async with turns.of(group):` stands around a request, with groups numbered as they come. For one event loop. A retry, or the
-    next test of a program, then waits for no group behind its own: what the oldest group may take follows from its own requests,
-    however many groups wait (ConfigTree.reward_limit_s).
+    `async with turns.of(group):` stands around a request, with groups numbered as they come. For
+    one event loop. A retry, or the next test of a program, then waits for no group behind its own:
+    what the oldest group may take follows from its own requests, however many groups wait
+    (ConfigTree.reward_limit_s).
     """
 
     def __init__(self, number: int) -> None:
@@ -161,11 +176,12 @@ class Turns:
 
 
 def run_until_terminated(work: Coroutine[Any, Any, None]) -> None:
-    """asyncio.run, in the main thread; with SIGTERM the work is cancelled, and when it has ended the process ends by SIGTERM.
+    """asyncio.run, in the main thread; with SIGTERM the work is cancelled, and when it has ended
+    the process ends by SIGTERM.
 
-    The launcher stops all processes of a run as soon as one fails or the run is over, which may be right after an iteration. The
-    cancelled work closes every file that it owns. LONGEST_S after the first SIGTERM, or with a second one, the process ends
-    whatever it is doing.
+    The launcher stops all processes of a run as soon as one fails or the run is over, which may be
+    right after an iteration. The cancelled work closes every file that it owns. LONGEST_S after the
+    first SIGTERM, or with a second one, the process ends whatever it is doing.
     """
     terminated = False
 

@@ -1,12 +1,15 @@
-"""Topic: a key of the store with the one dataclass that is put there; how processes exchange typed messages.
+"""Topic: a key of the store with the one dataclass that is put there; how processes exchange typed
+messages.
 
-    MEMBERS = Topic("publish/{version}/{attempt}/members", Members, "engines that can load weight version {version}")
+    MEMBERS = Topic("publish/{version}/{attempt}/members", Members, "engines that can load weight
+    version {version}")
 
     MEMBERS.put(channel, Members(epoch=0, workers=2), version=3, attempt=0)
     members = MEMBERS.wait(channel, timeout_s, version=3, attempt=0)
 
-A topic is a module constant next to its dataclass, so that a key is spelled once. What is stored is JSON with the message's name:
-a program of another version, or a foreign writer, ends in one MessageError instead of a KeyError far from the cause.
+A topic is a module constant next to its dataclass, so that a key is spelled once. What is stored is
+JSON with the message's name: a program of another version, or a foreign writer, ends in one
+MessageError instead of a KeyError far from the cause.
 """
 
 from __future__ import annotations
@@ -32,11 +35,11 @@ class MessageError(PaNpuError):
 class Topic(Generic[T]):
     """A family of keys, and what is stored under each.
 
-    key: template; its fields are the keyword arguments of every method. message: a frozen dataclass. what: completes "waited 3 s
-    for ...", sender included, with the key's fields.
+    key: template; its fields are the keyword arguments of every method. message: a frozen
+    dataclass. what: completes "waited 3 s for ...", sender included, with the key's fields.
 
-    Fields of a message are int, float, str, bool, None, Any, dataclasses of these, and their tuple[X, ...], list[X],
-    dict[str, X] and unions; msgspec reads them.
+    Fields of a message are int, float, str, bool, None, Any, dataclasses of these, and their
+    tuple[X, ...], list[X], dict[str, X] and unions; msgspec reads them.
     """
 
     key: str
@@ -53,7 +56,9 @@ class Topic(Generic[T]):
     def put(self, channel: StoreChannel, message: T, **place: Any) -> None:
         """Replaces an earlier message."""
         if type(message) is not self.message:
-            raise TypeError(f"{self.key}: {type(message).__name__} is not a {self.message.__name__}")
+            raise TypeError(
+                f"{self.key}: {type(message).__name__} is not a {self.message.__name__}"
+            )
         envelope = {"message": self.message.__name__, "fields": asdict(cast(Any, message))}
         channel.put_bytes(self.at(**place), json.dumps(envelope).encode())
 
@@ -61,7 +66,10 @@ class Topic(Generic[T]):
         return channel.exists(self.at(**place))
 
     def get(self, channel: StoreChannel, **place: Any) -> T:
-        """The message that is there. Raises StoreError when none is, MessageError when it is none of this topic's."""
+        """The message that is there.
+
+        Raises StoreError when none is, MessageError when it is none of this topic's.
+        """
         return self._decode(channel.get_bytes(self.at(**place)), place)
 
     def get_if_there(self, channel: StoreChannel, **place: Any) -> T | None:
@@ -69,12 +77,15 @@ class Topic(Generic[T]):
 
     def wait(self, channel: StoreChannel, timeout_s: float, **place: Any) -> T:
         """Raises DeadlineExceeded after timeout_s, MessageError as `get`."""
-        return self._decode(channel.wait_bytes(self.at(**place), timeout_s, self.what.format(**place)), place)
+        return self._decode(
+            channel.wait_bytes(self.at(**place), timeout_s, self.what.format(**place)), place
+        )
 
     async def wait_async(self, channel: StoreChannel, timeout_s: float, **place: Any) -> T:
         """`wait` for the event loop: cancellable."""
         return self._decode(
-            await channel.wait_bytes_async(self.at(**place), timeout_s, self.what.format(**place)), place
+            await channel.wait_bytes_async(self.at(**place), timeout_s, self.what.format(**place)),
+            place,
         )
 
     def _decode(self, data: bytes, place: dict[str, Any]) -> T:
@@ -83,7 +94,9 @@ class Topic(Generic[T]):
         try:
             envelope = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise MessageError(f"{where}: {len(data)} bytes that are no JSON ({error}); {remedy}") from error
+            raise MessageError(
+                f"{where}: {len(data)} bytes that are no JSON ({error}); {remedy}"
+            ) from error
         if not isinstance(envelope, dict) or envelope.keys() != {"message", "fields"}:
             raise MessageError(f"{where}: is no message; {remedy}")
         found, expected = envelope["message"], self.message.__name__
@@ -96,7 +109,9 @@ class Topic(Generic[T]):
         names = {part.name for part in fields(cast(Any, self.message))}
         if envelope["fields"].keys() != names:
             differing = ", ".join(sorted(envelope["fields"].keys() ^ names))
-            raise MessageError(f"{where}: {expected} lacks, or does not know, {differing}; {remedy}")
+            raise MessageError(
+                f"{where}: {expected} lacks, or does not know, {differing}; {remedy}"
+            )
         return message
 
 

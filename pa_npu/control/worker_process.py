@@ -1,4 +1,5 @@
-"""A process that runs users' code: JSON lines both ways, and an end that takes along all that it started.
+"""A process that runs users' code: JSON lines both ways, and an end that takes along all that it
+started.
 
     parent ──lifeline, requests──> keeper ──fork──> python -m MODULE ──fork──> whatever users' code starts
       ^──────────────── replies ───────────────────────────┘
@@ -43,7 +44,9 @@ class WorkerProcess:
         self._stdout = process.stdout
 
     @classmethod
-    async def start(cls, arguments: Sequence[str], first: Mapping[str, Any] | None, startup_s: float) -> WorkerProcess:
+    async def start(
+        cls, arguments: Sequence[str], first: Mapping[str, Any] | None, startup_s: float
+    ) -> WorkerProcess:
         """Return it with its first reply. One that is killed while it loads is started again.
 
         Args:
@@ -62,11 +65,17 @@ class WorkerProcess:
                     return worker
             except asyncio.TimeoutError:
                 await worker.reap()
-                raise DeadlineExceeded(f"{arguments[0]} has not answered within {startup_s:.0f} s") from None
+                raise DeadlineExceeded(
+                    f"{arguments[0]} has not answered within {startup_s:.0f} s"
+                ) from None
             except BaseException:
                 await worker.reap()
                 raise
-            log.warning("%s was killed while it began (%s); started again", arguments[0], await worker.reap())
+            log.warning(
+                "%s was killed while it began (%s); started again",
+                arguments[0],
+                await worker.reap(),
+            )
         raise AssertionError("unreachable: the last start returns or raises")
 
     async def _was_killed(self) -> bool:
@@ -84,7 +93,9 @@ class WorkerProcess:
         self._stdin.write(line)
 
     async def read(self) -> dict[str, Any] | None:
-        """Return the next reply; None when there will be no more, because the process died or its output makes no sense."""
+        """Return the next reply; None when there will be no more, because the process died or its
+        output makes no sense.
+        """
         try:
             line = await self._stdout.readline()
             return json.loads(line) if line else None
@@ -99,7 +110,8 @@ class WorkerProcess:
             os.close(lifeline)
             if self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
-                    # its keeper may have been stopped. Not by send_signal, which takes the exit code from the event loop
+                    # its keeper may have been stopped. Not by send_signal, which takes the exit
+                    # code from the event loop
                     os.kill(self._process.pid, signal.SIGCONT)
 
     async def reap(self) -> str:
@@ -109,7 +121,10 @@ class WorkerProcess:
         try:
             returncode = await asyncio.wait_for(self._process.wait(), REAP_TIMEOUT_S)
         except asyncio.TimeoutError:
-            return f"process {self._process.pid} did not end within {REAP_TIMEOUT_S:.0f} s of being killed"
+            return (
+                f"process {self._process.pid} did not end within {REAP_TIMEOUT_S:.0f} s of "
+                "being killed"
+            )
         return f"exit code {returncode}" if returncode >= 0 else signal.Signals(-returncode).name
 
 
@@ -146,12 +161,13 @@ async def start_kept(
 
 
 def ask(module: str, request: bytes, limit_s: float, what: str, too_slow: str) -> str | None:
-    """Have a user's code tried in a process of its own, because it may do anything: what is wrong with it in one line, or None.
+    """Have a user's code tried in a process of its own, because it may do anything: what is wrong
+    with it in one line, or None.
 
     The process is python -m `module`, which serves the request (`serve`).
 
-    what: names key and code; too_slow: rule and remedy where the limit is reached. Raises ConfigError, beginning with `what`,
-    where the process does not answer.
+    what: names key and code; too_slow: rule and remedy where the limit is reached. Raises
+    ConfigError, beginning with `what`, where the process does not answer.
     """
     output, code = asyncio.run(_run(module, request, limit_s))
     if code is None:
@@ -166,7 +182,9 @@ def ask(module: str, request: bytes, limit_s: float, what: str, too_slow: str) -
 
 
 async def _run(module: str, request: bytes, limit_s: float) -> tuple[bytes, int | None]:
-    """Return what a process wrote that was given this request, and its exit code; None where the limit was reached."""
+    """Return what a process wrote that was given this request, and its exit code; None where the
+    limit was reached.
+    """
     process, lifeline = await _start_module(module)
     try:
         output, _ = await asyncio.wait_for(process.communicate(request), limit_s)
@@ -179,7 +197,9 @@ async def _run(module: str, request: bytes, limit_s: float) -> tuple[bytes, int 
 
 
 async def _start_module(*arguments: str) -> tuple[asyncio.subprocess.Process, int]:
-    """A module of this package and what it is given, kept, with pipes to its input and from its output."""
+    """A module of this package and what it is given, kept, with pipes to its input and from its
+    output.
+    """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "limit": REPLY_LIMIT_BYTES}
     return await start_kept([sys.executable, "-m", *arguments], _environment(), **pipes)
 
@@ -199,7 +219,9 @@ def _environment() -> dict[str, str]:
 
 
 def private_pipes() -> tuple[Any, Any]:
-    """(input, output): takes stdin and stdout away from everything that runs in this process later, children included."""
+    """(input, output): takes stdin and stdout away from everything that runs in this process later,
+    children included.
+    """
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -217,7 +239,8 @@ def send(replies: Any, message: Mapping[str, Any]) -> None:
 def serve(attempt: Callable[[bytes], None]) -> NoReturn:
     """Answer one `ask`: {"problem": null | one line}, which a PaNpuError of the attempt says.
 
-    It is the process's whole life. What the user's code prints goes to stderr, and its threads do not keep anybody waiting.
+    It is the process's whole life. What the user's code prints goes to stderr, and its threads do
+    not keep anybody waiting.
     """
     requests, replies = private_pipes()
     problem = None

@@ -1,4 +1,6 @@
-"""Admission: which group goes next, when, and to which engine, by the schedule that the controller chooses for the iteration."""
+"""Admission: which group goes next, when, and to which engine, by the schedule that the controller
+chooses for the iteration.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.subjects import GroupOutlook, GroupTiming, IterationOutlook
 
 Pair = tuple[float, float]
-"""Lengths of a group: (mean of its responses, the longest), in tokens or as ratios. numpy takes several times as long for two."""
+"""Lengths of a group: (mean of its responses, the longest), in tokens or as ratios. numpy takes
+several times as long for two.
+"""
 
 # Groups that the baseline remembers, about: some iterations of usual size.
 _MEMORY = 1000
@@ -24,7 +28,8 @@ _MEMORY = 1000
 _MIN_FOR_SLOPE = 16
 # The ratio of a prompt that was not seen.
 _NO_RATIO = (1.0, 1.0)
-# Of the newest group in a prompt's ratio. One group of 8 has most of the information, and the policy moves between epochs.
+# Of the newest group in a prompt's ratio. One group of 8 has most of the information, and the
+# policy moves between epochs.
 _NEWEST = 0.5
 
 
@@ -67,7 +72,8 @@ class Planner:
         if not self.lengths.num_observed:
             return None
         expected = sum(
-            self.work(len(prompt.tokens), [round(self.lengths.mean(prompt))] * self.num_samples) for prompt in prompts
+            self.work(len(prompt.tokens), [round(self.lengths.mean(prompt))] * self.num_samples)
+            for prompt in prompts
         )
         return expected * self._computed / self._written
 
@@ -80,7 +86,9 @@ class Planner:
 
     def outlook(self, iteration: int, prompts: Sequence[Prompt]) -> IterationOutlook:
         groups = [
-            GroupOutlook(len(prompt.tokens), self.lengths.longest(prompt), self.lengths.mean(prompt))
+            GroupOutlook(
+                len(prompt.tokens), self.lengths.longest(prompt), self.lengths.mean(prompt)
+            )
             for prompt in prompts
         ]
         uses = self.pool.use()
@@ -95,7 +103,9 @@ class Planner:
 
 @dataclass(eq=False, repr=False)
 class Admission:
-    """One iteration's groups to engines, one after another. version: by which engines must write them; None: any."""
+    """One iteration's groups to engines, one after another. version: by which engines must write
+    them; None: any.
+    """
 
     planner: Planner
     pool: EnginePool
@@ -108,7 +118,9 @@ class Admission:
     _lengths: dict[int, tuple[Prompt, list[int]]] = field(default_factory=dict, init=False)
 
     async def next(self) -> Admitted | None:
-        """The next group, when an engine has room for it; None when all have been dispatched that are needed."""
+        """The next group, when an engine has room for it; None when all have been dispatched that
+        are needed.
+        """
         if self.choice.must_wait:
             for tell in self.points.nothing_left:
                 tell()
@@ -120,7 +132,8 @@ class Admission:
         tokens = self.planner.tokens(prompt)
         for wait in self.points.before_admit:
             await wait()
-        # every group in flight ends by its own deadline, and an engine that is gone is replaced by its own
+        # every group in flight ends by its own deadline, and an engine that is gone is replaced by
+        # its own
         lease = await self.pool.admit(
             self.planner.num_samples,
             tokens,
@@ -135,8 +148,12 @@ class Admission:
             tell_admitted(lease)
         return Admitted(index, prompt, lease)
 
-    def delivered(self, index: int, group: ScoredGroup, lease: Lease, scored_s: float, put_s: float) -> None:
-        """A group has been scored, at scored_s, and what it released delivered, which took put_s. lease: closed."""
+    def delivered(
+        self, index: int, group: ScoredGroup, lease: Lease, scored_s: float, put_s: float
+    ) -> None:
+        """A group has been scored, at scored_s, and what it released delivered, which took put_s.
+        lease: closed.
+        """
         lengths = group.lengths
         self._lengths[index] = group.prompt, lengths
         end_s = lease.start_s + lease.duration_s
@@ -162,16 +179,20 @@ class Admission:
 class ResponseLengths:
     """How long the responses to a prompt will be, in tokens, learned from the run's own groups.
 
-    A group holds its room on an engine until its longest response ends, so groups are ordered by that. Engines are told the mean
+    A group holds its room on an engine until its longest response ends, so groups are ordered by
+    that. Engines are told the mean
     length: what a group will put on them.
 
     An estimate is a baseline for all prompts times a ratio of the prompt's own:
 
-      baseline   least squares over the prompt's length, forgetting exponentially, so that it follows lengths that grow in training
-      ratio      exponential mean over the prompt's earlier groups of what was seen over the baseline of that time, from 1
+      baseline   least squares over the prompt's length, forgetting exponentially, so that it
+                 follows lengths that grow in training
+      ratio      exponential mean over the prompt's earlier groups of what was seen over the
+                 baseline of that time, from 1
 
-    Estimates steer when and where a group is generated, never what: seeds, and with order=prompt slots, follow from its index. So
-    they are not part of a checkpoint; a resumed run learns them again.
+    Estimates steer when and where a group is generated, never what: seeds, and with order=prompt
+    slots, follow from its index. So they are not part of a checkpoint; a resumed run learns them
+    again.
 
     max_tokens: the length limit, and what is assumed before anything was seen.
     """
@@ -183,7 +204,8 @@ class ResponseLengths:
         self._x, self._xx = 0.0, 0.0
         self._y, self._xy = (0.0, 0.0), (0.0, 0.0)
         self._ratios: dict[int, Pair] = {}
-        self._expected: dict[tuple[int, int], Pair] = {}  # by prompt and its length, until more is seen
+        # by prompt and its length, until more is seen
+        self._expected: dict[tuple[int, int], Pair] = {}
 
     @property
     def num_observed(self) -> int:
@@ -201,7 +223,8 @@ class ResponseLengths:
     def observe(self, groups: Sequence[tuple[Prompt, Sequence[int]]]) -> None:
         """Response lengths of an iteration's groups.
 
-        All at once: those that finish first are short, and a baseline of them alone would make all others look long.
+        All at once: those that finish first are short, and a baseline of them alone would make all
+        others look long.
         """
         self._expected.clear()
         keep = 1.0 - 1.0 / _MEMORY
@@ -225,7 +248,10 @@ class ResponseLengths:
         known = self._expected.get(key)
         if known is None:
             base, ratio = self._baseline(prompt), self._ratios.get(prompt.prompt_id, _NO_RATIO)
-            known = self._expected[key] = self._possible(base[0] * ratio[0]), self._possible(base[1] * ratio[1])
+            known = self._expected[key] = (
+                self._possible(base[0] * ratio[0]),
+                self._possible(base[1] * ratio[1]),
+            )
         return known
 
     def _possible(self, length: float) -> float:
@@ -242,7 +268,10 @@ class ResponseLengths:
         def on_line(y: float, xy: float) -> float:
             mean_y = y / weight
             slope = (xy / weight - mean_x * mean_y) / spread
-            # prompts far from the others' lengths are not extrapolated to nothing, nor beyond the limit
-            return min(max(mean_y + slope * (len(prompt.tokens) - mean_x), 0.25 * mean_y), 4.0 * mean_y)
+            # prompts far from the others' lengths are not extrapolated to nothing, nor beyond the
+            # limit
+            return min(
+                max(mean_y + slope * (len(prompt.tokens) - mean_x), 0.25 * mean_y), 4.0 * mean_y
+            )
 
         return on_line(self._y[0], self._xy[0]), on_line(self._y[1], self._xy[1])

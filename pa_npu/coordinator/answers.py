@@ -3,8 +3,9 @@
     engine ──answer──> noted: seed, length, digest of tokens and log-probs ──> environment ──> samples ──> group
                          └───────────────── compared ────────────────────────────────────────────┘
 
-Every stretch of trained tokens that the policy wrote must be whole answers, each trained once. Seeds must be those of the
-group's place in the run, by a second derivation: were they those of another iteration, the policy
+Every stretch of trained tokens that the policy wrote must be whole answers, each trained once.
+Seeds must be those of the group's place in the run, by a second derivation: were they those of
+another iteration, the policy
 would answer as it has before. An environment of your own that trains parts of answers on purpose
 says so: `trains_whole_answers = False` on its class.
 """
@@ -33,7 +34,9 @@ _NO_CHANCE = -40.0
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of an engine. sample, turn: what it was asked for. digest: of its tokens and log-probs. logprob: its sum."""
+    """One answer of an engine. sample, turn: what it was asked for. digest: of its tokens and
+    log-probs. logprob: its sum.
+    """
 
     sample: int
     turn: int
@@ -46,11 +49,13 @@ class Answer:
 class Answers:
     """A group's.
 
-    all_trained: whether every answer must be trained. whole: whether a trained one must be so as a whole. is_counted: whether the
-    environment says how many tokens are.
+    all_trained: whether every answer must be trained. whole: whether a trained one must be so as a
+    whole. is_counted: whether the environment says how many tokens are.
     """
 
-    def __init__(self, *, whole: bool = True, all_trained: bool = False, is_counted: bool = False) -> None:
+    def __init__(
+        self, *, whole: bool = True, all_trained: bool = False, is_counted: bool = False
+    ) -> None:
         self._is_counted = is_counted
         self._num_trained: int | None = None
         self._whole = whole
@@ -67,23 +72,26 @@ class Answers:
         self._num_trained = num_trained if self._is_counted else None
 
     def check_seeds(self, run_seed: int, iteration: int, index: int) -> None:
-        """Raises InvariantViolation where a seed is not the one of this group's place, or two answers are one."""
+        """Raises InvariantViolation where a seed is not the one of this group's place, or two
+        answers are one.
+        """
         what = f"I2 exactly once: group {index} of iteration {iteration}"
         for answer in self._answers:
             expected = _seed_of(run_seed, iteration, index, answer.sample, answer.turn)
             if answer.seed != expected:
                 raise InvariantViolation(
-                    f"{what}: sample {answer.sample}, turn {answer.turn} was asked for with the seed {answer.seed} instead of "
-                    f"{expected}; the policy would answer as it does for another place"
+                    f"{what}: sample {answer.sample}, turn {answer.turn} was asked for with the "
+                    f"seed {answer.seed} instead of {expected}; the policy would answer as it does "
+                    "for another place"
                 )
         first: dict[bytes, Answer] = {}
         for answer in self._answers:
             earlier = first.setdefault(answer.digest, answer)
             if earlier.seed != answer.seed and answer.logprob < _NO_CHANCE:
                 raise InvariantViolation(
-                    f"{what}: samples {earlier.sample} and {answer.sample} have the same {answer.length} tokens and "
-                    f"log-probs from different seeds, by chance with a probability of e^{answer.logprob:.0f}; the engine "
-                    f"answered one request twice"
+                    f"{what}: samples {earlier.sample} and {answer.sample} have the same "
+                    f"{answer.length} tokens and log-probs from different seeds, by chance with a "
+                    f"probability of e^{answer.logprob:.0f}; the engine answered one request twice"
                 )
 
     def check(self, group: Group) -> None:
@@ -97,7 +105,9 @@ class Answers:
         bounds = group.offsets().tolist()
         for number, (start, end) in enumerate(pairwise(bounds)):
             trained = np.flatnonzero(
-                np.diff(np.concatenate([[False], group.written[start:end], [False]]).astype(np.int8))
+                np.diff(
+                    np.concatenate([[False], group.written[start:end], [False]]).astype(np.int8)
+                )
             )
             for first, last in trained.reshape(-1, 2).tolist():
                 tokens = group.tokens[start + first : start + last]
@@ -107,17 +117,21 @@ class Answers:
                     twice = (len(tokens), _digest(tokens, logprobs)) in known
                     why = "it is trained a second time" if twice else self._nearest(len(tokens))
                     raise InvariantViolation(
-                        f"{what}: {len(tokens)} trained tokens of sample {number}, from its token {first} on, are no answers of an "
-                        f"engine: {why}; an environment that trains parts of answers sets trains_whole_answers = False on its class"
+                        f"{what}: {len(tokens)} trained tokens of sample {number}, from its token "
+                        f"{first} on, are no answers of an engine: {why}; an environment that "
+                        "trains parts of answers sets trains_whole_answers = False on its class"
                     )
                 left.subtract(parts)
         num_trained = int(np.count_nonzero(group.written))
         if self._num_trained is not None and num_trained != self._num_trained:
             raise InvariantViolation(
-                f"{what}: its samples train {num_trained} tokens, where the turns of its sessions have {self._num_trained}"
+                f"{what}: its samples train {num_trained} tokens, where the turns of its sessions "
+                f"have {self._num_trained}"
             )
         if self._all_trained and (missing := sum(left.values())):
-            raise InvariantViolation(f"{what}: {missing} of {len(self._answers)} answers of engines are not trained")
+            raise InvariantViolation(
+                f"{what}: {missing} of {len(self._answers)} answers of engines are not trained"
+            )
 
     def _nearest(self, length: int) -> str:
         lengths = [answer.length for answer in self._answers]
@@ -140,7 +154,10 @@ def answers_of(environment: Environment) -> Answers:
 
 
 def _split(
-    tokens: npt.NDArray[Any], logprobs: npt.NDArray[Any], left: Counter[tuple[int, bytes]], lengths: Sequence[int]
+    tokens: npt.NDArray[Any],
+    logprobs: npt.NDArray[Any],
+    left: Counter[tuple[int, bytes]],
+    lengths: Sequence[int],
 ) -> list[tuple[int, bytes]] | None:
     """The answers that these tokens are, one after another; None where they are none."""
     if not len(tokens):
@@ -175,4 +192,6 @@ def _seed_of(run_seed: int, iteration: int, index: int, sample: int, turn: int) 
 
 def _hash(purpose: bytes, *numbers: int) -> int:
     data = b"".join(struct.pack("<Q", number) for number in numbers)
-    return int.from_bytes(hashlib.blake2b(data, digest_size=4, person=purpose).digest(), "little") // 2
+    return (
+        int.from_bytes(hashlib.blake2b(data, digest_size=4, person=purpose).digest(), "little") // 2
+    )

@@ -1,12 +1,13 @@
-"""Crossing an iteration border: a weight version goes from the trainers to all engines, at once or to one engine after another.
+"""Crossing an iteration border: a weight version goes from the trainers to all engines, at once or
+to one engine after another.
 
     together   trainers send, engines load, everybody waits                               publish.mode=blocking
                engines load beside generation, and swap when all of an iteration is written   delayed
-    rolling    an engine that is through with its groups swaps, and the first to have swapped end the wait;
-               the border is crossed when all have                                        publish.mode=rolling
+    rolling    an engine that is through with its groups swaps, and the first to have swapped end
+               the wait; the border is crossed when all have                                        publish.mode=rolling
 
-Before it, engines are made free: an evaluation beside training ends, samples for other programs do, and so does what older
-versions write.
+Before it, engines are made free: an evaluation beside training ends, samples for other programs do,
+and so does what older versions write.
 """
 
 from __future__ import annotations
@@ -51,10 +52,14 @@ class BorderCrossing:
     published: int | None = field(default=None, init=False)
     # the next version, beside generation
     _arriving: asyncio.Task[list[Member] | None] | None = field(default=None, init=False)
-    _swapping: asyncio.Task[EnginesHold] | None = field(default=None, init=False)  # engines, one after another
+    # engines, one after another
+    _swapping: asyncio.Task[EnginesHold] | None = field(default=None, init=False)
 
     async def cross(self, version: int, prompt: Prompt | None, *, is_first: bool) -> Border | None:
-        """A version from trainers to engines. prompt: for a probe. None: some engines have it, and `rest` waits for the others."""
+        """A version from trainers to engines. prompt: for a probe.
+
+        None: some engines have it, and `rest` waits for the others.
+        """
         config = self.config
         within_s = config.run.startup_timeout_s if is_first else config.wait_timeout_s
         await self._free_engines(version, within_s)
@@ -79,23 +84,31 @@ class BorderCrossing:
         return None
 
     async def rest(self, version: int) -> Border:
-        """All engines have swapped to `version`, and what the version before wrote is in the buffer."""
+        """All engines have swapped to `version`, and what the version before wrote is in the
+        buffer.
+        """
         assert self._swapping is not None
         held, self._swapping = await self._swapping, None
         await self.written(version)
         return self._crossed(version, held)
 
     def expect(self, version: int, crossed: asyncio.Future[Border]) -> None:
-        """The next version, where it is delayed, may come into engines' second buffers, once these are free of the one before."""
+        """The next version, where it is delayed, may come into engines' second buffers, once these
+        are free of the one before.
+        """
         if self.config.delays(version):
-            self._arriving = asyncio.create_task(self._arrive(version, crossed), name=f"weight version {version}")
+            self._arriving = asyncio.create_task(
+                self._arrive(version, crossed), name=f"weight version {version}"
+            )
 
     async def close(self) -> None:
         """Give up what is under way."""
         await cancel([task for task in (self._arriving, self._swapping) if task is not None])
 
     async def _free_engines(self, version: int, within_s: float) -> None:
-        """Engines that wait inside a load answer nothing: with others' work on them they are asked when the trainers are ready."""
+        """Engines that wait inside a load answer nothing: with others' work on them they are asked
+        when the trainers are ready.
+        """
         if self.evaluations.is_running:
             await READY.wait_async(self.channel, within_s, version=version)
             await self.evaluations.cut_short(version - 1)
@@ -114,7 +127,9 @@ class BorderCrossing:
         if self.service is not None and self.published is not None:
             self.service.published(self.published)
         now_s = time.perf_counter()
-        return Border(EnginesHold(None, now_s, now_s, now_s, now_s), self.pool.use(), self.fleet.size)
+        return Border(
+            EnginesHold(None, now_s, now_s, now_s, now_s), self.pool.use(), self.fleet.size
+        )
 
     def _crossed(self, version: int, held: EnginesHold) -> Border:
         # engines were asked before: that ran beside training

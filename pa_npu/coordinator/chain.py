@@ -1,4 +1,6 @@
-"""The coordinator writes a line of the run's chain (telemetry/chain.py) with each iteration's record."""
+"""The coordinator writes a line of the run's chain (telemetry/chain.py) with each iteration's
+record.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,12 @@ from pathlib import Path
 
 import pa_npu
 from pa_npu.checkpoints.directories import read_meta
-from pa_npu.checkpoints.provenance import arrangement_of, config_tree, model_fingerprint, trained_configuration
+from pa_npu.checkpoints.provenance import (
+    arrangement_of,
+    config_tree,
+    model_fingerprint,
+    trained_configuration,
+)
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import BORDER, DATA_POSITION, BorderReport, IterationReport, RunsOn
@@ -18,7 +25,9 @@ from pa_npu.telemetry.chain import ChainWriter, digest_of_values, group_fields
 class RunChain:
     """Makes the lines and writes them. Owns the file: use `with`."""
 
-    def __init__(self, config: Config, channel: StoreChannel, first_iteration: int, runs_on: RunsOn) -> None:
+    def __init__(
+        self, config: Config, channel: StoreChannel, first_iteration: int, runs_on: RunsOn
+    ) -> None:
         """first_iteration: as ChainWriter."""
         self._config = config
         self._channel = channel
@@ -43,7 +52,11 @@ class RunChain:
         self._writer.close()
 
     async def write(
-        self, produced: Produced, report: IterationReport, border: BorderReport, records: RecordDigests
+        self,
+        produced: Produced,
+        report: IterationReport,
+        border: BorderReport,
+        records: RecordDigests,
     ) -> None:
         """Writes an iteration's line. border: the one that ends it. Raises DeadlineExceeded."""
         iteration, limit_s = produced.iteration, self._config.wait_timeout_s
@@ -74,7 +87,9 @@ class RunChain:
 def software_of(runs_on: RunsOn) -> dict[str, str]:
     """Returns versions and kinds of devices by name, which may change the bits of what is computed."""
     trainers = runs_on.trainers
-    engines = {f"{engine.kind} {engine.version or '(version unknown)'}" for engine in runs_on.engines}
+    engines = {
+        f"{engine.kind} {engine.version or '(version unknown)'}" for engine in runs_on.engines
+    }
     devices = {engine.device for engine in runs_on.engines if engine.device is not None}
     return {
         "pa_npu": pa_npu.__version__,

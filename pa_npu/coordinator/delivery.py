@@ -1,4 +1,5 @@
-"""From scored groups to the buffer: a number, advantages, a replica and its slot, and what the iteration's record says of it.
+"""From scored groups to the buffer: a number, advantages, a replica and its slot, and what the
+iteration's record says of it.
 
 Delivery       each group as soon as it is released                        schedule.stream=true
 HeldDelivery   all groups when the last one is there, by the same steps    schedule.stream=false
@@ -41,7 +42,8 @@ Sums = defaultdict[str, float]
 class Delivery:
     """One iteration's groups, each as it is released.
 
-    work: what training a group costs. store_thread: for the buffer's blocking calls, in order. told: of every group that is put.
+    work: what training a group costs. store_thread: for the buffer's blocking calls, in order.
+    told: of every group that is put.
     """
 
     config: Config
@@ -62,7 +64,10 @@ class Delivery:
         await self._deliver(number, scored)
 
     async def finish(self, num_groups: int) -> float:
-        """All groups have been taken. Asserts that they fill all slots (I2); returns the replicas' imbalance."""
+        """All groups have been taken.
+
+        Asserts that they fill all slots (I2); returns the replicas' imbalance.
+        """
         self.assignment.finish(num_groups)
         return self.assignment.imbalance
 
@@ -129,10 +134,11 @@ def _known(values: TokenValues, group: ScoredSamples) -> TokenValues:
 class Produced:
     """One iteration's production when it is over.
 
-    numbers: the coordinator's part of the iteration record that does not depend on wall time between publishes. samples: for
-    samples.jsonl. dispatched: what trainers compare with what they have trained (I2). digests: of its groups, for the
-    run's chain. kept: for RUN/samples; outcomes: of all prompts that were asked, in order of dispatch; both empty where the
-    iteration was produced before a restart.
+    numbers: the coordinator's part of the iteration record that does not depend on wall time
+    between publishes. samples: for samples.jsonl. dispatched: what trainers compare with what they
+    have trained (I2). digests: of its groups, for the run's chain. kept: for RUN/samples; outcomes:
+    of all prompts that were asked, in order of dispatch; both empty where the iteration was
+    produced before a restart.
     """
 
     iteration: int
@@ -145,10 +151,11 @@ class Produced:
 
 
 class Production(Variant):
-    """Accumulates the groups of one iteration: all as they are scored, and those that are trained (add, put).
+    """Accumulates the groups of one iteration: all as they are scored, and those that are trained
+    (add, put).
 
-    num_kept: the groups of the lowest dispatch indices, this many, are kept with their tokens, and the first SAMPLES_IN_SHORT of
-    these in short; which ones does not depend on timing.
+    num_kept: the groups of the lowest dispatch indices, this many, are kept with their tokens, and
+    the first SAMPLES_IN_SHORT of these in short; which ones does not depend on timing.
     """
 
     def __init__(self, iteration: int, num_kept: float = 0) -> None:
@@ -161,14 +168,17 @@ class Production(Variant):
         self._digests: list[GroupDigest] = []
         self._outcomes: dict[int, Outcome] = {}  # by dispatch index
         self._dispatched_correct = 0.0
-        self._trained: list[tuple[float, ...]] = []  # numbers of each group that is trained, see add and end
+        # numbers of each group that is trained, see add and end
+        self._trained: list[tuple[float, ...]] = []
         # by environments' and by reward functions' names
         self._counted: Sums = defaultdict(int)
         self._rewards: Sums = defaultdict(int)
         self._no_verdict: Sums = defaultdict(int)
 
     def scored(self, index: int, group: ScoredGroup) -> None:
-        """A scored group, trained or not: the policy's accuracy is over these, whatever is chosen for training."""
+        """A scored group, trained or not: the policy's accuracy is over these, whatever is chosen
+        for training.
+        """
         prompt, result = group.prompt, group.result
         right, reward = _mean(result.correct.tolist()), _mean(result.total.tolist())
         self._dispatched_correct += right
@@ -221,7 +231,9 @@ class Production(Variant):
                     replica=replica,
                     response_tokens=tuple(scored.lengths[first:last]),
                     first=first,
-                    leading_tokens=None if leading == scored.lengths else tuple(leading[first:last]),
+                    leading_tokens=None
+                    if leading == scored.lengths
+                    else tuple(leading[first:last]),
                 )
             )
         if group.index < min(self._num_kept, SAMPLES_IN_SHORT):
@@ -230,11 +242,24 @@ class Production(Variant):
             self._kept += _kept(group, scored)
 
     def end(self, window: int, tail_waste: float, replica_imbalance: float) -> Produced:
-        """All groups are in the buffer. window: the admission window they ended with; the others: TailMeter's, Assignment's."""
+        """All groups are in the buffer. window: the admission window they ended with; the others:
+        TailMeter's, Assignment's.
+        """
         counted, groups = self._counted, len(self._trained)
-        samples, prompts, others, tokens, shortest, longest, finished, correct, reward, deviation, errors, equal = zip(
-            *self._trained, strict=True
-        )
+        (
+            samples,
+            prompts,
+            others,
+            tokens,
+            shortest,
+            longest,
+            finished,
+            correct,
+            reward,
+            deviation,
+            errors,
+            equal,
+        ) = zip(*self._trained, strict=True)
         responses = sum(samples)
         numbers = {
             "groups": groups,
@@ -255,7 +280,11 @@ class Production(Variant):
             "tokens_prompt": sum(others),
             "tokens_response": sum(tokens),
             "environment": dict(sorted(counted.items())),
-            **({"unique_ratio": counted["tokens_unique"] / counted["tokens"]} if counted.get("tokens") else {}),
+            **(
+                {"unique_ratio": counted["tokens_unique"] / counted["tokens"]}
+                if counted.get("tokens")
+                else {}
+            ),
             "generate_s": time.perf_counter() - self._start_s,
             "window": window,
             "tail_waste": tail_waste,

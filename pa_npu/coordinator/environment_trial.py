@@ -1,6 +1,8 @@
-"""An environment with code of the user's, tried on one prompt before a run: what is wrong with it is one line.
+"""An environment with code of the user's, tried on one prompt before a run: what is wrong with it
+is one line.
 
-python -m pa_npu.coordinator.environment_trial      {"config", "prompt"} as JSON on stdin; see pa_npu.control.worker_process
+python -m pa_npu.coordinator.environment_trial      {"config", "prompt"} as JSON on stdin; see
+                                                    pa_npu.control.worker_process
 
 The policy's part is made up: every turn it writes the reference answer.
 """
@@ -28,7 +30,10 @@ _TRIED_CALLS = 4  # of a tool, at most
 
 
 def check_environment(config: Config, prompt: Prompt | None) -> None:
-    """Make and open the environment, and let it make samples of the prompt if there is one. Raises ConfigError in one line."""
+    """Make and open the environment, and let it make samples of the prompt if there is one.
+
+    Raises ConfigError in one line.
+    """
     name = config.environment.name
     comes_later = name == "agents" and config.agent.command is None
     if name == "single_turn" or comes_later:  # no code of a user's here
@@ -43,17 +48,22 @@ def check_environment(config: Config, prompt: Prompt | None) -> None:
             "row": prompt.row,
         }
     request = {"config": config.model_dump(mode="json"), "prompt": given}
-    own_s = config.group_limit_s if name == "agents" else _TRIED_CALLS * config.environment_timeout_s
+    own_s = (
+        config.group_limit_s if name == "agents" else _TRIED_CALLS * config.environment_timeout_s
+    )
     limit_s = _TIME_LIMIT_S + own_s
     problem = ask(
         "pa_npu.coordinator.environment_trial",
         json.dumps(request, default=str).encode(),
         limit_s,
         f"environment.name: {name}",
-        f"has not made samples of a made-up policy's responses within {limit_s:.0f} s; make it import and end sooner",
+        f"has not made samples of a made-up policy's responses within {limit_s:.0f} s; make it "
+        "import and end sooner",
     )
     if problem is not None:
-        raise ConfigError(problem if problem.startswith("environment.") else f"environment.name: {problem}")
+        raise ConfigError(
+            problem if problem.startswith("environment.") else f"environment.name: {problem}"
+        )
 
 
 class _MadeUpPolicy:
@@ -64,7 +74,9 @@ class _MadeUpPolicy:
         self._tokens = np.array(ids, np.int32)
         self._text = answer
 
-    async def generate(self, tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling) -> list[Generation]:
+    async def generate(
+        self, tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling
+    ) -> list[Generation]:
         written = self._tokens[: sampling.max_tokens]
         logprobs = np.full(len(written), _LOGPROB, np.float32)
         return [Generation(written, logprobs, self._text, "stop", version=0) for _ in range(n)]
@@ -86,7 +98,9 @@ async def _try(config: Config, given: dict[str, Any] | None) -> None:
             await environment.trial(prompt)
         policy: Any = _MadeUpPolicy(tokenizer, prompt.answer)
         size, generate = config.rollout.responses_per_prompt, GroupGenerate(policy, 0, sampling)
-        samples = await run_episode(config, environment, prompt, size, generate, sampling.max_tokens)
+        samples = await run_episode(
+            config, environment, prompt, size, generate, sampling.max_tokens
+        )
         check_size(config, build_algorithm(config), prompt, samples)
 
 

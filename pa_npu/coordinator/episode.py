@@ -1,4 +1,5 @@
-"""One prompt through the environment: what the environment writes with, the samples it makes, and their rewards.
+"""One prompt through the environment: what the environment writes with, the samples it makes, and
+their rewards.
 
     prompt ──Environment.rollout(generate)──> samples ──environment's rewards, or the reward functions'──> ScoredGroup
 
@@ -40,10 +41,12 @@ Credit = Callable[[ScoredSamples], TokenValues]
 
 @dataclass(eq=False)
 class ScoredGroup:
-    """A prompt, the samples that its environment made of it, any number from one on, their rewards, and what it counted.
+    """A prompt, the samples that its environment made of it, any number from one on, their rewards,
+    and what it counted.
 
-    lengths: trained tokens of each sample. trained_as: group_lengths, prompt and lengths as trainers compute them. answers: what
-    engines answered for it; None where that is not known any more.
+    lengths: trained tokens of each sample. trained_as: group_lengths, prompt and lengths as
+    trainers compute them. answers: what engines answered for it; None where that is not known any
+    more.
     """
 
     prompt: Prompt
@@ -60,7 +63,11 @@ class ScoredGroup:
     def computed(self) -> tuple[int, tuple[int, ...]] | None:
         """GroupTiming.computed: None where samples are the prompt and a response each."""
         start, behind = self.trained_as
-        return None if (start, behind) == (len(self.prompt.tokens), self.lengths) else (start, tuple(behind))
+        return (
+            None
+            if (start, behind) == (len(self.prompt.tokens), self.lengths)
+            else (start, tuple(behind))
+        )
 
     @property
     def tokens(self) -> int:
@@ -70,7 +77,11 @@ class ScoredGroup:
     @property
     def version(self) -> int:
         """The oldest weight version that generated a token; NO_VERSION where the policy wrote none."""
-        oldest = [int(sample.versions[sample.written].min()) for sample in self.samples if sample.written.any()]
+        oldest = [
+            int(sample.versions[sample.written].min())
+            for sample in self.samples
+            if sample.written.any()
+        ]
         return min(oldest, default=NO_VERSION)
 
     @property
@@ -102,13 +113,19 @@ class ScoredGroup:
             columns={column.name: values for column, values in row.columns.items()},
         )
 
-    def group(self, run_seed: int, iteration: int, index: int, credit: Credit | None = None) -> Group:
-        """The group that trainers get under this number. credit: gives its tokens advantages; None: zeros.
+    def group(
+        self, run_seed: int, iteration: int, index: int, credit: Credit | None = None
+    ) -> Group:
+        """The group that trainers get under this number. credit: gives its tokens advantages; None:
+        zeros.
 
-        Raises InvariantViolation where its samples are not what engines answered, or its rewards are of other texts.
+        Raises InvariantViolation where its samples are not what engines answered, or its rewards
+        are of other texts.
         """
         row = self.row
-        values = np.zeros(len(row.tokens), np.float32) if credit is None else credit(self._scored(row))
+        values = (
+            np.zeros(len(row.tokens), np.float32) if credit is None else credit(self._scored(row))
+        )
         identity = {
             "run_seed": run_seed,
             "iteration": iteration,
@@ -120,10 +137,12 @@ class ScoredGroup:
         if self.answers is not None:
             self.answers.check(group)
         texts = [sample.text for sample in self.samples]
-        if self.result.scored and self.result.scored != scored_digest(self.prompt.text, texts, group.rewards.tolist()):
+        if self.result.scored and self.result.scored != scored_digest(
+            self.prompt.text, texts, group.rewards.tolist()
+        ):
             raise InvariantViolation(
-                f"I7 rewards: {group}: its rewards {group.rewards.tolist()} were given to other texts than its samples', or in "
-                f"another order"
+                f"I7 rewards: {group}: its rewards {group.rewards.tolist()} were given to other "
+                "texts than its samples', or in another order"
             )
         return group
 
@@ -139,15 +158,18 @@ async def run_episode(
     """The samples that the environment makes of a prompt, of which num_samples are asked for.
 
     most_tokens: of a sample behind its prompt.
-    Errors of engines pass as they are; what else is raised becomes EnvironmentFailed. An environment whose class says
-    `waits_are_bounded = True` has limits of its own.
+    Errors of engines pass as they are; what else is raised becomes EnvironmentFailed. An
+    environment whose class says `waits_are_bounded = True` has limits of its own.
     """
     what = f"environment {type(environment).__name__}, prompt {prompt.prompt_id}"
     try:
-        if vars(type(environment)).get("waits_are_bounded"):  # a subclass may wait for something else
+        # a subclass may wait for something else
+        if vars(type(environment)).get("waits_are_bounded"):
             samples = await environment.rollout(prompt, num_samples, generate)
         else:
-            task = asyncio.ensure_future(held(lambda: environment.rollout(prompt, num_samples, generate)))
+            task = asyncio.ensure_future(
+                held(lambda: environment.rollout(prompt, num_samples, generate))
+            )
             await ended(task, config.environment_timeout_s * num_samples, generate.idle_s, what)
             samples, failed = await task
             if failed is not None:
@@ -163,42 +185,60 @@ async def run_episode(
 def _check(what: str, samples: Sequence[Sample], most_tokens: int) -> None:
     several = isinstance(samples, Sequence)
     if not several or not samples or not all([isinstance(sample, Sample) for sample in samples]):
-        kinds = ", ".join(sorted({type(sample).__name__ for sample in samples})) if several else type(samples).__name__
+        kinds = (
+            ", ".join(sorted({type(sample).__name__ for sample in samples}))
+            if several
+            else type(samples).__name__
+        )
         raise EnvironmentFailed(
-            f"{what}: must return samples, at least one, returned {kinds or 'nothing'}; correct rollout"
+            f"{what}: must return samples, at least one, returned {kinds or 'nothing'}; correct "
+            "rollout"
         )
     for number, sample in enumerate(samples):
-        same_length = len(sample.tokens) == len(sample.component) == len(sample.logprobs) == len(sample.versions)
+        same_length = (
+            len(sample.tokens)
+            == len(sample.component)
+            == len(sample.logprobs)
+            == len(sample.versions)
+        )
         if not same_length or not sample.num_trained or sample.component[0]:
             raise EnvironmentFailed(
-                f"{what}: sample {number} must have arrays of one length and trained tokens behind an untrained first one; "
-                f"put it together with SampleBuilder"
+                f"{what}: sample {number} must have arrays of one length and trained tokens behind "
+                "an untrained first one; put it together with SampleBuilder"
             )
         written = len(sample.tokens) - sample.prompt_length
         if written > most_tokens:
             raise EnvironmentFailed(
-                f"{what}: sample {number} has {written} tokens behind its prompt, more than rollout.max_response_tokens = "
-                f"{most_tokens}; end it sooner"
+                f"{what}: sample {number} has {written} tokens behind its prompt, more than "
+                f"rollout.max_response_tokens = {most_tokens}; end it sooner"
             )
 
 
-def check_size(config: Config, algorithm: Algorithm, prompt: Prompt, samples: Sequence[Sample]) -> None:
-    """Raises EnvironmentFailed where what compares or cuts the samples of a prompt needs another number of them."""
+def check_size(
+    config: Config, algorithm: Algorithm, prompt: Prompt, samples: Sequence[Sample]
+) -> None:
+    """Raises EnvironmentFailed where what compares or cuts the samples of a prompt needs another
+    number of them.
+    """
     size = config.rollout.responses_per_prompt
     if len(samples) != size and (needs := needs_whole_groups(config, algorithm)) is not None:
         raise EnvironmentFailed(
-            f"environment.name: {config.environment.name} made {len(samples)} samples of prompt {prompt.prompt_id}, but {needs} "
-            f"needs exactly rollout.responses_per_prompt = {size}; make as many, or change that key"
+            f"environment.name: {config.environment.name} made {len(samples)} samples of prompt "
+            f"{prompt.prompt_id}, but {needs} needs exactly rollout.responses_per_prompt = {size}; "
+            "make as many, or change that key"
         )
 
 
 def check_components(algorithm: Algorithm, scored: ScoredGroup) -> None:
-    """Raises EnvironmentFailed where tokens are to be trained by a component that there is not, or that cannot train them."""
+    """Raises EnvironmentFailed where tokens are to be trained by a component that there is not, or
+    that cannot train them.
+    """
     why = algorithm.broken_components(scored.row.component, scored.row.versions != NO_VERSION)
     if why is not None:
         raise EnvironmentFailed(
-            f"environment.name: of the samples of prompt {scored.prompt.prompt_id} {why}; put samples together with SampleBuilder, "
-            f"and show what the policy did not write, with a component of the algorithm's if it is to be trained"
+            f"environment.name: of the samples of prompt {scored.prompt.prompt_id} {why}; put "
+            "samples together with SampleBuilder, and show what the policy did not write, with a "
+            "component of the algorithm's if it is to be trained"
         )
 
 
@@ -207,7 +247,10 @@ def with_components(algorithm: Algorithm, samples: list[Sample]) -> list[Sample]
     if type(algorithm).token_components is Algorithm.token_components:
         return samples
     return [
-        replace(sample, component=algorithm.token_components(sample.tokens, sample.component, sample.written))
+        replace(
+            sample,
+            component=algorithm.token_components(sample.tokens, sample.component, sample.written),
+        )
         for sample in samples
     ]
 
@@ -226,12 +269,15 @@ async def score(
     counted = counted or {}
     given = [sample.reward for sample in samples if sample.reward is not None]
     if not given:
-        return ScoredGroup(prompt, samples, await rewards.score(reward_input(prompt, samples)), counted, answers)
+        return ScoredGroup(
+            prompt, samples, await rewards.score(reward_input(prompt, samples)), counted, answers
+        )
     total = _in_float32(given)
     if len(given) != len(samples) or not np.isfinite(total).all():
         raise EnvironmentFailed(
-            f"environment.name: rewards {[sample.reward for sample in samples]} of the samples of prompt {prompt.prompt_id} must "
-            f"be finite numbers in float32, or all None, which leaves them to the reward functions; correct the environment"
+            f"environment.name: rewards {[sample.reward for sample in samples]} of the samples of "
+            f"prompt {prompt.prompt_id} must be finite numbers in float32, or all None, which "
+            "leaves them to the reward functions; correct the environment"
         )
     digest = scored_digest(prompt.text, [sample.text for sample in samples], total.tolist())
     result = RewardResult(total, {"environment": total}, total > 0, (), scored=digest)
@@ -239,7 +285,9 @@ async def score(
 
 
 def _in_float32(rewards: Sequence[float]) -> np.ndarray:
-    """Returns rewards as trainers get them: infinite beyond float32's range, NaN where one is no number."""
+    """Returns rewards as trainers get them: infinite beyond float32's range, NaN where one is no
+    number.
+    """
     try:
         with np.errstate(over="ignore"):
             return np.array([float(reward) for reward in rewards], np.float32)
@@ -259,7 +307,8 @@ def reward_input(prompt: Prompt, samples: Sequence[Sample]) -> RewardInput:
 
 @dataclass(eq=False, repr=False)
 class GroupGenerate(Generate):
-    """The Generate of one group. Seeds follow from the group, the sample and the turn, never from time or engine (I4).
+    """The Generate of one group. Seeds follow from the group, the sample and the turn, never from
+    time or engine (I4).
 
     seed: the group's. answers: notes what engines answer.
     """
@@ -288,18 +337,25 @@ class GroupGenerate(Generate):
         if n < 1 or (max_tokens is not None and max_tokens < 1):
             raise ValueError(f"generate: n = {n} and max_tokens = {max_tokens} must be at least 1")
         most = self.sampling.max_tokens
-        sampling = replace(self.sampling, max_tokens=min(max_tokens or most, most), stop=tuple(stop))
+        sampling = replace(
+            self.sampling, max_tokens=min(max_tokens or most, most), stop=tuple(stop)
+        )
         self._under_way += 1
         try:
-            if turn == 0:  # seeds of the first turn follow one another, so that one request gives all samples
+            # seeds of the first turn follow one another, so that one request gives all samples
+            if turn == 0:
                 first = turn_seed(self.seed, sample, 0)
                 seeds = list(range(first, first + n))
                 answered = await self.session.generate(tokens, n, first, sampling)
             else:
                 seeds = [turn_seed(self.seed, number, turn) for number in range(sample, sample + n)]
-                several = await gather([self.session.generate(tokens, 1, seed, sampling) for seed in seeds])
+                several = await gather(
+                    [self.session.generate(tokens, 1, seed, sampling) for seed in seeds]
+                )
                 answered = [generation for generations in several for generation in generations]
-            for number, (seed, generation) in enumerate(zip(seeds, answered, strict=True), start=sample):
+            for number, (seed, generation) in enumerate(
+                zip(seeds, answered, strict=True), start=sample
+            ):
                 self.answers.note(number, turn, seed, generation)
             return answered
         finally:

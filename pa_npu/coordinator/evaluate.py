@@ -1,12 +1,15 @@
-"""Evaluation through the engines, clients, environment and rewards of training: greedy answers and samples on named sets.
+"""Evaluation through the engines, clients, environment and rewards of training: greedy answers and
+samples on named sets.
 
     all questions, in an order of their own ──admit──> environment on an engine ──samples──> rewards ──> Judged responses
                                      (window per engine)
 
-What a question samples follows from the run's seed and the question, not from the weights' version, so that two checkpoints meet
-the same chance. A run's evaluation either has the engines for itself or, overlapped, gets them when an iteration has been
-generated, until the next weights are published: then it ends with the questions before the first one that has no answer yet.
-Their order is drawn once, so these are a random choice that does not depend on how long answers are, but for the last few.
+What a question samples follows from the run's seed and the question, not from the weights' version,
+so that two checkpoints meet the same chance. A run's evaluation either has the engines for itself
+or, overlapped, gets them when an iteration has been generated, until the next weights are
+published: then it ends with the questions before the first one that has no answer yet. Their order
+is drawn once, so these are a random choice that does not depend on how long answers are, but for
+the last few.
 """
 
 from __future__ import annotations
@@ -56,13 +59,19 @@ class Evaluation:
     names: tuple[str, ...]
 
     def record(self, metric: str | None) -> dict[str, Any]:
-        """For evaluations.jsonl. accuracy: of the first set, greedy where it has that; best_by: the metric, SET/NAME."""
+        """For evaluations.jsonl. accuracy: of the first set, greedy where it has that; best_by: the
+        metric, SET/NAME.
+        """
         found = summarise(self.responses)
         sets = {name: found[name] for name in self.names if name in found}
         first = next(iter(sets.values()))
         accuracy = next(iter(first.metrics.values())).value
         name, _, wanted = (metric or "").partition("/")
-        chosen = sets[name].metrics[wanted].value if name in sets and wanted in sets[name].metrics else accuracy
+        chosen = (
+            sets[name].metrics[wanted].value
+            if name in sets and wanted in sets[name].metrics
+            else accuracy
+        )
         return {
             "version": self.version,
             "accuracy": accuracy,
@@ -76,7 +85,9 @@ class Evaluation:
 
 @dataclass(eq=False, repr=False)
 class Evaluator:
-    """Evaluates versions, one at a time. sets: by name, at least one prompt each. sampling: as in training."""
+    """Evaluates versions, one at a time. sets: by name, at least one prompt each. sampling: as in
+    training.
+    """
 
     config: Config
     sets: Mapping[str, Sequence[Prompt]]
@@ -88,7 +99,8 @@ class Evaluator:
     def __post_init__(self) -> None:
         if not self.sets or not all(self.sets.values()):
             raise PaNpuError(
-                "evaluation: there are no held-out prompts; set data.test or evaluate.sets, or leave it out"
+                "evaluation: there are no held-out prompts; set data.test or evaluate.sets, or "
+                "leave it out"
             )
         wishes = self.config.evaluate
         length = wishes.max_response_tokens or self.sampling.max_tokens
@@ -114,25 +126,40 @@ class Evaluator:
                 responses = sum(count for _, count, _ in self._kinds)
                 longest = max(sampling.max_tokens for _, _, sampling in self._kinds)
                 lease = await self.pool.admit(
-                    responses, responses * (len(prompt.tokens) + longest), self._window, self.config.engine_wait_s
+                    responses,
+                    responses * (len(prompt.tokens) + longest),
+                    self._window,
+                    self.config.engine_wait_s,
                 )
-                scope.start(self._answer(place, name, number, prompt, lease, version), f"evaluate {name} {number}")
+                scope.start(
+                    self._answer(place, name, number, prompt, lease, version),
+                    f"evaluate {name} {number}",
+                )
         return self.so_far(version)
 
     def so_far(self, version: int) -> Evaluation:
-        """Collect what an evaluation that was begun has: the questions before the first that is not complete.
+        """Collect what an evaluation that was begun has: the questions before the first that is not
+        complete.
 
         Of the later ones, the short answers would be too many.
         """
-        complete = next((n for n in range(len(self._questions)) if n not in self._answers), len(self._questions))
-        responses = tuple(response for place in range(complete) for response in self._answers[place])
+        complete = next(
+            (n for n in range(len(self._questions)) if n not in self._answers), len(self._questions)
+        )
+        responses = tuple(
+            response for place in range(complete) for response in self._answers[place]
+        )
         seconds = time.perf_counter() - self._start_s
-        return Evaluation(version, responses, complete, len(self._questions), seconds, tuple(self.sets))
+        return Evaluation(
+            version, responses, complete, len(self._questions), seconds, tuple(self.sets)
+        )
 
     def _window(self, _: str) -> int:
         return self.config.rollout.max_num_seqs
 
-    async def _answer(self, place: int, name: str, number: int, prompt: Prompt, lease: Lease, version: int) -> None:
+    async def _answer(
+        self, place: int, name: str, number: int, prompt: Prompt, lease: Lease, version: int
+    ) -> None:
         config, found = self.config, []
         seed = group_seed(config.run.seed, _SEED_ITERATION, number)
         with GroupSession(
@@ -149,8 +176,9 @@ class Evaluator:
                 samples = await run_episode(config, self.environment, prompt, count, generate, most)
                 if len(samples) < count:
                     raise EnvironmentFailed(
-                        f"question {number} of {name}: the environment made {len(samples)} samples, but {count} are evaluated; "
-                        f"make at least as many as rollout asks for, or evaluate fewer (evaluate.samples)"
+                        f"question {number} of {name}: the environment made {len(samples)} "
+                        f"samples, but {count} are evaluated; make at least as many as rollout "
+                        "asks for, or evaluate fewer (evaluate.samples)"
                     )
                 check_versions(samples, version, f"question {number} of {name}")
                 found.append((kind, samples))
@@ -182,7 +210,9 @@ def check_versions(samples: Sequence[Sample], version: int, what: str) -> None:
     for sample in samples:
         written = sample.versions[sample.written]
         if (written != version).any():
-            raise InvariantViolation(f"{what}: version {int(written.max())} answered, version {version} is evaluated")
+            raise InvariantViolation(
+                f"{what}: version {int(written.max())} answered, version {version} is evaluated"
+            )
 
 
 def final_answer(text: str, prompt: Prompt) -> str | None:
@@ -209,7 +239,9 @@ class RunEvaluations:
         return self.evaluator is not None and (always or self.config.evaluates(version))
 
     def is_overlapped(self, version: int) -> bool:
-        """Whether one of this version goes on beside training, with engines that have nothing else to do."""
+        """Whether one of this version goes on beside training, with engines that have nothing else
+        to do.
+        """
         return self.config.evaluate.overlap and version != self.config.schedule.iterations
 
     async def evaluate(self, version: int) -> dict[str, Any]:
@@ -220,7 +252,9 @@ class RunEvaluations:
 
     def start(self, version: int) -> None:
         """One beside training, until all is answered or until `cut_short`."""
-        self._running = asyncio.create_task(self._whole(version), name=f"evaluation of version {version}")
+        self._running = asyncio.create_task(
+            self._whole(version), name=f"evaluation of version {version}"
+        )
 
     async def _whole(self, version: int) -> None:
         assert self.evaluator is not None
@@ -229,10 +263,14 @@ class RunEvaluations:
     @property
     def is_running(self) -> bool:
         """Whether one beside training may be under way."""
-        return self._running is not None and not (self._running.done() and self._running.exception() is None)
+        return self._running is not None and not (
+            self._running.done() and self._running.exception() is None
+        )
 
     async def cut_short(self, version: int) -> None:
-        """Engines are needed for the next weights: what is in flight is given up, and complete questions are what counts."""
+        """Engines are needed for the next weights: what is in flight is given up, and complete
+        questions are what counts.
+        """
         running, self._running = self._running, None
         if running is None or self.evaluator is None:
             return
@@ -245,6 +283,8 @@ class RunEvaluations:
     def _record(self, found: Evaluation) -> dict[str, Any]:
         record = {**found.record(self.config.evaluate.metric), "time": time.time()}
         if self.config.evaluate.overlap:
-            self.timeline.complete("evaluate", now() - found.seconds, now(), "evaluation", version=found.version)
+            self.timeline.complete(
+                "evaluate", now() - found.seconds, now(), "evaluation", version=found.version
+            )
         self.records.write_evaluation(record, found.responses)
         return record

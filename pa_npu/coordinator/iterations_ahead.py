@@ -1,7 +1,8 @@
-"""The iterations that are produced and not trained yet: begun when due, told to trainers, kept in and taken from checkpoints.
+"""The iterations that are produced and not trained yet: begun when due, told to trainers, kept in
+and taken from checkpoints.
 
-One is produced whole, by the version that engines hold; or until engines have all its groups, which they finish beside the next
-border (publish.mode=rolling).
+One is produced whole, by the version that engines hold; or until engines have all its groups, which
+they finish beside the next border (publish.mode=rolling).
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class AllDispatched(Variant):
 
 @dataclass(eq=False, repr=False)
 class IterationsAhead:
-    """A run's iterations, in order. train: where prompts come from. next: the iteration that is produced next."""
+    """A run's iterations, in order. train: where prompts come from. next: the iteration that is
+    produced next.
+    """
 
     config: Config
     channel: StoreChannel
@@ -70,24 +73,29 @@ class IterationsAhead:
     train: TrainingStream
     next: int
     _prompts: Sequence[Prompt] = field(default=(), init=False)  # of the next iteration
-    _produced: dict[int, Produced] = field(default_factory=dict, init=False)  # not trained yet, by iteration
+    # not trained yet, by iteration
+    _produced: dict[int, Produced] = field(default_factory=dict, init=False)
     # of iterations that are produced beside others
     _complete: dict[int, asyncio.Event] = field(default_factory=dict, init=False)
 
     # what an interrupted run left
 
     def take_up(self, buffer: RolloutBuffer) -> None:
-        """Puts the groups that the run had produced ahead of the checkpoint that it goes on from into the buffer again.
+        """Puts the groups that the run had produced ahead of the checkpoint that it goes on from
+        into the buffer again.
 
-        In the same order, and as many for each replica. Only with schedule.max_staleness: otherwise a checkpoint lies between two
-        iterations, and nothing is ahead of it.
+        In the same order, and as many for each replica. Only with schedule.max_staleness: otherwise
+        a checkpoint lies between two iterations, and nothing is ahead of it.
         """
         found = usable_ahead(self.config, self.freshness)
         whole = [one for one in found if CARRIED_KEY not in one.numbers]
         for one in whole:
             dispatched, digests = [], []
             for number, data in enumerate(one.groups):
-                group, (replica, slot) = from_bytes(data, buffer.columns), self.config.mesh.slot_of(number)
+                group, (replica, slot) = (
+                    from_bytes(data, buffer.columns),
+                    self.config.mesh.slot_of(number),
+                )
                 buffer.put(group, replica, slot)
                 dispatched.append(
                     DispatchedGroup(
@@ -115,7 +123,9 @@ class IterationsAhead:
         self._put_position(self.next)
 
     def draw(self, last: int) -> Prompt:
-        """Take the next iteration's prompts, where it is one before `last`; returns one to probe engines with."""
+        """Take the next iteration's prompts, where it is one before `last`; returns one to probe
+        engines with.
+        """
         if self.next < last or not self._prompts:
             self._prompts = self._drawn(self.next)
         return self._prompts[0]
@@ -128,20 +138,29 @@ class IterationsAhead:
         return asyncio.create_task(preparing, name=f"schedule of {self.next}")
 
     async def written(self, version: int) -> None:
-        """Waits until what versions before this one write is complete; of some iterations only the dispatch was waited for."""
-        for iteration in [i for i in self._complete if i < version + self.freshness.iterations_ahead]:
+        """Waits until what versions before this one write is complete; of some iterations only the
+        dispatch was waited for.
+        """
+        for iteration in [
+            i for i in self._complete if i < version + self.freshness.iterations_ahead
+        ]:
             await self._complete.pop(iteration).wait()
 
     # after it
 
-    async def produce_due(self, version: int, published: int | None, last: int, scope: TaskScope) -> int:
-        """Produces all that may be produced while `version` is trained, by the engines' version; returns how many iterations."""
+    async def produce_due(
+        self, version: int, published: int | None, last: int, scope: TaskScope
+    ) -> int:
+        """Produces all that may be produced while `version` is trained, by the engines' version;
+        returns how many iterations.
+        """
         begun = self.next
         while self.next < last and self.freshness.is_due(self.next, version):
             prompts = self._prompts if self.next == begun else self._drawn(self.next)
             is_last_due = self.next + 1 < last and not self.freshness.is_due(self.next + 1, version)
             self.freshness.check_production(self.next, published)
-            # engines that swap in turn begin the next border as soon as they have all groups of this one
+            # engines that swap in turn begin the next border as soon as they have all groups of
+            # this one
             beside = is_last_due and self.config.swaps_in_turn(version + 1)
             await self._produce_next(prompts, published, scope if beside else None)
             self.next += 1
@@ -156,8 +175,12 @@ class IterationsAhead:
     def _drawn(self, iteration: int) -> Sequence[Prompt]:
         return self.train.take(self.updates.num_new(iteration))
 
-    async def _produce_next(self, prompts: Sequence[Prompt], published: int | None, scope: TaskScope | None) -> None:
-        """The next iteration by the version that engines hold. scope: finishes it beside whatever comes; None: here."""
+    async def _produce_next(
+        self, prompts: Sequence[Prompt], published: int | None, scope: TaskScope | None
+    ) -> None:
+        """The next iteration by the version that engines hold. scope: finishes it beside whatever
+        comes; None: here.
+        """
         iteration = self.next
         if scope is None:
             with self.timeline.span("produce", iteration=iteration):
@@ -180,15 +203,21 @@ class IterationsAhead:
         self, iteration: int, prompts: Sequence[Prompt], published: int | None, *variants: Variant
     ) -> None:
         choice = self.updates.choose(iteration, prompts)
-        produced = await self.producer.produce(iteration, prompts, choice, version=published, variants=variants)
+        produced = await self.producer.produce(
+            iteration, prompts, choice, version=published, variants=variants
+        )
         self.updates.produced(iteration, choice)
         # with what the stream of prompts says of it
-        self._take(replace(produced, numbers=produced.numbers | self.train.observe(produced.outcomes)))
+        self._take(
+            replace(produced, numbers=produced.numbers | self.train.observe(produced.outcomes))
+        )
 
     # telling trainers and checkpoints
 
     def _take(self, produced: Produced) -> None:
-        """All of an iteration's groups are in the buffer: for the trainers to check (I2), and to put into checkpoints."""
+        """All of an iteration's groups are in the buffer: for the trainers to check (I2), and to
+        put into checkpoints.
+        """
         iteration = produced.iteration
         self._produced[iteration] = produced
         DISPATCHED.put(self.channel, produced.dispatched, iteration=iteration)
@@ -202,23 +231,36 @@ class IterationsAhead:
 
 
 def usable_ahead(config: Config, freshness: Freshness) -> list[AheadIteration]:
-    """The iterations that checkpoint.load has ahead of its version, by number, where this run may train them.
+    """The iterations that checkpoint.load has ahead of its version, by number, where this run may
+    train them.
 
-    None where the run's keys are others, so that these groups would not be its own: they are produced anew, from the same prompts.
+    None where the run's keys are others, so that these groups would not be its own: they are
+    produced anew, from the same prompts.
     """
     if not config.checkpoint.load or not freshness.max_staleness:
         return []
     directory = Path(config.checkpoint.load)
     found = read_ahead(directory)
-    changed = [key for key in differences(read_meta(directory).config, config) if change_of(key) is Change.NEW_RUN]
+    changed = [
+        key
+        for key in differences(read_meta(directory).config, config)
+        if change_of(key) is Change.NEW_RUN
+    ]
     if found and changed:
-        logger.info("iterations ahead of %s are produced anew: %s differ", directory, ", ".join(changed))
+        logger.info(
+            "iterations ahead of %s are produced anew: %s differ", directory, ", ".join(changed)
+        )
         return []
     return found
 
 
-def carried_of(one: AheadIteration, columns: RunColumns = NONE) -> tuple[list[ScoredGroup], float | None]:
-    """The groups that are carried, and TokenBudget.group_tokens. Raises DataError where they cannot be read."""
+def carried_of(
+    one: AheadIteration, columns: RunColumns = NONE
+) -> tuple[list[ScoredGroup], float | None]:
+    """The groups that are carried, and TokenBudget.group_tokens.
+
+    Raises DataError where they cannot be read.
+    """
     try:
         carried = one.numbers[CARRIED_KEY]
         told = zip(one.groups, carried["groups"], strict=True)

@@ -1,6 +1,8 @@
-"""The iteration protocol of the coordinator: publish a weight version, evaluate it, produce its iteration, record the last one.
+"""The iteration protocol of the coordinator: publish a weight version, evaluate it, produce its
+iteration, record the last one.
 
-Per weight version v, with keys in the store that the launcher hosts, where the roster of engines is too:
+Per weight version v, with keys in the store that the launcher hosts, where the roster of engines is
+too:
 
     engines are asked to load v; trainers send their report of iteration v - 1, and v   border.py (control/messages.py, publish/)
     the schedule learns from iteration v - 1 and chooses for v                          IterationEnd (planning/iteration_model)
@@ -8,10 +10,11 @@ Per weight version v, with keys in the store that the launcher hosts, where the 
     iteration v is produced into the rollout buffer while the trainers consume it       iterations_ahead.py, producer.py
     meanwhile iteration v - 1 goes into metrics.jsonl, the chain and onto the console   IterationEnd, record.py, chain.py
 
-With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. With publish.divergence trainers
-may say that engines keep the version that they have; then that version produces what is due. With publish.mode=rolling the border
-of version v + 1 begins when engines have all groups of iteration v + k: those that are through with theirs swap to the version, and
-begin with iteration v + k + 1. The last version is only published and evaluated.
+With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. With
+publish.divergence trainers may say that engines keep the version that they have; then that version
+produces what is due. With publish.mode=rolling the border of version v + 1 begins when engines have
+all groups of iteration v + k: those that are through with theirs swap to the version, and begin
+with iteration v + k + 1. The last version is only published and evaluated.
 """
 
 from __future__ import annotations
@@ -64,7 +67,9 @@ class Coordinator:
             preparing = ahead.prepare(last)
             # between the first version and the last the first groups are the probe
             probes = version in (first, last) or not config.probe_rides
-            border = await self.border.cross(version, prompt if probes else None, is_first=version == first)
+            border = await self.border.cross(
+                version, prompt if probes else None, is_first=version == first
+            )
             if border is not None:
                 await even_if_cancelled(self._conclude(preparing, before, border, version))
 
@@ -81,7 +86,10 @@ class Coordinator:
             if border is not None:
                 crossed.set_result(border)
             else:
-                scope.start(self._end_crossing(version, preparing, before, crossed), f"border of version {version}")
+                scope.start(
+                    self._end_crossing(version, preparing, before, crossed),
+                    f"border of version {version}",
+                )
             self.border.expect(version + 1, crossed)
             if preparing is not None:
                 await preparing
@@ -106,9 +114,15 @@ class Coordinator:
         crossed.set_result(border)
 
     async def _conclude(
-        self, preparing: asyncio.Task[None] | None, before: Window | None, border: Border, version: int
+        self,
+        preparing: asyncio.Task[None] | None,
+        before: Window | None,
+        border: Border,
+        version: int,
     ) -> None:
-        """Ends the iteration that was trained before `version`, once nothing asks the controller about it any more."""
+        """Ends the iteration that was trained before `version`, once nothing asks the controller
+        about it any more.
+        """
         await self.iteration_end.recorded()
         if preparing is not None:
             await preparing
@@ -116,13 +130,16 @@ class Coordinator:
             self.iteration_end.end(self.ahead.trained(version - 1), before, border, version)
 
 
-# How long the record of a finished iteration may still take when the run fails, or is ended, after it.
+# How long the record of a finished iteration may still take when the run fails, or is ended, after
+# it.
 _LAST_RECORD_S = 2.0
 
 
 @dataclass(eq=False, repr=False)
 class IterationEnd:
-    """Ends a trained iteration beside the next one: the schedule learns from it, and its record is written, one at a time."""
+    """Ends a trained iteration beside the next one: the schedule learns from it, and its record is
+    written, one at a time.
+    """
 
     config: Config
     channel: StoreChannel
@@ -132,7 +149,9 @@ class IterationEnd:
     _recording: asyncio.Task[None] | None = field(default=None, init=False)
 
     def end(self, produced: Produced, start: Window, end: Border, version: int) -> None:
-        """Begins the record of the iteration between two publishes, the second of `version`; the schedule learns from it."""
+        """Begins the record of the iteration between two publishes, the second of `version`; the
+        schedule learns from it.
+        """
         report = REPORT.get(self.channel, iteration=version - 1)
         iteration_s = end.held.done_s - start.border.held.done_s
         prediction = Prediction("", None, None)
@@ -150,12 +169,18 @@ class IterationEnd:
 
         async def record() -> None:
             # the trainers' account of the border comes when they have crossed it
-            border = await BORDER.wait_async(self.channel, self.config.wait_timeout_s, version=version)
-            numbers = iteration_record(self.config, produced, report, border, prediction, start, end)
+            border = await BORDER.wait_async(
+                self.channel, self.config.wait_timeout_s, version=version
+            )
+            numbers = iteration_record(
+                self.config, produced, report, border, prediction, start, end
+            )
             digests = self.records.write_iteration(numbers, produced.samples, produced.kept)
             await self.chain.write(produced, report, border, digests)
 
-        self._recording = asyncio.create_task(record(), name=f"record of iteration {produced.iteration}")
+        self._recording = asyncio.create_task(
+            record(), name=f"record of iteration {produced.iteration}"
+        )
 
     async def recorded(self) -> None:
         """The last iteration that was ended has its record. Raises what went wrong with that."""

@@ -1,10 +1,12 @@
-"""Entry of the coordinator: reads the data, meets engines and trainers, and hands all parts to the loop (loop.py).
+"""Entry of the coordinator: reads the data, meets engines and trainers, and hands all parts to the
+loop (loop.py).
 
     python -m pa_npu.coordinator.main --config RUN/config.yaml
 
-The launcher names its store in PA_NPU_STORE (host:port), where the roster of engines is too. Engines may die, hang, leave and join
-while the loop runs (engines/membership.py). Any other failure ends the process with one line; the launcher starts coordinator and
-trainers again from the newest checkpoint. SIGTERM ends it when the last iteration's record is written (run_until_terminated).
+The launcher names its store in PA_NPU_STORE (host:port), where the roster of engines is too.
+Engines may die, hang, leave and join while the loop runs (engines/membership.py). Any other failure
+ends the process with one line; the launcher starts coordinator and trainers again from the newest
+checkpoint. SIGTERM ends it when the last iteration's record is written (run_until_terminated).
 """
 
 from __future__ import annotations
@@ -90,7 +92,8 @@ async def run(config: Config) -> None:
     """Everything from an empty event loop to the last evaluation."""
     spec = ModelSpec.of(config)
     store = _store_address()
-    key = os.environ.pop(KEY_VARIABLE, None)  # reward functions are users' code, and inherit the environment
+    # reward functions are users' code, and inherit the environment
+    key = os.environ.pop(KEY_VARIABLE, None)
     first = first_version(config)
     kind = engine_kind(config.rollout.backend)
     sampling = training_sampling(config, spec)
@@ -110,14 +113,21 @@ async def run(config: Config) -> None:
         )
         replays = sampling.routes is not None
         fleet = Fleet(
-            config.rollout, pool, roster, lambda url: kind.client(url, spec.vocab_size, key), replays, limit_s
+            config.rollout,
+            pool,
+            roster,
+            lambda url: kind.client(url, spec.vocab_size, key),
+            replays,
+            limit_s,
         )
         await stack.enter_async_context(fleet)
         rewards = await stack.enter_async_context(
             RewardPool(config.reward, config.run.dir, config.rollout.max_response_tokens)
         )
         timeline = stack.enter_context(Timeline.for_run(config.run.dir, "coordinator"))
-        records = stack.enter_context(RunRecords(config, first, lambda token: str(tokenizer.decode([token]))))
+        records = stack.enter_context(
+            RunRecords(config, first, lambda token: str(tokenizer.decode([token])))
+        )
         store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
@@ -163,29 +173,43 @@ async def run(config: Config) -> None:
             evaluator = Evaluator(config, held_out, pool, tested, rewards, sampling)
         evaluations = RunEvaluations(config, evaluator, records, timeline)
         updates = make_updates(config, freshness, channel, buffer, train)
-        ahead = IterationsAhead(config, channel, producer, timeline, freshness, updates, train, first)
+        ahead = IterationsAhead(
+            config, channel, producer, timeline, freshness, updates, train, first
+        )
         border = BorderCrossing(
-            config, channel, fleet, pool, publish, timeline, evaluations, service, written=ahead.written
+            config,
+            channel,
+            fleet,
+            pool,
+            publish,
+            timeline,
+            evaluations,
+            service,
+            written=ahead.written,
         )
         iteration_end = IterationEnd(config, channel, controller, records, chain)
         coordinator = Coordinator(config, border, ahead, evaluations, iteration_end)
         ahead.take_up(buffer)
         gc.collect()
-        gc.freeze()  # what is here stays to the run's end, and every full collection would look at it again
+        # what is here stays to the run's end, and every full collection would look at it again
+        gc.freeze()
         await coordinator.run(first)
 
 
 async def connect_to_trainers(
     config: Config, channel: StoreChannel, store: tuple[str, int]
 ) -> tuple[Connection, TrainersRunOn]:
-    """Waits until each stage has said how engines reach its groups, and rank 0 what trainers run with.
+    """Waits until each stage has said how engines reach its groups, and rank 0 what trainers run
+    with.
 
     Raises DeadlineExceeded.
     """
     device, limit_s = platform.get(config.run.device), config.run.startup_timeout_s
     numbers = range(config.trainer.pipeline_parallel)
     stages = [await MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
-    late_stages = [await LATE_MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
+    late_stages = [
+        await LATE_MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers
+    ]
     trainers = await TRAINERS_RUN_ON.wait_async(channel, limit_s)
     computation = None
     if trainers.computation:
@@ -201,13 +225,20 @@ async def connect_to_trainers(
     return connection, trainers
 
 
-# which features a run uses: the only place on the coordinator's side that reads their keys and constructs them
+# which features a run uses: the only place on the coordinator's side that reads their keys and
+# constructs them
 
 
 def make_updates(
-    config: Config, freshness: Freshness, channel: StoreChannel, buffer: RolloutBuffer, train: TrainingStream
+    config: Config,
+    freshness: Freshness,
+    channel: StoreChannel,
+    buffer: RolloutBuffer,
+    train: TrainingStream,
 ) -> Updates:
-    """Makes the run's policy on the groups of an update: by prompts, by informative groups, or by a budget of tokens."""
+    """Makes the run's policy on the groups of an update: by prompts, by informative groups, or by a
+    budget of tokens.
+    """
     schedule = config.schedule
     if schedule.tokens_per_update is not None:
         return BudgetedUpdates(config, schedule.tokens_per_update, freshness, channel, buffer)
@@ -217,12 +248,16 @@ def make_updates(
     return Updates(schedule.prompts_per_iteration, partial(EveryGroup, order=schedule.order))
 
 
-def make_roles(config: Config, pool: EnginePool, timeline: Timeline, controller: ScheduleController) -> Roles | None:
+def make_roles(
+    config: Config, pool: EnginePool, timeline: Timeline, controller: ScheduleController
+) -> Roles | None:
     """For a run whose devices decode and train in one iteration."""
     return Roles(config, pool, timeline, controller.speeds) if config.follows_work else None
 
 
-def make_service(config: Config, pool: EnginePool, sampling: Sampling, tokenizer: Any) -> ServedRun | None:
+def make_service(
+    config: Config, pool: EnginePool, sampling: Sampling, tokenizer: Any
+) -> ServedRun | None:
     """For a run that other programs see through its gateway."""
     return None if config.agent.port is None else ServedRun(config, pool, sampling, tokenizer)
 
@@ -230,14 +265,20 @@ def make_service(config: Config, pool: EnginePool, sampling: Sampling, tokenizer
 def make_gateway(
     config: Config, environment: Environment, key: str | None, service: ServedRun | None
 ) -> Gateway | None:
-    """For agents, and for other programs, where a run has these. key: the engines'; the run's own where that is not known."""
+    """For agents, and for other programs, where a run has these. key: the engines'; the run's own
+    where that is not known.
+    """
     agents = environment if isinstance(environment, AgentEnvironment) else None
     if agents is None and service is None:
         return None
-    sessions = Sessions(key or (Path(config.run.dir) / KEY_FILE).read_text(encoding="utf-8").strip())
+    sessions = Sessions(
+        key or (Path(config.run.dir) / KEY_FILE).read_text(encoding="utf-8").strip()
+    )
     if agents is not None:
         agents.sessions = sessions
-    return Gateway(sessions, config.rollout.temperature, service.routes if service is not None else None)
+    return Gateway(
+        sessions, config.rollout.temperature, service.routes if service is not None else None
+    )
 
 
 def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
@@ -250,13 +291,17 @@ def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
     )
 
 
-def load_prompt_sets(config: Config, tokenizer: Any) -> tuple[TrainingStream, dict[str, tuple[Prompt, ...]]]:
+def load_prompt_sets(
+    config: Config, tokenizer: Any
+) -> tuple[TrainingStream, dict[str, tuple[Prompt, ...]]]:
     """Training stream at the position of the checkpoint, and sets of held-out prompts by name."""
     loaded = load_training(config.data, tokenizer, config.needs_answers)
     for prompts in loaded:
         logger.info("training on %s", prompts.summary)
     held_out = {
-        name: load_prompts(dataset, tokenizer, config.data, config.key_of_set(name), 0, config.needs_answers)
+        name: load_prompts(
+            dataset, tokenizer, config.data, config.key_of_set(name), 0, config.needs_answers
+        )
         for name, dataset in config.evaluation_sets.items()
     }
     for name, prompts in held_out.items():
@@ -276,7 +321,10 @@ def _store_address() -> tuple[str, int]:
     address = os.environ.get("PA_NPU_STORE", "")
     host, separator, port = address.rpartition(":")
     if not separator or not port.isdigit():
-        raise UserError(f"PA_NPU_STORE: {address!r} is not host:port; start the coordinator through the launcher")
+        raise UserError(
+            f"PA_NPU_STORE: {address!r} is not host:port; start the coordinator through the "
+            "launcher"
+        )
     return host, int(port)
 
 

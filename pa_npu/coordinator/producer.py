@@ -1,11 +1,13 @@
 """The producer: one iteration's dispatch, from prompts to groups in the rollout buffer.
 
     prompts, by schedule ──admit──> environment on an engine ──samples──> rewards ──> choice ──> advantages ──> slot ──> buffer
-                    (window per engine)            (each group on its own, as soon as the one before its arrow is done)
+                    (window per engine)            (each group on its own, as soon as the one before
+                                                   its arrow is done)
 
-Groups are admitted whole, each to one engine, in the order, at the times and with the windows of the iteration's schedule, which
-the controller chooses at its border (admission.py); they finish, and are delivered, in any order. What a group samples follows from
-its index, so a schedule changes times and, with order=completion, slots, but no sample. Nothing here waits for trainers, so the
+Groups are admitted whole, each to one engine, in the order, at the times and with the windows of
+the iteration's schedule, which the controller chooses at its border (admission.py); they finish,
+and are delivered, in any order. What a group samples follows from its index, so a schedule changes
+times and, with order=completion, slots, but no sample. Nothing here waits for trainers, so the
 producer cannot stall them.
 
 What a feature does it does at these points (variants.py), for each iteration in this order:
@@ -19,8 +21,9 @@ What a feature does it does at these points (variants.py), for each iteration in
     scored           it has its rewards                                      the iteration's numbers; changes of roles (roles.py)
     delivered        a group is in the buffer                                copies for other programs (served_run.py)
 
-Which scored groups are trained, and which are asked for, is the choice's (updates.py; dynamic sampling, token budgets);
-when they go, and with which advantages, is the delivery's (delivery.py; whole batches).
+Which scored groups are trained, and which are asked for, is the choice's (updates.py; dynamic
+sampling, token budgets); when they go, and with which advantages, is the delivery's (delivery.py;
+whole batches).
 """
 
 from __future__ import annotations
@@ -38,7 +41,13 @@ from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.admission import Admission, Admitted, Planner
 from pa_npu.coordinator.answers import answers_of
 from pa_npu.coordinator.delivery import Delivery, HeldDelivery, Produced, Production
-from pa_npu.coordinator.episode import GroupGenerate, ScoredGroup, run_episode, score, with_components
+from pa_npu.coordinator.episode import (
+    GroupGenerate,
+    ScoredGroup,
+    run_episode,
+    score,
+    with_components,
+)
 from pa_npu.coordinator.roles import Roles, RolesDelivery
 from pa_npu.coordinator.updates import EveryGroup
 from pa_npu.coordinator.variants import Pace, Points, TailMeter, Variant
@@ -75,8 +84,9 @@ class _Iteration:
 class Producer:
     """Produces iterations, one at a time; with publish.mode=rolling the next may begin beside one.
 
-    work: what training a group costs. store_thread: a single-threaded executor for the buffer's blocking calls; one thread keeps
-    their order. variants: the features that this run uses. roles: where devices decode and train.
+    work: what training a group costs. store_thread: a single-threaded executor for the buffer's
+    blocking calls; one thread keeps their order. variants: the features that this run uses. roles:
+    where devices decode and train.
     """
 
     config: Config
@@ -99,9 +109,13 @@ class Producer:
         self._planner = Planner(self.config, self.pool, controller, self.work)
 
     async def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
-        """Choose the schedule of an iteration ahead of `produce`, in a thread; none may begin or be learned from meanwhile."""
+        """Choose the schedule of an iteration ahead of `produce`, in a thread; none may begin or be
+        learned from meanwhile.
+        """
         planner = self._planner
-        await asyncio.to_thread(lambda: planner.controller.prepare(planner.outlook(iteration, prompts)))
+        await asyncio.to_thread(
+            lambda: planner.controller.prepare(planner.outlook(iteration, prompts))
+        )
 
     async def produce(
         self,
@@ -112,9 +126,11 @@ class Producer:
         version: int | None = None,
         variants: Sequence[Variant] = (),
     ) -> Produced:
-        """Put all groups of an iteration into the buffer. The first failure cancels the rest and is raised.
+        """Put all groups of an iteration into the buffer. The first failure cancels the rest and is
+        raised.
 
-        choice: which groups are generated and trained; None: one per prompt. version: by which engines must write them; None: any.
+        choice: which groups are generated and trained; None: one per prompt. version: by which
+        engines must write them; None: any.
         variants: further ones, of this iteration.
         """
         this = self._plan(iteration, prompts, choice, version, variants)
@@ -123,7 +139,10 @@ class Producer:
                 await this.delivery.take(number, group)
             async with TaskScope() as scope:
                 while (admitted := await this.admission.next()) is not None:
-                    scope.start(self._complete(this, admitted), f"group {admitted.index} of iteration {iteration}")
+                    scope.start(
+                        self._complete(this, admitted),
+                        f"group {admitted.index} of iteration {iteration}",
+                    )
                     if this.choice.is_dispatched:
                         for tell in this.points.all_dispatched:
                             tell()
@@ -132,7 +151,9 @@ class Producer:
         finally:
             await this.delivery.close()
         this.admission.end()
-        produced = this.production.end(this.pace.schedule.largest_window, this.tail.tail_waste, imbalance)
+        produced = this.production.end(
+            this.pace.schedule.largest_window, this.tail.tail_waste, imbalance
+        )
         return replace(produced, numbers=produced.numbers | this.delivery.numbers)
 
     def _plan(
@@ -172,7 +193,9 @@ class Producer:
             told=points.delivered,
         )
         admission = Admission(self._planner, self.pool, iteration, choice, pace, version, points)
-        return _Iteration(iteration, version, choice, pace, tail, points, admission, production, delivery)
+        return _Iteration(
+            iteration, version, choice, pace, tail, points, admission, production, delivery
+        )
 
     async def _complete(self, this: _Iteration, admitted: Admitted) -> None:
         """A group, from its engine to the buffer."""
@@ -183,7 +206,10 @@ class Producer:
         """The group with its rewards, and the lease under which it ended, closed."""
         index, prompt, iteration = admitted.index, admitted.prompt, this.number
         start_s = now()
-        seed, size = group_seed(self.config.run.seed, iteration, index), self.config.rollout.responses_per_prompt
+        seed, size = (
+            group_seed(self.config.run.seed, iteration, index),
+            self.config.rollout.responses_per_prompt,
+        )
         with GroupSession(
             self.pool,
             admitted.lease,
@@ -194,7 +220,9 @@ class Producer:
             version=this.version,
         ) as session:
             generate = GroupGenerate(session, seed, self.sampling, answers_of(self.environment))
-            samples = await run_episode(self.config, self.environment, prompt, size, generate, self.sampling.max_tokens)
+            samples = await run_episode(
+                self.config, self.environment, prompt, size, generate, self.sampling.max_tokens
+            )
         samples = with_components(self._algorithm, samples)
         generate.answers.expect(generate.num_trained)
         for tell in this.points.generated:
@@ -208,11 +236,18 @@ class Producer:
         generate.answers.check_seeds(self.config.run.seed, iteration, index)
         group = await score(self.rewards, prompt, samples, generate.counted, generate.answers)
         self.timeline.complete(
-            f"reward {index}", start_s, now(), "rewards", iteration=iteration, computed=group.computed
+            f"reward {index}",
+            start_s,
+            now(),
+            "rewards",
+            iteration=iteration,
+            computed=group.computed,
         )
         return group, session.lease
 
-    async def _deliver(self, this: _Iteration, index: int, group: ScoredGroup, lease: Lease) -> None:
+    async def _deliver(
+        self, this: _Iteration, index: int, group: ScoredGroup, lease: Lease
+    ) -> None:
         for tell in this.points.scored:
             tell(index, group)
         scored_s = time.perf_counter()

@@ -1,4 +1,6 @@
-"""The iteration record: the coordinator's numbers and the trainers' report merged into one line of metrics.jsonl."""
+"""The iteration record: the coordinator's numbers and the trainers' report merged into one line of
+metrics.jsonl.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from pa_npu.publish.coordinator_side import EnginesHold
 from pa_npu.telemetry import idle
 from pa_npu.telemetry.chain import lines_digest
 from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s
-from pa_npu.telemetry.records import MetricsWriter, RecordFile, attempt, drop_records, json_line, say
+from pa_npu.telemetry.records import (
+    MetricsWriter,
+    RecordFile,
+    attempt,
+    drop_records,
+    json_line,
+    say,
+)
 from pa_npu.telemetry.report import throughput
 from pa_npu.telemetry.sample_store import KeptResponse, SampleStore
 from pa_npu.telemetry.secrets import Secrets
@@ -41,11 +50,14 @@ class RecordDigests:
 class RunRecords:
     """Writes metrics.jsonl, samples.jsonl and the progress lines. Owns its files: use `with`.
 
-    first_iteration: records of it and later ones, which an earlier attempt wrote after its last checkpoint, are removed.
+    first_iteration: records of it and later ones, which an earlier attempt wrote after its last
+    checkpoint, are removed.
     piece: the text of one token.
     """
 
-    def __init__(self, config: Config, first_iteration: int, piece: Callable[[int], str] = str) -> None:
+    def __init__(
+        self, config: Config, first_iteration: int, piece: Callable[[int], str] = str
+    ) -> None:
         self._config = config
         self._first = first_iteration
         self._seconds: list[float] = []
@@ -59,7 +71,9 @@ class RunRecords:
                 attempt(file, file.unlink)
         self._progress = Progress(run_dir)
         self._kept = SampleStore(run_dir, first_iteration, piece)
-        self._trackers = Trackers(run_dir, config.telemetry, tracked_config(config), first_iteration)
+        self._trackers = Trackers(
+            run_dir, config.telemetry, tracked_config(config), first_iteration
+        )
         self._memory = ResidentPeak(lambda: [os.getpid()])
         self._memory.take()
 
@@ -80,7 +94,10 @@ class RunRecords:
             say(PREFIX + line)
 
     def write_iteration(
-        self, record: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], kept: Sequence[KeptResponse] = ()
+        self,
+        record: Mapping[str, Any],
+        samples: Sequence[Mapping[str, Any]],
+        kept: Sequence[KeptResponse] = (),
     ) -> RecordDigests:
         """Writes one finished iteration, and its line on the console."""
         written = self._metrics.write({**record, "memory_coordinator_bytes": self._memory.take()})
@@ -92,12 +109,15 @@ class RunRecords:
         self._seconds.append(record["iteration_s"])
         if record.get("checkpoint_failed") is not None:
             say(
-                f"| checkpoint of version {record['checkpoint_failed']} could not be written: see logs/trainer-0.log; the run "
-                f"goes on"
+                f"| checkpoint of version {record['checkpoint_failed']} could not be written: see "
+                "logs/trainer-0.log; the run goes on"
             )
         if missing := record.get("reward_no_verdict"):
             names = ", ".join(f"{name} on {count} responses" for name, count in missing.items())
-            say(f"| no verdict by {names}, which count as the mean of their group's others: see logs/coordinator.log")
+            say(
+                f"| no verdict by {names}, which count as the mean of their group's others: see "
+                "logs/coordinator.log"
+            )
         total = self._config.schedule.iterations
         say(progress_line(record, total, remaining_s(self._seconds, total - self._first)))
         return RecordDigests(lines_digest([json_line(written)]), lines_digest(lines))
@@ -110,17 +130,24 @@ class RunRecords:
             write_results(results_file(self._config.run.dir, record["version"]), responses)
         part = "" if record["questions"] == record["planned"] else f" of {record['planned']}"
         say(
-            f"| evaluation of version {record['version']}: accuracy {record['accuracy']:.3f} on {record['questions']}{part} "
-            f"questions, {record['seconds']:.1f} s"
+            f"| evaluation of version {record['version']}: accuracy {record['accuracy']:.3f} on "
+            f"{record['questions']}{part} questions, {record['seconds']:.1f} s"
         )
         for name, found in record["sets"].items():
             if len(record["sets"]) > 1 or len(found["metrics"]) > 1:
-                metrics = ", ".join(f"{metric} {value['value']:.3f}" for metric, value in found["metrics"].items())
-                say(f"|   {name}: {metrics}; {found['length_mean']:.0f} tokens, {found['truncated_ratio']:.0%} cut")
+                metrics = ", ".join(
+                    f"{metric} {value['value']:.3f}" for metric, value in found["metrics"].items()
+                )
+                say(
+                    f"|   {name}: {metrics}; {found['length_mean']:.0f} tokens, "
+                    f"{found['truncated_ratio']:.0%} cut"
+                )
 
 
 def tracked_config(config: Config) -> dict[str, Any]:
-    """The resolved configuration for trackers, by key, without secrets; of the engines' environment the names alone."""
+    """The resolved configuration for trackers, by key, without secrets; of the engines' environment
+    the names alone.
+    """
     tree = config.model_dump(mode="json")
     tree["rollout"]["env"] = sorted(tree["rollout"]["env"])
     return Secrets(tree).config
@@ -142,7 +169,9 @@ class Border:
 
 @dataclass(frozen=True)
 class Window:
-    """From one publish to the next. border: the publish that began it. produced: the iteration, where it was one."""
+    """From one publish to the next. border: the publish that began it. produced: the iteration,
+    where it was one.
+    """
 
     evaluation: dict[str, Any] | None
     border: Border
@@ -160,20 +189,31 @@ def iteration_record(
 ) -> dict[str, Any]:
     """The record of one iteration, from one completed publish to the next.
 
-    border: the publish that ends it, as trainers saw it. prediction: of the schedule controller, without the evaluation.
+    border: the publish that ends it, as trainers saw it. prediction: of the schedule controller,
+    without the evaluation.
     """
-    numbers, publish, evaluation, use_after = production.numbers, end.held, start.evaluation, end.use
+    numbers, publish, evaluation, use_after = (
+        production.numbers,
+        end.held,
+        start.evaluation,
+        end.use,
+    )
     iteration_s = publish.done_s - start.border.held.done_s
     devices = config.trainer.devices + start.border.engines * config.rollout.tensor_parallel
     tokens = {**numbers, "tokens_computed": report.training.tokens_computed}
-    use_before = {name: EngineUse() for name in use_after} | start.border.use  # an engine may be new
+    # an engine may be new
+    use_before = {name: EngineUse() for name in use_after} | start.border.use
     busy_s = [use.busy_s - use_before[name].busy_s for name, use in use_after.items()]
     wait_s = report.training.wait_s + border.border_wait_s
     shared = {}
     if use_after and all(use.shared for use in use_after.values()):
         decode_s = sum(busy_s) * config.rollout.tensor_parallel / devices
         shared = {"device_idle": idle.device_idle(wait_s, decode_s, iteration_s)}
-    engine = {"host": publish.memory.host_bytes, "device": publish.memory.device_bytes} if publish.memory else {}
+    engine = (
+        {"host": publish.memory.host_bytes, "device": publish.memory.device_bytes}
+        if publish.memory
+        else {}
+    )
     return {
         **report.record(),
         **border.record(),
@@ -198,7 +238,11 @@ def iteration_record(
         **shared,
         **throughput(tokens, iteration_s, devices),
         "devices": devices,
-        **{f"memory_engine_{kind}_bytes": value for kind, value in engine.items() if value is not None},
+        **{
+            f"memory_engine_{kind}_bytes": value
+            for kind, value in engine.items()
+            if value is not None
+        },
         "engines": {
             name: {
                 "requests": use_after[name].requests - use_before[name].requests,

@@ -1,15 +1,19 @@
-"""Roles that follow the work (placement.colocate with schedule.stream): every device decodes, then trains, inside one iteration.
+"""Roles that follow the work (placement.colocate with schedule.stream): every device decodes, then
+trains, inside one iteration.
 
     all units decode ──a group ends, and the rest fits on fewer──> a unit hands its sequences on, sleeps, trains finished groups
-                                                                   the last units train when the last response is there
+                                                                   the last units train when the
+                                                                   last response is there
 
-A unit is a replica with the engines on its devices, or several where devices, shards or experts join them: nobody of a unit trains
-while an engine of it decodes. Trainers need not be told: a replica trains what is in the buffer for it, and gets nothing there
-before its engines are empty, and asleep where they can be. dispatch/roles.py decides, by what earlier iterations have taught; the
+A unit is a replica with the engines on its devices, or several where devices, shards or experts
+join them: nobody of a unit trains while an engine of it decodes. Trainers need not be told: a
+replica trains what is in the buffer for it, and gets nothing there before its engines are empty,
+and asleep where they can be. dispatch/roles.py decides, by what earlier iterations have taught; the
 first one is in turns.
 
-With order=prompt a group goes to its replica as ever, so that weights do not depend on when roles changed. With order=completion it
-goes to the replica that will be free first, and replicas get unequal numbers where the trainers can take these.
+With order=prompt a group goes to its replica as ever, so that weights do not depend on when roles
+changed. With order=completion it goes to the replica that will be free first, and replicas get
+unequal numbers where the trainers can take these.
 """
 
 from __future__ import annotations
@@ -42,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 # Decisions take no more of a core than this.
 _SHARE_OF_CORE = 0.01
-# A replica is given its next group this many groups before it will have trained what it has: earlier, a replica that is free sooner
-# could not have it; later, it would wait.
+# A replica is given its next group this many groups before it will have trained what it has:
+# earlier, a replica that is free sooner could not have it; later, it would wait.
 _AHEAD = 0.5
 _LEAST_WAIT_S = 0.001
 # Iterations whose lengths are expected of what is in flight.
@@ -60,7 +64,9 @@ class _Flight:
 
 @dataclass(eq=False, repr=False)
 class Roles(Variant):
-    """One per run. speed: of an engine, and seconds that a replica takes for a unit of work; None before anything was learned."""
+    """One per run. speed: of an engine, and seconds that a replica takes for a unit of work; None
+    before anything was learned.
+    """
 
     config: Config
     pool: EnginePool
@@ -71,12 +77,15 @@ class Roles(Variant):
         self.units = units_of(self.config)
         self.divides_groups = divides_groups(self.config, build_algorithm(self.config))
         """Whether several replicas may train a part each of a group."""
-        # what the run has taught: an engine's speed, seconds of training a unit of work, lengths of the last responses
+        # what the run has taught: an engine's speed, seconds of training a unit of work, lengths of
+        # the last responses
         self._engine: EngineSpeed | None = None
         self._seconds_per_work = self._change_s = 0.0
         self._seen: deque[np.ndarray] = deque(maxlen=_ITERATIONS_SEEN)
         self.num_changes = 0
-        """Units with engines that trained before the last response was there, of the last iteration."""
+        """Units with engines that trained before the last response was there, of the last
+        iteration.
+        """
         self._reset(None)
 
     def _reset(self, delivery: RolesDelivery | None) -> None:
@@ -123,8 +132,17 @@ class Roles(Variant):
         self._unscored -= 1
         decoding = [unit for unit in self.units if unit not in self._training]
         known = self._engine is not None and bool(self._seen)
-        due = time.perf_counter() >= self._next_s and (self.changing is None or self.changing.done())
-        if self._dispatched and self._flights and known and due and len(decoding) > 1 and self._delivery is not None:
+        due = time.perf_counter() >= self._next_s and (
+            self.changing is None or self.changing.done()
+        )
+        if (
+            self._dispatched
+            and self._flights
+            and known
+            and due
+            and len(decoding) > 1
+            and self._delivery is not None
+        ):
             self._raise_failure()
             begin_s = time.perf_counter()
             wanted = self._wanted(decoding)
@@ -170,10 +188,18 @@ class Roles(Variant):
         for number, flight in enumerate(self._flights.values()):
             age = self._steps - flight.steps
             first = int(np.searchsorted(seen, age, side="right"))
-            drawn = seen[((0.5 + np.arange(size) + number * 0.6180339887) / size % 1.0 * len(seen)).astype(int)]
+            drawn = seen[
+                ((0.5 + np.arange(size) + number * 0.6180339887) / size % 1.0 * len(seen)).astype(
+                    int
+                )
+            ]
             longer = drawn[drawn > age]
             if not len(longer):  # it is in flight, so one at least is longer than what has ended
-                longer = seen[[(first + len(seen)) // 2]] if first < len(seen) else np.asarray([1.1 * age + 1.0])
+                longer = (
+                    seen[[(first + len(seen)) // 2]]
+                    if first < len(seen)
+                    else np.asarray([1.1 * age + 1.0])
+                )
             remaining.append(longer - age)
             groups.append(np.full(len(longer), number))
             tokens.append(float(np.maximum(drawn, age).sum()))
@@ -197,7 +223,8 @@ class Roles(Variant):
         wanted, end_s, turns_s = decoding_units(rest, self._engine)
         if wanted < len(decoding):
             logger.info(
-                "%d of %d units decode from here on: the iteration should end in %.2f s, in turns in %.2f s",
+                "%d of %d units decode from here on: the iteration should end in %.2f s, in turns "
+                "in %.2f s",
                 wanted,
                 len(self.units),
                 end_s,
@@ -238,7 +265,9 @@ class Roles(Variant):
     def _show(self, unit: Unit, role: str, start_s: float, end_s: float) -> None:
         if unit.engines:
             lanes = ", ".join(f"engine {seat}" for seat in unit.engines)
-            ranks = [rank for replica in unit.replicas for rank in self.config.mesh.replica(replica)]
+            ranks = [
+                rank for replica in unit.replicas for rank in self.config.mesh.replica(replica)
+            ]
             self.timeline.complete(role, start_s, end_s, f"role of {lanes}", ranks=ranks)
 
     def _raise_failure(self) -> None:
@@ -250,8 +279,12 @@ class Roles(Variant):
         at_s = time.perf_counter()
         if self._engine is not None:
             engines = sum(len(unit.engines) for unit in self.units if unit not in self._training)
-            sequences = len(self._flights) * self.config.rollout.responses_per_prompt / max(1, engines)
-            self._steps += (at_s - self._at_s) / (self._engine.step_s + self._engine.sequence_s * sequences)
+            sequences = (
+                len(self._flights) * self.config.rollout.responses_per_prompt / max(1, engines)
+            )
+            self._steps += (at_s - self._at_s) / (
+                self._engine.step_s + self._engine.sequence_s * sequences
+            )
         self._at_s = at_s
 
 
@@ -281,7 +314,9 @@ class RolesDelivery(Delivery):
     @property
     def work_per_token(self) -> float:
         """Work of training, over tokens of responses, of the groups so far; 0 before the first."""
-        return sum(work for work, _ in self._worked) / max(1, sum(tokens for _, tokens in self._worked))
+        return sum(work for work, _ in self._worked) / max(
+            1, sum(tokens for _, tokens in self._worked)
+        )
 
     def free_in(self) -> list[float]:
         """Seconds until each replica that trains has nothing more to do."""
@@ -299,7 +334,9 @@ class RolesDelivery(Delivery):
         self._held.append((number, scored))
         self._changed.set()
         if self._pump is None:
-            self._pump = asyncio.create_task(self._give_in_time(), name="groups to replicas that train")
+            self._pump = asyncio.create_task(
+                self._give_in_time(), name="groups to replicas that train"
+            )
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -330,11 +367,19 @@ class RolesDelivery(Delivery):
                 await self._give(*due[:2])
                 continue
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), None if due is None else max(_LEAST_WAIT_S, due[2]))
+                await asyncio.wait_for(
+                    self._changed.wait(), None if due is None else max(_LEAST_WAIT_S, due[2])
+                )
 
     def _due(self, *, at_end: bool) -> tuple[int, int, float] | None:
-        """(place in what is held, replica, in how many seconds) of the next group to give; None until something changes."""
-        if not self._held or not self._given_s or (self.roles.divides_groups and self.roles.all_scored and not at_end):
+        """(place in what is held, replica, in how many seconds) of the next group to give; None
+        until something changes.
+        """
+        if (
+            not self._held
+            or not self._given_s
+            or (self.roles.divides_groups and self.roles.all_scored and not at_end)
+        ):
             return None
         if self.assignment.by_index:
             for place, (number, _) in enumerate(self._held):
@@ -358,7 +403,9 @@ class RolesDelivery(Delivery):
     async def _give(self, place: int, replica: int) -> None:
         number, scored = self._held.pop(place)
         work = self._cost(scored)
-        self._given_s[replica] = max(self._given_s[replica], time.perf_counter()) + work * self.seconds_per_work
+        self._given_s[replica] = (
+            max(self._given_s[replica], time.perf_counter()) + work * self.seconds_per_work
+        )
         slot = self.assignment.assign_to(number, work, replica)
         await self._deliver_to(number, scored, slot)
 
@@ -381,7 +428,10 @@ class RolesDelivery(Delivery):
         works = {replica: took_s / self.seconds_per_work for replica, took_s in takes_s.items()}
         slots = self.assignment.divide(number, works)
         # a replica that trains all of it knows so without being told
-        told = [None if last - first == len(lengths) else (first, last) for first, last in parts.values()]
+        told = [
+            None if last - first == len(lengths) else (first, last)
+            for first, last in parts.values()
+        ]
         await self._put(
             number,
             scored,
@@ -390,4 +440,8 @@ class RolesDelivery(Delivery):
         )
 
     def _mean_s(self) -> float:
-        return sum(work for work, _ in self._worked) / max(1, len(self._worked)) * self.seconds_per_work
+        return (
+            sum(work for work, _ in self._worked)
+            / max(1, len(self._worked))
+            * self.seconds_per_work
+        )

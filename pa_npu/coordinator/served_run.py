@@ -1,11 +1,14 @@
-"""ServedRun: what a gateway with a port of its own (agent.port) offers beside sessions, for the run's key.
+"""ServedRun: what a gateway with a port of its own (agent.port) offers beside sessions, for the
+run's key.
 
-    POST /v1/chat/completions, /v1/completions    a sample of the version that the engines hold, which trains nothing
+    POST /v1/chat/completions, /v1/completions    a sample of the version that the engines hold,
+                                                  which trains nothing
     GET  /v1/models, /v1/models/policy            the model, and that version
-    POST /groups                                  copies of the run's groups, by columns; each task gets each group once
+    POST /groups                                  copies of the run's groups, by columns; each task
+                                                  gets each group once
 
-Samples are written between two publishes: what is in flight when weights change begins again under the new ones. Copies are in
-memory, the newest of them, and end with the run.
+Samples are written between two publishes: what is in flight when weights change begins again under
+the new ones. Copies are in memory, the newest of them, and end with the run.
 """
 
 from __future__ import annotations
@@ -24,7 +27,14 @@ from aiohttp import web
 
 from pa_npu.agents.chat import Answer, Chat
 from pa_npu.agents.gateway import CHAT_FIELDS, TEXT_FIELDS, Gateway, read_json, send
-from pa_npu.agents.openai_format import Asked, Refused, models, named_model, read_request, whole_answer
+from pa_npu.agents.openai_format import (
+    Asked,
+    Refused,
+    models,
+    named_model,
+    read_request,
+    whole_answer,
+)
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.episode import ScoredGroup
@@ -81,7 +91,9 @@ class _Task:
 
 @dataclass(eq=False, repr=False)
 class ServedRun(Variant):
-    """The run of one coordinator, as the gateway sees it. sampling: the run's, for what a request leaves out."""
+    """The run of one coordinator, as the gateway sees it. sampling: the run's, for what a request
+    leaves out.
+    """
 
     config: Config
     pool: EnginePool
@@ -115,7 +127,13 @@ class ServedRun(Variant):
         """One of the run's groups goes to those who ask for them, as it goes to the trainers."""
         about = {name: getattr(group, name) for name in IDENTITY}
         about |= {"prompt": scored.prompt.text, "answer": scored.prompt.answer}
-        self._kept.append(_Kept(next(self._rows), group, {**about, "responses": [one.text for one in scored.samples]}))
+        self._kept.append(
+            _Kept(
+                next(self._rows),
+                group,
+                {**about, "responses": [one.text for one in scored.samples]},
+            )
+        )
         self._arrived.set()
 
     # the others' side
@@ -149,48 +167,76 @@ class ServedRun(Variant):
         tokens = self._chat.encode(text, begins=True, templated=True)
         number = next(self._requests)
         written = [
-            (self._chat.answer(one, asked.messages, asked.tools, text, asked.stop, f"call_{number}_{place}_"), one)
+            (
+                self._chat.answer(
+                    one, asked.messages, asked.tools, text, asked.stop, f"call_{number}_{place}_"
+                ),
+                one,
+            )
             for place, one in enumerate(await self._sample(tokens, asked, number))
         ]
-        return await send(request, whole_answer(self._chat, f"chatcmpl-{number}", written, len(tokens), asked), asked)
+        return await send(
+            request,
+            whole_answer(self._chat, f"chatcmpl-{number}", written, len(tokens), asked),
+            asked,
+        )
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         asked = await self._read(request, TEXT_FIELDS)
         prompt = asked.prompt
-        tokens = self._chat.encode(prompt, begins=True, templated=False) if isinstance(prompt, str) else prompt
+        tokens = (
+            self._chat.encode(prompt, begins=True, templated=False)
+            if isinstance(prompt, str)
+            else prompt
+        )
         if max(tokens, default=0) >= len(self._chat.tokenizer):
             raise Refused(f"prompt: token {max(tokens)} is none of the model's", param="prompt")
         number = next(self._requests)
         found = await self._sample(tokens, asked, number)
         written = [(Answer(self._chat.text_of(one, asked.stop)[1], {}, ()), one) for one in found]
-        return await send(request, whole_answer(self._chat, f"cmpl-{number}", written, len(tokens), asked), asked)
+        return await send(
+            request, whole_answer(self._chat, f"cmpl-{number}", written, len(tokens), asked), asked
+        )
 
     async def _read(self, request: web.Request, fields: Sequence[str]) -> Asked:
         body = await read_json(request)
-        return read_request(body, temperature=self.sampling.temperature, endpoint_fields=fields, free=True)
+        return read_request(
+            body, temperature=self.sampling.temperature, endpoint_fields=fields, free=True
+        )
 
     async def _sample(self, tokens: Sequence[int], asked: Asked, number: int) -> list[Generation]:
         """Written by one version: again where weights change meanwhile."""
         longest = self.config.data.max_prompt_tokens + self.sampling.max_tokens
         left = min(longest - len(tokens), self.sampling.max_tokens)
         if not tokens or left < 1:
-            line = f"{len(tokens)} tokens; a prompt has at least one, and with its answer at most {longest}"
+            line = (
+                f"{len(tokens)} tokens; a prompt has at least one, and with its answer at most "
+                f"{longest}"
+            )
             raise Refused(line, code="context_length_exceeded", param="prompt")
         sampling = replace(
             self.sampling,
             max_tokens=min(left, asked.max_tokens or left),
-            temperature=self.sampling.temperature if asked.temperature is None else asked.temperature,
+            temperature=self.sampling.temperature
+            if asked.temperature is None
+            else asked.temperature,
             top_p=asked.top_p,
             stop=asked.stop,
         )
-        seed = group_seed(self.config.run.seed, _SEED_ITERATION, number) if asked.seed is None else asked.seed
+        seed = (
+            group_seed(self.config.run.seed, _SEED_ITERATION, number)
+            if asked.seed is None
+            else asked.seed
+        )
         prompt = np.asarray(tokens, np.int32)
         while True:
             try:
                 await asyncio.wait_for(self._holds.wait(), self.config.wait_timeout_s)
             except asyncio.TimeoutError:
                 raise Refused("the engines wait for weights; try later", status=503) from None
-            task = asyncio.create_task(self._write(prompt, asked.n, seed, sampling), name=f"sample {number}")
+            task = asyncio.create_task(
+                self._write(prompt, asked.n, seed, sampling), name=f"sample {number}"
+            )
             self._running.add(task)
             try:
                 await asyncio.wait({task})
@@ -203,7 +249,9 @@ class ServedRun(Variant):
                 except PaNpuError as error:  # a sample for others ends no run
                     raise Refused(str(error), status=503) from None
 
-    async def _write(self, prompt: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling) -> list[Generation]:
+    async def _write(
+        self, prompt: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling
+    ) -> list[Generation]:
         tokens = n * (len(prompt) + sampling.max_tokens)
         async with self._admitting:
             lease = await self.pool.admit(n, tokens, self._window, self.config.engine_wait_s)
@@ -229,18 +277,28 @@ class ServedRun(Variant):
             raise Refused(f"task: there are {_MOST_TASKS} already; use one of them", param="task")
         task = self._tasks.get(asked.task, _Task(asked.columns))
         if task.asked != asked.columns:
-            raise Refused(f"task: {asked.task} takes {list(task.asked)}; give another set another name", param="task")
+            raise Refused(
+                f"task: {asked.task} takes {list(task.asked)}; give another set another name",
+                param="task",
+            )
         end_s = asyncio.get_running_loop().time() + asked.wait_s
         while not (left := [one for one in self._kept if one.row not in task.taken]):
             self._arrived.clear()
             try:
-                await asyncio.wait_for(self._arrived.wait(), end_s - asyncio.get_running_loop().time())
+                await asyncio.wait_for(
+                    self._arrived.wait(), end_s - asyncio.get_running_loop().time()
+                )
             except asyncio.TimeoutError:
                 break
         if asked.policy == "age":
             left.sort(key=lambda one: (one.group.version_range[0], one.row))
-        found = [{"id": one.row, **{name: one.column(name) for name in asked.columns}} for one in left[: asked.most]]
-        task.taken = {one.row for one in self._kept if one.row in task.taken} | {one["id"] for one in found}
+        found = [
+            {"id": one.row, **{name: one.column(name) for name in asked.columns}}
+            for one in left[: asked.most]
+        ]
+        task.taken = {one.row for one in self._kept if one.row in task.taken} | {
+            one["id"] for one in found
+        }
         self._tasks[asked.task] = task
         body = await asyncio.to_thread(msgspec.json.encode, {"groups": found})
         return web.Response(body=body, content_type="application/json")

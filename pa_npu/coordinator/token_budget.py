@@ -1,15 +1,16 @@
-"""schedule.tokens_per_update: which groups an update trains, and how many an iteration generates, so that it has its tokens.
+"""schedule.tokens_per_update: which groups an update trains, and how many an iteration generates,
+so that it has its tokens.
 
     carried groups, then the iteration's own, in dispatch order     0   1   2 | 3   4
     trained tokens so far                                          90 210 330   ^ these are carried on
     budget                                                              300
 
-An update takes whole groups until it has its tokens, and as many for each replica. What is left is carried to the next update, as
-long as freshness lets it: who would be too old there is taken beyond the budget. What it takes follows from lengths in dispatch
-order, never from which group came first.
+An update takes whole groups until it has its tokens, and as many for each replica. What is left is
+carried to the next update, as long as freshness lets it: who would be too old there is taken beyond
+the budget. What it takes follows from lengths in dispatch order, never from which group came first.
 
-A budget of trained tokens per update is from Ring-lite's C3PO, arXiv 2506.14731, which selects single responses; here groups stay
-whole, because their advantages are.
+A budget of trained tokens per update is from Ring-lite's C3PO, arXiv 2506.14731, which selects
+single responses; here groups stay whole, because their advantages are.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from pa_npu.rewards.functions import RewardResult
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 
-# So many more groups are generated than are expected to be needed: what is too much is carried, what is too little is missing.
+# So many more groups are generated than are expected to be needed: what is too much is carried,
+# what is too little is missing.
 _MARGIN = 1.35
 # Of the expected tokens of a group, what the last iteration says.
 _NEWEST = 0.3
@@ -42,10 +44,11 @@ _NEWEST = 0.3
 
 @dataclass(eq=False, repr=False)
 class BudgetedUpdates(Updates):
-    """Each update trains whole groups, carried ones first, until it has `tokens` of them; trainers are told how many these are.
+    """Each update trains whole groups, carried ones first, until it has `tokens` of them; trainers
+    are told how many these are.
 
-    Groups beyond the budget (schedule.tokens_per_update) wait, as they were scored, for the next update. A checkpoint has them as
-    groups in wire format, and what a record says of them as JSON.
+    Groups beyond the budget (schedule.tokens_per_update) wait, as they were scored, for the next
+    update. A checkpoint has them as groups in wire format, and what a record says of them as JSON.
     """
 
     config: Config
@@ -56,39 +59,54 @@ class BudgetedUpdates(Updates):
 
     def __post_init__(self) -> None:
         self._last = self.config.schedule.iterations - 1
-        self._budget = TokenBudget(self.tokens, self.config.schedule.prompts_per_iteration, self.config.mesh.data)
+        self._budget = TokenBudget(
+            self.tokens, self.config.schedule.prompts_per_iteration, self.config.mesh.data
+        )
         self._carried: Sequence[ScoredGroup] = ()  # to the iteration that is produced next
 
     def num_new(self, iteration: int) -> int:
-        return self._budget.num_new([group.tokens for group in self._carried], is_last=iteration == self._last)
+        return self._budget.num_new(
+            [group.tokens for group in self._carried], is_last=iteration == self._last
+        )
 
     def choose(self, iteration: int, prompts: Sequence[Prompt]) -> BudgetedGroups:
-        num_due = sum(not self.freshness.holds(iteration + 1, group.version) for group in self._carried)
+        num_due = sum(
+            not self.freshness.holds(iteration + 1, group.version) for group in self._carried
+        )
         if iteration == self._last:
             num_due = len(self._carried) + len(prompts)
-        return BudgetedGroups(self._budget, self._carried, prompts, num_due, partial(self.resumed, iteration))
+        return BudgetedGroups(
+            self._budget, self._carried, prompts, num_due, partial(self.resumed, iteration)
+        )
 
     def produced(self, iteration: int, choice: EveryGroup) -> None:
         assert isinstance(choice, BudgetedGroups)
         self._carried = choice.left()
         self._budget.observe(choice.new_tokens)
         if self._carried and iteration == self._last:
-            raise InvariantViolation(f"I2 exactly once: {len(self._carried)} groups are left after the last iteration")
+            raise InvariantViolation(
+                f"I2 exactly once: {len(self._carried)} groups are left after the last iteration"
+            )
 
     def resumed(self, iteration: int, num_groups: int) -> None:
         """Tell trainers the size of an update."""
-        UPDATE_SIZE.put(self.channel, UpdateSize(self.config.mesh.per_replica(num_groups)), iteration=iteration)
+        UPDATE_SIZE.put(
+            self.channel, UpdateSize(self.config.mesh.per_replica(num_groups)), iteration=iteration
+        )
 
     def carry_on(self, groups: Sequence[ScoredGroup], group_tokens: float | None) -> None:
         if not self.config.mesh.shares(len(groups)):
             raise UserError(
-                f"checkpoint.load: it carries {len(groups)} groups to a later update, which {self._budget.replicas} replicas "
-                f"cannot share; continue with as many trainer.devices as before"
+                f"checkpoint.load: it carries {len(groups)} groups to a later update, which "
+                f"{self._budget.replicas} replicas cannot share; continue with as many "
+                "trainer.devices as before"
             )
         self._carried, self._budget.group_tokens = groups, group_tokens
 
     def save(self, version: int) -> None:
-        """Put what no update until `version` trains, and no iteration that is produced until then, where checkpoints find it."""
+        """Put what no update until `version` trains, and no iteration that is produced until then,
+        where checkpoints find it.
+        """
         is_saved = self.config.saves(version) or EARLY_END.exists(self.channel)
         if not is_saved or version > self._last:
             return
@@ -97,12 +115,17 @@ class BudgetedUpdates(Updates):
         for index, group in enumerate(self._carried):
             buffer.put(group.group(0, iteration, index), 0, index)
         carried = [told(group) for group in self._carried]
-        CARRIED.put(self.channel, CarriedGroups(iteration, carried, self._budget.group_tokens), version=version)
+        CARRIED.put(
+            self.channel,
+            CarriedGroups(iteration, carried, self._budget.group_tokens),
+            version=version,
+        )
 
 
 @dataclass
 class TokenBudget:
-    """The token budget of a run. tokens: of an update. most: groups that an iteration may generate, as many for each replica.
+    """The token budget of a run. tokens: of an update. most: groups that an iteration may generate,
+    as many for each replica.
 
     group_tokens: expected of a group, None before any was seen.
     """
@@ -113,7 +136,8 @@ class TokenBudget:
     group_tokens: float | None = None
 
     def num_new(self, carried: Sequence[int], *, is_last: bool) -> int:
-        """Groups to generate for an update that has groups of so many tokens already, as many for each replica.
+        """Groups to generate for an update that has groups of so many tokens already, as many for
+        each replica.
 
         is_last: what is too much is trained too.
         """
@@ -133,10 +157,11 @@ class TokenBudget:
 
 
 class BudgetedGroups(EveryGroup):
-    """Which of the groups at hand one update takes, told as they become complete. Numbers: carried ones first, then by index.
+    """Which of the groups at hand one update takes, told as they become complete. Numbers: carried
+    ones first, then by index.
 
-    carried: from earlier updates. num_due: of the first groups, those that no later update may train. told: is given the number
-    of groups of the update, once, as soon as it is known.
+    carried: from earlier updates. num_due: of the first groups, those that no later update may
+    train. told: is given the number of groups of the update, once, as soon as it is known.
     """
 
     def __init__(
@@ -176,7 +201,9 @@ class BudgetedGroups(EveryGroup):
     def new_tokens(self) -> list[int]:
         """Trained tokens of the iteration's own groups that are complete, by index."""
         return [
-            self._groups[number].tokens for number in range(self._num_carried, self._total) if number in self._groups
+            self._groups[number].tokens
+            for number in range(self._num_carried, self._total)
+            if number in self._groups
         ]
 
     def _released(self, index: int, group: ScoredGroup) -> list[tuple[int, ScoredGroup]]:
@@ -218,7 +245,10 @@ def told(group: ScoredGroup) -> dict[str, Any]:
 
 
 def restored(group: Group, told: dict[str, Any]) -> ScoredGroup:
-    """The scored group that gave `group` and `told`. The prompt's row is not there: its rewards are known."""
+    """The scored group that gave `group` and `told`.
+
+    The prompt's row is not there: its rewards are known.
+    """
     tokens = np.asarray(told["prompt_tokens"], np.int32)
     prompt = Prompt(group.prompt_id, tokens, told["answer"], told["prompt"], {}, told["source"])
     functions = {name: np.asarray(values, np.float32) for name, values in told["functions"].items()}

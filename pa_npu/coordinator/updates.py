@@ -1,13 +1,16 @@
-"""Policies on the groups that an update trains: which of an iteration's, and how many prompts the iteration needs for them.
+"""Policies on the groups that an update trains: which of an iteration's, and how many prompts the
+iteration needs for them.
 
 EveryGroup           all that are dispatched
 InformativeGroups    with dynamic sampling, the first B informative ones
 BudgetedGroups       as many as have schedule.tokens_per_update tokens (token_budget.py)
 
-DAPO, arXiv 2503.14476, eq. 11: a group whose responses are all right or all wrong has no gradient; others take its place.
-A replacement is dispatched when a group turns out uninformative, never before: so at any time as many groups are dispatched as
-the iteration needs if all unjudged ones are informative, hence every informative group is among the first B of dispatch
-order. Nothing informative is thrown away, and neither what is trained nor how many prompts are taken depends on timing.
+DAPO, arXiv 2503.14476, eq. 11: a group whose responses are all right or all wrong has no gradient;
+others take its place. A replacement is dispatched when a group turns out uninformative, never
+before: so at any time as many groups are dispatched as the iteration needs if all unjudged ones are
+informative, hence every informative group is among the first B of dispatch order. Nothing
+informative is thrown away, and neither what is trained nor how many prompts are taken depends on
+timing.
 """
 
 from __future__ import annotations
@@ -22,11 +25,15 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.errors import UserError
 
 MOST_ITERATIONS = 8
-"""Groups that dynamic sampling dispatches at most, in iterations: prompts of which fewer teach are wrong for the model."""
+"""Groups that dynamic sampling dispatches at most, in iterations: prompts of which fewer teach are
+wrong for the model.
+"""
 
 
 class Updates:
-    """Each iteration begins with as many prompts, and its update trains what `kind` chooses among their groups."""
+    """Each iteration begins with as many prompts, and its update trains what `kind` chooses among
+    their groups.
+    """
 
     def __init__(self, groups: int, kind: Callable[[Sequence[Prompt]], EveryGroup]) -> None:
         self._groups = groups
@@ -56,11 +63,14 @@ class Updates:
 
 @dataclass(eq=False, repr=False)
 class EveryGroup:
-    """One iteration's choice: dispatch indices out, scored groups in, and those to train out, each with its number, 0 .. size - 1.
+    """One iteration's choice: dispatch indices out, scored groups in, and those to train out, each
+    with its number, 0 .. size - 1.
 
-    This one trains all that it dispatches, each under its dispatch index and as soon as it is scored.
+    This one trains all that it dispatches, each under its dispatch index and as soon as it is
+    scored.
 
-    order: of the slots that the numbers are assigned to. most: an upper bound of `size`, known beforehand.
+    order: of the slots that the numbers are assigned to. most: an upper bound of `size`, known
+    beforehand.
     """
 
     prompts: Sequence[Prompt]
@@ -131,7 +141,8 @@ class EveryGroup:
 class InformativeGroups(EveryGroup):
     """The first informative groups, as many as there are prompts (schedule.dynamic_sampling).
 
-    order=prompt numbers them in dispatch order, and releases a group when all before it are scored; completion as they come.
+    order=prompt numbers them in dispatch order, and releases a group when all before it are scored;
+    completion as they come.
 
     another: gives a further prompt.
     """
@@ -155,9 +166,10 @@ class InformativeGroups(EveryGroup):
         index = await super().next_index()
         if index is not None and index >= self._limit:
             raise UserError(
-                f"schedule.dynamic_sampling: of {self._num_scored} groups {self._num_discarded} were all right or all wrong, "
-                f"and {self._limit} dispatched ones cannot give {self.most} informative ones; raise "
-                f"rollout.responses_per_prompt, or take prompts that fit the model"
+                f"schedule.dynamic_sampling: of {self._num_scored} groups {self._num_discarded} "
+                f"were all right or all wrong, and {self._limit} dispatched ones cannot give "
+                f"{self.most} informative ones; raise rollout.responses_per_prompt, or take "
+                "prompts that fit the model"
             )
         return index
 

@@ -1,7 +1,9 @@
-"""The named points of producing an iteration, which a feature overrides where it takes part; the producer has them in a table.
+"""The named points of producing an iteration, which a feature overrides where it takes part; the
+producer has them in a table.
 
-A run that does not use a feature has no object of it: main.py decides, and nothing on the main path asks. Two stand here, because
-every iteration has them: Pace follows its schedule, TailMeter says how much of the engines was idle at its end.
+A run that does not use a feature has no object of it: main.py decides, and nothing on the main path
+asks. Two stand here, because every iteration has them: Pace follows its schedule, TailMeter says
+how much of the engines was idle at its end.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class Variant:
     """A feature's part in producing. Every point of this class does nothing."""
 
     async def before_admit(self) -> None:
-        """Before a group asks for room on an engine; a wait holds back all further groups, and needs an end of its own."""
+        """Before a group asks for room on an engine; a wait holds back all further groups, and
+        needs an end of its own.
+        """
 
     def admitted(self, lease: Lease) -> None:
         """A group has room on an engine."""
@@ -46,11 +50,17 @@ class Variant:
 
 
 class Points:
-    """The variants of one iteration at each point, in turn; one that does nothing at a point is not called there."""
+    """The variants of one iteration at each point, in turn; one that does nothing at a point is not
+    called there.
+    """
 
     def __init__(self, variants: Sequence[Variant]) -> None:
         def at(point: str) -> list[Any]:
-            return [getattr(one, point) for one in variants if getattr(type(one), point) is not getattr(Variant, point)]
+            return [
+                getattr(one, point)
+                for one in variants
+                if getattr(type(one), point) is not getattr(Variant, point)
+            ]
 
         self.before_admit: list[Callable[[], Awaitable[None]]] = at("before_admit")
         self.admitted: list[Callable[[Lease], None]] = at("admitted")
@@ -77,7 +87,8 @@ class Pace(Variant):
     async def before_admit(self) -> None:
         """Wait until the next group may be dispatched, if an engine has room.
 
-        Groups in flight end by their own deadlines, and with none in flight the next one may go, so this wait has an end too.
+        Groups in flight end by their own deadlines, and with none in flight the next one may go, so
+        this wait has an end too.
         """
         while True:
             self._completed.clear()
@@ -85,18 +96,25 @@ class Pace(Variant):
             if wait_s <= 0:
                 return
             try:
-                await asyncio.wait_for(self._completed.wait(), None if wait_s == math.inf else wait_s)
+                await asyncio.wait_for(
+                    self._completed.wait(), None if wait_s == math.inf else wait_s
+                )
             except asyncio.TimeoutError:
                 return
 
     def index(self, number: int) -> int:
-        """Returns the index of the number-th group that goes, if known before its engine is. Beyond the order it is `number`."""
+        """Returns the index of the number-th group that goes, if known before its engine is.
+
+        Beyond the order it is `number`.
+        """
         if number >= len(self.schedule.order):
             return number
         return self._left[0] if self._left else self.schedule.order[number]
 
     def taken_by(self, engine: str) -> int | None:
-        """The index that goes to this engine instead of `index`, which is not asked for again; None: that one."""
+        """The index that goes to this engine instead of `index`, which is not asked for again;
+        None: that one.
+        """
         if self.schedule.reach is None or not self._left:
             return None
         return self._left.pop(self.schedule.reach.place(engine, self._left, self._now_s()))
@@ -127,15 +145,19 @@ class _Engine:
 
 
 class TailMeter(Variant):
-    """Tail waste: how much of the engines' capacity is idle because there is nothing left to dispatch.
+    """Tail waste: how much of the engines' capacity is idle because there is nothing left to
+    dispatch.
 
-        tail_waste = sum over engines e of the integral of (C_e - n_e(t)) over the times t at which nothing was left to dispatch
+        tail_waste = sum over engines e of the integral of (C_e - n_e(t)) over the times t at which
+        nothing was left to dispatch
                      / sum over engines of C_e * (end of generation - its beginning)
 
-    n_e: sequences in flight on e; C_e: the most that it had in flight in the iteration. Generation ends with the last response.
-    The times are those from the last group's dispatch on; with dynamic sampling also those in which it is not known whether
-    replacements are needed. A group's sequences are in flight until its longest response ends. Longest-first dispatch makes tail
-    waste small; what it cannot take away is a window as large as the iteration, where everything is dispatched at once.
+    n_e: sequences in flight on e; C_e: the most that it had in flight in the iteration. Generation
+    ends with the last response. The times are those from the last group's dispatch on; with dynamic
+    sampling also those in which it is not known whether replacements are needed. A group's
+    sequences are in flight until its longest response ends. Longest-first dispatch makes tail waste
+    small; what it cannot take away is a window as large as the iteration, where everything is
+    dispatched at once.
 
     While there is something to dispatch, an event costs the same however many engines there are.
     """

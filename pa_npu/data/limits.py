@@ -1,4 +1,6 @@
-"""Limits of time and memory on code of somebody else that runs here, such as a chat template that loops or grows."""
+"""Limits of time and memory on code of somebody else that runs here, such as a chat template that
+loops or grows.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ class TimeLimitReached(BaseException):
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeLimitReached in the block after so many seconds of processor time, which a busy machine does not use up.
+    """Raises TimeLimitReached in the block after so many seconds of processor time, which a busy
+    machine does not use up.
 
-    It raises again and again: Python drops what is raised inside a finalizer or a callback of its garbage collector.
-    With a signal, which only the main thread can receive: in another thread there is no limit.
+    It raises again and again: Python drops what is raised inside a finalizer or a callback of its
+    garbage collector. With a signal, which only the main thread can receive: in another thread
+    there is no limit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -42,9 +46,11 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def memory_limit(num_bytes: int) -> Iterator[None]:
-    """Lets the process have so many bytes of address space more than it has; what wants more raises MemoryError in the block.
+    """Lets the process have so many bytes of address space more than it has; what wants more raises
+    MemoryError in the block.
 
-    The limit is the whole process's: other threads share it as long as the block lasts. Costs about 10 us.
+    The limit is the whole process's: other threads share it as long as the block lasts. Costs about
+    10 us.
     """
     before, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = _address_space() + num_bytes

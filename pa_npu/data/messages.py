@@ -1,8 +1,10 @@
-"""Chat messages of a dataset's row or of a client's request, in the one form that chat templates read.
+"""Chat messages of a dataset's row or of a client's request, in the one form that chat templates
+read.
 
     content       a text; a list of text parts becomes one, and null is the empty text
     tool_calls    objects of {"type": "function", "function": {"name", "arguments"}}; arguments that
-                  are the JSON of an object become that object, other arguments stay the text they are
+                  are the JSON of an object become that object, other arguments stay the text they
+                  are
     tools         a list of objects, or the JSON of one, as columns of a table hold it
     from, value   role and content of ShareGPT's messages; `function_call` is an assistant's message
                   whose value is the JSON of one call or of several
@@ -25,7 +27,9 @@ _KNOWN_ROLES = frozenset({"system", "user", "assistant", "tool"})
 # ShareGPT's names, those of its descendants (LLaMA-Factory, Hermes), and the field's own.
 _ROLES_OF_SHAREGPT = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant", "function_call"), "assistant"),
+    **dict.fromkeys(
+        ("gpt", "chatgpt", "bing", "bard", "model", "assistant", "function_call"), "assistant"
+    ),
     **dict.fromkeys(("tool", "observation", "function_response", "function-response"), "tool"),
     "system": "system",
 }
@@ -53,11 +57,18 @@ def template_message(message: Any) -> Message:
 
 def is_of_sharegpt(message: Any) -> bool:
     """Returns whether a message says role and content as `from` and `value`."""
-    return isinstance(message, Mapping) and message.get("from") is not None and message.get("role") is None
+    return (
+        isinstance(message, Mapping)
+        and message.get("from") is not None
+        and message.get("role") is None
+    )
 
 
 def _named_as_here(message: Mapping[str, Any]) -> Message:
-    """A message of ShareGPT with role and content. Raises BadMessage where nobody is known by the name in `from`."""
+    """A message of ShareGPT with role and content.
+
+    Raises BadMessage where nobody is known by the name in `from`.
+    """
     sender = message["from"]
     role = _ROLES_OF_SHAREGPT.get(sender.strip().lower()) if isinstance(sender, str) else None
     if role is None:
@@ -78,7 +89,9 @@ def _calls_of_sharegpt(message: Mapping[str, Any]) -> list[Any]:
         try:
             calls = json.loads(calls)
         except (ValueError, RecursionError):
-            raise BadMessage(f"{as_json(message)} is a function_call whose value is not the JSON of one") from None
+            raise BadMessage(
+                f"{as_json(message)} is a function_call whose value is not the JSON of one"
+            ) from None
     return list(calls) if isinstance(calls, (list, tuple)) else [calls]
 
 
@@ -158,7 +171,9 @@ def _content_text(content: Any) -> str:
         text = part.get("text") if isinstance(part, Mapping) else part
         kind = part.get("type") or "text" if isinstance(part, Mapping) else "text"
         if not isinstance(text, str) or not str(kind).endswith("text"):
-            raise BadMessage(f"content has the part {as_json(part)}; only parts of type text can be read")
+            raise BadMessage(
+                f"content has the part {as_json(part)}; only parts of type text can be read"
+            )
         texts.append(text)
     return "".join(texts)
 
@@ -172,7 +187,11 @@ def _template_call(call: Any) -> dict[str, Any]:
         arguments = {}
     if isinstance(arguments, str):
         arguments = _parsed(arguments)
-    rest = {name: value for name, value in call.items() if value is not None} if "function" in call else {}
+    rest = (
+        {name: value for name, value in call.items() if value is not None}
+        if "function" in call
+        else {}
+    )
     return {"type": "function", **rest, "function": {**function, "arguments": arguments}}
 
 

@@ -1,4 +1,5 @@
-"""How a run made prompts of rows: part of what a model was trained with, hence of every export of it.
+"""How a run made prompts of rows: part of what a model was trained with, hence of every export of
+it.
 
 An export has the template as its tokenizer's, and the rest in FILE, which `pa-npu evaluate` reads.
 """
@@ -30,7 +31,8 @@ _BY_NAME = ("auto", "always", "never")
 
 @functools.cache
 def template_text(named: str) -> str | None:
-    """The template that data.chat_template names by its file, as it was when this process first asked.
+    """The template that data.chat_template names by its file, as it was when this process first
+    asked.
 
     None where the key names none. Raises DataError where the file cannot be read.
     """
@@ -38,7 +40,9 @@ def template_text(named: str) -> str | None:
 
 
 def kept_template(data: DataConfig) -> str | None:
-    """The same; logs a warning, and returns None, where the file cannot be read, as on another machine."""
+    """The same; logs a warning, and returns None, where the file cannot be read, as on another
+    machine.
+    """
     try:
         return template_text(data.chat_template)
     except DataError as error:
@@ -48,7 +52,10 @@ def kept_template(data: DataConfig) -> str | None:
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """chat_template: `never` for plain text, else `auto`, which is the tokenizer's. The others are as in `data`."""
+    """chat_template: `never` for plain text, else `auto`, which is the tokenizer's.
+
+    The others are as in `data`.
+    """
 
     chat_template: str = "auto"
     template_options: dict[str, Any] = field(default_factory=dict)
@@ -65,7 +72,9 @@ class PromptFormat:
         )
 
     def given_to(self, data: DataConfig) -> tuple[DataConfig, list[str]]:
-        """The section with these values, and the names of those that it had otherwise; what was set in it stays."""
+        """The section with these values, and the names of those that it had otherwise; what was set
+        in it stays.
+        """
         changed = {
             name: value
             for name, value in vars(self).items()
@@ -75,7 +84,9 @@ class PromptFormat:
 
 
 def write_prompt_format(directory: Path, data: DataConfig, template: str | None) -> None:
-    """Puts the format into a directory that holds a tokenizer. template: what data.chat_template named, where that was a file."""
+    """Puts the format into a directory that holds a tokenizer. template: what data.chat_template
+    named, where that was a file.
+    """
     prompts = PromptFormat.of(data)
     if prompts != PromptFormat():
         text = json.dumps(asdict(prompts), indent=2, ensure_ascii=False)
@@ -89,15 +100,22 @@ def write_prompt_format(directory: Path, data: DataConfig, template: str | None)
         values = json.loads(settings.read_text(encoding="utf-8"))
         if isinstance(values, dict) and "chat_template" in values:
             values["chat_template"] = template
-            settings.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            settings.write_text(
+                json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
 
 
 def read_prompt_format(directory: Path) -> PromptFormat:
-    """What an export says of itself; of a directory that says nothing the defaults. Raises DataError."""
+    """What an export says of itself; of a directory that says nothing the defaults.
+
+    Raises DataError.
+    """
     file = directory / FILE
     if not file.exists():
         return PromptFormat()
     try:
         return msgspec.json.decode(read_plain(file, LONGEST_TEMPLATE_BYTES), type=PromptFormat)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: cannot be read ({reason(error)}); remove it, or export the model again") from None
+        raise DataError(
+            f"{file}: cannot be read ({reason(error)}); remove it, or export the model again"
+        ) from None

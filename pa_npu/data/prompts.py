@@ -1,4 +1,6 @@
-"""Prompts: dataset rows rendered with the tokenizer's chat template, tokenised, and checked for length."""
+"""Prompts: dataset rows rendered with the tokenizer's chat template, tokenised, and checked for
+length.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ _REASONING = "reasoning_content"
 class Prompt:
     """A question for an engine, with what its answers are compared with.
 
-    prompt_id: row of the dataset, from 0; of several datasets, as if they were one behind the other. tokens: int32 [P]. text: the
-    rendered prompt. answer: the final answer, without GSM8K's reasoning. row: the dataset row as it was read. source: what its
-    dataset is called.
+    prompt_id: row of the dataset, from 0; of several datasets, as if they were one behind the
+    other. tokens: int32 [P]. text: the rendered prompt. answer: the final answer, without GSM8K's
+    reasoning. row: the dataset row as it was read. source: what its dataset is called.
     """
 
     prompt_id: int
@@ -62,8 +64,9 @@ class PromptSet:
         lengths = [len(prompt.tokens) for prompt in self.prompts]
         mean = sum(lengths) / len(lengths)
         return (
-            f"{counted(len(lengths), 'prompt')} from {self.path} (read {self.num_read}, truncated {self.num_truncated}, skipped "
-            f"{self.num_skipped}), {min(lengths)} to {counted(max(lengths), 'token')}, mean {mean:.0f}"
+            f"{counted(len(lengths), 'prompt')} from {self.path} (read {self.num_read}, truncated "
+            f"{self.num_truncated}, skipped {self.num_skipped}), {min(lengths)} to "
+            f"{counted(max(lengths), 'token')}, mean {mean:.0f}"
         )
 
 
@@ -95,7 +98,9 @@ def load_prompts(
     usual = ("train",) if is_training else ("test", "validation")
     records = list(islice(read_records(path, key, columns, dataset.split, usual), dataset.max_rows))
     if not records:
-        raise DataError(f"{key}: {path} is empty; it needs at least one row with a question and its answer")
+        raise DataError(
+            f"{key}: {path} is empty; it needs at least one row with a question and its answer"
+        )
     source = dataset.called if isinstance(dataset, TrainingDataset) else ""
     limit = config.max_prompt_tokens
     prompts: list[Prompt] = []
@@ -117,41 +122,57 @@ def load_prompts(
         longest = max(too_long, key=lambda encoded: encoded.num_tokens)
         others = f" and {len(too_long) - 1} more" if len(too_long) > 1 else ""
         raise DataError(
-            f"{first.record.location}: the prompt has {first.size} tokens{others}, more than data.max_prompt_tokens = "
-            f"{limit}; raise it (longest: {longest.size}), or set data.overlong_prompt to truncate or skip"
+            f"{first.record.location}: the prompt has {first.size} tokens{others}, more than "
+            f"data.max_prompt_tokens = {limit}; raise it (longest: {longest.size}), or set "
+            "data.overlong_prompt to truncate or skip"
         )
     if not prompts:
         raise DataError(
-            f"{key}: all {len(records)} prompts of {path} are longer than data.max_prompt_tokens = {limit} and were "
-            f"skipped; raise data.max_prompt_tokens (shortest: {shortest})"
+            f"{key}: all {len(records)} prompts of {path} are longer than data.max_prompt_tokens = "
+            f"{limit} and were skipped; raise data.max_prompt_tokens (shortest: {shortest})"
         )
     num_skipped = len(records) - len(prompts)
     return PromptSet(path, tuple(prompts), len(records), len(too_long) - num_skipped, num_skipped)
 
 
 def load_training(config: DataConfig, tokenizer: Any, needs_answer: bool = True) -> list[PromptSet]:
-    """The training datasets, in the configuration's order, with prompt_ids of their own. Raises DataError."""
+    """The training datasets, in the configuration's order, with prompt_ids of their own.
+
+    Raises DataError.
+    """
     found: list[PromptSet] = []
     for number, dataset in enumerate(config.datasets):
         first_id = sum(prompts.num_read for prompts in found)
-        found.append(load_prompts(dataset, tokenizer, config, config.key_of(number), first_id, needs_answer))
+        found.append(
+            load_prompts(dataset, tokenizer, config, config.key_of(number), first_id, needs_answer)
+        )
     return found
 
 
 def _options(dataset: Dataset, config: DataConfig) -> DataConfig:
     """data.* with what the dataset says itself."""
     own = dataset.model_dump(
-        include={"question_column", "answer_column", "system_prompt", "instruction"}, exclude_none=True
+        include={"question_column", "answer_column", "system_prompt", "instruction"},
+        exclude_none=True,
     )
     return config.model_copy(update=own)
 
 
 def first_prompt_lines(prompt: Prompt, tokenizer: Any) -> list[str]:
-    """Show what engines are asked first, on the console: tokens as text, special ones included, so that a doubled one is seen."""
+    """Show what engines are asked first, on the console: tokens as text, special ones included, so
+    that a doubled one is seen.
+    """
     lines = str(tokenizer.decode(prompt.tokens.tolist())).split("\n")
-    more = f"  ... {counted(len(lines) - _SHOWN_LINES, 'more line')}" if len(lines) > _SHOWN_LINES else None
+    more = (
+        f"  ... {counted(len(lines) - _SHOWN_LINES, 'more line')}"
+        if len(lines) > _SHOWN_LINES
+        else None
+    )
     shown = [printable(line) for line in lines[:_SHOWN_LINES]]
-    shown = [line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}..." for line in shown]
+    shown = [
+        line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}..."
+        for line in shown
+    ]
     return [
         f"first prompt, {counted(len(prompt.tokens), 'token')}:",
         *(f"  {line}" for line in shown),
@@ -161,7 +182,9 @@ def first_prompt_lines(prompt: Prompt, tokenizer: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """A rendered record and its tokens; of a text far too long the last ones, and how many it has at least."""
+    """A rendered record and its tokens; of a text far too long the last ones, and how many it has
+    at least.
+    """
 
     record: Record
     text: str
@@ -180,7 +203,10 @@ class _Encoded:
 
 
 def _encoded(records: Sequence[Record], tokenizer: Any, config: DataConfig) -> Iterator[_Encoded]:
-    """Every record with its text and tokens. What a template makes of all rows together need not fit in memory."""
+    """Every record with its text and tokens.
+
+    What a template makes of all rows together need not fit in memory.
+    """
     template = chosen_template(tokenizer, config)
     check_options(template, config)
     with_template = template is not None
@@ -195,21 +221,23 @@ def _encoded(records: Sequence[Record], tokenizer: Any, config: DataConfig) -> I
         seconds_left -= time.thread_time() - began
         if seconds_left < 0:
             raise DataError(
-                f"{record.location}: the chat template is too slow, {number} of {len(records)} rows took all of the "
-                f"{RENDER_ALL_LIMIT_S + RENDER_ROW_S * len(records):g} s; correct chat_template of model.path, or set "
-                f"data.chat_template=never"
+                f"{record.location}: the chat template is too slow, {number} of {len(records)} "
+                f"rows took all of the {RENDER_ALL_LIMIT_S + RENDER_ROW_S * len(records):g} s; "
+                "correct chat_template of model.path, or set data.chat_template=never"
             )
         batch.append((record, text))
         num_characters += min(len(text), bound)
         if num_characters < ENCODE_CHARACTERS and number < len(records):
             continue
-        # A rendered template brings its own special tokens; plain text gets the tokenizer's (a llama's first token).
-        # Tokenising megabytes takes seconds: the end of a text that cannot fit is all that truncation keeps of it.
+        # A rendered template brings its own special tokens; plain text gets the tokenizer's (a
+        # llama's first token). Tokenising megabytes takes seconds: the end of a text that cannot
+        # fit is all that truncation keeps of it.
         encoded = _tokens([whole[-bound:] for _, whole in batch], tokenizer, with_template)
         for (encoded_record, whole), tokens in zip(batch, encoded, strict=True):
             if not tokens:
                 raise DataError(
-                    f"{encoded_record.location}: the prompt has no tokens; give a question or remove the row"
+                    f"{encoded_record.location}: the prompt has no tokens; give a question or "
+                    "remove the row"
                 )
             least = len(whole) // longest_token // _NORMALISED + 1 if len(whole) > bound else 0
             yield _Encoded(encoded_record, whole, tokens, least)
@@ -224,13 +252,17 @@ def _longest_token(tokenizer: Any) -> int:
 
 def _tokens(texts: list[str], tokenizer: Any, with_template: bool) -> list[list[int]]:
     try:
-        tokens: list[list[int]] = tokenizer(texts, add_special_tokens=not with_template)["input_ids"]
-    except BaseException as error:  # what a damaged tokenizer raises is anything, a panic of its native code included
+        tokens: list[list[int]] = tokenizer(texts, add_special_tokens=not with_template)[
+            "input_ids"
+        ]
+    except (
+        BaseException
+    ) as error:  # what a damaged tokenizer raises is anything, a panic of its native code included
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise DataError(
-            f"model.path: its tokenizer cannot encode a prompt ({type(error).__name__}: {reason(error)}); restore the "
-            f"tokenizer's files from the model's source"
+            f"model.path: its tokenizer cannot encode a prompt ({type(error).__name__}: "
+            f"{reason(error)}); restore the tokenizer's files from the model's source"
         ) from None
     return tokens
 
@@ -240,13 +272,17 @@ def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -
     messages = compose_messages(record, config)
     if isinstance(template, str) and _REASONING not in template:
         messages = [_with_reasoning(message) for message in messages]
-    ending = {"continue_final_message": True} if record.continues else {"add_generation_prompt": True}
+    ending = (
+        {"continue_final_message": True} if record.continues else {"add_generation_prompt": True}
+    )
 
     def render(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
         if template is None:
             return "\n".join(message["content"] for message in messages)
         described = {"tools": list(tools)} if tools else {}
-        return rendered(tokenizer, template, messages, **ending, **described, **config.template_options)
+        return rendered(
+            tokenizer, template, messages, **ending, **described, **config.template_options
+        )
 
     try:
         text = render(messages, record.tools)
@@ -254,14 +290,17 @@ def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -
     except TemplateFailed as failed:
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(
-            f"{record.location}: the chat template {failed}, with the roles {roles}; correct the row, chat_template of model.path, "
-            f"or data.system_prompt, or set data.chat_template=never"
+            f"{record.location}: the chat template {failed}, with the roles {roles}; correct the "
+            "row, chat_template of model.path, or data.system_prompt, or set "
+            "data.chat_template=never"
         ) from None
     if lost is not None:
-        renderer = "plain text (there is no chat template)" if template is None else "the chat template"
+        renderer = (
+            "plain text (there is no chat template)" if template is None else "the chat template"
+        )
         raise DataError(
-            f"{record.location}: {renderer} leaves out {lost}; correct the row, or name a template that renders it "
-            f"with data.chat_template"
+            f"{record.location}: {renderer} leaves out {lost}; correct the row, or name a template "
+            "that renders it with data.chat_template"
         )
     return text
 
@@ -276,14 +315,15 @@ def _with_reasoning(message: Message) -> Message:
 
 
 def compose_messages(record: Record, config: DataConfig) -> list[Message]:
-    """The row's messages with the configured system prompt before (a row's own takes precedence) and the instruction
-    appended to the last of the user's messages."""
+    """The row's messages with the configured system prompt before (a row's own takes precedence)
+    and the instruction appended to the last of the user's messages."""
     messages = [dict(message) for message in record.messages]
     if config.instruction:
         asked = [message for message in messages if message["role"] == "user"]
         if not asked:
             raise DataError(
-                f"{record.location}: no message of role user to put data.instruction after; correct the row"
+                f"{record.location}: no message of role user to put data.instruction after; "
+                "correct the row"
             )
         asked[-1]["content"] += "\n" + config.instruction
     if config.system_prompt and messages[0]["role"] != "system":

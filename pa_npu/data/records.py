@@ -1,15 +1,21 @@
-"""Rows to records: question and reference answer, by the names of columns that the user gives, or by the row's layout.
+"""Rows to records: question and reference answer, by the names of columns that the user gives, or
+by the row's layout.
 
 These layouts are understood, told apart by the columns of each row:
 
-    question, answer   GSM8K: the reference is what follows the last `####` of the answer (all of it without one)
-    problem, answer    DeepScaleR, MATH; without an answer column the last \\boxed{} of the solution column is the reference
+    question, answer   GSM8K: the reference is what follows the last `####` of the answer (all of it
+                       without one)
+    problem, answer    DeepScaleR, MATH; without an answer column the last \\boxed{} of the solution
+                       column is the reference
     prompt, answer     prompt is a text or a list of chat messages
-    messages, answer   chat messages; without an answer column the last message, an assistant's, is the reference
-    conversations      the same with ShareGPT's messages ({"from": "human", "value": ...}), behind the column `system`
+    messages, answer   chat messages; without an answer column the last message, an assistant's, is
+                       the reference
+    conversations      the same with ShareGPT's messages ({"from": "human", "value": ...}), behind
+                       the column `system`
 
-and those of published benchmarks that `published` translates. A named column may be one inside another, such as
-reward_model.ground_truth. Messages keep their fields (tool_calls, name, reasoning_content, ...), and
+and those of published benchmarks that `published` translates. A named column may be one inside
+another, such as reward_model.ground_truth. Messages keep their fields (tool_calls, name,
+reasoning_content, ...), and
 functions that a column `tools` describes go with them to the chat template. A last message of the
 assistant in `messages` is what the policy has to write, so it is no part of the prompt; one in
 `prompt` is the beginning of the response, which goes on from there.
@@ -25,7 +31,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pa_npu.config.words import as_json
-from pa_npu.data.messages import BadMessage, Message, is_of_sharegpt, read_tools, template_message, without_nulls
+from pa_npu.data.messages import (
+    BadMessage,
+    Message,
+    is_of_sharegpt,
+    read_tools,
+    template_message,
+    without_nulls,
+)
 from pa_npu.data.rows import TableRow, is_text, read_rows
 from pa_npu.errors import DataError
 
@@ -50,14 +63,22 @@ _BOXES = ("\\boxed", "\\fbox")
 _LONGEST_PLAIN_SOLUTION = 40  # characters of a solution that can be the final answer itself
 LETTERS = "ABCDEFGHIJ"
 CHOICE_COLUMN = "choice_letters"
-_GPQA = ("Question", "Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+_GPQA = (
+    "Question",
+    "Correct Answer",
+    "Incorrect Answer 1",
+    "Incorrect Answer 2",
+    "Incorrect Answer 3",
+)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names that the user gives; None leaves it to the row's layout. optional: rows without them are read by their layout.
+    """Names that the user gives; None leaves it to the row's layout. optional: rows without them
+    are read by their layout.
 
-    needs_answer: whether a row without a reference answer is refused; rewards that run tests read none.
+    needs_answer: whether a row without a reference answer is refused; rewards that run tests read
+    none.
     """
 
     question: str | None = None
@@ -91,11 +112,17 @@ class Record:
 
 
 def read_records(
-    path: str, key: str, columns: Columns = _BY_LAYOUT, split: str | None = None, usual: Sequence[str] = ("train",)
+    path: str,
+    key: str,
+    columns: Columns = _BY_LAYOUT,
+    split: str | None = None,
+    usual: Sequence[str] = ("train",),
 ) -> Iterator[Record]:
-    """Rows of the dataset at `path`, in order. key: the configuration key that names it, for messages.
+    """Rows of the dataset at `path`, in order. key: the configuration key that names it, for
+    messages.
 
-    split, usual: as pa_npu.data.rows.read_rows. Raises DataError at the first row that cannot be used.
+    split, usual: as pa_npu.data.rows.read_rows. Raises DataError at the first row that cannot be
+    used.
     """
     for location, row in read_rows(path, key, split, usual):
         yield _record(location, row, columns)
@@ -103,7 +130,10 @@ def read_records(
 
 def _record(location: str, row: Any, columns: Columns) -> Record:
     if not isinstance(row, Mapping):
-        raise DataError(f"{location}: a JSON {type(row).__name__}, not an object; each line must be one JSON object")
+        raise DataError(
+            f"{location}: a JSON {type(row).__name__}, not an object; each line must be one JSON "
+            "object"
+        )
     question = _column(location, row, "question_column", columns.question, columns.optional)
     reference = _column(location, row, "answer_column", columns.answer, columns.optional)
     kept = published(row) if question is None else dict(row)
@@ -112,7 +142,8 @@ def _record(location: str, row: Any, columns: Columns) -> Record:
     messages = _messages(location, asked, name, is_table)
     if name in _CONVERSATIONS:
         messages = _behind_system_column(messages, kept)
-        kept.setdefault("messages", [dict(message) for message in messages])  # for rewards: in the field's form
+        # for rewards: in the field's form
+        kept.setdefault("messages", [dict(message) for message in messages])
     if reference is not None:
         answer = reference
     elif kept.get("answer") is None and name == "problem":
@@ -124,13 +155,18 @@ def _record(location: str, row: Any, columns: Columns) -> Record:
             answer = messages[-1]["content"]
         messages = messages[:-1]
         if not messages:
-            raise DataError(f"{location}: {name} holds an answer but no question; add the user's message before it")
+            raise DataError(
+                f"{location}: {name} holds an answer but no question; add the user's message "
+                "before it"
+            )
     tools = read_tools(without_nulls(kept.get(_TOOLS)) if is_table else kept.get(_TOOLS))
     final = _reference(location, answer, columns.needs_answer, kept)
     return Record(location, messages, final, kept, tools)
 
 
-def _question(location: str, row: Mapping[str, Any], named: str | None, value: Any) -> tuple[Any, str]:
+def _question(
+    location: str, row: Mapping[str, Any], named: str | None, value: Any
+) -> tuple[Any, str]:
     """The question and its column. value: of the column that the user named. Raises DataError.
 
     Several columns are fine where they ask the same: which of two different texts is asked would
@@ -141,18 +177,19 @@ def _question(location: str, row: Mapping[str, Any], named: str | None, value: A
         return value, named
     present = [name for name in _QUESTIONS if row.get(name) is not None]
     others = [name for name in present if name not in _CONVERSATIONS or isinstance(row[name], list)]
-    present = others or present  # beside another question, `conversation` may be a number or a title
+    # beside another question, `conversation` may be a number or a title
+    present = others or present
     if not present:
         raise DataError(
-            f"{location}: no question, problem, prompt, messages or conversations (columns: {_column_names(row)}); add or rename a "
-            f"column, or name it with data.question_column"
+            f"{location}: no question, problem, prompt, messages or conversations (columns: "
+            f"{_column_names(row)}); add or rename a column, or name it with data.question_column"
         )
     chosen = present[0]
     for name in present[1:]:
         if _plain_question(row[name]) != _plain_question(row[chosen]):
             raise DataError(
-                f"{location}: {chosen} and {name} ask different things (columns: {_column_names(row)}); name the one to "
-                f"ask with data.question_column"
+                f"{location}: {chosen} and {name} ask different things (columns: "
+                f"{_column_names(row)}); name the one to ask with data.question_column"
             )
     return row[chosen], chosen
 
@@ -185,8 +222,12 @@ def _column_names(row: Mapping[str, Any]) -> str:
     return ", ".join(names) or "none"
 
 
-def _column(location: str, row: Mapping[str, Any], key: str, name: str | None, optional: bool) -> Any:
-    """The value of a column that the user names, or of one inside another by a dotted name; None where none is named."""
+def _column(
+    location: str, row: Mapping[str, Any], key: str, name: str | None, optional: bool
+) -> Any:
+    """The value of a column that the user names, or of one inside another by a dotted name; None
+    where none is named.
+    """
     if name is None:
         return None
     value: Any = row
@@ -197,13 +238,16 @@ def _column(location: str, row: Mapping[str, Any], key: str, name: str | None, o
         value = value[part]
     if value is None and not optional:
         raise DataError(
-            f"{location}: no value in {name} (columns: {_column_names(row)}); correct the row or data's {key}"
+            f"{location}: no value in {name} (columns: {_column_names(row)}); correct the row or "
+            f"data's {key}"
         )
     return value
 
 
 def _messages(location: str, value: Any, name: str, is_table: bool) -> tuple[Message, ...]:
-    """The messages of a question. name: of its column. is_table: nulls are fields that are not there."""
+    """The messages of a question. name: of its column. is_table: nulls are fields that are not
+    there.
+    """
     if name in _OF_MESSAGES:
         value = _listed(value)
     elif isinstance(value, str):
@@ -211,10 +255,14 @@ def _messages(location: str, value: Any, name: str, is_table: bool) -> tuple[Mes
             raise DataError(f"{location}: {name} is empty; give a text or remove the row")
         return ({"role": "user", "content": value},)
     if name in ("question", "problem") or not isinstance(value, list) or not value:
-        wanted = {"question": "a text", "problem": "a text", **dict.fromkeys(_OF_MESSAGES, "a list of messages")}
+        wanted = {
+            "question": "a text",
+            "problem": "a text",
+            **dict.fromkeys(_OF_MESSAGES, "a list of messages"),
+        }
         raise DataError(
-            f"{location}: {name} is {as_json(value)}, not {wanted.get(name, 'a text or a list of messages')}; correct "
-            f"the row"
+            f"{location}: {name} is {as_json(value)}, not "
+            f"{wanted.get(name, 'a text or a list of messages')}; correct the row"
         )
     messages = []
     for message in value:
@@ -226,7 +274,8 @@ def _messages(location: str, value: Any, name: str, is_table: bool) -> tuple[Mes
         content = "value" if is_of_sharegpt(message) else "content"
         if message.get(content) is None and not is_assistant:
             raise DataError(
-                f'{location}: {name} holds {as_json(message)}; each must be {{"role": text, "content": text}}'
+                f'{location}: {name} holds {as_json(message)}; each must be {{"role": text, '
+                f'"content": text}}'
             )
         messages.append(read)
     return tuple(messages)
@@ -243,8 +292,11 @@ def _listed(value: Any) -> Any:
     return messages if is_text(messages) else value
 
 
-def _behind_system_column(messages: tuple[Message, ...], row: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The messages of a conversation behind the system prompt that ShareGPT's rows may have in a column of its own.
+def _behind_system_column(
+    messages: tuple[Message, ...], row: Mapping[str, Any]
+) -> tuple[Message, ...]:
+    """The messages of a conversation behind the system prompt that ShareGPT's rows may have in a
+    column of its own.
 
     A system message of the conversation itself goes before that column.
     """
@@ -257,32 +309,41 @@ def _behind_system_column(messages: tuple[Message, ...], row: Mapping[str, Any])
 def _solution(location: str, row: Mapping[str, Any], needed: bool) -> Any:
     """The reference of a problem without an answer: its solution, where that says its final answer."""
     solution = row.get("solution")
-    if not needed or not isinstance(solution, str) or len(solution.strip()) <= _LONGEST_PLAIN_SOLUTION:
+    if (
+        not needed
+        or not isinstance(solution, str)
+        or len(solution.strip()) <= _LONGEST_PLAIN_SOLUTION
+    ):
         return solution
     if ANSWER_MARK in solution or any(box in solution for box in _BOXES):
         return solution
     raise DataError(
-        f"{location}: no answer, and solution has no \\boxed{{}} that says the final one (columns: {_column_names(row)}); "
-        f"name the column of the answer with data.answer_column"
+        f"{location}: no answer, and solution has no \\boxed{{}} that says the final one (columns: "
+        f"{_column_names(row)}); name the column of the answer with data.answer_column"
     )
 
 
 def _reference(location: str, answer: Any, needed: bool, row: Mapping[str, Any]) -> str:
     """The final answer as text: what follows the last `####`, or everything."""
     if isinstance(answer, float) and not math.isfinite(answer):
-        raise DataError(f"{location}: answer is {answer}, which no response can equal; correct or remove the row")
+        raise DataError(
+            f"{location}: answer is {answer}, which no response can equal; correct or remove the "
+            "row"
+        )
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
         answer = str(answer)
     if answer is not None and not isinstance(answer, str):
-        raise DataError(f"{location}: answer is {as_json(answer)}, not a text or a number; correct the row")
+        raise DataError(
+            f"{location}: answer is {as_json(answer)}, not a text or a number; correct the row"
+        )
     final = (answer or "").rpartition(ANSWER_MARK)[2].strip()
     if not final and needed:
         place = f" after {ANSWER_MARK}" if answer and ANSWER_MARK in answer else ""
         raise DataError(
-            f"{location}: no answer{place} (columns: {_column_names(row)}); rewards need one, so name its column with "
-            f"data.answer_column{_likely(row)}, add it, or remove the row"
+            f"{location}: no answer{place} (columns: {_column_names(row)}); rewards need one, so "
+            f"name its column with data.answer_column{_likely(row)}, add it, or remove the row"
         )
     return final
 
@@ -296,7 +357,8 @@ def _likely(row: Mapping[str, Any]) -> str:
 
 
 def published(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with question and answer where it is of a published benchmark, told by its columns; else the row as it is.
+    """The row with question and answer where it is of a published benchmark, told by its columns;
+    else the row as it is.
 
         Problem, Answer                                AIME 2024 (Maxwell-Jia/AIME_2024)
         problem | question, answer as 27.0             AMC 2023 (math-ai/amc23, AI-MO/aimo-validation-amc)
@@ -304,9 +366,10 @@ def published(row: Mapping[str, Any]) -> dict[str, Any]:
         question, choices: list, answer: index         MMLU (cais/mmlu)
         question, choices: {text, label}, answerKey    ARC (allenai/ai2_arc)
 
-    GSM8K, MATH-500 (problem, answer), AIME of HuggingFaceH4 and math-ai (problem | question, answer) need nothing. A multiple
-    choice becomes a question with lettered options; the order of GPQA's is drawn from the question itself, so that it is the same
-    everywhere and always. The row keeps its columns, and `choice_letters` tells the math reward to compare letters.
+    GSM8K, MATH-500 (problem, answer), AIME of HuggingFaceH4 and math-ai (problem | question,
+    answer) need nothing. A multiple choice becomes a question with lettered options; the order of
+    GPQA's is drawn from the question itself, so that it is the same everywhere and always. The row
+    keeps its columns, and `choice_letters` tells the math reward to compare letters.
     """
     found = dict(row)
     if all(isinstance(row.get(name), str) for name in _GPQA):
@@ -319,9 +382,17 @@ def published(row: Mapping[str, Any]) -> dict[str, Any]:
         if row["answerKey"] in labels and len(labels) == len(texts):
             return found | _choice(str(row.get("question")), texts, labels.index(row["answerKey"]))
     right = row.get("answer")
-    if isinstance(choices, (list, tuple)) and type(right) is int and 0 <= right < len(choices) <= len(LETTERS):
+    if (
+        isinstance(choices, (list, tuple))
+        and type(right) is int
+        and 0 <= right < len(choices) <= len(LETTERS)
+    ):
         return found | _choice(str(row.get("question")), choices, right)
-    if "Problem" in row and "Answer" in row and not {"problem", "question", "prompt", "messages"} & set(row):
+    if (
+        "Problem" in row
+        and "Answer" in row
+        and not {"problem", "question", "prompt", "messages"} & set(row)
+    ):
         found |= {"problem": row["Problem"], "answer": row["Answer"]}
     answer = found.get("answer")
     if isinstance(answer, float) and answer.is_integer():

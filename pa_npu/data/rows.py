@@ -1,9 +1,11 @@
-"""Rows of a dataset on disk, each with the place it came from: a file, or a directory as libraries of datasets write them.
+"""Rows of a dataset on disk, each with the place it came from: a file, or a directory as libraries
+of datasets write them.
 
     file.jsonl, file.csv, .tsv, .parquet   told apart by content and ending, in any case
     DIR/dataset_dict.json, DIR/SPLIT/      datasets.DatasetDict.save_to_disk
     DIR/state.json, DIR/*.arrow            datasets.Dataset.save_to_disk
-    DIR/**/*.parquet (or .jsonl, .csv, ...) a hub's repository: files and directories named by split, train-00000-of-00002.parquet
+    DIR/**/*.parquet (or .jsonl, .csv, ...) a hub's repository: files and directories named by
+    split, train-00000-of-00002.parquet
 
 pyarrow reads all of these; the library itself is not needed.
 """
@@ -34,7 +36,9 @@ Rows = Iterator[tuple[str, Any]]
 
 
 class TableRow(dict[str, Any]):
-    """A row of a typed table: a struct in it has all fields that any row's has, null where there is none."""
+    """A row of a typed table: a struct in it has all fields that any row's has, null where there is
+    none.
+    """
 
 
 _ENDINGS = (".parquet", ".jsonl", ".csv", ".tsv", ".arrow")
@@ -46,32 +50,45 @@ _SPLITS = {
 }
 
 
-def read_rows(path: str, key: str, split: str | None = None, usual: Sequence[str] = ("train",)) -> Rows:
+def read_rows(
+    path: str, key: str, split: str | None = None, usual: Sequence[str] = ("train",)
+) -> Rows:
     """Locations ("file:line", or "file: row n" from 1) and rows of the dataset at `path`, in order.
 
-    key: the configuration key that names it, for messages. split: of a directory; None takes the first of `usual` that is there, or
-    the only one. Raises DataError.
+    key: the configuration key that names it, for messages. split: of a directory; None takes the
+    first of `usual` that is there, or the only one. Raises DataError.
     """
     file = Path(path)
     if not file.exists():
-        raise DataError(f"{key}: {path} does not exist; name a JSONL or parquet file, or a directory of a dataset")
+        raise DataError(
+            f"{key}: {path} does not exist; name a JSONL or parquet file, or a directory of a "
+            "dataset"
+        )
     if file.is_dir():
         for part in _parts(file, key, split, usual):
             yield from _file_rows(part, key)
         return
     if split is not None:
-        raise DataError(f"{key}: {path} is one file, which has no split {split}; remove split, or name a directory")
+        raise DataError(
+            f"{key}: {path} is one file, which has no split {split}; remove split, or name a "
+            "directory"
+        )
     yield from _file_rows(file, key)
 
 
 def _file_rows(file: Path, key: str) -> Rows:
     if not file.is_file():
-        raise DataError(f"{key}: {file} is a device or a pipe, not an ordinary file; name a JSONL or parquet file")
+        raise DataError(
+            f"{key}: {file} is a device or a pipe, not an ordinary file; name a JSONL or parquet "
+            "file"
+        )
     try:
         with open_plain(file) as stream:
             magic = stream.read(len(ARROW_FILE_MAGIC))
     except OSError as error:
-        raise DataError(f"{key}: {file} cannot be read ({reason(error)}); give a file that can be") from None
+        raise DataError(
+            f"{key}: {file} cannot be read ({reason(error)}); give a file that can be"
+        ) from None
     if magic.startswith(PARQUET_MAGIC):
         return _table_rows(file, "parquet")
     ending = file.suffix.lower()
@@ -90,19 +107,28 @@ def _parts(directory: Path, key: str, split: str | None, usual: Sequence[str]) -
         return _saved_files(directory / chosen, key)
     if (directory / "state.json").exists():
         if split is not None:
-            raise DataError(f"{key}: {directory} is one dataset, which has no split {split}; remove split")
+            raise DataError(
+                f"{key}: {directory} is one dataset, which has no split {split}; remove split"
+            )
         return _saved_files(directory, key)
     return _loose_files(directory, key, split, usual)
 
 
 def _saved_files(directory: Path, key: str) -> list[Path]:
     """List the files that Dataset.save_to_disk wrote, in the order of its rows."""
-    names = _read_json(directory / "state.json", key, lambda found: [f["filename"] for f in found["_data_files"]])
+    names = _read_json(
+        directory / "state.json", key, lambda found: [f["filename"] for f in found["_data_files"]]
+    )
     if not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise DataError(f"{key}: {directory}/state.json names files of other directories; save the dataset again")
+        raise DataError(
+            f"{key}: {directory}/state.json names files of other directories; save the dataset "
+            "again"
+        )
     files = [directory / name for name in names]
     if missing := [file for file in files if not file.exists()]:
-        raise DataError(f"{key}: {missing[0]} does not exist, which state.json names; copy the whole directory")
+        raise DataError(
+            f"{key}: {missing[0]} does not exist, which state.json names; copy the whole directory"
+        )
     return files
 
 
@@ -117,11 +143,13 @@ def _loose_files(directory: Path, key: str, split: str | None, usual: Sequence[s
             and not any(part.startswith((".", "_")) for part in file.relative_to(directory).parts)
         )
     except OSError as error:
-        raise DataError(f"{key}: {directory} cannot be read ({error.strerror}); check its permissions") from None
+        raise DataError(
+            f"{key}: {directory} cannot be read ({error.strerror}); check its permissions"
+        ) from None
     if not files:
         raise DataError(
-            f"{key}: {directory} holds no dataset (neither dataset_dict.json, state.json nor {', '.join(_ENDINGS)} files); name a "
-            f"file, or the directory of one dataset"
+            f"{key}: {directory} holds no dataset (neither dataset_dict.json, state.json nor "
+            f"{', '.join(_ENDINGS)} files); name a file, or the directory of one dataset"
         )
     by_split: dict[str, list[Path]] = {}
     for file in files:
@@ -135,7 +163,10 @@ def _loose_files(directory: Path, key: str, split: str | None, usual: Sequence[s
     ):
         if len(places) > 1:
             several = ", ".join(sorted(str(place) for place in places))
-            raise DataError(f"{key}: {directory} holds files of several {what} ({several}); name one file or directory")
+            raise DataError(
+                f"{key}: {directory} holds files of several {what} ({several}); name one file or "
+                "directory"
+            )
     return chosen
 
 
@@ -147,7 +178,9 @@ def _split_of(file: Path) -> str:
     return ""
 
 
-def _choose(splits: Sequence[str], split: str | None, usual: Sequence[str], directory: Path, key: str) -> str:
+def _choose(
+    splits: Sequence[str], split: str | None, usual: Sequence[str], directory: Path, key: str
+) -> str:
     wanted = (split,) if split is not None else tuple(usual)
     for name in wanted:
         if name in splits:
@@ -155,7 +188,8 @@ def _choose(splits: Sequence[str], split: str | None, usual: Sequence[str], dire
     if split is None and len(splits) == 1:
         return splits[0]
     raise DataError(
-        f"{key}: {directory} has the splits {', '.join(splits) or 'none'}, not {' or '.join(wanted)}; name one of them with split"
+        f"{key}: {directory} has the splits {', '.join(splits) or 'none'}, not "
+        f"{' or '.join(wanted)}; name one of them with split"
     )
 
 
@@ -180,7 +214,8 @@ def _csv_rows(file: Path, separator: str) -> Rows:
             for row in reader:
                 if None in row or None in row.values():
                     raise DataError(
-                        f"{file}:{reader.line_num}: another number of cells than the first line; correct the row"
+                        f"{file}:{reader.line_num}: another number of cells than the first line; "
+                        "correct the row"
                     )
                 yield f"{file}:{reader.line_num}", row
                 first_line = reader.line_num + 1
@@ -188,23 +223,29 @@ def _csv_rows(file: Path, separator: str) -> Rows:
         raise DataError(f"{file}: is no CSV in UTF-8 ({error}); write the file again") from None
     except csv.Error as error:
         raise DataError(
-            f"{file}:{first_line}: the row is no CSV ({error}); correct its quotes (a quote inside a quoted cell is "
-            f"written twice), or write the file again"
+            f"{file}:{first_line}: the row is no CSV ({error}); correct its quotes (a quote inside "
+            "a quoted cell is written twice), or write the file again"
         ) from None
 
 
 def _refuse_repeated(location: str, names: Sequence[str]) -> None:
     """Of two columns of one name only one could be read."""
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(f"{location}: two columns are called {as_json(repeated[0])}; rename or remove one of them")
+        raise DataError(
+            f"{location}: two columns are called {as_json(repeated[0])}; rename or remove one of "
+            "them"
+        )
 
 
 def _jsonl_rows(file: Path) -> Rows:
     with file.open("rb") as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(LONGEST_ROW_BYTES + 1), b""), start=1):
+        for number, line in enumerate(
+            iter(lambda: stream.readline(LONGEST_ROW_BYTES + 1), b""), start=1
+        ):
             if len(line) > LONGEST_ROW_BYTES:
                 raise DataError(
-                    f"{file}:{number}: the line is longer than {LONGEST_ROW_BYTES >> 20} MiB; write one JSON object per line"
+                    f"{file}:{number}: the line is longer than {LONGEST_ROW_BYTES >> 20} MiB; "
+                    "write one JSON object per line"
                 )
             if not line.strip():
                 continue
@@ -214,20 +255,27 @@ def _jsonl_rows(file: Path) -> Rows:
                 row = json.loads(text, object_pairs_hook=_without_repeated)
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"{location}: byte {error.start} is not UTF-8; save the file as UTF-8 JSONL or as parquet"
+                    f"{location}: byte {error.start} is not UTF-8; save the file as UTF-8 JSONL or "
+                    "as parquet"
                 ) from None
             except (ValueError, RecursionError) as error:
                 problem = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-                raise DataError(f"{location}: not valid JSON ({problem}); each line must be one JSON object") from None
+                raise DataError(
+                    f"{location}: not valid JSON ({problem}); each line must be one JSON object"
+                ) from None
             if rb"\ud" in line.lower() and not is_text(row):
                 raise DataError(
-                    f"{location}: half of a surrogate pair (\\uD800 to \\uDFFF), which is no text; correct the row"
+                    f"{location}: half of a surrogate pair (\\uD800 to \\uDFFF), which is no text; "
+                    "correct the row"
                 )
             yield location, row
 
 
 def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError where a name occurs twice, of which the first would be lost."""
+    """An object of JSON.
+
+    Raises ValueError where a name occurs twice, of which the first would be lost.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         (repeated, _), *_ = Counter(name for name, _ in pairs).most_common(1)
@@ -236,7 +284,9 @@ def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_text(row: Any) -> bool:
-    """Whether a JSON value can be written as UTF-8: escapes can name code points that are no characters."""
+    """Whether a JSON value can be written as UTF-8: escapes can name code points that are no
+    characters.
+    """
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -257,7 +307,8 @@ def _table_rows(file: Path, form: str) -> Rows:
                 yield f"{file}: row {number}", TableRow(_plain_numbers(row))
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{file}: after row {number}, a text column is not UTF-8 (byte {error.start} of a value); write the file again"
+            f"{file}: after row {number}, a text column is not UTF-8 (byte {error.start} of a "
+            "value); write the file again"
         ) from None
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(
@@ -266,7 +317,9 @@ def _table_rows(file: Path, form: str) -> Rows:
 
 
 def _plain_numbers(value: Any) -> Any:
-    """The value without decimals, which JSON does not know: as numbers, as texts where a float is not exact."""
+    """The value without decimals, which JSON does not know: as numbers, as texts where a float is
+    not exact.
+    """
     if isinstance(value, Decimal):
         if value == value.to_integral_value():
             return int(value)

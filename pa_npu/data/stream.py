@@ -1,8 +1,10 @@
-"""The stream of training prompts: datasets in seeded epochs, several of them by weight, endless, resumable by position.
+"""The stream of training prompts: datasets in seeded epochs, several of them by weight, endless,
+resumable by position.
 
-Of several datasets the turn is that of the one with the least (2 n + 1) / weight, n being what it has given so far (the divisor
-method of Webster and Sainte-Lague, which apportions seats by votes): every stretch of prompts, and so every iteration, has the
-shares of the weights up to rounding, and no random number is drawn.
+Of several datasets the turn is that of the one with the least (2 n + 1) / weight, n being what it
+has given so far (the divisor method of Webster and Sainte-Lague, which apportions seats by votes):
+every stretch of prompts, and so every iteration, has the shares of the weights up to rounding, and
+no random number is drawn.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from pa_npu.errors import DataError
 
 @dataclass(frozen=True)
 class Outcome:
-    """The worth of a prompt's responses. right: the share that is correct; None where a reward function failed.
+    """The worth of a prompt's responses. right: the share that is correct; None where a reward
+    function failed.
 
     reward: their mean.
     """
@@ -34,11 +37,13 @@ class Outcome:
 
 
 class PromptStream:
-    """Endless prompts of one dataset in epochs: each holds every prompt once, in an order given by (seed, epoch).
+    """Endless prompts of one dataset in epochs: each holds every prompt once, in an order given by
+    (seed, epoch).
 
-    The position counts prompts since the start, with the same dataset and seed it determines everything that
-    follows, so a resumed run neither drops nor repeats a prompt (I6). Positions are plain integers for checkpoints;
-    `state()` adds a fingerprint of the dataset, which `restore()` checks.
+    The position counts prompts since the start, with the same dataset and seed it determines
+    everything that follows, so a resumed run neither drops nor repeats a prompt (I6). Positions are
+    plain integers for checkpoints; `state()` adds a fingerprint of the dataset, which `restore()`
+    checks.
     """
 
     def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
@@ -65,7 +70,8 @@ class PromptStream:
     def _epoch_order(self, epoch: int) -> npt.NDArray[np.int64]:
         if not self._shuffle:
             return np.arange(len(self._prompts))
-        # RandomState's streams are frozen (NEP 19), so a resumed run sees the same order under any NumPy version.
+        # RandomState's streams are frozen (NEP 19), so a resumed run sees the same order under any
+        # NumPy version.
         return np.random.RandomState([self._seed, epoch]).permutation(len(self._prompts))
 
     def state(self) -> dict[str, Any]:
@@ -73,11 +79,13 @@ class PromptStream:
         return {"position": self._position, "fingerprint": self.fingerprint}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was asked for, after checking that dataset, seed and order are the same."""
+        """Goes on where `state` was asked for, after checking that dataset, seed and order are the
+        same.
+        """
         if state.get("fingerprint") != self.fingerprint:
             raise DataError(
-                "data.train: prompts, run.seed or data.shuffle differ from those of the checkpoint, so its position "
-                "means other prompts; restore them, or start a new run"
+                "data.train: prompts, run.seed or data.shuffle differ from those of the "
+                "checkpoint, so its position means other prompts; restore them, or start a new run"
             )
         self._position = int(state["position"])
 
@@ -92,7 +100,8 @@ class PromptStream:
 
 
 class TrainingStream:
-    """The prompts of data.train, from which the coordinator takes; a position in it is part of every checkpoint (I6).
+    """The prompts of data.train, from which the coordinator takes; a position in it is part of
+    every checkpoint (I6).
 
     loaded: by dataset, as load_training.
     """
@@ -108,14 +117,18 @@ class TrainingStream:
         return [self._next() for _ in range(num_prompts)]
 
     def _next(self) -> Prompt:
-        turn = min(range(len(self._streams)), key=lambda i: (2 * self._taken[i] + 1) / self._weights[i])
+        turn = min(
+            range(len(self._streams)), key=lambda i: (2 * self._taken[i] + 1) / self._weights[i]
+        )
         self._taken[turn] += 1
         return self._streams[turn].take(1)[0]
 
     def observe(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-        """Numbers for the record of an iteration whose prompts were worth this: nothing of one dataset alone.
+        """Numbers for the record of an iteration whose prompts were worth this: nothing of one
+        dataset alone.
 
-        sources: by name, prompts of the iteration with their mean accuracy and reward, and the dataset's share by weight.
+        sources: by name, prompts of the iteration with their mean accuracy and reward, and the
+        dataset's share by weight.
         """
         if len(self._streams) == 1:
             return {}
@@ -146,7 +159,8 @@ class TrainingStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was asked for; with other weights, as if nothing had been given by these.
+        """Goes on where `state` was asked for; with other weights, as if nothing had been given by
+        these.
 
         Raises DataError where it is of other data.
         """
@@ -156,8 +170,8 @@ class TrainingStream:
         saved = state.get("sources")
         if not isinstance(saved, list) or [one.get("name") for one in saved] != self._names:
             raise DataError(
-                f"data.train: the checkpoint is of other datasets than {', '.join(self._names)}, so its position means other "
-                f"prompts; restore them, or start a new run"
+                f"data.train: the checkpoint is of other datasets than {', '.join(self._names)}, "
+                "so its position means other prompts; restore them, or start a new run"
             )
         for stream, one in zip(self._streams, saved, strict=True):
             stream.restore(one)

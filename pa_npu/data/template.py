@@ -1,4 +1,6 @@
-"""The chat template that prompts are rendered with, and which variables it reads: an option that it does not know is refused."""
+"""The chat template that prompts are rendered with, and which variables it reads: an option that it
+does not know is refused.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,28 @@ RENDER_TIME_LIMIT_S = 5.0  # of processor time; a prompt is rendered in less tha
 RENDER_MEMORY_BYTES = 1 << 30  # the longest row's characters, of four bytes each, in a few copies
 
 # What every rendering gives it.
-_GIVEN = frozenset({"messages", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token", "eos_token"})
+_GIVEN = frozenset(
+    {
+        "messages",
+        "add_generation_prompt",
+        "raise_exception",
+        "strftime_now",
+        "bos_token",
+        "eos_token",
+    }
+)
 _SPECIAL = "_token"  # pad_token, unk_token and others are the tokenizer's
 
 
 def chosen_template(tokenizer: Any, config: DataConfig) -> Any:
-    """A text, or several by name where the tokenizer has several; None where prompts are plain text. Raises DataError."""
+    """A text, or several by name where the tokenizer has several; None where prompts are plain
+    text. Raises DataError.
+    """
     own = getattr(tokenizer, "chat_template", None) or None
     if config.chat_template == "always" and own is None:
         raise DataError(
-            "data.chat_template: always, but the model's tokenizer has no chat template; set it to auto or never, "
-            "or name a file with one"
+            "data.chat_template: always, but the model's tokenizer has no chat template; set it to "
+            "auto or never, or name a file with one"
         )
     if config.chat_template in ("auto", "always"):
         return own
@@ -39,15 +52,22 @@ class TemplateFailed(Exception):
 
 
 def rendered(tokenizer: Any, template: Any, messages: Sequence[Any], **options: Any) -> str:
-    """The text that the template makes of messages, within limits of time and memory. Raises TemplateFailed."""
+    """The text that the template makes of messages, within limits of time and memory.
+
+    Raises TemplateFailed.
+    """
     try:
         with memory_limit(RENDER_MEMORY_BYTES), time_limit(RENDER_TIME_LIMIT_S):
-            text = tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template, **options)
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, chat_template=template, **options
+            )
     except TimeLimitReached:
         raise TemplateFailed(f"does not end within {RENDER_TIME_LIMIT_S:g} s") from None
     except MemoryError:
         raise TemplateFailed(f"takes more than {RENDER_MEMORY_BYTES >> 20} MiB of memory") from None
-    except Exception as error:  # a template may raise whatever it likes, e.g. for a role that it does not know
+    except (
+        Exception
+    ) as error:  # a template may raise whatever it likes, e.g. for a role that it does not know
         raise TemplateFailed(f"refuses these messages ({reason(error)})") from None
     if not isinstance(text, str) or len(text) > LONGEST_PROMPT_CHARACTERS:
         raise TemplateFailed(f"gives more than {LONGEST_PROMPT_CHARACTERS} characters")
@@ -60,8 +80,8 @@ def check_options(template: Any, config: DataConfig) -> None:
         return
     if template is None:
         raise DataError(
-            "data.template_options: the model's tokenizer has no chat template to read them; remove the key, or name a template "
-            "with data.chat_template"
+            "data.template_options: the model's tokenizer has no chat template to read them; "
+            "remove the key, or name a template with data.chat_template"
         )
     known = template_variables(template)
     for name in config.template_options:
@@ -78,7 +98,8 @@ def read_template(file: str) -> str:
         text = read_plain(file, LONGEST_TEMPLATE_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
-            f"data.chat_template: {file} cannot be read ({reason(error)}); name a file with a chat template"
+            f"data.chat_template: {file} cannot be read ({reason(error)}); name a file with a chat "
+            "template"
         ) from None
     if not text.strip():
         raise DataError(f"data.chat_template: {file} is empty; name a file with a chat template")
@@ -86,7 +107,9 @@ def read_template(file: str) -> str:
 
 
 def template_variables(template: Any) -> set[str] | None:
-    """Names that a user may set; None where that cannot be told: several templates, or tags that are not jinja's."""
+    """Names that a user may set; None where that cannot be told: several templates, or tags that
+    are not jinja's.
+    """
     import jinja2
     import jinja2.meta
 

@@ -1,4 +1,6 @@
-"""Texts of any length become tokens in an event loop: long ones in a thread, and none that cannot fit."""
+"""Texts of any length become tokens in an event loop: long ones in a thread, and none that cannot
+fit.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class TextEncoder:
         self._for_thread: Any = None  # tokenizers may not be used by two threads at a time
         self._turn = asyncio.Lock()
 
-    async def encode(self, text: str, *, max_tokens: int, special: bool = False) -> list[int] | None:
+    async def encode(
+        self, text: str, *, max_tokens: int, special: bool = False
+    ) -> list[int] | None:
         """The tokens of a text; None for one so long that it has more than max_tokens in any case.
 
         special: with the tokens that the tokenizer puts around a text.

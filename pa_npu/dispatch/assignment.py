@@ -1,4 +1,6 @@
-"""Which replica trains a group, or which part of it, and in which of the replica's slots of the iteration; by what that costs."""
+"""Which replica trains a group, or which part of it, and in which of the replica's slots of the
+iteration; by what that costs.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,28 @@ from pa_npu.errors import InvariantViolation
 from pa_npu.families.spec import ModelSpec
 
 GroupCost = Callable[[int, Sequence[int]], float]
-"""Cost of training a group, in any unit, from the length of its prompt and those of its responses; GroupWork is one."""
+"""Cost of training a group, in any unit, from the length of its prompt and those of its responses;
+GroupWork is one.
+"""
 
-# How many groups a replica may be ahead of another, while groups stream in: more would balance no better (1% of an iteration)
-# and leave some replicas without work meanwhile.
+# How many groups a replica may be ahead of another, while groups stream in: more would balance no
+# better (1% of an iteration) and leave some replicas without work meanwhile.
 _LEAD = 2
-# The groups still to come are taken for at least so much of what was expected of them, however much has come already.
+# The groups still to come are taken for at least so much of what was expected of them, however much
+# has come already.
 _LEAST_LEFT = 0.3
-# Halvings of the interval in which the end of a group's parts lies: a thousandth of a group's seconds.
+# Halvings of the interval in which the end of a group's parts lies: a thousandth of a group's
+# seconds.
 _HALVINGS = 10
 
 
 class GroupWork:
-    """Operations of a group's microbatches as they are packed: linear layers by token, attention by pair, head by prediction.
+    """Operations of a group's microbatches as they are packed: linear layers by token, attention by
+    pair, head by prediction.
 
-    Tokens alone would call 8 responses of 1,000 and 1 of 8,000 the same, whose attention differs by a factor of 8. Packed
-    sequences' padding and the passes of frozen models, which have the same shape, are left out.
+    Tokens alone would call 8 responses of 1,000 and 1 of 8,000 the same, whose attention differs by
+    a factor of 8. Packed sequences' padding and the passes of frozen models, which have the same
+    shape, are left out.
     """
 
     def __init__(self, spec: ModelSpec, config: Config) -> None:
@@ -40,21 +48,28 @@ class GroupWork:
             response_lengths[start : start + self._responses]
             for start in range(0, len(response_lengths), self._responses)
         ]
-        return sum(self._flops.group(prompt_length, lengths, shared=self._shared_prompt) for lengths in pieces)
+        return sum(
+            self._flops.group(prompt_length, lengths, shared=self._shared_prompt)
+            for lengths in pieces
+        )
 
 
 @dataclass(eq=False, repr=False)
 class Assignment:
-    """Slots of one iteration: every replica gets the same number of groups, each group, or each part, exactly one slot (I2).
+    """Slots of one iteration: every replica gets the same number of groups, each group, or each
+    part, exactly one slot (I2).
 
-    order=prompt: replica index % R, slot index // R, whatever the arrival, so that the update is that of a synchronous run.
-    order=completion: slots in order of arrival. One by one (assign), a group of more than average work goes where the least
-    work is in sight, one of less to where the most is: what a replica has, and an average group for each of its free slots.
-    All together (assign_all), by falling work, each to the replica with the least so far. Either way within each share of
-    the iteration's groups that makes an optimizer step of its own, since replicas wait for each other at a step.
+    order=prompt: replica index % R, slot index // R, whatever the arrival, so that the update is
+    that of a synchronous run. order=completion: slots in order of arrival. One by one (assign), a
+    group of more than average work goes where the least work is in sight, one of less to where the
+    most is: what a replica has, and an average group for each of its free slots. All together
+    (assign_all), by falling work, each to the replica with the least so far. Either way within each
+    share of the iteration's groups that makes an optimizer step of its own, since replicas wait for
+    each other at a step.
 
-    shares: optimizer steps per iteration. expected_work: of all groups together, as estimated beforehand; None: unknown. unequal: a
-    replica may get any number of groups from one on, with one share, where each is assigned to a replica that is named (assign_to).
+    shares: optimizer steps per iteration. expected_work: of all groups together, as estimated
+    beforehand; None: unknown. unequal: a replica may get any number of groups from one on, with one
+    share, where each is assigned to a replica that is named (assign_to).
     """
 
     order: Literal["prompt", "completion"]
@@ -109,36 +124,46 @@ class Assignment:
         return [replica for replica, filled in enumerate(self._filled) if not filled]
 
     def assign_all(self, indices: Sequence[int], works: Sequence[float]) -> list[tuple[int, int]]:
-        """(replica, slot) of all groups of an iteration, which are given in the order in which they are to be trained."""
+        """(replica, slot) of all groups of an iteration, which are given in the order in which they
+        are to be trained.
+        """
         slots: list[tuple[int, int]] = []
         size = len(self._filled) * self._per_share
         for start in range(0, len(indices), size):
             share = works[start : start + size]
             replicas = self._by_falling_work(share)
-            for index, work, replica in zip(indices[start : start + size], share, replicas, strict=True):
+            for index, work, replica in zip(
+                indices[start : start + size], share, replicas, strict=True
+            ):
                 self._take(index)
                 slots.append(self._put(index, work, replica))
         return slots
 
     def finish(self, num_groups: int | None = None) -> None:
-        """Asserts that every slot is filled (I2). num_groups: of the iteration, where it turned out to be fewer than its slots."""
+        """Asserts that every slot is filled (I2). num_groups: of the iteration, where it turned out
+        to be fewer than its slots.
+        """
         each = self.groups_per_replica if num_groups is None else num_groups // len(self._filled)
         if self.unequal and min(self._filled) and len(self._indices) == each * len(self._filled):
             return
         if any(filled != each for filled in self._filled):
-            raise InvariantViolation(f"I2 exactly once: replicas got {self._filled} groups, each must get {each}")
+            raise InvariantViolation(
+                f"I2 exactly once: replicas got {self._filled} groups, each must get {each}"
+            )
 
     @property
     def imbalance(self) -> float:
-        """The share of time that replicas wait for the one with the most work: sum over steps of the most / sum of the mean,
-        minus 1."""
+        """The share of time that replicas wait for the one with the most work: sum over steps of
+        the most / sum of the mean, minus 1."""
         mean = sum(map(sum, self._work)) / len(self._filled)
         return sum(map(max, self._work)) / mean - 1.0 if mean else 0.0
 
     def _take(self, index: int) -> None:
         total = len(self._filled) * self.groups_per_replica
         if index in self._indices or not 0 <= index < total:
-            raise InvariantViolation(f"I2 exactly once: group {index} of {total} was assigned before or does not exist")
+            raise InvariantViolation(
+                f"I2 exactly once: group {index} of {total} was assigned before or does not exist"
+            )
         self._indices.add(index)
 
     def _put(self, index: int, work: float, replica: int) -> tuple[int, int]:
@@ -159,7 +184,11 @@ class Assignment:
         free = [r for r, filled in enumerate(self._filled) if filled < min(end, least + _LEAD)]
         typical = self._typical(work)
         projected = {r: self._work[share][r] + (end - self._filled[r]) * typical for r in free}
-        return min(free, key=projected.__getitem__) if work >= typical else max(free, key=projected.__getitem__)
+        return (
+            min(free, key=projected.__getitem__)
+            if work >= typical
+            else max(free, key=projected.__getitem__)
+        )
 
     def _typical(self, work: float) -> float:
         """Mean work of the groups still to come, or of those that came where nothing is known."""
@@ -195,12 +224,15 @@ def common_end_s(free_s: Sequence[float], work_s: float) -> float:
 def parts_of(
     size: int, seconds: Callable[[int, int], float], free_s: Mapping[int, float], earliest_s: float
 ) -> dict[int, tuple[int, int]]:
-    """By replica, the samples of one of the last groups that it trains, from one number to before another: all end together.
+    """By replica, the samples of one of the last groups that it trains, from one number to before
+    another: all end together.
 
-    A group that is trained whole keeps one replica busy while the others wait. Its advantages are made before it is divided.
+    A group that is trained whole keeps one replica busy while the others wait. Its advantages are
+    made before it is divided.
 
-    size: samples of the group. seconds: what training samples from one number to before another takes. free_s: when each replica
-    is, of equal ones the preferred first. earliest_s: an end before which nothing is gained, since other groups keep replicas busy.
+    size: samples of the group. seconds: what training samples from one number to before another
+    takes. free_s: when each replica is, of equal ones the preferred first. earliest_s: an end
+    before which nothing is gained, since other groups keep replicas busy.
     """
     order = sorted(free_s, key=free_s.__getitem__)
 

@@ -1,9 +1,12 @@
-"""When engines stop decoding and their devices begin to train, in an iteration in which every device does both.
+"""When engines stop decoding and their devices begin to train, in an iteration in which every
+device does both.
 
-All devices decode. When what is left fits on fewer engines, the engines of a unit hand their sequences on, and its replicas train
-finished groups; the last units follow when the last response is there. `rest_of` predicts the end of the iteration, in virtual
-time, under a rule that keeps at most so many sequences on an engine; `decoding_units` tries a family of such rules at a completion,
-and says how many units should decode from now on. A simulator runs the same code (tools/simulate_roles.py).
+All devices decode. When what is left fits on fewer engines, the engines of a unit hand their
+sequences on, and its replicas train finished groups; the last units follow when the last response
+is there. `rest_of` predicts the end of the iteration, in virtual time, under a rule that keeps at
+most so many sequences on an engine; `decoding_units` tries a family of such rules at a completion,
+and says how many units should decode from now on. A simulator runs the same code
+(tools/simulate_roles.py).
 
 In the prediction engines are one pool: with n sequences on m of them a decode step takes  step_s + sequence_s * n / m  seconds. Its
 error is corrected at every completion, since only the change that is due now is ever made.
@@ -22,11 +25,13 @@ from pa_npu.config.schema import Config
 from pa_npu.dispatch.assignment import common_end_s
 from pa_npu.dispatch.schedule import EngineSpeed
 
-# Rules tried: sequences per engine, between what engines have now and the most that they may have; and how many units, of all,
-# change together, since every change makes the others compute the moved sequences' tokens once more.
+# Rules tried: sequences per engine, between what engines have now and the most that they may have;
+# and how many units, of all, change together, since every change makes the others compute the moved
+# sequences' tokens once more.
 _LEVELS = 10
 _TOGETHER = (0.0, 0.125, 0.25)
-# A change has to pay by this much of what is left, or the device decodes on: predictions of lengths are no better.
+# A change has to pay by this much of what is left, or the device decodes on: predictions of lengths
+# are no better.
 _LEAST_GAIN = 0.01
 
 
@@ -42,16 +47,26 @@ def units_of(config: Config) -> list[Unit]:
     """The finest parts of the run of which one can train while the others decode."""
     mesh = config.mesh
     joined = [
-        {mesh.place(rank).replica for rank in config.ranks_beside(index)} for index in range(config.rollout.engines)
+        {mesh.place(rank).replica for rank in config.ranks_beside(index)}
+        for index in range(config.rollout.engines)
     ]
-    together = [*joined, *({mesh.place(rank).replica for rank in group} for group in mesh.shard_groups())]
-    together += [{mesh.place(rank).replica for rank in group} for group in mesh.groups("expert_tensor", "expert")]
+    together = [
+        *joined,
+        *({mesh.place(rank).replica for rank in group} for group in mesh.shard_groups()),
+    ]
+    together += [
+        {mesh.place(rank).replica for rank in group}
+        for group in mesh.groups("expert_tensor", "expert")
+    ]
     parts = [{replica} for replica in range(mesh.data)]
     for one in together:
         touched = [part for part in parts if part & one]
         parts = [part for part in parts if not part & one] + [set().union(*touched)]
     return [
-        Unit(tuple(index for index, replicas in enumerate(joined) if replicas & part), tuple(sorted(part)))
+        Unit(
+            tuple(index for index, replicas in enumerate(joined) if replicas & part),
+            tuple(sorted(part)),
+        )
         for part in sorted(parts, key=min)
     ]
 
@@ -60,11 +75,14 @@ def units_of(config: Config) -> list[Unit]:
 class Rest:
     """The rest of an iteration.
 
-    remaining: tokens to come of each living sequence [sequences]. group: its group's number [sequences]. written: its tokens so
-    far, with the prompt, which another engine would have to compute [sequences]. decoding: units that decode. engines, replicas: of
-    a unit. trains_s: what training each group takes a replica [groups]. ready_s: the same of finished groups that no replica has.
-    free_s: for each replica that trains, when it will have done what it has. most: sequences on an engine. parts: in how
-    many the last groups may be trained, by as many replicas. change_s: seconds of a change of roles.
+    remaining: tokens to come of each living sequence [sequences]. group: its group's number
+    [sequences]. written: its tokens so far, with the prompt, which another engine would have to
+    compute [sequences]. decoding: units that decode. engines, replicas: of a unit. trains_s: what
+    training each group takes a replica [groups]. ready_s: the same of finished groups that no
+    replica has.
+    free_s: for each replica that trains, when it will have done what it has. most: sequences on an
+    engine. parts: in how many the last groups may be trained, by as many replicas. change_s:
+    seconds of a change of roles.
     """
 
     remaining: npt.NDArray[np.float64]
@@ -83,7 +101,9 @@ class Rest:
 
 @dataclass(frozen=True)
 class Rule:
-    """Keep at most so many sequences on an engine, and change as many units at a time. sequences 0: in turns, nobody changes."""
+    """Keep at most so many sequences on an engine, and change as many units at a time. sequences 0:
+    in turns, nobody changes.
+    """
 
     sequences: float
     together: int = 1
@@ -109,13 +129,16 @@ def rest_of(rest: Rest, rule: Rule, speed: EngineSpeed) -> float:
     units = units_by(rule, rest, living)
     steps = np.diff(ends, prepend=0.0)
     seconds = steps * (speed.step_s + speed.sequence_s * living / (units * rest.engines))
-    left = -np.diff(units, prepend=float(rest.decoding))  # units that change as each of these begins
+    # units that change as each of these begins
+    left = -np.diff(units, prepend=float(rest.decoding))
     moving = np.flatnonzero(left)
     if len(moving):
         # a mover has been decoded for as long as those before it
         tokens = rest.written.mean() + np.concatenate([[0.0], ends[:-1]])[moving]
         share = left[moving] / (units[moving] + left[moving])
-        seconds[moving] += speed.prompt_token_s * share * living[moving] * tokens / (units[moving] * rest.engines)
+        seconds[moving] += (
+            speed.prompt_token_s * share * living[moving] * tokens / (units[moving] * rest.engines)
+        )
     clock = np.cumsum(seconds)
     begins = clock - seconds
     ready = np.full(len(rest.trains_s), 0.0)
@@ -128,15 +151,18 @@ def rest_of(rest: Rest, rule: Rule, speed: EngineSpeed) -> float:
     last = round(float(units[-1])) if len(units) else rest.decoding
     free += [decoded + rest.change_s] * (per_unit * last)
     arriving = sorted(
-        [(0.0, cost) for cost in rest.ready_s] + list(zip(ready.tolist(), rest.trains_s.tolist(), strict=True))
+        [(0.0, cost) for cost in rest.ready_s]
+        + list(zip(ready.tolist(), rest.trains_s.tolist(), strict=True))
     )
     return max(decoded, trained_s(arriving, free, rest.parts))
 
 
 def trained_s(arriving: Sequence[tuple[float, float]], free: list[float], parts: int = 1) -> float:
-    """When the last of the groups (ready at, takes) is trained: whoever is free first takes the longest that is there.
+    """When the last of the groups (ready at, takes) is trained: whoever is free first takes the
+    longest that is there.
 
-    parts: when the last has arrived, replicas share what is left, each group in so many parts at most.
+    parts: when the last has arrived, replicas share what is left, each group in so many parts at
+    most.
     """
     heapq.heapify(free)
     waiting: list[float] = []

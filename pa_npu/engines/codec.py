@@ -1,6 +1,8 @@
-"""JSON of /v1/completions as vLLM's server has it: building the request, decoding and checking the response.
+"""JSON of /v1/completions as vLLM's server has it: building the request, decoding and checking the
+response.
 
-A response that anything uses has a length within what was asked for, token ids within the vocabulary and possible log-probs.
+A response that anything uses has a length within what was asked for, token ids within the
+vocabulary and possible log-probs.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ _LOGPROB_ROUNDING = 1e-4
 # vLLM replaces -inf by this, which a sampled token cannot have.
 _LOGPROB_CLAMP = -9999.0
 # abort: how vLLM ends what it hands on
-_REASONS: dict[str | None, Literal["stop", "length", "cut"]] = {"stop": "stop", "length": "length", "abort": "cut"}
+_REASONS: dict[str | None, Literal["stop", "length", "cut"]] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "cut",
+}
 
 
 class LogProbs(msgspec.Struct, gc=False):
@@ -56,7 +62,8 @@ class _Response(msgspec.Struct, gc=False):
 
 
 _encoder = msgspec.json.Encoder()
-# Typed decoding skips the fields that are most of the bytes (token strings, offsets, top log-probs, the echoed prompt).
+# Typed decoding skips the fields that are most of the bytes (token strings, offsets, top log-probs,
+# the echoed prompt).
 _decoder = msgspec.json.Decoder(_Response)
 
 
@@ -67,9 +74,11 @@ def encode_request(
     sampling: Sampling,
     written: npt.NDArray[np.int32] = NOTHING,
 ) -> bytes:
-    """Every sampling parameter is explicit, so that no generation_config.json of a model changes the distribution.
+    """Every sampling parameter is explicit, so that no generation_config.json of a model changes
+    the distribution.
 
-    written: the beginning of the one response that is asked for, which the engine computes as a part of the prompt.
+    written: the beginning of the one response that is asked for, which the engine computes as a
+    part of the prompt.
     """
     body: dict[str, Any] = {
         "model": SERVED_MODEL,
@@ -89,7 +98,8 @@ def encode_request(
         "return_token_ids": True,
     }
     if sampling.stop:
-        # the text is what the tokens say, the stop included, so that nothing is lost between text and tokens
+        # the text is what the tokens say, the stop included, so that nothing is lost between text
+        # and tokens
         body |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
     if sampling.logprobs:
         body["logprobs"] = 0
@@ -110,7 +120,10 @@ def decode_response(
     engine: str,
     version: int | None = None,
 ) -> list[Generation]:
-    """The n responses in order of their seeds. Raises EngineError when a count, length, id or value is impossible."""
+    """The n responses in order of their seeds.
+
+    Raises EngineError when a count, length, id or value is impossible.
+    """
     try:
         choices = _decoder.decode(data).choices
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -123,13 +136,19 @@ def decode_response(
     return checked_generations(choices, sampling, vocab_size, engine, version)
 
 
-def recorded_routes(data: bytes, layers: Sequence[int]) -> tuple[str, list[npt.NDArray[np.uint16]] | None]:
-    """(the answer's id, each response's routes uint16 [tokens, layers, experts per token], where the engine answers with them).
+def recorded_routes(
+    data: bytes, layers: Sequence[int]
+) -> tuple[str, list[npt.NDArray[np.uint16]] | None]:
+    """(the answer's id, each response's routes uint16 [tokens, layers, experts per token], where
+    the engine answers with them).
 
-    layers: those with experts; the engine may have rows for all. Raises ValueError where these are no arrays.
+    layers: those with experts; the engine may have rows for all. Raises ValueError where these are
+    no arrays.
     """
     answer = _decoder.decode(data)
-    texts = [choice.routed_experts for choice in sorted(answer.choices, key=lambda choice: choice.index)]
+    texts = [
+        choice.routed_experts for choice in sorted(answer.choices, key=lambda choice: choice.index)
+    ]
     if None in texts:
         return answer.id, None
     arrays = []
@@ -139,14 +158,19 @@ def recorded_routes(data: bytes, layers: Sequence[int]) -> tuple[str, list[npt.N
             raise ValueError(f"rows of {array.shape[1]} layers, but {len(layers)} have experts")
         if array.shape[1] > len(layers):
             if array.shape[1] <= max(layers):
-                raise ValueError(f"rows of {array.shape[1]} layers, but layer {max(layers)} has experts")
+                raise ValueError(
+                    f"rows of {array.shape[1]} layers, but layer {max(layers)} has experts"
+                )
             array = array[:, layers]
         arrays.append(array.astype(np.uint16))
     return answer.id, arrays
 
 
 def _routes_array(data: bytes) -> npt.NDArray[Any]:
-    """The array of an .npy file that is exactly so long as its header says. Raises ValueError for anything else."""
+    """The array of an .npy file that is exactly so long as its header says.
+
+    Raises ValueError for anything else.
+    """
     stream = io.BytesIO(data)
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
@@ -156,11 +180,19 @@ def _routes_array(data: bytes) -> npt.NDArray[Any]:
     else:
         raise ValueError(f"an array of format {version}")
     if len(shape) != 3 or dtype.kind not in "iu":
-        raise ValueError(f"an array of {dtype} and shape {list(shape)!r:.60}, not [tokens, layers, experts per token]")
+        raise ValueError(
+            f"an array of {dtype} and shape {list(shape)!r:.60}, not [tokens, layers, experts per "
+            "token]"
+        )
     size = math.prod(shape)
     if size * dtype.itemsize != len(data) - stream.tell():
-        raise ValueError(f"{len(data) - stream.tell()} bytes of an array of {dtype} and shape {list(shape)!r:.60}")
-    array = np.frombuffer(data, dtype, size, stream.tell()).reshape(shape, order="F" if is_fortran else "C")
+        raise ValueError(
+            f"{len(data) - stream.tell()} bytes of an array of {dtype} and shape "
+            f"{list(shape)!r:.60}"
+        )
+    array = np.frombuffer(data, dtype, size, stream.tell()).reshape(
+        shape, order="F" if is_fortran else "C"
+    )
     if size and not (array.min() >= -1 and array.max() <= NO_ROUTE):  # -1 is NO_ROUTE in 16 bits
         raise ValueError("expert ids beyond 16 bits")
     return array
@@ -173,18 +205,24 @@ def checked_generations(
     engine: str,
     version: int | None = None,
 ) -> list[Generation]:
-    """All responses of an answer, in order. Raises EngineError when a length, id, value or reason is impossible.
+    """All responses of an answer, in order. Raises EngineError when a length, id, value or reason
+    is impossible.
 
-    Arrays are made and checked for all together, which is several times cheaper than one by one, and cut apart.
+    Arrays are made and checked for all together, which is several times cheaper than one by one,
+    and cut apart.
     """
     for number, response in enumerate(responses):
         if problem := _problem(response, sampling):
             raise EngineError(f"engine {engine}: response {number} {problem}")
     bounds = [0, *accumulate(len(response.token_ids) for response in responses)]
-    tokens = _checked_tokens([response.token_ids for response in responses], bounds, vocab_size, engine)
+    tokens = _checked_tokens(
+        [response.token_ids for response in responses], bounds, vocab_size, engine
+    )
     logprobs = np.empty(0, np.float32)
     if sampling.logprobs:
-        logprobs = _checked_logprobs([response.token_logprobs for response in responses], bounds, engine)
+        logprobs = _checked_logprobs(
+            [response.token_logprobs for response in responses], bounds, engine
+        )
     return [
         Generation(
             tokens=tokens[start:end],
@@ -202,7 +240,10 @@ def _problem(response: Answered, sampling: Sampling) -> str | None:
     length = len(response.token_ids)
     reason = _REASONS.get(response.finish_reason)
     if reason is None:
-        return f"ended with reason {response.finish_reason!r} instead of stop or length; see the engine's log"
+        return (
+            f"ended with reason {response.finish_reason!r} instead of stop or length; see the "
+            "engine's log"
+        )
     if not (0 if reason == "cut" else 1) <= length <= sampling.max_tokens:
         return f"has {length} tokens, must be 1 to {sampling.max_tokens}"
     if sampling.logprobs and len(response.token_logprobs) != length:
@@ -214,52 +255,72 @@ def _checked_tokens(
     token_ids: Sequence[Sequence[int]], bounds: list[int], vocab_size: int, engine: str
 ) -> npt.NDArray[np.int32]:
     try:
-        # fromiter, told the type and the length, takes two thirds of the time of array, which looks for them first
+        # fromiter, told the type and the length, takes two thirds of the time of array, which looks
+        # for them first
         tokens = np.fromiter(chain.from_iterable(token_ids), np.int64, bounds[-1])
     except OverflowError:
-        raise EngineError(f"engine {engine}: a token id has more than 64 bits; does it serve another model?") from None
+        raise EngineError(
+            f"engine {engine}: a token id has more than 64 bits; does it serve another model?"
+        ) from None
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
         position = int(((tokens < 0) | (tokens >= vocab_size)).argmax())
         raise EngineError(
-            f"engine {engine}: response {_response_at(position, bounds)} has token id {tokens[position]} outside of the vocabulary "
-            f"of {vocab_size}; does it serve another model?"
+            f"engine {engine}: response {_response_at(position, bounds)} has token id "
+            f"{tokens[position]} outside of the vocabulary of {vocab_size}; does it serve another "
+            "model?"
         )
     return tokens.astype(np.int32)
 
 
-def _checked_logprobs(values: Sequence[Sequence[float]], bounds: list[int], engine: str) -> npt.NDArray[np.float32]:
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
+def _checked_logprobs(
+    values: Sequence[Sequence[float]], bounds: list[int], engine: str
+) -> npt.NDArray[np.float32]:
+    # what float32 cannot hold becomes infinite, and is refused below
+    with np.errstate(over="ignore"):
         logprobs = np.fromiter(chain.from_iterable(values), np.float32, bounds[-1])
     # NaN fails both comparisons
-    if len(logprobs) and not (logprobs.min() > _LOGPROB_CLAMP and logprobs.max() <= _LOGPROB_ROUNDING):
+    if len(logprobs) and not (
+        logprobs.min() > _LOGPROB_CLAMP and logprobs.max() <= _LOGPROB_ROUNDING
+    ):
         position = int((~((logprobs > _LOGPROB_CLAMP) & (logprobs <= _LOGPROB_ROUNDING))).argmax())
         raise EngineError(
-            f"engine {engine}: response {_response_at(position, bounds)} has log-prob {logprobs[position]}, must be finite and at "
-            f"most 0; are the engine's weights finite?"
+            f"engine {engine}: response {_response_at(position, bounds)} has log-prob "
+            f"{logprobs[position]}, must be finite and at most 0; are the engine's weights finite?"
         )
     return logprobs
 
 
 def with_routes(
-    generation: Generation, recorded: npt.NDArray[np.uint16], given: int, routes: Routes, engine: str
+    generation: Generation,
+    recorded: npt.NDArray[np.uint16],
+    given: int,
+    routes: Routes,
+    engine: str,
 ) -> Generation:
-    """The generation with the routes that an engine recorded of it, from its prompt's first token on; tokens beyond have none.
+    """The generation with the routes that an engine recorded of it, from its prompt's first token
+    on; tokens beyond have none.
 
-    recorded: uint16 of any shape, NO_ROUTE for a token without. given: tokens of prompt and beginning.
+    recorded: uint16 of any shape, NO_ROUTE for a token without. given: tokens of prompt and
+    beginning.
     Raises EngineError where these are no routes.
     """
     column, length = routes.column, given + len(generation.tokens)
-    if recorded.size % int(np.prod(column.shape)) or len(rows := recorded.reshape(-1, *column.shape)) > length:
+    if (
+        recorded.size % int(np.prod(column.shape))
+        or len(rows := recorded.reshape(-1, *column.shape)) > length
+    ):
         raise EngineError(
-            f"engine {engine}: {recorded.size} expert ids for {length} tokens of {list(column.shape)}; does it serve another model?"
+            f"engine {engine}: {recorded.size} expert ids for {length} tokens of "
+            f"{list(column.shape)}; does it serve another model?"
         )
     if rows.size and rows.max() >= routes.num_experts:
         of_tokens = rows.reshape(len(rows), -1)
         wrong = (of_tokens >= routes.num_experts).any(axis=1) & (of_tokens != NO_ROUTE).any(axis=1)
         if wrong.any():
             raise EngineError(
-                f"engine {engine}: token {int(wrong.argmax())} has expert ids {rows[wrong.argmax()].tolist()!r:.200}, but a layer "
-                f"has {routes.num_experts} experts; does it serve another model?"
+                f"engine {engine}: token {int(wrong.argmax())} has expert ids "
+                f"{rows[wrong.argmax()].tolist()!r:.200}, but a layer has {routes.num_experts} "
+                "experts; does it serve another model?"
             )
     values = column.blank(length)
     values[: len(rows)] = rows.astype(column.type)  # NO_ROUTE becomes what the column has for none
@@ -272,11 +333,16 @@ def _response_at(position: int, bounds: list[int]) -> int:
 
 
 def decode_object(data: bytes, engine: str) -> dict[str, Any]:
-    """The JSON object of an answer that is no response, {} where its body is empty. Raises EngineError."""
+    """The JSON object of an answer that is no response, {} where its body is empty.
+
+    Raises EngineError.
+    """
     try:
         decoded = msgspec.json.decode(data) if data else {}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise EngineError(f"engine {engine}: answer is malformed ({error}): {excerpt(data)}") from None
+        raise EngineError(
+            f"engine {engine}: answer is malformed ({error}): {excerpt(data)}"
+        ) from None
     if not isinstance(decoded, dict):
         raise EngineError(f"engine {engine}: answer is no JSON object: {excerpt(data)}")
     return decoded

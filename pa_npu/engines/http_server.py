@@ -1,11 +1,14 @@
-"""Duties of every engine's HTTP server: it asks for the API key and says who answers. Standard library only.
+"""Duties of every engine's HTTP server: it asks for the API key and says who answers. Standard
+library only.
 
-Every path but /health wants the key, which is the environment's VLLM_API_KEY and travels as `Authorization: Bearer KEY`.
-Every answer carries two headers, so that whoever asks need not believe its own records (I1):
+Every path but /health wants the key, which is the environment's VLLM_API_KEY and travels as
+`Authorization: Bearer KEY`. Every answer carries two headers, so that whoever asks need not believe
+its own records (I1):
 
-    pa-instance         random per start: after a restart an engine has the weights of its model directory again
-    pa-weight-version   of the weights loaded last; `none` before, and while or after a load that did not succeed;
-                        `changed` where it was another one when the request came
+    pa-instance         random per start: after a restart an engine has the weights of its model
+                        directory again
+    pa-weight-version   of the weights loaded last; `none` before, and while or after a load that
+                        did not succeed; `changed` where it was another one when the request came
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ KEY_VARIABLE = "VLLM_API_KEY"
 KEY_FILE = "api_key"  # in the run directory
 OPEN_PATH = "/health"
 REFUSAL = (
-    json.dumps({"error": {"message": f"send this engine's API key: Authorization: Bearer ${KEY_VARIABLE}"}}) + "\n"
+    json.dumps(
+        {"error": {"message": f"send this engine's API key: Authorization: Bearer ${KEY_VARIABLE}"}}
+    )
+    + "\n"
 )
 
 INSTANCE_HEADER = "pa-instance"
@@ -29,7 +35,9 @@ CHANGED_VERSION = "changed"
 
 
 def authorised(authorization: Iterable[bytes], key: str) -> bool:
-    """Whether the one Authorization header of a request carries the key; takes the same time for every wrong key."""
+    """Whether the one Authorization header of a request carries the key; takes the same time for
+    every wrong key.
+    """
     values = list(authorization)
     if len(values) != 1 or not key:
         return False

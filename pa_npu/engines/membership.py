@@ -1,14 +1,16 @@
-"""The fleet: which engines belong to the run, which of them serve, and how an engine comes to serve or stops serving.
+"""The fleet: which engines belong to the run, which of them serve, and how an engine comes to serve
+or stops serving.
 
     starting ──answers──> ready ──next publish, or late delivery──> serving ──wants to leave──> leaving ──nothing in flight──> left
         ^                   └─ asleep until that publish <──its device trains──┤
         └───started again──────── gone <──request or probe fails───────────────┘
 
-Engines appear in the roster, which the launcher and engines that join write. The fleet makes a client for each start of each
-engine, and lets the pool give it requests once it holds the iteration's weights (I1). While it serves, it is probed by
-generating a token, because its health page stays green when its worker hangs. When it is gone, the launcher is asked for a
-replacement, if the engine was started by the launcher; else it has left. An engine that joins serves from the next publish on.
-It may want to leave in any state.
+Engines appear in the roster, which the launcher and engines that join write. The fleet makes a
+client for each start of each engine, and lets the pool give it requests once it holds the
+iteration's weights (I1). While it serves, it is probed by generating a token, because its health
+page stays green when its worker hangs. When it is gone, the launcher is asked for a replacement, if
+the engine was started by the launcher; else it has left. An engine that joins serves from the next
+publish on. It may want to leave in any state.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ _GREETING_S = 2.0
 
 @dataclass(eq=False)
 class Member:
-    """One start of one engine, with its own client, so that a late answer of an earlier start is not mistaken for its answer.
+    """One start of one engine, with its own client, so that a late answer of an earlier start is
+    not mistaken for its answer.
 
-    index: in the roster. generation: counts its starts. restarts: whether the launcher starts it again when it is gone.
+    index: in the roster. generation: counts its starts. restarts: whether the launcher starts it
+    again when it is gone.
     shared: it is on a trainer's device. sleep: that puts it to sleep; None while it is awake.
     """
 
@@ -66,7 +70,9 @@ class Member:
 
 
 DeliverLate = Callable[[Member, int], Awaitable[bool]]
-"""Give an engine the weights of a version while its iteration runs; false where the trainers have gone on already."""
+"""Give an engine the weights of a version while its iteration runs; false where the trainers have
+gone on already.
+"""
 
 
 class Fleet:
@@ -118,47 +124,67 @@ class Fleet:
 
     @property
     def size(self) -> int:
-        """Engines with devices of their own: those that serve, and those that are being started or replaced."""
+        """Engines with devices of their own: those that serve, and those that are being started or
+        replaced.
+        """
         return sum(not member.shared for member in self._members.values())
 
     async def wait_all_ready(self) -> None:
         """At the start of a run: wait until every engine answers."""
         deadline = time.monotonic() + self._startup_timeout_s
-        while late := [member.name for member in self._members.values() if member.state not in ("ready", "serving")]:
+        while late := [
+            member.name
+            for member in self._members.values()
+            if member.state not in ("ready", "serving")
+        ]:
             await self._wait_change(deadline, f"engines {', '.join(late)} to become ready")
 
     def check_sleep(self) -> None:
-        """Raises ConfigError where an engine that is ready cannot sleep, though there is no room for it beside its trainer."""
+        """Raises ConfigError where an engine that is ready cannot sleep, though there is no room
+        for it beside its trainer.
+        """
         for member in self._members.values():
             if member.capabilities is not None and not member.sleeps:
                 raise ConfigError(
-                    f"rollout.sleep: engine {member.name} says that it cannot sleep; start it with --enable-sleep-mode, or set "
-                    f"rollout.sleep=false"
+                    f"rollout.sleep: engine {member.name} says that it cannot sleep; start it with "
+                    "--enable-sleep-mode, or set rollout.sleep=false"
                 )
 
     def run_on(self) -> tuple[EngineRunsOn, ...]:
         """List what the engines that are ready say they are, in the order of the roster."""
         ready = [(member, member.capabilities) for _, member in sorted(self._members.items())]
         return tuple(
-            EngineRunsOn(member.name, found.kind, found.version, self._config.settings_of(member.index).device)
+            EngineRunsOn(
+                member.name,
+                found.kind,
+                found.version,
+                self._config.settings_of(member.index).device,
+            )
             for member, found in ready
             if found is not None
         )
 
     async def members(self) -> list[Member]:
-        """The members that can take part in a publish, in the order of the roster; waits until there is one.
+        """The members that can take part in a publish, in the order of the roster; waits until
+        there is one.
 
         Until the border ends none of them leaves.
         """
         deadline = time.monotonic() + self._startup_timeout_s
-        while not (ready := [m for _, m in sorted(self._members.items()) if m.state in ("ready", "serving")]):
+        while not (
+            ready := [
+                m for _, m in sorted(self._members.items()) if m.state in ("ready", "serving")
+            ]
+        ):
             await self._wait_change(deadline, "an engine that can take weights")
         self._counted = ready
         return ready
 
     @asynccontextmanager
     async def border(self) -> AsyncIterator[None]:
-        """The time between two iterations, without late deliveries and probes: an engine that loads weights answers no probe."""
+        """The time between two iterations, without late deliveries and probes: an engine that loads
+        weights answers no probe.
+        """
         await self._look_for_joiners()
         async with self._border:
             self._version = None
@@ -171,7 +197,9 @@ class Fleet:
                 self._counted = []
 
     async def _look_for_joiners(self) -> None:
-        """Let engines that joined before a publish take part in it: they answer already, so that this waits briefly."""
+        """Let engines that joined before a publish take part in it: they answer already, so that
+        this waits briefly.
+        """
         if self._roster.changed():
             self._update()
         new = {
@@ -191,14 +219,19 @@ class Fleet:
         self._version = version
 
     async def sleep(self, places: Collection[int]) -> None:
-        """The devices of these engines, which have nothing in flight, train until `wake`: engines give their memory back.
+        """The devices of these engines, which have nothing in flight, train until `wake`: engines
+        give their memory back.
 
-        One that is being started is waited for, and one that is gone starts when there is room for it. Nothing where engines cannot
-        sleep. Raises DeadlineExceeded.
+        One that is being started is waited for, and one that is gone starts when there is room for
+        it. Nothing where engines cannot sleep. Raises DeadlineExceeded.
         """
-        if self._config.sleep is False or not any(member.sleeps for member in self._members.values()):
+        if self._config.sleep is False or not any(
+            member.sleeps for member in self._members.values()
+        ):
             return
-        places = {place for place in places if place in self._members and self._members[place].shared}
+        places = {
+            place for place in places if place in self._members and self._members[place].shared
+        }
         for place in places - self._train:
             self._roster.lend_device(place, to_trainer=True)
         self._train |= places
@@ -208,10 +241,16 @@ class Fleet:
             for member in members:
                 if member.state in ("ready", "serving") and member.sleep is None:
                     member.sleep = self._start(member, partial(self._put_to_sleep, member), "sleep")
-            awake = [one for one in members if one.state == "starting" or not (one.sleep is None or one.sleep.done())]
+            awake = [
+                one
+                for one in members
+                if one.state == "starting" or not (one.sleep is None or one.sleep.done())
+            ]
             if not awake:
                 return
-            await self._wait_change(deadline, f"engines {', '.join(one.name for one in awake)} to sleep")
+            await self._wait_change(
+                deadline, f"engines {', '.join(one.name for one in awake)} to sleep"
+            )
 
     @property
     def lends(self) -> bool:
@@ -235,7 +274,8 @@ class Fleet:
 
     async def _put_to_sleep(self, member: Member) -> None:
         try:
-            if others := member.tasks - {asyncio.current_task()}:  # a probe, a late delivery; each has a deadline
+            # a probe, a late delivery; each has a deadline
+            if others := member.tasks - {asyncio.current_task()}:
                 await asyncio.wait(others)
             self._pool.suspend(member.engine)
             if member.state == "serving":
@@ -252,7 +292,9 @@ class Fleet:
         return [member for _, member in sorted(self._members.items()) if member.state == "serving"]
 
     def catch_up(self, members: Sequence[Member]) -> None:
-        """After a border: of these members whoever serves holds an older version; it gets the border's, as one that comes late."""
+        """After a border: of these members whoever serves holds an older version; it gets the
+        border's, as one that comes late.
+        """
         for member in members:
             if member.state == "serving":
                 member.state = "ready"
@@ -271,7 +313,10 @@ class Fleet:
         await gather([ask(member) for member in members])
 
     async def lost(self, engine: RolloutEngine, reason: str) -> None:
-        """The engine is gone: end its requests and have it replaced. Further reports of the same start do nothing."""
+        """The engine is gone: end its requests and have it replaced.
+
+        Further reports of the same start do nothing.
+        """
         member = next((m for m in self._members.values() if m.engine is engine), None)
         if member is None or member.state == "gone":
             return
@@ -295,7 +340,10 @@ class Fleet:
         self._changed.set()
         if not self._members:
             self._pool.fail(
-                EngineGone(f"no engine is left, and nothing starts one again; the last, {member.name}: {reason}")
+                EngineGone(
+                    f"no engine is left, and nothing starts one again; the last, {member.name}: "
+                    f"{reason}"
+                )
             )
 
     async def _wait_change(self, deadline: float, what: str) -> None:
@@ -308,7 +356,8 @@ class Fleet:
             await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
         except asyncio.TimeoutError:
             raise DeadlineExceeded(
-                f"waited {self._startup_timeout_s:g} s for {what} (run.startup_timeout_s); see the engines' logs"
+                f"waited {self._startup_timeout_s:g} s for {what} (run.startup_timeout_s); see the "
+                "engines' logs"
             ) from None
 
     async def _watch(self) -> None:
@@ -337,7 +386,13 @@ class Fleet:
                 self._pool.suspend(member.engine)
 
     def _welcome(self, entry: Entry, predecessor: Member | None) -> None:
-        member = Member(entry.index, entry.generation, entry.restarts, self._make_engine(entry.url), entry.shared)
+        member = Member(
+            entry.index,
+            entry.generation,
+            entry.restarts,
+            self._make_engine(entry.url),
+            entry.shared,
+        )
         if predecessor is not None:
             logger.info("engine %s was started again", member.name)
             self._pool.suspend(predecessor.engine)
@@ -346,7 +401,10 @@ class Fleet:
             self._start(member, predecessor.engine.close, "close")
         self._members[entry.index] = member
         self._pool.add(
-            member.engine, seat=entry.index, shared=member.shared, settings=self._config.settings_of(entry.index)
+            member.engine,
+            seat=entry.index,
+            shared=member.shared,
+            settings=self._config.settings_of(entry.index),
         )
         bring_up = partial(self._bring_up, member, is_replacement=predecessor is not None)
         self._start(member, bring_up, "bring up")
@@ -359,8 +417,9 @@ class Fleet:
                 return
             member.state = "ready"
             self._changed.set()
-            # one that joins inside an iteration serves from the next publish on; that is too late where engines have been asked to
-            # load it already, which can be long before the trainers are through
+            # one that joins inside an iteration serves from the next publish on; that is too late
+            # where engines have been asked to load it already, which can be long before the
+            # trainers are through
             missed = self._border.locked()
             wanted = (is_replacement or missed) and member.index not in self._train
             if not wanted or self.deliver_late is None:
@@ -381,23 +440,29 @@ class Fleet:
                 finally:
                     self._counted = []
                 if delivered:
-                    logger.info("engine %s serves, with weight version %d", member.name, self._version)
+                    logger.info(
+                        "engine %s serves, with weight version %d", member.name, self._version
+                    )
                     self._serves(member, self._version)
         except (EngineError, DeadlineExceeded) as error:
             await self.lost(member.engine, str(error))
 
     def _check_capabilities(self, member: Member, found: EngineCapabilities) -> None:
-        """Raises ConfigError where the engine is not what the run needs, as one that was started elsewhere may be."""
+        """Raises ConfigError where the engine is not what the run needs, as one that was started
+        elsewhere may be.
+        """
         if found.num_workers not in (None, self._config.tensor_parallel):
             raise ConfigError(
-                f"engine {member.name} has {found.num_workers} workers, but rollout.tensor_parallel = "
-                f"{self._config.tensor_parallel}; start it with the same, or change the key"
+                f"engine {member.name} has {found.num_workers} workers, but "
+                f"rollout.tensor_parallel = {self._config.tensor_parallel}; start it with the "
+                "same, or change the key"
             )
         self._pool.continues &= found.continues
         if self._needs_routes and not found.records_routes:
             raise ConfigError(
-                f"engine {member.name} ({found.version}) does not say which experts a token took, as algorithm.router_replay "
-                f"wants; set that to none, or use another release of the engine"
+                f"engine {member.name} ({found.version}) does not say which experts a token took, "
+                "as algorithm.router_replay wants; set that to none, or use another release of the "
+                "engine"
             )
 
     def _is_free(self, member: Member) -> bool:
@@ -420,14 +485,18 @@ class Fleet:
         except (EngineError, DeadlineExceeded) as error:
             await self.lost(member.engine, f"it did not generate a token when probed: {error}")
 
-    def _start(self, member: Member, work: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
+    def _start(
+        self, member: Member, work: Callable[[], Awaitable[None]], name: str
+    ) -> asyncio.Task[None]:
         task = asyncio.create_task(self._or_fail(work), name=f"{name} {member.name}")
         member.tasks.add(task)
         task.add_done_callback(member.tasks.discard)
         return task
 
     async def _or_fail(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work`, for which nobody waits: what it does not expect, the loss of the store for example, ends the run."""
+        """Run `work`, for which nobody waits: what it does not expect, the loss of the store for
+        example, ends the run.
+        """
         try:
             await work()
         except PaNpuError as error:

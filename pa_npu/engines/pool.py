@@ -1,9 +1,11 @@
-"""EnginePool: chooses an engine for every group, bounds what is in flight, and counts what each engine did.
+"""EnginePool: chooses an engine for every group, bounds what is in flight, and counts what each
+engine did.
 
-Admission is asked for in dispatch order by one task (the producer, or the evaluation), and returns a lease on the engine with
-the fewest in-flight tokens for its window among those with room (pa_npu/dispatch/schedule.py). A group's session
-(group_session.py) sends its requests under the lease and closes it. What an engine lost while it had it is admitted again, before
-anything new. Which engines serve is the fleet's business (membership.py).
+Admission is asked for in dispatch order by one task (the producer, or the evaluation), and returns
+a lease on the engine with the fewest in-flight tokens for its window among those with room
+(pa_npu/dispatch/schedule.py). A group's session (group_session.py) sends its requests under the
+lease and closes it. What an engine lost while it had it is admitted again, before anything new.
+Which engines serve is the fleet's business (membership.py).
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ _USUAL = EngineSettings(engines=(0,))
 
 @dataclass
 class EngineUse:
-    """The use of one engine: what it has in flight and has done. Totals only grow; callers take differences."""
+    """The use of one engine: what it has in flight and has done.
+
+    Totals only grow; callers take differences.
+    """
 
     in_flight_sequences: int = 0
     asked: int = 0
@@ -61,7 +66,8 @@ class EngineUse:
     settings: EngineSettings = _USUAL
     """The settings particular to it (rollout.engine_settings)."""
     version: int | None = None
-    """The weight version that it writes by; None where nobody has said, CHANGING while it changes."""
+    """The weight version that it writes by; None where nobody has said, CHANGING while it changes.
+    """
     updated_s: float = field(default_factory=time.perf_counter)
 
     def advance(self, sequences: int = 0, tokens: int = 0) -> None:
@@ -78,7 +84,9 @@ class EngineUse:
 class Lease:
     """Room for some sequences on one engine, from admission to `close`."""
 
-    def __init__(self, pool: EnginePool, engine: RolloutEngine, use: EngineUse, sequences: int, tokens: int) -> None:
+    def __init__(
+        self, pool: EnginePool, engine: RolloutEngine, use: EngineUse, sequences: int, tokens: int
+    ) -> None:
         self.engine = engine
         self.sequences = sequences
         self.tokens = tokens
@@ -92,7 +100,9 @@ class Lease:
         """The one under which its group began, on this engine or another."""
 
     def expect(self, tokens: int) -> None:
-        """Say how many tokens the lease's sequences are expected to have, where that was not known at admission."""
+        """Say how many tokens the lease's sequences are expected to have, where that was not known
+        at admission.
+        """
         self._use.advance(0, tokens - self.tokens)
         self.tokens = tokens
 
@@ -117,8 +127,8 @@ class Lease:
 class EnginePool:
     """Several engines as one. Owns the clients: close it, or use `async with`.
 
-    probe_timeout_s: for an engine that has not answered by a request's deadline to show that it works. decode: for the text of
-    responses that several engines wrote.
+    probe_timeout_s: for an engine that has not answered by a request's deadline to show that it
+    works. decode: for the text of responses that several engines wrote.
     """
 
     def __init__(
@@ -135,7 +145,9 @@ class EnginePool:
         self._engines = {engine.name: engine for engine in engines}
         self._uses = {engine.name: EngineUse() for engine in engines}
         if len(self._uses) != len(engines):
-            raise ValueError(f"engines: names must differ, found {[engine.name for engine in engines]}")
+            raise ValueError(
+                f"engines: names must differ, found {[engine.name for engine in engines]}"
+            )
         self._serving = set(self._engines)
         self._room = asyncio.Event()
         self._again = 0  # admissions of what was lost that are waiting
@@ -187,7 +199,9 @@ class EnginePool:
         self.set_version(engine, version)
 
     def set_version(self, engine: RolloutEngine, version: int | None) -> None:
-        """By which an engine writes from here on; with CHANGING it takes no group that a version has to write."""
+        """By which an engine writes from here on; with CHANGING it takes no group that a version
+        has to write.
+        """
         self._uses[engine.name].version = version
         self._room.set()
 
@@ -222,12 +236,14 @@ class EnginePool:
         again: bool = False,
         version: int | None = None,
     ) -> Lease:
-        """Wait until an engine has room for `sequences` more, of about `tokens` together, and take it.
+        """Wait until an engine has room for `sequences` more, of about `tokens` together, and take
+        it.
 
-        window: the most sequences in flight on an engine, by its name, asked anew whenever room appears; one with a window of its
-        own has no more than that. An idle engine takes anything, so that a group larger than the window still runs. version: by
-        which the engine must write; None: any. Call it from one task only, in dispatch order; with `again`, for what an engine has
-        lost or handed on, from anywhere.
+        window: the most sequences in flight on an engine, by its name, asked anew whenever room
+        appears; one with a window of its own has no more than that. An idle engine takes anything,
+        so that a group larger than the window still runs. version: by which the engine must write;
+        None: any. Call it from one task only, in dispatch order; with `again`, for what an engine
+        has lost or handed on, from anywhere.
         """
         end_s = time.monotonic() + deadline_s
         self._again += again
@@ -243,8 +259,9 @@ class EnginePool:
                     use = self._uses[found]
                     if version is not None and use.version not in (None, version):
                         logger.warning(
-                            "no engine has weight version %d any more: engine %s writes a group of it by version %s, and the run "
-                            "is no longer what it would have been undisturbed",
+                            "no engine has weight version %d any more: engine %s writes a group of "
+                            "it by version %s, and the run is no longer what it would have been "
+                            "undisturbed",
                             version,
                             found,
                             use.version,
@@ -252,12 +269,14 @@ class EnginePool:
                     return Lease(self, self._engines[found], use, sequences, tokens)
                 if (left_s := end_s - time.monotonic()) <= 0:
                     raise DeadlineExceeded(
-                        f"no room for {counted(sequences, 'sequence')} on any of {counted(len(self.engines), 'engine')} within "
-                        f"{deadline_s:g} s "
-                        f"({self.num_in_flight} in flight, {self._windows(window)}); the engines answer nothing, see their logs"
+                        f"no room for {counted(sequences, 'sequence')} on any of "
+                        f"{counted(len(self.engines), 'engine')} within {deadline_s:g} s "
+                        f"({self.num_in_flight} in flight, {self._windows(window)}); the engines "
+                        "answer nothing, see their logs"
                     )
                 self._room.clear()
-                # asyncio.wait_for makes a task of every wait, and there is one for nearly every group
+                # asyncio.wait_for makes a task of every wait, and there is one for nearly every
+                # group
                 at_the_end = asyncio.get_running_loop().call_later(left_s, self._room.set)
                 try:
                     await self._room.wait()
@@ -270,23 +289,37 @@ class EnginePool:
 
     def writes_before(self, version: int) -> bool:
         """Whether there are groups that an older version still has to write, or has to write again."""
-        is_open = any(number and older is not None and older < version for older, number in self._open.items())
+        is_open = any(
+            number and older is not None and older < version for older, number in self._open.items()
+        )
         return is_open or self.in_flight_before(version)
 
     def in_flight_before(self, version: int) -> bool:
         """Whether an engine with an older version has anything in flight."""
         uses = self._uses.values()
-        return any(use.in_flight_sequences and use.version is not None and use.version < version for use in uses)
+        return any(
+            use.in_flight_sequences and use.version is not None and use.version < version
+            for use in uses
+        )
 
     def _able(self, version: int | None) -> dict[str, EngineUse]:
-        """Engines that may take what this version has to write: those that write by it. Where the last of these is lost after
-        others have gone on to a later version, the others: what they write is fresher, but not what the run would have had."""
-        working = [engine.name for engine in self.engines if self._uses[engine.name].seat not in self._resting]
+        """Engines that may take what this version has to write: those that write by it. Where the
+        last of these is lost after others have gone on to a later version, the others: what they
+        write is fresher, but not what the run would have had."""
+        working = [
+            engine.name
+            for engine in self.engines
+            if self._uses[engine.name].seat not in self._resting
+        ]
         uses = {name: self._uses[name] for name in working}
         if version is None:
             return uses
         held = {name: use for name, use in uses.items() if use.version in (None, version)}
-        return held or {name: use for name, use in uses.items() if use.version is not None and use.version > version}
+        return held or {
+            name: use
+            for name, use in uses.items()
+            if use.version is not None and use.version > version
+        }
 
     def _own_or(self, window: Callable[[str], int]) -> Callable[[str], int]:
         def limit(name: str) -> int:
@@ -298,7 +331,9 @@ class EnginePool:
     def _windows(self, window: Callable[[str], int]) -> str:
         limit = self._own_or(window)
         sizes = sorted({limit(engine.name) for engine in self.engines})
-        return f"window {' to '.join(str(size) for size in dict.fromkeys([*sizes[:1], *sizes[-1:]]))}"
+        return (
+            f"window {' to '.join(str(size) for size in dict.fromkeys([*sizes[:1], *sizes[-1:]]))}"
+        )
 
     @property
     def num_in_flight(self) -> int:
@@ -317,8 +352,8 @@ class EnginePool:
         return use is not None and use.seat in self._resting
 
     def rest(self, seats: frozenset[int]) -> None:
-        """Engines with these indices, and their successors, and no others take nothing more until `rest` names others; a group that
-        comes back to one goes elsewhere. With none, all work."""
+        """Engines with these indices, and their successors, and no others take nothing more until
+        `rest` names others; a group that comes back to one goes elsewhere. With none, all work."""
         self._resting = seats
         self._room.set()
 
@@ -345,8 +380,9 @@ class EnginePool:
             self._room.set()
 
     async def hand_on(self, seats: Collection[int], deadline_s: float) -> None:
-        """Until nothing is asked of these engines, which rest: where engines continue each other's responses, they end theirs as
-        they stand, else they finish them. One that fails is lost: what it had begins again elsewhere."""
+        """Until nothing is asked of these engines, which rest: where engines continue each other's
+        responses, they end theirs as they stand, else they finish them. One that fails is lost:
+        what it had begins again elsewhere."""
 
         async def empty(engine: RolloutEngine) -> None:
             # a request that was on its way when the engine handed on is handed on in the next turn
@@ -364,20 +400,27 @@ class EnginePool:
                 await self._room.wait()
                 again.cancel()
 
-        engines = [engine for engine in self._engines.values() if self._uses[engine.name].seat in seats]
+        engines = [
+            engine for engine in self._engines.values() if self._uses[engine.name].seat in seats
+        ]
         await gather([empty(engine) for engine in engines])
 
     async def sleep(self, seats: Collection[int] | None = None) -> None:
-        """Engines with these indices, which have nothing in flight, give their memory back until a publish, where they can.
+        """Engines with these indices, which have nothing in flight, give their memory back until a
+        publish, where they can.
 
         None: all on trainers' devices.
         """
         if self.on_sleep is not None:
-            shared = {use.seat for use in self._uses.values() if use.shared and use.seat is not None}
+            shared = {
+                use.seat for use in self._uses.values() if use.shared and use.seat is not None
+            }
             await self.on_sleep(shared if seats is None else seats)
 
     async def until(self, is_so: Callable[[], bool]) -> None:
-        """Until this is so; asked again when a group ends on an engine, and when one serves, is lost or changes version."""
+        """Until this is so; asked again when a group ends on an engine, and when one serves, is
+        lost or changes version.
+        """
         while not is_so():
             self._room.clear()
             await self._room.wait()

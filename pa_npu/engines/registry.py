@@ -1,4 +1,5 @@
-"""The kinds of engines by rollout.backend, and what launcher and coordinator ask of a kind: its command, its client, its checks.
+"""The kinds of engines by rollout.backend, and what launcher and coordinator ask of a kind: its
+command, its client, its checks.
 
 A kind of your own: write a module with an EngineKind in it and set rollout.backend=module:NAME.
 """
@@ -32,7 +33,8 @@ from pa_npu.families.spec import ModelSpec
 class EngineCommand:
     """argv[0] is the interpreter; env holds what must be set on top of the inherited environment.
 
-    scratch_env: the variable in which the server finds a directory of its own, which goes with it; None where it needs none.
+    scratch_env: the variable in which the server finds a directory of its own, which goes with it;
+    None where it needs none.
     own_tmpdir: that directory is its TMPDIR too.
     scratch_parent: where that is made; None is the usual directory for temporary files.
     """
@@ -46,21 +48,30 @@ class EngineCommand:
 
 @dataclass(frozen=True)
 class EngineKind:
-    """Everything that is particular to a kind of engine. Its server must do what pa_npu.engines.http_server says.
+    """Everything that is particular to a kind of engine. Its server must do what
+    pa_npu.engines.http_server says.
 
-    command: how to start engine `index` on `port`. Raises ConfigError when the model and the configuration cannot go together,
+    command: how to start engine `index` on `port`. Raises ConfigError when the model and the
+    configuration cannot go together,
         UserError when the installed engine is not supported.
-    client: for the engine at a URL; the integer is the size of the vocabulary, the string the API key.
-    check_keys: that configuration and model, where that is known, ask for nothing that the kind cannot do, on any machine; raises
+    client: for the engine at a URL; the integer is the size of the vocabulary, the string the API
+    key.
+    check_keys: that configuration and model, where that is known, ask for nothing that the kind
+    cannot do, on any machine; raises
         ConfigError.
     check: that the engines' interpreter can run it as configured; raises UserError.
-    describe: what the engines' interpreter has, in words, and what is missing in one line, if anything is.
-    served_model: the model directory that the engine at a URL was started with, asked with an API key. Raises OSError,
+    describe: what the engines' interpreter has, in words, and what is missing in one line, if
+    anything is.
+    served_model: the model directory that the engine at a URL was started with, asked with an API
+    key. Raises OSError,
         ValueError, LookupError or TypeError when it does not say.
-    tool_parser: from the name of one and a tokenizer to what finds tool calls in a text, or raises ConfigError; None where the kind
+    tool_parser: from the name of one and a tokenizer to what finds tool calls in a text, or raises
+    ConfigError; None where the kind
         has none.
-    merges_adapters: whether its engines load adapters that are sent alone (publish.lora=adapter): Receiver.whole.
-    records_routes: whether they can say which experts each token took (algorithm.router_replay): EngineCapabilities.
+    merges_adapters: whether its engines load adapters that are sent alone (publish.lora=adapter):
+    Receiver.whole.
+    records_routes: whether they can say which experts each token took (algorithm.router_replay):
+    EngineCapabilities.
     """
 
     command: Callable[[Config, ModelSpec, int, int], EngineCommand]
@@ -75,7 +86,10 @@ class EngineKind:
 
 
 # Modules, because they are imported where they are used only.
-_KINDS = {"vllm": "pa_npu.engines.vllm.kind:VLLM", "transformers": "pa_npu.engines.transformers.kind:TRANSFORMERS"}
+_KINDS = {
+    "vllm": "pa_npu.engines.vllm.kind:VLLM",
+    "transformers": "pa_npu.engines.transformers.kind:TRANSFORMERS",
+}
 
 _TIMEOUT_S = 60.0
 DEFAULT_BACKEND = str(RolloutConfig.model_fields["backend"].default)
@@ -86,22 +100,27 @@ def engine_kind(backend: str) -> EngineKind:
     check_name("rollout.backend", backend, _KINDS, "module:NAME")
     kind = import_object("rollout.backend", _KINDS.get(backend, backend), "module:NAME")
     if not isinstance(kind, EngineKind):
-        raise ConfigError(f"rollout.backend: {backend} is no EngineKind; see pa_npu/engines/registry.py")
+        raise ConfigError(
+            f"rollout.backend: {backend} is no EngineKind; see pa_npu/engines/registry.py"
+        )
     return kind
 
 
 def check_engine_keys(config: Config, spec: ModelSpec | None) -> None:
-    """Raises ConfigError where configuration and model, if that is known, ask for what the kind cannot do."""
+    """Raises ConfigError where configuration and model, if that is known, ask for what the kind
+    cannot do.
+    """
     kind = engine_kind(config.rollout.backend)
     if config.publish.lora == "adapter" and not kind.merges_adapters:
         raise ConfigError(
-            f"publish.lora: adapter with rollout.backend={config.rollout.backend}, whose engines merge no adapters; set "
-            f"publish.lora=merged"
+            f"publish.lora: adapter with rollout.backend={config.rollout.backend}, whose engines "
+            "merge no adapters; set publish.lora=merged"
         )
     if config.algorithm.router_replay != "none" and not kind.records_routes:
         raise ConfigError(
-            f"algorithm.router_replay: {config.algorithm.router_replay} with rollout.backend={config.rollout.backend}, whose "
-            f"engines do not say which experts a token took; set it to none, or rollout.backend=vllm"
+            f"algorithm.router_replay: {config.algorithm.router_replay} with "
+            f"rollout.backend={config.rollout.backend}, whose engines do not say which experts a "
+            "token took; set it to none, or rollout.backend=vllm"
         )
     kind.check_keys(config, spec)
 
@@ -112,7 +131,9 @@ def common_environment(config: Config, python: str) -> dict[str, str]:
     env = {
         "TOKENIZERS_PARALLELISM": "false",
         **device.environment("engine"),
-        **device.collective_environment(config.longest_collective_s, config.deterministic_collectives),
+        **device.collective_environment(
+            config.longest_collective_s, config.deterministic_collectives
+        ),
     }
     if path := _import_path(config, python):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
@@ -122,7 +143,8 @@ def common_environment(config: Config, python: str) -> dict[str, str]:
 def _import_path(config: Config, python: str) -> str | None:
     """Directory from which an engine's interpreter can import pa_npu; None when it can already.
 
-    Never a whole site-packages: its torch would shadow that of an engine with an environment of its own.
+    Never a whole site-packages: its torch would shadow that of an engine with an environment of its
+    own.
     """
     package = Path(pa_npu.__file__).resolve().parent
     if package.parent.name not in ("site-packages", "dist-packages"):
@@ -139,18 +161,30 @@ def _import_path(config: Config, python: str) -> str | None:
 
 @functools.cache
 def distributions(python: str | None, names: tuple[str, ...]) -> dict[str, str]:
-    """Versions of those of `names` that an interpreter has (None: this one); asked once. Raises ConfigError."""
+    """Versions of those of `names` that an interpreter has (None: this one); asked once.
+
+    Raises ConfigError.
+    """
     if python is None:
         return _here(names)
     if shutil.which(python) is None:
-        raise ConfigError(f"rollout.python: {python} is not an executable; give the path of a Python interpreter")
+        raise ConfigError(
+            f"rollout.python: {python} is not an executable; give the path of a Python interpreter"
+        )
     # importlib.metadata alone: importing an engine takes half a minute
-    program = f"import importlib.metadata, json\n{inspect.getsource(_here)}\nprint(json.dumps(_here({names!r})))"
+    program = (
+        "import importlib.metadata, "
+        f"json\n{inspect.getsource(_here)}\nprint(json.dumps(_here({names!r})))"
+    )
     try:
-        reply = subprocess.run([python, "-c", program], capture_output=True, timeout=_TIMEOUT_S, check=True)
+        reply = subprocess.run(
+            [python, "-c", program], capture_output=True, timeout=_TIMEOUT_S, check=True
+        )
         return dict(json.loads(reply.stdout))
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise ConfigError(f"rollout.python: {python} does not run ({error}); give a working interpreter") from None
+        raise ConfigError(
+            f"rollout.python: {python} does not run ({error}); give a working interpreter"
+        ) from None
 
 
 def _here(names: tuple[str, ...]) -> dict[str, str]:

@@ -1,11 +1,16 @@
-"""Calls by which an engine's workers get weights, the same for every kind of engine. Imports torch and msgspec only.
+"""Calls by which an engine's workers get weights, the same for every kind of engine. Imports torch
+and msgspec only.
 
-    pa_connect    once: join one group per pipeline stage, check that the trainer's model is the engine's
-    pa_receive    per version: receive and load everything in one call between engine steps, then stamp the version; says what
-                  the live modules hold afterwards, and what memory was used at most since the load before
-    pa_prepare    per version, instead: begin to receive it in a thread, beside the engine's steps; pa_prepared says when it is here
+    pa_connect    once: join one group per pipeline stage, check that the trainer's model is the
+                  engine's
+    pa_receive    per version: receive and load everything in one call between engine steps, then
+                  stamp the version; says what the live modules hold afterwards, and what memory was
+                  used at most since the load before
+    pa_prepare    per version, instead: begin to receive it in a thread, beside the engine's steps;
+                  pa_prepared says when it is here
     pa_swap       load what was prepared, between two steps, with nothing on the wire
-    pa_version    the version all of whose weights are loaded; None before the first and after a failed receive
+    pa_version    the version all of whose weights are loaded; None before the first and after a
+                  failed receive
     pa_close      leave the groups
 
 The caller must have no request in flight during pa_receive and pa_swap.
@@ -19,15 +24,20 @@ from typing import Any
 import torch
 
 from pa_npu.engines.live_weights import LiveTensor, LiveWeights
-from pa_npu.platform.memory_peaks import ResidentPeak, device_peak_bytes, own_processes, session_leader
+from pa_npu.platform.memory_peaks import (
+    ResidentPeak,
+    device_peak_bytes,
+    own_processes,
+    session_leader,
+)
 from pa_npu.weight_transfer.computation import computation_of
 from pa_npu.weight_transfer.receiver import Receiver
 from pa_npu.weight_transfer.transport import WeightSyncError
 
 
 class WeightCalls:
-    """A worker of an engine; a kind adds how it loads. All names start with `pa_`: vLLM, which mixes them into a class of its own,
-    refuses names that this has already."""
+    """A worker of an engine; a kind adds how it loads. All names start with `pa_`: vLLM, which
+    mixes them into a class of its own, refuses names that this has already."""
 
     rank: int
     """Among the engine's workers."""
@@ -37,16 +47,22 @@ class WeightCalls:
     _pa_resident_peak: ResidentPeak | None = None
 
     def _pa_model(self) -> tuple[object, str]:
-        """The model as the engine knows it, with the names of HF's config.json as attributes, and the model's directory."""
+        """The model as the engine knows it, with the names of HF's config.json as attributes, and
+        the model's directory.
+        """
         raise NotImplementedError
 
-    def _pa_take(self, version: int, weights: Iterator[tuple[str, torch.Tensor]], kept: bool) -> list[str]:
-        """Load all weights by their HF names; returns the parameters for which none came. kept: the tensors' memory is the
-        engine's from here on."""
+    def _pa_take(
+        self, version: int, weights: Iterator[tuple[str, torch.Tensor]], kept: bool
+    ) -> list[str]:
+        """Load all weights by their HF names; returns the parameters for which none came. kept: the
+        tensors' memory is the engine's from here on."""
         raise NotImplementedError
 
     def _pa_live(self, names: Sequence[str]) -> Iterable[LiveTensor]:
-        """Finds the memory that the live modules compute with. names: HF names of the tensors that were loaded."""
+        """Finds the memory that the live modules compute with. names: HF names of the tensors that
+        were loaded.
+        """
         raise NotImplementedError
 
     def _pa_modules(self) -> Iterable[torch.nn.Module]:
@@ -57,11 +73,14 @@ class WeightCalls:
         """Join WeightGroups, as the member of this worker."""
         self.pa_close()
         model, directory = self._pa_model()
-        self._pa_receiver = Receiver.join(groups, self.rank, torch.device(self.device), model, directory)
+        self._pa_receiver = Receiver.join(
+            groups, self.rank, torch.device(self.device), model, directory
+        )
         return {}
 
     def pa_receive(self, version: int, begins_within_s: float | None = None) -> dict[str, Any]:
-        """Load weight version `version`. On any error the version is unset; connect and receive again.
+        """Load weight version `version`. On any error the version is unset; connect and receive
+        again.
 
         begins_within_s: as Receiver.receive; the model is made ready to load before that wait.
         """
@@ -102,11 +121,17 @@ class WeightCalls:
             held = live.report(self._pa_live(live.names), computation_of(self._pa_modules()))
         if missing:
             raise WeightSyncError(
-                f"weight version {version}: the trainer sent no weights for {len(missing)} parameter(s) of the engine, the "
-                f"first is {min(missing)!r}; engine and trainer must be given the same model directory"
+                f"weight version {version}: the trainer sent no weights for {len(missing)} "
+                f"parameter(s) of the engine, the first is {min(missing)!r}; engine and trainer "
+                "must be given the same model directory"
             )
         self._pa_version = version
-        return {"version": version, "digests": list(digests()), "memory": self._pa_memory(), "live": held}
+        return {
+            "version": version,
+            "digests": list(digests()),
+            "memory": self._pa_memory(),
+            "live": held,
+        }
 
     def pa_version(self) -> dict[str, Any]:
         """{"version": None} also means: do not generate."""
@@ -120,12 +145,19 @@ class WeightCalls:
         return {}
 
     def _pa_memory(self) -> dict[str, int | None]:
-        """Since the call before; "host" is of all the engine's processes where this worker is the first, and 0 of the others."""
+        """Since the call before; "host" is of all the engine's processes where this worker is the
+        first, and 0 of the others.
+        """
         peak = self._pa_resident_peak = self._pa_resident_peak or ResidentPeak(own_processes)
         counts = self.rank == 0 or session_leader() is None
-        return {"host": peak.take() if counts else 0, "device": device_peak_bytes(torch.device(self.device).type)}
+        return {
+            "host": peak.take() if counts else 0,
+            "device": device_peak_bytes(torch.device(self.device).type),
+        }
 
     def _pa_get(self) -> Receiver:
         if self._pa_receiver is None:
-            raise WeightSyncError("this engine has no connection to the trainer; call pa_connect before pa_receive")
+            raise WeightSyncError(
+                "this engine has no connection to the trainer; call pa_connect before pa_receive"
+            )
         return self._pa_receiver

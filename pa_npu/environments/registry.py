@@ -33,7 +33,10 @@ _ELSEWHERE = {
 
 
 def make_environment(config: Config, tokenizer: Any) -> Environment:
-    """The environment of environment.name: a registered one, or a class that module:Class names. Raises ConfigError."""
+    """The environment of environment.name: a registered one, or a class that module:Class names.
+
+    Raises ConfigError.
+    """
     chosen = config.environment
     context = EnvironmentContext(
         tokenizer,
@@ -46,18 +49,21 @@ def make_environment(config: Config, tokenizer: Any) -> Environment:
     check_name("environment.name", chosen.name, [*ENVIRONMENTS, *_ELSEWHERE], "module:Class")
     try:
         known = ENVIRONMENTS.get(chosen.name)
-        make = known or import_function("environment.name", _ELSEWHERE.get(chosen.name, chosen.name))
+        make = known or import_function(
+            "environment.name", _ELSEWHERE.get(chosen.name, chosen.name)
+        )
         environment = make(context)
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:  # a user's class may raise whatever it likes
         raise ConfigError(
-            f"environment.name: {chosen.name} cannot be made ({describe(error)}); correct its __init__, "
-            f"which gets an EnvironmentContext"
+            f"environment.name: {chosen.name} cannot be made ({describe(error)}); correct its "
+            "__init__, which gets an EnvironmentContext"
         ) from error
     if not callable(getattr(environment, "rollout", None)):
         raise ConfigError(
-            f"environment.name: {chosen.name} has no method rollout(prompt, num_samples, generate); add it"
+            f"environment.name: {chosen.name} has no method rollout(prompt, num_samples, "
+            "generate); add it"
         )
     return environment
 
@@ -66,7 +72,8 @@ def make_environment(config: Config, tokenizer: Any) -> Environment:
 async def opened(environment: Environment, limit_s: float) -> AsyncIterator[Environment]:
     """The environment between its `open` and its `close`, where it has them; limit_s: for opening.
 
-    Raises EnvironmentFailed where it cannot be opened. A failure of `close` is logged: the run is over by then.
+    Raises EnvironmentFailed where it cannot be opened. A failure of `close` is logged: the run is
+    over by then.
     """
     name = type(environment).__name__
     try:
@@ -79,7 +86,9 @@ async def opened(environment: Environment, limit_s: float) -> AsyncIterator[Envi
                 f"environment {name}: open has not ended within {limit_s:g} s; correct it"
             ) from None
         except BaseException as error:  # users' code
-            raise EnvironmentFailed(f"environment {name}: open: {describe(error)}; correct the environment") from error
+            raise EnvironmentFailed(
+                f"environment {name}: open: {describe(error)}; correct the environment"
+            ) from error
         with interrupting(environment, LEAST_S):
             yield environment
     finally:

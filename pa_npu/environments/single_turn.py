@@ -31,7 +31,8 @@ class SingleTurn:
 def samples_of(prompt: npt.NDArray[np.int32], generations: Sequence[Generation]) -> list[Sample]:
     """Makes a sample of the prompt and each generation, equal to a SampleBuilder's.
 
-    Every group comes through here: arrays are made for all samples together, in half the time of one by one, and cut apart.
+    Every group comes through here: arrays are made for all samples together, in half the time of
+    one by one, and cut apart.
     """
     if any([generation.columns for generation in generations]):
         return [_sample(prompt, generation) for generation in generations]
@@ -49,7 +50,10 @@ def samples_of(prompt: npt.NDArray[np.int32], generations: Sequence[Generation])
         if len(generation.logprobs):
             logprobs[written] = generation.logprobs
     row = SampleRow(tokens, component, logprobs, versions, bounds[1:], prompt=len(prompt))
-    return row.cut([generation.finished for generation in generations], [generation.text for generation in generations])
+    return row.cut(
+        [generation.finished for generation in generations],
+        [generation.text for generation in generations],
+    )
 
 
 def _sample(prompt: npt.NDArray[np.int32], generation: Generation) -> Sample:

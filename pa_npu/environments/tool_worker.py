@@ -3,7 +3,8 @@
     stdout  {"ready": true} or {"unusable": reason}      first line
     stdin   {"call": text}        stdout  {"answer": text}, with "failure": true where it is the tool's failure, in order
 
-What the function prints goes to standard error. The process ends with its input, and its keeper kills it when its parent dies.
+What the function prints goes to standard error. The process ends with its input, and its keeper
+kills it when its parent dies.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def _answer(function: Any, call: str) -> dict[str, Any]:
         reason = f"returned {type(answer).__name__}, not a text or a number"
     except UnicodeEncodeError:
         reason = "returned half of a surrogate pair, which is no text"
-    except BaseException as error:  # a tool's failure is what the policy reads, also where it would end its process
+    except (
+        BaseException
+    ) as error:  # a tool's failure is what the policy reads, also where it would end its process
         reason = f"{type(error).__name__}: {error}"
     line = " ".join(reason.split())[:_LONGEST_REASON].encode("utf-8", "replace").decode()
     return {"answer": f"error: {line}", "failure": True}

@@ -1,17 +1,22 @@
-"""The tool environment: several turns, in which the policy may call a tool and reads its answer before it goes on.
+"""The tool environment: several turns, in which the policy may call a tool and reads its answer
+before it goes on.
 
     prompt ──policy──> ... <<48/2>> ──tool──> =24 ──policy──> ... #### 24 <end>
                        trained        not trained  trained
 
-Token in, token out: what the policy wrote is never rendered to text and tokenised again; only the tool's answer is tokenised,
-and follows what was written. A turn ends with a call, with the policy's end token, or at a limit; the sample ends when a turn
-ends without a call, or when turns or tokens are used up. The samples of a group go on independently of each other.
+Token in, token out: what the policy wrote is never rendered to text and tokenised again; only the
+tool's answer is tokenised, and follows what was written. A turn ends with a call, with the policy's
+end token, or at a limit; the sample ends when a turn ends without a call, or when turns or tokens
+are used up. The samples of a group go on independently of each other.
 
 environment.options:
-    tool    "calculator" (default), or a function of your own, module:function, from the call's text to the answer's. It runs in
-            a process of its own and has environment.timeout_s; its failure is its answer ("error: ...").
-    call    what opens and closes a call; default ["<<", ">>"], the marks of GSM8K's calculator annotations (arXiv 2110.14168)
-    example a call that a tool of your own must answer, tried before the run; default: one of the reference answer, the question
+    tool    "calculator" (default), or a function of your own, module:function, from the call's text
+            to the answer's. It runs in a process of its own and has environment.timeout_s; its
+            failure is its answer ("error: ...").
+    call    what opens and closes a call; default ["<<", ">>"], the marks of GSM8K's calculator
+            annotations (arXiv 2110.14168)
+    example a call that a tool of your own must answer, tried before the run; default: one of the
+    reference answer, the question
             and "1+1"
     answer  what opens and closes a tool's answer; default ["=", "\\n"]
 """
@@ -75,15 +80,21 @@ class ToolEnvironment:
             await self._tool.close()
 
     async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
-        return await gather([self._sample(prompt, number, generate) for number in range(num_samples)])
+        return await gather(
+            [self._sample(prompt, number, generate) for number in range(num_samples)]
+        )
 
     async def trial(self, prompt: Prompt) -> None:
         """Calls a tool of the user's before a run. Raises ConfigError where it answers nothing."""
         example = self._context.options.get("example")
         if example is not None and not isinstance(example, str):
-            raise ConfigError(f"environment.options: example must be a text, the call to try, not {example!r:.60}")
+            raise ConfigError(
+                f"environment.options: example must be a text, the call to try, not {example!r:.60}"
+            )
         if isinstance(self._tool, ToolProcess):
-            await self._tool.trial([example] if example is not None else [prompt.answer, prompt.text, "1+1"])
+            await self._tool.trial(
+                [example] if example is not None else [prompt.answer, prompt.text, "1+1"]
+            )
 
     async def _sample(self, prompt: Prompt, number: int, generate: Generate) -> Sample:
         sample, text = SampleBuilder(prompt.tokens), ""
@@ -119,11 +130,18 @@ class ToolEnvironment:
 
 def _pair(context: EnvironmentContext, name: str, default: tuple[str, str]) -> tuple[str, str]:
     value = context.options.get(name, default)
-    if not isinstance(value, (list, tuple)) or len(value) != 2 or not all(isinstance(text, str) for text in value):
-        raise ConfigError(f"environment.options: {name} must be two texts, [opening, closing], not {value!r}")
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) != 2
+        or not all(isinstance(text, str) for text in value)
+    ):
+        raise ConfigError(
+            f"environment.options: {name} must be two texts, [opening, closing], not {value!r}"
+        )
     if name == "call" and not all(value):
         raise ConfigError(
-            "environment.options: call needs marks that are not empty, or no call could be told from text"
+            "environment.options: call needs marks that are not empty, or no call could be told "
+            "from text"
         )
     return value[0], value[1]
 
@@ -135,7 +153,8 @@ def make_tool(context: EnvironmentContext) -> Tool:
         return _calculator
     if not isinstance(name, str) or ":" not in name:
         raise ConfigError(
-            f"environment.options: tool {name!r} is neither calculator nor module:function; use one of these"
+            f"environment.options: tool {name!r} is neither calculator nor module:function; use "
+            "one of these"
         )
     return ToolProcess(name, context.timeout_s)
 
@@ -145,7 +164,9 @@ async def _calculator(call: str) -> str:
 
 
 class ToolProcess:
-    """A user's function in a process of its own; calls one after another, each with a time limit, after which it is killed."""
+    """A user's function in a process of its own; calls one after another, each with a time limit,
+    after which it is killed.
+    """
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name = name
@@ -157,7 +178,10 @@ class ToolProcess:
         return (await self._answer(call))[0]
 
     async def trial(self, calls: Sequence[str]) -> None:
-        """Calls the tool before a run. Raises ConfigError where it answers none of the calls, or does not answer in time."""
+        """Calls the tool before a run.
+
+        Raises ConfigError where it answers none of the calls, or does not answer in time.
+        """
         try:
             answers = [await self._answer(call) for call in calls]
         finally:
@@ -165,8 +189,9 @@ class ToolProcess:
         if all(failed for _, failed in answers):
             tried = ", ".join(repr(call[:40]) for call in calls)
             raise ConfigError(
-                f"environment.options: tool {self._name} fails for each of {tried} ({answers[-1][0].removeprefix('error: ')}); "
-                f"correct the function, or name a call that it answers in environment.options.example"
+                f"environment.options: tool {self._name} fails for each of {tried} "
+                f"({answers[-1][0].removeprefix('error: ')}); correct the function, or name a call "
+                "that it answers in environment.options.example"
             )
 
     async def _answer(self, call: str) -> tuple[str, bool]:
@@ -182,18 +207,28 @@ class ToolProcess:
             except asyncio.TimeoutError:
                 reason = f"no answer within {self._timeout_s:g} s"
             await self.close()
-            logger.warning("environment.options: tool %s: %s; it is started anew", self._name, reason)
+            logger.warning(
+                "environment.options: tool %s: %s; it is started anew", self._name, reason
+            )
             return f"error: {reason}", True
 
     async def _start(self) -> WorkerProcess:
         try:
             worker = await WorkerProcess.start([_MODULE, self._name], None, _STARTUP_TIMEOUT_S)
         except DeadlineExceeded as late:
-            raise ConfigError(f"environment.options: tool {self._name}: {late}; correct the function") from None
-        problem = worker.ready.get("unusable") if worker.ready else "its process ended while importing it, see the log"
+            raise ConfigError(
+                f"environment.options: tool {self._name}: {late}; correct the function"
+            ) from None
+        problem = (
+            worker.ready.get("unusable")
+            if worker.ready
+            else "its process ended while importing it, see the log"
+        )
         if problem:
             await worker.reap()
-            raise ConfigError(f"environment.options: tool {self._name}: {problem}; correct the function")
+            raise ConfigError(
+                f"environment.options: tool {self._name}: {problem}; correct the function"
+            )
         self._worker = worker
         return worker
 
@@ -205,11 +240,17 @@ class ToolProcess:
 
 
 def calculate(expression: str) -> str:
-    """The value of + - * / ** and brackets over decimal numbers: whole, or rounded to 6 decimals. "error: ..." otherwise."""
+    """The value of + - * / ** and brackets over decimal numbers: whole, or rounded to 6 decimals.
+    "error: ..." otherwise.
+    """
     if len(expression) > _LONGEST:
         return f"error: more than {_LONGEST} characters"
     try:
-        return _written(_value(ast.parse(expression.strip().replace(",", "").replace("^", "**"), mode="eval").body))
+        return _written(
+            _value(
+                ast.parse(expression.strip().replace(",", "").replace("^", "**"), mode="eval").body
+            )
+        )
     except ZeroDivisionError:
         return "error: division by zero"
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -218,7 +259,11 @@ def calculate(expression: str) -> str:
 
 def _value(node: ast.AST) -> Fraction:
     """Raises ValueError for everything that is no arithmetic."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, (int, float))
+        and not isinstance(node.value, bool)
+    ):
         value = Fraction(str(node.value))
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
         value = _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)

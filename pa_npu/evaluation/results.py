@@ -1,8 +1,10 @@
-"""Results per question: what each response was worth, numbers with 95% intervals, one parquet file per evaluation, comparison.
+"""Results per question: what each response was worth, numbers with 95% intervals, one parquet file
+per evaluation, comparison.
 
-Questions are the independent draws; several responses to one question are not. So every number is first one of a question, between
-0 and 1, and the interval is that of the mean of these. Intervals of shares are Wilson's (1927) with as many draws as give the same
-standard error, which keeps them inside 0..1 and honest near its ends.
+Questions are the independent draws; several responses to one question are not. So every number is
+first one of a question, between 0 and 1, and the interval is that of the mean of these. Intervals
+of shares are Wilson's (1927) with as many draws as give the same standard error, which keeps them
+inside 0..1 and honest near its ends.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Judged:
-    """One response of an evaluation. name: of the set; question: its row there. kind: greedy or sample; number: among the samples.
-    final: the answer that it ends with, None where it gives none. tokens: its length. finished: by itself, not cut at the limit."""
+    """One response of an evaluation. name: of the set; question: its row there. kind: greedy or
+    sample; number: among the samples. final: the answer that it ends with, None where it gives
+    none. tokens: its length. finished: by itself, not cut at the limit."""
 
     name: str
     question: int
@@ -58,7 +61,10 @@ class Judged:
 
 @dataclass(frozen=True)
 class SetSummary:
-    """One set in numbers. metrics: greedy, avg@n, pass@k, maj@k, by name. Lengths are tokens of all its responses."""
+    """One set in numbers. metrics: greedy, avg@n, pass@k, maj@k, by name.
+
+    Lengths are tokens of all its responses.
+    """
 
     questions: int
     responses: int
@@ -70,7 +76,8 @@ class SetSummary:
 
 
 def values_by_question(responses: Iterable[Judged]) -> dict[str, dict[int, float]]:
-    """The numbers of one set's questions by metric: greedy, avg@n, pass@k and maj@k for the powers of two up to n, and n.
+    """The numbers of one set's questions by metric: greedy, avg@n, pass@k and maj@k for the powers
+    of two up to n, and n.
 
     n: the samples that every question has.
     """
@@ -86,9 +93,14 @@ def values_by_question(responses: Iterable[Judged]) -> dict[str, dict[int, float
         return found
     count = min(len(own) for own in samples.values())
     powers = [2**exponent for exponent in range(1, count.bit_length()) if 2**exponent < count]
-    found[f"avg@{count}"] = {q: statistics.fmean(r.correct for r in own[:count]) for q, own in samples.items()}
+    found[f"avg@{count}"] = {
+        q: statistics.fmean(r.correct for r in own[:count]) for q, own in samples.items()
+    }
     for k in [*powers, count] if count > 1 else []:
-        found[f"pass@{k}"] = {q: pass_at_k(count, sum(r.correct for r in own[:count]), k) for q, own in samples.items()}
+        found[f"pass@{k}"] = {
+            q: pass_at_k(count, sum(r.correct for r in own[:count]), k)
+            for q, own in samples.items()
+        }
     for k in [k for k in (*powers, count) if k > 2]:
         found[f"maj@{k}"] = {
             q: majority_at_k([r.final for r in own[:count]], [r.correct for r in own[:count]], k)
@@ -130,7 +142,9 @@ def set_values(responses: Sequence[Judged]) -> Values:
 
 
 def compare(before: Sequence[Judged], after: Sequence[Judged]) -> dict[str, dict[str, Estimate]]:
-    """after - before by set and metric, over the questions that both have; sets and metrics that both have."""
+    """after - before by set and metric, over the questions that both have; sets and metrics that
+    both have.
+    """
     return differences(set_values(before), set_values(after))
 
 
@@ -167,12 +181,17 @@ class Progress:
         self._first = self._first or self._before
 
     def differences(self, version: int, responses: Sequence[Judged]) -> dict[str, Any]:
-        """For evaluations.jsonl: {first, before: {version, sets: by set and metric}}; empty for the first evaluation."""
+        """For evaluations.jsonl: {first, before: {version, sets: by set and metric}}; empty for the
+        first evaluation.
+        """
         found, said = set_values(responses), {}
         for name, known in (("first", self._first), ("before", self._before)):
             if known is not None:
                 sets = differences(known[1], found)
-                plain = {set_: {metric: asdict(e) for metric, e in metrics.items()} for set_, metrics in sets.items()}
+                plain = {
+                    set_: {metric: asdict(e) for metric, e in metrics.items()}
+                    for set_, metrics in sets.items()
+                }
                 said[name] = {"version": known[0], "sets": plain}
         self._take(version, found)
         return said
@@ -185,7 +204,11 @@ def results_file(directory: Path | str, version: int) -> Path:
 def kept_versions(run_dir: Path | str) -> list[int]:
     """Versions of which a run keeps results per question."""
     names = [path.name for path in (Path(run_dir) / DIRECTORY).glob("version_*.parquet")]
-    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"version_(\d{6,10})\.parquet", name)))
+    return sorted(
+        int(found[1])
+        for name in names
+        if (found := re.fullmatch(r"version_(\d{6,10})\.parquet", name))
+    )
 
 
 def write_results(file: Path, responses: Sequence[Judged]) -> None:
@@ -193,8 +216,17 @@ def write_results(file: Path, responses: Sequence[Judged]) -> None:
     import pyarrow as pa
 
     kinds = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
-    types = {"question": int, "number": int, "tokens": int, "reward": float, "correct": bool, "finished": bool}
-    schema = pa.schema([(name, kinds[types.get(name, str)]) for name in Judged.__dataclass_fields__])
+    types = {
+        "question": int,
+        "number": int,
+        "tokens": int,
+        "reward": float,
+        "correct": bool,
+        "finished": bool,
+    }
+    schema = pa.schema(
+        [(name, kinds[types.get(name, str)]) for name in Judged.__dataclass_fields__]
+    )
     try:
         write_table(file, [asdict(response) for response in responses], schema)
     except (OSError, pa.ArrowException) as error:
@@ -207,18 +239,22 @@ def read_results(file: Path | str) -> list[Judged]:
         return [Judged(**row) for row in read_table(Path(file))]
     except (DataError, TypeError) as error:
         raise DataError(
-            f"{file}: holds no results of an evaluation ({reason(error)}); name RUN/evaluations/version_N.parquet"
+            f"{file}: holds no results of an evaluation ({reason(error)}); name "
+            "RUN/evaluations/version_N.parquet"
         ) from None
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that at least one of k responses drawn without replacement from the num_samples is correct.
+    """Chance that at least one of k responses drawn without replacement from the num_samples is
+    correct.
 
-    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, eq. 1): 1 - C(n - c, k) / C(n, k). Raises ValueError for k > n.
+    The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, eq. 1): 1 - C(n - c, k) / C(n, k).
+    Raises ValueError for k > n.
     """
     if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
         raise ValueError(
-            f"pass@{k} of {num_samples} samples with {num_correct} correct: needs 1 <= k <= n, 0 <= c <= n"
+            f"pass@{k} of {num_samples} samples with {num_correct} correct: needs 1 <= k <= n, 0 "
+            "<= c <= n"
         )
     if num_samples - num_correct < k:
         return 1.0
@@ -226,10 +262,12 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k: int) -> float:
-    """How often the most frequent answer of k responses is correct: mean over the blocks of k consecutive responses.
+    """How often the most frequent answer of k responses is correct: mean over the blocks of k
+    consecutive responses.
 
-    answers: what each response ends with, in a form in which equal answers are equal; None where it gives none, which has no vote.
-    Correct answers are one answer, however they are written. Where several are the most frequent, each counts its share.
+    answers: what each response ends with, in a form in which equal answers are equal; None where it
+    gives none, which has no vote. Correct answers are one answer, however they are written. Where
+    several are the most frequent, each counts its share.
     """
     if not 1 <= k <= len(answers) or len(answers) != len(correct):
         raise ValueError(f"maj@{k} of {len(answers)} answers and {len(correct)} verdicts")
@@ -239,7 +277,9 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k
 
 def _vote(block: Sequence[tuple[Hashable | None, bool]]) -> float:
     votes = Counter(
-        (True, None) if right else (False, answer) for answer, right in block if right or answer is not None
+        (True, None) if right else (False, answer)
+        for answer, right in block
+        if right or answer is not None
     )
     if not votes:
         return 0.0
@@ -253,7 +293,9 @@ def estimate(values: Sequence[float]) -> Estimate:
     if not values:
         raise ValueError("a mean over no questions")
     count, mean = len(values), math.fsum(values) / len(values)
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1) if count > 1 else 0.0
+    variance = (
+        math.fsum((value - mean) ** 2 for value in values) / (count - 1) if count > 1 else 0.0
+    )
     # a 0/1 number has mean (1 - mean) as its variance; what varies less is worth more draws
     draws = count * mean * (1 - mean) / variance if variance > 0 else count
     low, high = wilson(mean, max(draws, 1.0))
@@ -271,13 +313,15 @@ def wilson(share: float, draws: float) -> tuple[float, float]:
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> Estimate:
     """The mean of after - before over the same questions, in the same order.
 
-    What is hard for both cancels out, so that the interval is much shorter than from two separate ones. Where no question differs
-    at all, the interval is that of the rule of three.
+    What is hard for both cancels out, so that the interval is much shorter than from two separate
+    ones. Where no question differs at all, the interval is that of the rule of three.
     """
     differences = [new - old for old, new in zip(before, after, strict=True)]
     if not differences:
         raise ValueError("a difference over no questions")
     count, mean = len(differences), math.fsum(differences) / len(differences)
-    variance = math.fsum((value - mean) ** 2 for value in differences) / (count - 1) if count > 1 else 1.0
+    variance = (
+        math.fsum((value - mean) ** 2 for value in differences) / (count - 1) if count > 1 else 1.0
+    )
     half = Z * math.sqrt(variance / count) if variance > 0 else 3.0 / count
     return Estimate(mean, max(-1.0, mean - half), min(1.0, mean + half), count)

@@ -1,6 +1,8 @@
-"""Any causal language model of transformers: its shape as transformers reads it, its weights from an instance without memory.
+"""Any causal language model of transformers: its shape as transformers reads it, its weights from
+an instance without memory.
 
-For trainer.backend=fsdp, which needs no more of a model than planning does. transformers is imported when the first one is read.
+For trainer.backend=fsdp, which needs no more of a model than planning does. transformers is
+imported when the first one is read.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ ACTIVE = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k")
 
 @dataclass(frozen=True)
 class _Instance:
-    """tensors: those of the checkpoint. computed: parameters of the layers that a token passes through."""
+    """tensors: those of the checkpoint. computed: parameters of the layers that a token passes
+    through.
+    """
 
     tensors: dict[str, tuple[int, ...]]
     linear: dict[str, tuple[int, ...]]
@@ -38,28 +42,42 @@ class AnyModel(DenseDecoder):
     def refused(self, raw: dict[str, Any], trust_remote_code: bool) -> Iterator[str]:
         """Each with its remedy."""
         if mapping(raw, "auto_map") and not trust_remote_code:
-            yield "it brings code of its own (auto_map); read that code and set model.trust_remote_code=true, or use another model"
+            yield (
+                "it brings code of its own (auto_map); read that code and set "
+                "model.trust_remote_code=true, or use another model"
+            )
         if mapping(raw, "quantization_config"):
             yield "quantised weights (quantization_config) cannot be trained; use the model in bf16"
         if raw.get("is_encoder_decoder"):
             yield "an encoder-decoder is no causal language model; use a decoder"
         for name in raw.get("architectures") or ():
             if not str(name).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
-                yield f"architecture {name!s:.60} is no causal language model; use one with a language model's head"
+                yield (
+                    f"architecture {name!s:.60} is no causal language model; use one with a "
+                    "language model's head"
+                )
 
     def sizes_of(self, path: str, trust_remote_code: bool) -> dict[str, Any]:
-        """ModelSpec's fields. ffn_size is that of a gated layer with the work of this model's layers."""
+        """ModelSpec's fields. ffn_size is that of a gated layer with the work of this model's
+        layers.
+        """
         config = config_of(path, trust_remote_code)
         text = config.get_text_config()
         if getattr(text, "is_decoder", None) is False:
             raise DataError(
-                f"model.path: {path}: {text.model_type} reads both ways, no causal language model; use a decoder"
+                f"model.path: {path}: {text.model_type} reads both ways, no causal language model; "
+                "use a decoder"
             )
         hidden, layers, heads = text.hidden_size, text.num_hidden_layers, text.num_attention_heads
-        for name, size in {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}.items():
+        for name, size in {
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+        }.items():
             if not isinstance(size, int) or size < 1:
                 raise DataError(
-                    f"model.path: {path}/config.json: {name}: {size!r:.40} is not a count; use an unmodified config"
+                    f"model.path: {path}/config.json: {name}: {size!r:.40} is not a count; use an "
+                    "unmodified config"
                 )
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         head_dim = getattr(text, "head_dim", None) or hidden // heads
@@ -101,16 +119,22 @@ def config_of(path: str, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # of anybody's code, and of validators of all kinds
         reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"model.path: {path}: transformers cannot read its config.json ({reason}); use a model that it knows"
+            f"model.path: {path}: transformers cannot read its config.json ({reason}); use a model "
+            "that it knows"
         ) from None
 
 
 def bare_model(config: Any, trust_remote_code: bool) -> Any:
-    """The model of a configuration without memory for its weights. Raises DataError where it is no causal language model."""
+    """The model of a configuration without memory for its weights.
+
+    Raises DataError where it is no causal language model.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -120,7 +144,8 @@ def bare_model(config: Any, trust_remote_code: bool) -> Any:
     except Exception as error:  # as above
         reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"model.path: {config._name_or_path}: transformers cannot make a causal language model of it ({reason}); use one"
+            f"model.path: {config._name_or_path}: transformers cannot make a causal language model "
+            f"of it ({reason}); use one"
         ) from None
 
 
@@ -133,10 +158,14 @@ def _instance(path: str, trust_remote_code: bool) -> _Instance:
     config = config_of(path, trust_remote_code)
     model, text = bare_model(config, trust_remote_code), config.get_text_config()
     experts, active = (
-        next((getattr(text, key) for key in keys if getattr(text, key, None)), 1) for keys in (EXPERTS, ACTIVE)
+        next((getattr(text, key) for key in keys if getattr(text, key, None)), 1)
+        for keys in (EXPERTS, ACTIVE)
     )
     inside = {f".{name}": tensor.shape for name, tensor in decoder_layers(model).named_parameters()}
-    computed = sum(size.numel() * (active / experts if ".experts." in name else 1.0) for name, size in inside.items())
+    computed = sum(
+        size.numel() * (active / experts if ".experts." in name else 1.0)
+        for name, size in inside.items()
+    )
     fuses = experts > 1 and any(len(size) == 3 and size[0] == experts for size in inside.values())
     tensors = {name: weight.shape for name, weight in wire_weights(model).items()}
     outside = model.get_output_embeddings()
@@ -145,7 +174,9 @@ def _instance(path: str, trust_remote_code: bool) -> _Instance:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and module is not outside
     }
-    return _Instance(tensors, linear, fuses, sum(parameter.numel() for parameter in model.parameters()), computed)
+    return _Instance(
+        tensors, linear, fuses, sum(parameter.numel() for parameter in model.parameters()), computed
+    )
 
 
 def decoder_layers(model: Any) -> Any:
@@ -157,5 +188,6 @@ def decoder_layers(model: Any) -> Any:
         if isinstance(module, torch.nn.ModuleList) and len(module) == number:
             return module
     raise DataError(
-        f"model.path: {model.config._name_or_path}: {type(model).__name__} has no list of {number} layers; use a decoder that has"
+        f"model.path: {model.config._name_or_path}: {type(model).__name__} has no list of {number} "
+        "layers; use a decoder that has"
     )

@@ -1,4 +1,6 @@
-"""Values out of a model's config.json: the file read with bounds, counts and numbers checked by key."""
+"""Values out of a model's config.json: the file read with bounds, counts and numbers checked by
+key.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,23 @@ LARGEST_CONFIG_BYTES = 4 * 2**20
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
-    """The object in `directory`/config.json. Raises DataError when it is missing, too large, or not a JSON object."""
+    """The object in `directory`/config.json.
+
+    Raises DataError when it is missing, too large, or not a JSON object.
+    """
     if not directory.is_dir():
-        raise DataError(f"model.path: {directory} is not a directory; give the path of an HF model directory")
+        raise DataError(
+            f"model.path: {directory} is not a directory; give the path of an HF model directory"
+        )
     if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
         raise DataError(
-            f"model.path: {directory} is an adapter, no model; give the directory of the model that it belongs to"
+            f"model.path: {directory} is an adapter, no model; give the directory of the model "
+            "that it belongs to"
         )
     if not (directory / "config.json").exists():
-        raise DataError(f"model.path: {directory} has no config.json; give the path of an HF model directory")
+        raise DataError(
+            f"model.path: {directory} has no config.json; give the path of an HF model directory"
+        )
     return read_json_object(directory / "config.json", LARGEST_CONFIG_BYTES)
 
 
@@ -33,15 +43,21 @@ def read_json_object(file: Path, largest_bytes: int) -> dict[str, Any]:
         raw = json.loads(read_plain(file, largest_bytes).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
-            f"model.path: {file} cannot be read ({reason(error)}); restore it from the model's source"
+            f"model.path: {file} cannot be read ({reason(error)}); restore it from the model's "
+            "source"
         ) from None
     if not isinstance(raw, dict):
-        raise DataError(f"model.path: {file} is not a JSON object; restore it from the model's source")
+        raise DataError(
+            f"model.path: {file} is not a JSON object; restore it from the model's source"
+        )
     return raw
 
 
 def count(raw: dict[str, Any], key: str, default: int | None = None) -> int:
-    """A size or number of parts. An absent or null key is the default, without which it raises KeyError; ValueError else."""
+    """A size or number of parts.
+
+    An absent or null key is the default, without which it raises KeyError; ValueError else.
+    """
     value = raw.get(key)
     if value is None:
         if default is None:

@@ -1,17 +1,24 @@
-"""Llama-like decoder families: from config.json to sizes, names and shapes of the weights, work and memory.
+"""Llama-like decoder families: from config.json to sizes, names and shapes of the weights, work and
+memory.
 
-A family is a subclass of DenseDecoder that states what differs, as those at the end of this file, and an entry in `spec`.
+A family is a subclass of DenseDecoder that states what differs, as those at the end of this file,
+and an entry in `spec`.
 
-Everything else reads the family through a ModelSpec: a training backend builds layers from the spec's flags and finds the weights
-by role (`layer_weights`), the planner counts with `layer_activations`, dispatch with `flops`.
+Everything else reads the family through a ModelSpec: a training backend builds layers from the
+spec's flags and finds the weights by role (`layer_weights`), the planner counts with
+`layer_activations`, dispatch with `flops`.
 
-A family whose layers differ more needs a flag in ModelSpec and the backends' support for it, once for all families that have it:
-    Gemma-like      norms that scale by 1 + w (added on loading, taken off on publishing), embeddings scaled by
-                    sqrt(hidden_size), GELU in the gated layer, two more norms per layer (roles after_attention_norm and
-                    after_feed_forward_norm), capped logits
-    GLM-like        rotation of a part of each head, in pairs that lie side by side; gate and up as one tensor (role gate_up)
+A family whose layers differ more needs a flag in ModelSpec and the backends' support for it, once
+for all families that have it:
+    Gemma-like      norms that scale by 1 + w (added on loading, taken off on publishing),
+                    embeddings scaled by sqrt(hidden_size), GELU in the gated layer, two more norms
+                    per layer (roles after_attention_norm and after_feed_forward_norm), capped
+                    logits
+    GLM-like        rotation of a part of each head, in pairs that lie side by side; gate and up as
+                    one tensor (role gate_up)
 
-The spec of a mixture of experts has `experts`, and its layers with experts have other roles (Qwen3Moe).
+The spec of a mixture of experts has `experts`, and its layers with experts have other roles
+(Qwen3Moe).
 """
 
 from __future__ import annotations
@@ -33,9 +40,11 @@ _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_ex
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of an HF checkpoint: its name (of a layer's, without the layer's prefix) and full shape.
+    """One tensor of an HF checkpoint: its name (of a layer's, without the layer's prefix) and full
+    shape.
 
-    experts: where it is above 0, as many tensors of this shape, with the expert's number in the place of {expert} in the name.
+    experts: where it is above 0, as many tensors of this shape, with the expert's number in the
+    place of {expert} in the name.
     """
 
     name: str
@@ -57,8 +66,10 @@ class Weight:
 class LayerActivations:
     """Numbers per token that a layer keeps for its backward pass, before any division over ranks.
 
-    residual: inputs and outputs of the norms. attention: queries, keys and values before the rotation and attention's output.
-    rotated: queries and keys after the rotation. feed_forward: both halves of the gated layer and their product.
+    residual: inputs and outputs of the norms. attention: queries, keys and values before the
+    rotation and attention's output.
+    rotated: queries and keys after the rotation. feed_forward: both halves of the gated layer and
+    their product.
     """
 
     residual: int
@@ -68,18 +79,27 @@ class LayerActivations:
 
 
 class DenseDecoder:
-    """A family. Class attributes are what it states; methods are overridden where a family computes something else."""
+    """A family.
+
+    Class attributes are what it states; methods are overridden where a family computes something
+    else.
+    """
 
     model_type: str
     architecture: str
     qkv_bias = False
     qk_norm = False
     default_kv_heads: int | None = None
-    """Used where config.json does not say; None means as many as heads. An explicit null always means that."""
+    """Used where config.json does not say; None means as many as heads.
+
+    An explicit null always means that.
+    """
     default_head_dim: int | None = None
     """Used where config.json does not say; None means hidden_size / heads."""
     heads_divide_hidden = False
-    """Whether transformers, and with it the engines, refuses other numbers of heads even where head_dim is given."""
+    """Whether transformers, and with it the engines, refuses other numbers of heads even where
+    head_dim is given.
+    """
 
     # config.json
 
@@ -104,15 +124,26 @@ class DenseDecoder:
     def sizes(self, raw: dict[str, Any]) -> dict[str, Any]:
         """ModelSpec's fields. KeyError names a missing key, ValueError says what is malformed."""
         hidden_size, num_heads = count(raw, "hidden_size"), count(raw, "num_attention_heads")
-        kv_default = num_heads if "num_key_value_heads" in raw else self.default_kv_heads or num_heads
+        kv_default = (
+            num_heads if "num_key_value_heads" in raw else self.default_kv_heads or num_heads
+        )
         num_kv_heads = count(raw, "num_key_value_heads", kv_default)
-        if hidden_size % num_heads and (self.heads_divide_hidden or not (raw.get("head_dim") or self.default_head_dim)):
-            raise ValueError(f"num_attention_heads: {num_heads} does not divide hidden_size = {hidden_size}")
+        if hidden_size % num_heads and (
+            self.heads_divide_hidden or not (raw.get("head_dim") or self.default_head_dim)
+        ):
+            raise ValueError(
+                f"num_attention_heads: {num_heads} does not divide hidden_size = {hidden_size}"
+            )
         head_dim = count(raw, "head_dim", self.default_head_dim or hidden_size // num_heads)
         if count(raw, "num_hidden_layers") > _MOST_LAYERS:
-            raise ValueError(f"num_hidden_layers: {raw['num_hidden_layers']} is more than {_MOST_LAYERS}")
+            raise ValueError(
+                f"num_hidden_layers: {raw['num_hidden_layers']} is more than {_MOST_LAYERS}"
+            )
         if num_heads % num_kv_heads:
-            raise ValueError(f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads = {num_heads}")
+            raise ValueError(
+                f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads = "
+                f"{num_heads}"
+            )
         if head_dim % 2:
             raise ValueError(f"head_dim: {head_dim} is odd, and rotary positions turn pairs")
         return {
@@ -176,7 +207,10 @@ class DenseDecoder:
         return weights
 
     def linear_layers(self, spec: ModelShape) -> dict[str, tuple[int, ...]]:
-        """Name and [outputs, inputs] of every layer that adapters can stand beside. No experts or routers."""
+        """Name and [outputs, inputs] of every layer that adapters can stand beside.
+
+        No experts or routers.
+        """
         return {
             self.layer_prefix(number) + weight.name.removesuffix(".weight"): weight.shape
             for number in range(spec.num_layers)
@@ -192,7 +226,11 @@ class DenseDecoder:
 
     def num_parameters(self, spec: ModelShape) -> int:
         """Tied weights counted once."""
-        layers = sum(weight.size for n in range(spec.num_layers) for weight in self.layer_weights(spec, n).values())
+        layers = sum(
+            weight.size
+            for n in range(spec.num_layers)
+            for weight in self.layer_weights(spec, n).values()
+        )
         return layers + sum(weight.size for weight in set(self.outer_weights(spec).values()))
 
     def flops(self, spec: ModelShape) -> FlopsModel:
@@ -210,7 +248,10 @@ class DenseDecoder:
     def layer_activations(self, spec: ModelShape) -> LayerActivations:
         heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         return LayerActivations(
-            residual=4 * spec.hidden_size, attention=2 * heads, rotated=heads, feed_forward=3 * spec.ffn_size
+            residual=4 * spec.hidden_size,
+            attention=2 * heads,
+            rotated=heads,
+            feed_forward=3 * spec.ffn_size,
         )
 
 
@@ -239,7 +280,9 @@ class Qwen3(DenseDecoder):
 
 
 class Qwen3Moe(DenseDecoder):
-    """Qwen3 whose layers, all or some of them, have experts and a router in place of the dense feed-forward layer."""
+    """Qwen3 whose layers, all or some of them, have experts and a router in place of the dense
+    feed-forward layer.
+    """
 
     model_type, architecture = "qwen3_moe", "Qwen3MoeForCausalLM"
     qk_norm = True
@@ -253,7 +296,9 @@ class Qwen3Moe(DenseDecoder):
 
     def sizes(self, raw: dict[str, Any]) -> dict[str, Any]:
         sizes = super().sizes(raw)
-        num_experts = next((count(raw, key) for key in _NUM_EXPERTS if raw.get(key) is not None), 128)
+        num_experts = next(
+            (count(raw, key) for key in _NUM_EXPERTS if raw.get(key) is not None), 128
+        )
         per_token = count(raw, "num_experts_per_tok", 8)
         if per_token > num_experts:
             raise ValueError(f"num_experts_per_tok: {per_token} is more than {num_experts} experts")
@@ -262,11 +307,20 @@ class Qwen3Moe(DenseDecoder):
         step, dense = count(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
         if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
             raise ValueError(f"mlp_only_layers: {dense!r:.40} is not a list of layers")
-        layers = tuple(n for n in range(sizes["num_layers"]) if n not in dense and (n + 1) % step == 0)
+        layers = tuple(
+            n for n in range(sizes["num_layers"]) if n not in dense and (n + 1) % step == 0
+        )
         if not layers:
-            raise ValueError(f"decoder_sparse_step, mlp_only_layers: {step}, {dense!r:.40} leave no layer with experts")
+            raise ValueError(
+                f"decoder_sparse_step, mlp_only_layers: {step}, {dense!r:.40} leave no layer with "
+                "experts"
+            )
         experts = Experts(
-            num_experts, per_token, count(raw, "moe_intermediate_size", 768), flag(raw, "norm_topk_prob"), layers
+            num_experts,
+            per_token,
+            count(raw, "moe_intermediate_size", 768),
+            flag(raw, "norm_topk_prob"),
+            layers,
         )
         return {**sizes, "experts": experts}
 
@@ -294,7 +348,9 @@ class Qwen3Moe(DenseDecoder):
         return replace(super().flops(spec), ffn_size=round((active + dense) / spec.num_layers))
 
     def layer_activations(self, spec: ModelShape) -> LayerActivations:
-        """Count a layer with experts, where tokens are spread evenly: a row for each of a token's experts goes in and comes out."""
+        """Count a layer with experts, where tokens are spread evenly: a row for each of a token's
+        experts goes in and comes out.
+        """
         assert spec.experts is not None
         experts = spec.experts
         rows = experts.per_token * (3 * experts.ffn_size + 3 * spec.hidden_size)

@@ -1,12 +1,16 @@
-"""Checks a model directory's small files and headers in a second, before anything starts: one line per fault.
+"""Checks a model directory's small files and headers in a second, before anything starts: one line
+per fault.
 
-    check_weights(spec)                 every tensor of the model is there once, in its shape, in a type that can be trained
-    check_end_tokens(spec)              the end tokens, of generation_config.json too, are in the vocabulary
+    check_weights(spec)                 every tensor of the model is there once, in its shape, in a
+                                        type that can be trained
+    check_end_tokens(spec)              the end tokens, of generation_config.json too, are in the
+                                        vocabulary
     check_tokenizer(spec, tokenizer)    so are all of the tokenizer's
-    check_plain_files(directory)        nothing that is going to be read is a pipe, a device or absurdly large
+    check_plain_files(directory)        nothing that is going to be read is a pipe, a device or
+                                        absurdly large
 
-Of the weights a few KiB of every tensor are read (check_values); whoever loads them sees them all, where located_weights says. All
-raise DataError.
+Of the weights a few KiB of every tensor are read (check_values); whoever loads them sees them all,
+where located_weights says. All raise DataError.
 """
 
 from __future__ import annotations
@@ -50,40 +54,51 @@ def check_plain_files(directory: str | Path) -> None:
                 open_plain(file).close()
             except OSError as error:
                 raise DataError(
-                    f"model.path: {file} cannot be used ({reason(error)}); restore it from the model's source"
+                    f"model.path: {file} cannot be used ({reason(error)}); restore it from the "
+                    "model's source"
                 ) from None
             if status.st_size > _LARGEST_SMALL_FILE_BYTES:
                 raise DataError(
-                    f"model.path: {file} has {status.st_size} bytes, more than any file of its kind; restore it from the "
-                    f"model's source"
+                    f"model.path: {file} has {status.st_size} bytes, more than any file of its "
+                    "kind; restore it from the model's source"
                 )
 
 
 def weight_files(directory: str | Path) -> dict[str, str]:
-    """Tensor name -> file name, as the index says; where there is none, the names in model.safetensors.
+    """Tensor name -> file name, as the index says; where there is none, the names in
+    model.safetensors.
 
-    Raises DataError where both are missing, the index is malformed, or it names a file that is not there.
+    Raises DataError where both are missing, the index is malformed, or it names a file that is not
+    there.
     """
     directory = Path(directory)
     index, single = directory / INDEX_FILE, directory / SINGLE_FILE
     if not index.exists():
         if not single.exists():
             raise DataError(
-                f"model.path: {directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; save the model with "
-                f"save_pretrained(..., safe_serialization=True)"
+                f"model.path: {directory} has neither {SINGLE_FILE} nor {INDEX_FILE}; save the "
+                "model with save_pretrained(..., safe_serialization=True)"
             )
         return dict.fromkeys(read_header(single), SINGLE_FILE)
     weight_map = read_json_object(index, _LARGEST_INDEX_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise DataError(f"model.path: {index} has no weight_map from tensors to files; restore it from its source")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) for file in weight_map.values()
+    ):
+        raise DataError(
+            f"model.path: {index} has no weight_map from tensors to files; restore it from its "
+            "source"
+        )
     for file in sorted(set(weight_map.values())):
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise DataError(
-                f"model.path: {index} names {file!r:.100}, which is no safetensors file of this directory; restore the index "
-                f"from its source"
+                f"model.path: {index} names {file!r:.100}, which is no safetensors file of this "
+                "directory; restore the index from its source"
             )
         if not (directory / file).is_file():
-            raise DataError(f"model.path: {directory} lacks {file}, which its index names; complete the download")
+            raise DataError(
+                f"model.path: {directory} lacks {file}, which its index names; complete the "
+                "download"
+            )
     return weight_map
 
 
@@ -92,7 +107,9 @@ def check_weights(spec: ModelSpec) -> None:
 
 
 def located_weights(spec: ModelSpec) -> dict[str, tuple[Path, StoredTensor]]:
-    """File and position of the model's tensors by name: each is there once, in its shape, in a type that can be trained."""
+    """File and position of the model's tensors by name: each is there once, in its shape, in a type
+    that can be trained.
+    """
     directory = Path(spec.path)
     named = weight_files(directory)
     files = sorted(set(named.values()))
@@ -103,16 +120,19 @@ def located_weights(spec: ModelSpec) -> dict[str, tuple[Path, StoredTensor]]:
         for name, tensor in read_header(directory / file).items():
             if name in stored:
                 raise DataError(
-                    f"model.path: tensor {name!r:.100} is in both {file_of[name]} and {file} of {directory}; remove the file that "
-                    f"does not belong to the model, and its entry in {INDEX_FILE}"
+                    f"model.path: tensor {name!r:.100} is in both {file_of[name]} and {file} of "
+                    f"{directory}; remove the file that does not belong to the model, and its "
+                    f"entry in {INDEX_FILE}"
                 )
             stored[name], file_of[name] = tensor, file
-    strays = sorted(name for name in stored.keys() | named.keys() if file_of.get(name) != named.get(name))
+    strays = sorted(
+        name for name in stored.keys() | named.keys() if file_of.get(name) != named.get(name)
+    )
     if strays:
         where, said = file_of.get(strays[0], "no file"), named.get(strays[0], "no file")
         raise DataError(
-            f"model.path: {directory}: tensor {strays[0]!r:.100} is in {where}, but {INDEX_FILE} says {said}; restore the index "
-            f"from its source"
+            f"model.path: {directory}: tensor {strays[0]!r:.100} is in {where}, but {INDEX_FILE} "
+            f"says {said}; restore the index from its source"
         )
     _check_tensors(spec, stored)
     known = spec.hf_tensors() | _tied_head(spec, stored)
@@ -126,7 +146,8 @@ def _tied_head(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> dict[str,
 
 
 def check_values(spec: ModelSpec, places: Mapping[str, tuple[Path, StoredTensor]]) -> None:
-    """The values at a few places of every tensor are numbers, not all zero, and a tied model's head is its embedding.
+    """The values at a few places of every tensor are numbers, not all zero, and a tied model's head
+    is its embedding.
 
     places: file and position by name.
     """
@@ -135,17 +156,25 @@ def check_values(spec: ModelSpec, places: Mapping[str, tuple[Path, StoredTensor]
     for name, values in samples.items():
         if not np.isfinite(values).all():
             raise DataError(
-                f"model.path: {places[name][0]}: tensor {name} holds values that are no finite numbers; {remedy}"
+                f"model.path: {places[name][0]}: tensor {name} holds values that are no finite "
+                f"numbers; {remedy}"
             )
         if len(places[name][1].shape) > 1 and not values.any():
             raise DataError(
-                f"model.path: {places[name][0]}: tensor {name} is all zero where it was looked at; {remedy}"
+                f"model.path: {places[name][0]}: tensor {name} is all zero where it was looked at; "
+                f"{remedy}"
             )
     head, embedding = samples.get("lm_head.weight"), samples.get("model.embed_tokens.weight")
-    if spec.tied and head is not None and embedding is not None and not np.array_equal(head, embedding):
+    if (
+        spec.tied
+        and head is not None
+        and embedding is not None
+        and not np.array_equal(head, embedding)
+    ):
         raise DataError(
-            f"model.path: {spec.path}: config.json says tie_word_embeddings, but lm_head.weight differs from "
-            f"model.embed_tokens.weight; set tie_word_embeddings to false, or remove lm_head.weight from the files"
+            f"model.path: {spec.path}: config.json says tie_word_embeddings, but lm_head.weight "
+            "differs from model.embed_tokens.weight; set tie_word_embeddings to false, or remove "
+            "lm_head.weight from the files"
         )
 
 
@@ -156,7 +185,8 @@ def _check_other_files(directory: Path, files: list[str]) -> None:
     others = sorted(file.name for file in directory.glob("*.safetensors") if file.name not in files)
     if others:
         raise DataError(
-            f"model.path: {directory} has {others[0]} beside {SINGLE_FILE} and no {INDEX_FILE}; remove it, or restore the index"
+            f"model.path: {directory} has {others[0]} beside {SINGLE_FILE} and no {INDEX_FILE}; "
+            "remove it, or restore the index"
         )
 
 
@@ -167,26 +197,33 @@ def _check_tensors(spec: ModelSpec, stored: dict[str, StoredTensor]) -> None:
     for name in sorted(stored):
         if stored[name].dtype not in _TRAINABLE:
             raise DataError(
-                f"model.path: {spec.path}: tensor {name!r:.100} has type {stored[name].dtype}: quantised weights cannot be "
-                f"trained; use the model in {' or '.join(_TRAINABLE[1:])}"
+                f"model.path: {spec.path}: tensor {name!r:.100} has type {stored[name].dtype}: "
+                "quantised weights cannot be trained; use the model in "
+                f"{' or '.join(_TRAINABLE[1:])}"
             )
-    if spec.is_any:  # transformers renames, ignores and fuses as it loads; whoever loads hears what is missing
+    # transformers renames, ignores and fuses as it loads; whoever loads hears what is missing
+    if spec.is_any:
         return
     missing = sorted(expected.keys() - stored.keys())
     if missing:
         raise DataError(
-            f"model.path: {spec.path} lacks {len(missing)} tensor(s) of the model, the first is {missing[0]!r}; {remedy}"
+            f"model.path: {spec.path} lacks {len(missing)} tensor(s) of the model, the first is "
+            f"{missing[0]!r}; {remedy}"
         )
     known = expected | optional
-    extra = sorted(name for name in stored.keys() - known.keys() if not name.endswith(_IGNORED_SUFFIX))
+    extra = sorted(
+        name for name in stored.keys() - known.keys() if not name.endswith(_IGNORED_SUFFIX)
+    )
     if extra:
         raise DataError(
-            f"model.path: {spec.path} has {len(extra)} tensor(s) this model does not use, the first is {extra[0]!r:.100}; {remedy}"
+            f"model.path: {spec.path} has {len(extra)} tensor(s) this model does not use, the "
+            f"first is {extra[0]!r:.100}; {remedy}"
         )
     for name, shape in known.items():
         if name in stored and stored[name].shape != shape:
             raise DataError(
-                f"model.path: {spec.path}: tensor {name} has shape {stored[name].shape}, but config.json says {shape}; {remedy}"
+                f"model.path: {spec.path}: tensor {name} has shape {stored[name].shape}, but "
+                f"config.json says {shape}; {remedy}"
             )
 
 
@@ -196,7 +233,8 @@ def check_end_tokens(spec: ModelSpec) -> None:
 
 
 def end_token_ids(path: str, config_tokens: Sequence[int], tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a response, as vLLM takes them together: of config.json, generation_config.json and the tokenizer.
+    """The tokens that end a response, as vLLM takes them together: of config.json,
+    generation_config.json and the tokenizer.
 
     config_tokens: those of config.json. Raises DataError.
     """
@@ -209,7 +247,9 @@ def end_token_ids(path: str, config_tokens: Sequence[int], tokenizer: Any) -> tu
 def end_tokens_line(spec: ModelSpec, tokenizer: Any) -> str:
     """The tokens that end a response, for the lines that a run begins with."""
     tokens = end_token_ids(spec.path, spec.eos_token_ids, tokenizer)
-    names = [f"{printable(str(tokenizer.convert_ids_to_tokens(token)))} ({token})" for token in tokens]
+    names = [
+        f"{printable(str(tokenizer.convert_ids_to_tokens(token)))} ({token})" for token in tokens
+    ]
     return f"a response ends at {' or '.join(names)}" if names else "no token ends a response"
 
 
@@ -220,14 +260,17 @@ def _generation_end_tokens(path: str) -> tuple[int, ...]:
     try:
         return token_ids(read_json_object(file, _LARGEST_INDEX_BYTES), "eos_token_id")
     except ValueError as error:
-        raise DataError(f"model.path: {file} has a value that cannot be used ({error}); correct it") from None
+        raise DataError(
+            f"model.path: {file} has a value that cannot be used ({error}); correct it"
+        ) from None
 
 
 def _in_vocabulary(spec: ModelSpec, what: str, tokens: tuple[int, ...]) -> None:
     outside = [token for token in tokens if token >= spec.vocab_size]
     if outside:
         raise DataError(
-            f"model.path: {spec.path}/{what}: {outside[0]} is not one of the {spec.vocab_size} tokens of the vocabulary; correct it"
+            f"model.path: {spec.path}/{what}: {outside[0]} is not one of the {spec.vocab_size} "
+            "tokens of the vocabulary; correct it"
         )
 
 
@@ -236,27 +279,37 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer  # seconds of import
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except BaseException as error:  # transformers raises anything from OSError to Exception, its native code panics
+        return AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (
+        BaseException
+    ) as error:  # transformers raises anything from OSError to Exception, its native code panics
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         if (Path(path) / "config.json").exists():
             from pa_npu.families.any_model import config_of
 
-            config_of(path, trust_remote_code)  # which tokenizers read too: it raises where that is what is wrong
+            # which tokenizers read too: it raises where that is what is wrong
+            config_of(path, trust_remote_code)
         reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"model.path: {path}: its tokenizer cannot be loaded ({reason}); add the model's tokenizer files"
+            f"model.path: {path}: its tokenizer cannot be loaded ({reason}); add the model's "
+            "tokenizer files"
         ) from None
 
 
 def check_tokenizer(spec: ModelSpec, tokenizer: Any) -> None:
-    """tokenizer: a loaded transformers tokenizer. The vocabulary may be larger than it: models pad theirs."""
+    """tokenizer: a loaded transformers tokenizer.
+
+    The vocabulary may be larger than it: models pad theirs.
+    """
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
     if largest >= spec.vocab_size:
         raise DataError(
-            f"model.path: {spec.path}: token {token!r:.60} of the tokenizer has id {largest}, but config.json says vocab_size = "
-            f"{spec.vocab_size}; use the tokenizer that belongs to the model, or resize its embeddings"
+            f"model.path: {spec.path}: token {token!r:.60} of the tokenizer has id {largest}, but "
+            f"config.json says vocab_size = {spec.vocab_size}; use the tokenizer that belongs to "
+            "the model, or resize its embeddings"
         )
 
 
@@ -266,7 +319,9 @@ _BYTES_OF = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """dtype: as safetensors names it, such as BF16. begin, num_bytes: where its values are in the file."""
+    """dtype: as safetensors names it, such as BF16. begin, num_bytes: where its values are in the
+    file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -275,7 +330,10 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The file's tensors by name. Raises DataError for a file that is not whole; reads nothing but the header."""
+    """The file's tensors by name.
+
+    Raises DataError for a file that is not whole; reads nothing but the header.
+    """
     try:
         open_plain(file).close()
         with safe_open(str(file), "np"):
@@ -285,20 +343,27 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             header = json.loads(stream.read(length))
     except PermissionError:
         raise DataError(
-            f"model.path: {file} cannot be read (permission denied); let the user of the run read it"
+            f"model.path: {file} cannot be read (permission denied); let the user of the run read "
+            "it"
         ) from None
     except (OSError, ValueError, SafetensorError) as error:
-        raise DataError(f"model.path: {file} is damaged or incomplete ({reason(error)}); copy it again") from None
+        raise DataError(
+            f"model.path: {file} is damaged or incomplete ({reason(error)}); copy it again"
+        ) from None
     found = {}
     for name, entry in header.items():
         if name != "__metadata__":
             start, stop = entry["data_offsets"]
-            found[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), 8 + length + start, stop - start)
+            found[name] = StoredTensor(
+                entry["dtype"], tuple(entry["shape"]), 8 + length + start, stop - start
+            )
     return found
 
 
 def sample_values(file: Path, tensor: StoredTensor) -> npt.NDArray[np.float64]:
-    """Values at the beginning, at two places between, and at the end of a tensor; all of a small one. Raises DataError."""
+    """Values at the beginning, at two places between, and at the end of a tensor; all of a small
+    one. Raises DataError.
+    """
     size = _BYTES_OF[tensor.dtype]
     steps = {(tensor.num_bytes - _PIECE_BYTES) * part // 3 // size * size for part in range(4)}
     starts = sorted(steps) if tensor.num_bytes > 4 * _PIECE_BYTES else [0]
@@ -309,7 +374,15 @@ def sample_values(file: Path, tensor: StoredTensor) -> npt.NDArray[np.float64]:
                 stream.seek(tensor.begin + start)
                 pieces.append(stream.read(_PIECE_BYTES if len(starts) > 1 else tensor.num_bytes))
     except OSError as error:
-        raise DataError(f"model.path: {file} cannot be read ({reason(error)}); copy it again") from None
+        raise DataError(
+            f"model.path: {file} cannot be read ({reason(error)}); copy it again"
+        ) from None
     if tensor.dtype == "BF16":  # the upper half of a float
-        return (np.frombuffer(b"".join(pieces), "<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
-    return np.frombuffer(b"".join(pieces), {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[tensor.dtype]).astype(np.float64)
+        return (
+            (np.frombuffer(b"".join(pieces), "<u2").astype("<u4") << 16)
+            .view("<f4")
+            .astype(np.float64)
+        )
+    return np.frombuffer(
+        b"".join(pieces), {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[tensor.dtype]
+    ).astype(np.float64)

@@ -1,4 +1,6 @@
-"""A directory of peft with a LoRA adapter: its shape, read and checked for a run that goes on from it. Knows nothing of torch."""
+"""A directory of peft with a LoRA adapter: its shape, read and checked for a run that goes on from
+it. Knows nothing of torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from pa_npu.errors import ConfigError, DataError
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _LARGEST_CONFIG_BYTES = 16 << 20
-# Each would put something beside the weights, or into them, that is not the product of two matrices and a factor.
+# Each would put something beside the weights, or into them, that is not the product of two matrices
+# and a factor.
 _UNSUPPORTED = (
     *(
         "use_dora",
@@ -29,8 +32,20 @@ _UNSUPPORTED = (
         "target_parameters",
         "megatron_config",
     ),
-    *("trainable_token_indices", "layer_replication", "rank_pattern", "alpha_pattern", "alora_invocation_tokens"),
-    *("arrow_config", "use_bdlora", "layers_to_transform", "exclude_modules", "ensure_weight_tying"),
+    *(
+        "trainable_token_indices",
+        "layer_replication",
+        "rank_pattern",
+        "alpha_pattern",
+        "alora_invocation_tokens",
+    ),
+    *(
+        "arrow_config",
+        "use_bdlora",
+        "layers_to_transform",
+        "exclude_modules",
+        "ensure_weight_tying",
+    ),
 )
 
 
@@ -58,7 +73,10 @@ class AdapterShape:
 
     @classmethod
     def of(cls, config: Config) -> AdapterShape:
-        """The adapters that a run trains. Raises DataError where model.adapter cannot be gone on from."""
+        """The adapters that a run trains.
+
+        Raises DataError where model.adapter cannot be gone on from.
+        """
         if config.model.adapter:
             return cls.read(Path(config.model.adapter))
         keys = config.lora
@@ -75,11 +93,16 @@ class AdapterShape:
                 f"{where} has no {CONFIG_FILE} ({error.strerror}); name a directory that peft wrote"
             ) from None
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: {CONFIG_FILE} is not JSON ({error}); name a directory that peft wrote") from None
+            raise DataError(
+                f"{where}: {CONFIG_FILE} is not JSON ({error}); name a directory that peft wrote"
+            ) from None
         for reason in _refused(raw):
             raise DataError(f"{where}: {reason}")
         if not (directory / WEIGHTS_FILE).is_file():
-            raise DataError(f"{where} has no {WEIGHTS_FILE}; save the adapter by peft with safe_serialization=True")
+            raise DataError(
+                f"{where} has no {WEIGHTS_FILE}; save the adapter by peft with "
+                "safe_serialization=True"
+            )
         targets = raw["target_modules"]
         return cls(
             raw["r"],
@@ -92,7 +115,9 @@ class AdapterShape:
 def check_adapters(config: Config) -> None:
     """Raises UserError where the run's adapters cannot be made or gone on from."""
     if find_spec("peft") is None:
-        raise ConfigError("lora.rank: adapters need peft, which is not installed; pip install 'pa_npu[lora]'")
+        raise ConfigError(
+            "lora.rank: adapters need peft, which is not installed; pip install 'pa_npu[lora]'"
+        )
     AdapterShape.of(config)
 
 
@@ -100,23 +125,37 @@ def _refused(raw: Any) -> Iterator[str]:
     """Reasons why a file's adapter cannot be trained, with the remedy."""
     if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
         kind = raw.get("peft_type") if isinstance(raw, dict) else None
-        yield f"its peft_type is {kind!r:.40}, and only LORA is supported; name another, or set lora.rank to begin one"
+        yield (
+            f"its peft_type is {kind!r:.40}, and only LORA is supported; name another, or set "
+            "lora.rank to begin one"
+        )
         return
     for key in _UNSUPPORTED:
         if raw.get(key):
-            yield f"{key} = {raw[key]!r:.60} is not supported, only plain LoRA is; name another, or set lora.rank to begin one"
+            yield (
+                f"{key} = {raw[key]!r:.60} is not supported, only plain LoRA is; name another, "
+                "or set lora.rank to begin one"
+            )
     if raw.get("bias", "none") != "none":
-        yield f"bias = {raw['bias']!r:.40} trains biases too, which is not supported; name another, or set lora.rank"
+        yield (
+            f"bias = {raw['bias']!r:.40} trains biases too, which is not supported; name "
+            "another, or set lora.rank"
+        )
     rank, alpha, targets = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         yield f"r = {rank!r:.40} is no rank; name a directory that peft wrote"
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
         yield f"lora_alpha = {alpha!r:.40} is no positive number; name a directory that peft wrote"
-    is_list = isinstance(targets, list) and targets and all(isinstance(name, str) for name in targets)
+    is_list = (
+        isinstance(targets, list) and targets and all(isinstance(name, str) for name in targets)
+    )
     if not is_list and not (isinstance(targets, str) and targets):
         yield f"target_modules = {targets!r:.60} names no layers; name a directory that peft wrote"
     elif isinstance(targets, str):
         try:
             re.compile(targets)
         except (re.error, OverflowError, RecursionError) as error:
-            yield f"target_modules = {targets!r:.60} is no regular expression ({error}); name a directory that peft wrote"
+            yield (
+                f"target_modules = {targets!r:.60} is no regular expression ({error}); name a "
+                "directory that peft wrote"
+            )

@@ -1,4 +1,6 @@
-"""The shape of a decoder-only transformer: numbers and flags that its family's file and all that counts with them read."""
+"""The shape of a decoder-only transformer: numbers and flags that its family's file and all that
+counts with them read.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ KINDS: tuple[Kind, ...] = ("default", "linear", "llama3")
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: inverse frequency i of head_dim / 2 is theta ** (-2i / head_dim), scaled as `kind` says.
+    """Rotary positions: inverse frequency i of head_dim / 2 is theta ** (-2i / head_dim), scaled as
+    `kind` says.
 
-    linear divides all by factor. llama3 divides those whose wavelength exceeds original_positions / low_freq_factor, keeps those
-    below original_positions / high_freq_factor, and interpolates between.
+    linear divides all by factor. llama3 divides those whose wavelength exceeds original_positions /
+    low_freq_factor, keeps those below original_positions / high_freq_factor, and interpolates
+    between.
     """
 
     theta: float = 10000.0
@@ -35,9 +39,9 @@ def parse_rope(raw: dict[str, Any]) -> Rope:
         transformers 5    rope_parameters: {rope_type, rope_theta, ...}
         transformers 4    rope_theta beside rope_scaling: {rope_type or type, factor, ...} or null
 
-    As in transformers (RotaryEmbeddingConfigMixin): where both objects are given, rope_scaling counts; rope_theta inside the object
-    counts before the one beside it; `type` is the old name of `rope_type`. KeyError names a missing key; ValueError says what is
-    malformed or not supported.
+    As in transformers (RotaryEmbeddingConfigMixin): where both objects are given, rope_scaling
+    counts; rope_theta inside the object counts before the one beside it; `type` is the old name of
+    `rope_type`. KeyError names a missing key; ValueError says what is malformed or not supported.
     """
     rope = mapping(raw, "rope_scaling") or mapping(raw, "rope_parameters")
     theta = positive(rope, "rope_theta", positive(raw, "rope_theta", 10000.0))
@@ -46,7 +50,9 @@ def parse_rope(raw: dict[str, Any]) -> Rope:
             raise ValueError("partial_rotary_factor: rotating a part of each head is not supported")
     nested = [key for key, value in rope.items() if isinstance(value, dict)]
     if nested:
-        raise ValueError(f"rope_parameters: a rotation of its own for {nested[0]!r:.40} layers is not supported")
+        raise ValueError(
+            f"rope_parameters: a rotation of its own for {nested[0]!r:.40} layers is not supported"
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in KINDS:
         raise ValueError(f"rope scaling {kind!r:.40} is not supported, only {', '.join(KINDS)} are")
@@ -57,7 +63,9 @@ def parse_rope(raw: dict[str, Any]) -> Rope:
         return Rope(theta, "linear", factor)
     low, high = positive(rope, "low_freq_factor"), positive(rope, "high_freq_factor")
     if not low < high:
-        raise ValueError(f"rope scaling llama3: low_freq_factor {low:g} is not below high_freq_factor {high:g}")
+        raise ValueError(
+            f"rope scaling llama3: low_freq_factor {low:g} is not below high_freq_factor {high:g}"
+        )
     # the one beside the object counts first, as transformers has it for models that keep it there
     name = "original_max_position_embeddings"
     original = count(raw, name, count(rope, name, count(raw, "max_position_embeddings")))
@@ -66,10 +74,11 @@ def parse_rope(raw: dict[str, Any]) -> Rope:
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of a mixture: gated feed-forward layers of `ffn_size`, of which a router gives each token `per_token`.
+    """Experts of a mixture: gated feed-forward layers of `ffn_size`, of which a router gives each
+    token `per_token`.
 
-    normalises: whether the chosen ones' gate weights are divided by their sum. layers: the model's layers that have them; the
-    others have a dense feed-forward layer.
+    normalises: whether the chosen ones' gate weights are divided by their sum. layers: the model's
+    layers that have them; the others have a dense feed-forward layer.
     """
 
     count: int
@@ -113,10 +122,12 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class FlopsModel:
-    """Matrix-multiplication work of a decoder with gated MLP and grouped-query attention; forward and backward.
+    """Matrix-multiplication work of a decoder with gated MLP and grouped-query attention; forward
+    and backward.
 
-    A multiply-add is two operations. Backward of a linear layer is twice its forward; of attention 2.5 times, because
-    flash attention computes the scores again. Norms, rotary and activations are left out, as usual in MFU figures.
+    A multiply-add is two operations. Backward of a linear layer is twice its forward; of attention
+    2.5 times, because flash attention computes the scores again. Norms, rotary and activations are
+    left out, as usual in MFU figures.
     """
 
     num_layers: int
@@ -130,7 +141,9 @@ class FlopsModel:
     @cached_property
     def per_token(self) -> float:
         """Linear layers of all transformer layers, per packed token."""
-        qkv_and_proj = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        qkv_and_proj = (
+            self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        )
         mlp = 3 * self.hidden_size * self.ffn_size
         return 3.0 * 2.0 * self.num_layers * (qkv_and_proj + mlp)
 

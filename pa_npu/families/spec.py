@@ -1,6 +1,8 @@
-"""The shape of a model, read from an HF directory's config.json by its family, or as transformers has it where there is none.
+"""The shape of a model, read from an HF directory's config.json by its family, or as transformers
+has it where there is none.
 
-A family is found by the model_type of config.json. A new one is a class beside these and an entry in `_FAMILIES`.
+A family is found by the model_type of config.json. A new one is a class beside these and an entry
+in `_FAMILIES`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ class ModelSpec(ModelShape):
 
     @classmethod
     def of(cls, config: Config) -> ModelSpec:
-        """The model of a run: with trainer.backend=fsdp also one without a family. Raises DataError."""
+        """The model of a run: with trainer.backend=fsdp also one without a family.
+
+        Raises DataError.
+        """
         path, trusted = config.model.path, config.model.trust_remote_code
         if config.trainer.backend != "fsdp":
             return cls.read(path)
@@ -40,11 +45,16 @@ class ModelSpec(ModelShape):
         for reason in ANY_MODEL.refused(raw, trusted):
             raise DataError(f"model.path: {path}: {reason}")
         family = f"{PREFIX}{raw.get('model_type')}"
-        return cls(path=path, family=family, trust_remote_code=trusted, **ANY_MODEL.sizes_of(path, trusted))
+        return cls(
+            path=path, family=family, trust_remote_code=trusted, **ANY_MODEL.sizes_of(path, trusted)
+        )
 
     @classmethod
     def read(cls, path: str) -> ModelSpec:
-        """Read `path`/config.json. Raises DataError when it is missing, unreadable or of an unsupported architecture."""
+        """Read `path`/config.json.
+
+        Raises DataError when it is missing, unreadable or of an unsupported architecture.
+        """
         return cls.parse(path, read_config_json(Path(path)))
 
     @classmethod
@@ -53,15 +63,19 @@ class ModelSpec(ModelShape):
         family = family_of(path, raw)
         try:
             for feature in family.unsupported(raw):
-                raise DataError(f"model.path: {path}: {feature} is not supported; use a model without it")
+                raise DataError(
+                    f"model.path: {path}: {feature} is not supported; use a model without it"
+                )
             return cls(path=str(path), family=family.model_type, **family.sizes(raw))
         except KeyError as error:
             raise DataError(
-                f"model.path: {path}/config.json has no {error.args[0]!r}; use a complete HF model directory"
+                f"model.path: {path}/config.json has no {error.args[0]!r}; use a complete HF model "
+                "directory"
             ) from None
         except (ValueError, TypeError) as error:
             raise DataError(
-                f"model.path: {path}/config.json has a value that cannot be used ({error}); use an unmodified HF config"
+                f"model.path: {path}/config.json has a value that cannot be used ({error}); use an "
+                "unmodified HF config"
             ) from None
 
     @property
@@ -83,7 +97,11 @@ class ModelSpec(ModelShape):
     def num_expert_parameters(self) -> int:
         """Those of them that are experts', of which a token uses experts.per_token / experts.count."""
         experts = self.experts
-        return len(experts.layers) * experts.count * 3 * experts.ffn_size * self.hidden_size if experts else 0
+        return (
+            len(experts.layers) * experts.count * 3 * experts.ffn_size * self.hidden_size
+            if experts
+            else 0
+        )
 
     @cached_property
     def num_active_parameters(self) -> int:
@@ -97,7 +115,9 @@ class ModelSpec(ModelShape):
         """Sizes by which an engine sees that it has the same model, under config.json's names."""
         experts = self.experts
         mixture = (
-            {"num_experts_per_tok": experts.per_token, "moe_intermediate_size": experts.ffn_size} if experts else {}
+            {"num_experts_per_tok": experts.per_token, "moe_intermediate_size": experts.ffn_size}
+            if experts
+            else {}
         )
         return {
             "vocab_size": self.vocab_size,
@@ -123,24 +143,34 @@ class ModelSpec(ModelShape):
         return tensors
 
 
-_FAMILIES: dict[str, DenseDecoder] = {family.model_type: family for family in (Qwen2(), Qwen3(), Qwen3Moe(), Llama())}
+_FAMILIES: dict[str, DenseDecoder] = {
+    family.model_type: family for family in (Qwen2(), Qwen3(), Qwen3Moe(), Llama())
+}
 ANY_MODEL = AnyModel()
 
 
 def register(family: DenseDecoder) -> None:
     """Add a family from elsewhere. Raises ValueError when its model_type is taken."""
     if family.model_type in _FAMILIES:
-        raise ValueError(f"family {family.model_type!r} is registered already; give yours another model_type")
+        raise ValueError(
+            f"family {family.model_type!r} is registered already; give yours another model_type"
+        )
     _FAMILIES[family.model_type] = family
 
 
 def family_named(model_type: str) -> DenseDecoder:
-    """The family of a ModelSpec, by its `family`. Raises KeyError for one that is not registered."""
+    """The family of a ModelSpec, by its `family`.
+
+    Raises KeyError for one that is not registered.
+    """
     return ANY_MODEL if model_type.startswith(PREFIX) else _FAMILIES[model_type]
 
 
 def family_of(path: str, raw: dict[str, Any]) -> DenseDecoder:
-    """The family of a config.json; `path` names the model in messages. Raises DataError for one that is not supported."""
+    """The family of a config.json; `path` names the model in messages.
+
+    Raises DataError for one that is not supported.
+    """
     model_type = raw.get("model_type")
     if isinstance(model_type, str) and model_type in _FAMILIES:
         return _FAMILIES[model_type]
@@ -148,6 +178,6 @@ def family_of(path: str, raw: dict[str, Any]) -> DenseDecoder:
     if any(raw.get(key) for key in EXPERTS):
         what += ", a mixture of experts,"
     raise DataError(
-        f"model.path: {path}: {what} is not supported; use a model of the families {', '.join(_FAMILIES)}, or set "
-        f"trainer.backend=fsdp"
+        f"model.path: {path}: {what} is not supported; use a model of the families "
+        f"{', '.join(_FAMILIES)}, or set trainer.backend=fsdp"
     )

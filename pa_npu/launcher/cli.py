@@ -1,4 +1,7 @@
-"""The command `pa-npu`: a table of sub-commands, of which only the named one is imported. Bad input is one line and exit code 2."""
+"""The command `pa-npu`: a table of sub-commands, of which only the named one is imported.
+
+Bad input is one line and exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ PROGRAM = "pa-npu"
 _INTERRUPTED = 130
 
 
-# A sub-command of your own is two functions of a module (see subcommands.py) and its line in --help here.
+# A sub-command of your own is two functions of a module (see subcommands.py) and its line in --help
+# here.
 SUBCOMMANDS = {
     "run": "start a run, or continue it",
     "plan": "print the resolved configuration and its arithmetic; start nothing",
@@ -64,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted before anything started", file=sys.stderr)
         return _INTERRUPTED
     except BrokenPipeError:
-        # whoever read the output has seen enough; nor may Python's exit fail on what is still to be written
+        # whoever read the output has seen enough; nor may Python's exit fail on what is still to be
+        # written
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -73,20 +78,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _help_of_section(arguments: Sequence[str]) -> str | None:
-    """The keys that `run --help SECTION` asks for, also of the other sub-commands with a configuration; None for other help.
+    """The keys that `run --help SECTION` asks for, also of the other sub-commands with a
+    configuration; None for other help.
 
     Raises UserError for a section that there is not.
     """
     if not arguments or arguments[0] not in _CONFIGURED or not {"--help", "-h"} & set(arguments):
         return None
-    named = [word for word in arguments[1:] if not word.startswith("-") and "=" not in word and "/" not in word]
+    named = [
+        word
+        for word in arguments[1:]
+        if not word.startswith("-") and "=" not in word and "/" not in word
+    ]
     if not named or "--config" in arguments:
         return None
     from pa_npu.launcher.subcommands import run_help
 
     text = run_help(named[0])
     if text is None:
-        raise UserError(f"command line: {named[0]}: no section of the configuration; see pa-npu {arguments[0]} --help")
+        raise UserError(
+            f"command line: {named[0]}: no section of the configuration; see pa-npu {arguments[0]} "
+            "--help"
+        )
     return text
 
 
@@ -95,20 +108,28 @@ def _check_working_directory() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise UserError(f"the working directory cannot be used ({reason(error)}); go into another one") from None
+        raise UserError(
+            f"the working directory cannot be used ({reason(error)}); go into another one"
+        ) from None
 
 
 def _met(error: OSError) -> str:
     """Says what the system refused, if no check has said it in its own words."""
     what = f"{error.filename}: " if error.filename else ""
-    return printable(f"{what}{reason(error)}; what stands there must be what the command needs, and within its rights")
+    return printable(
+        f"{what}{reason(error)}; what stands there must be what the command needs, and within its "
+        "rights"
+    )
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """All sub-commands by name and line; the arguments of the one that is named, whose module is imported."""
+    """All sub-commands by name and line; the arguments of the one that is named, whose module is
+    imported.
+    """
     parser = argparse.ArgumentParser(
         PROGRAM,
-        description="Periodic-asynchronous reinforcement-learning post-training for language models.",
+        description="Periodic-asynchronous reinforcement-learning post-training for language "
+        "models.",
         epilog=f"`{PROGRAM} NAME --help` says more, for `run` every configuration key.",
         allow_abbrev=False,
     )
@@ -116,7 +137,10 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar=" | ".join(SUBCOMMANDS))
     for name, line in SUBCOMMANDS.items():
         inner = commands.add_parser(
-            name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+            name,
+            help=line,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         if name in arguments[:1]:
             module = import_module(f"pa_npu.launcher.{_MODULES.get(name, 'subcommands')}")

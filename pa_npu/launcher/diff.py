@@ -24,7 +24,9 @@ from pa_npu.telemetry.chain_comparison import Comparison, Verdict, compare_chain
 from pa_npu.telemetry.chain_sentences import compared_iterations, sentences
 from pa_npu.telemetry.sample_store import read_samples, sample_iterations
 
-_NO_CHECKPOINT = "which tensor differs is not known: the runs have no checkpoint of one version behind it"
+_NO_CHECKPOINT = (
+    "which tensor differs is not known: the runs have no checkpoint of one version behind it"
+)
 EXIT_CODES: dict[Verdict, int] = {"equal": 0, "rounding": 0, "different": 1, "undecided": 3}
 
 
@@ -39,7 +41,9 @@ def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
     first, second = (Path(run) for run in options.runs)
     comparison = compare_chains(read_chain(first), read_chain(second))
     if not comparison.iterations:
-        raise DataError(f"{first} and {second} have no iteration in common; give runs that share some")
+        raise DataError(
+            f"{first} and {second} have no iteration in common; give runs that share some"
+        )
     code, lines = report(comparison, first, second)
     print("\n".join(lines))
     return code
@@ -47,7 +51,10 @@ def diff(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def report(comparison: Comparison, first: Path, second: Path) -> tuple[int, list[str]]:
     """Returns the exit code, and sentences on what was compared and what differs."""
-    lines = [f"first {first}, second {second}: {compared_iterations(comparison)}", *sentences(comparison)]
+    lines = [
+        f"first {first}, second {second}: {compared_iterations(comparison)}",
+        *sentences(comparison),
+    ]
     code = EXIT_CODES[comparison.verdict]
     if comparison.verdict == "equal":
         return code, lines
@@ -62,7 +69,9 @@ def report(comparison: Comparison, first: Path, second: Path) -> tuple[int, list
     return code, lines
 
 
-def _judge_weights(comparison: Comparison, first: Path, second: Path, lines: list[str]) -> tuple[int, list[str]]:
+def _judge_weights(
+    comparison: Comparison, first: Path, second: Path, lines: list[str]
+) -> tuple[int, list[str]]:
     """Judges runs that are within rounding so far by their last weights, if checkpoints have them."""
     since = comparison.differences[0].iteration
     compared = compare_checkpoints(first, second, since, begin=comparison.begin, last=True)
@@ -72,7 +81,9 @@ def _judge_weights(comparison: Comparison, first: Path, second: Path, lines: lis
         lines.append(compared.line)
         share, rounding = compared.of_update, comparison.rounding
         if share is not None and rounding is not None and share > rounding.weights:
-            lines.append(f"they differ in the weights, by more than {rounding.weights:g} of their way")
+            lines.append(
+                f"they differ in the weights, by more than {rounding.weights:g} of their way"
+            )
             return EXIT_CODES["different"], lines
     lines.append(f"equal within rounding over {counted(comparison.iterations, 'iteration')}")
     return EXIT_CODES["rounding"], lines
@@ -93,7 +104,10 @@ def token_lines(first: Path, second: Path, iteration: int, group: int, response:
     logprobs = [np.asarray(row["logprobs"][:place]) for row in rows if row is not None]
     apart = float(np.abs(logprobs[0] - logprobs[1]).max()) if place else 0.0
     ids = " and ".join(str(values[place]) for values in tokens)
-    return [f"token {place} differs: it is {ids}; log-probs of the tokens before it are at most {apart:.2g} apart"]
+    return [
+        f"token {place} differs: it is {ids}; log-probs of the tokens before it are at most "
+        f"{apart:.2g} apart"
+    ]
 
 
 def _kept(run: Path, iteration: int, group: int, response: int) -> dict[str, Any] | None:

@@ -25,7 +25,9 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Dependency:
-    """A distribution this package uses. needed: without it nothing runs; otherwise `use` says what does not."""
+    """A distribution this package uses. needed: without it nothing runs; otherwise `use` says what
+    does not.
+    """
 
     name: str
     use: str
@@ -62,7 +64,10 @@ def doctor(config: Config | None, device: str | None = None) -> int:
     for name, value in _machine():
         print(f"  {name:<14} {value}")
     print("\npackages")
-    found = distributions(None, tuple(dependency.name for dependency in _DEPENDENCIES)) | installed_versions()
+    found = (
+        distributions(None, tuple(dependency.name for dependency in _DEPENDENCIES))
+        | installed_versions()
+    )
     problems = [problem for one in _DEPENDENCIES if (problem := _report(one, found.get(one.name)))]
     backend = config.rollout.backend if config else DEFAULT_BACKEND
     engine, engine_problem = engine_kind(backend).describe(config)
@@ -102,7 +107,10 @@ def device_line(kind: str) -> str:
         platform = platforms.get(kind)
         unit = "cores" if platform.visible_devices_env is None else "devices"
         memory = platform.total_memory_bytes() / _GIB
-        return f"yes: {platform.device_count()} {unit}, {memory:.0f} GiB, collectives over {platform.comm_backend}"
+        return (
+            f"yes: {platform.device_count()} {unit}, {memory:.0f} GiB, collectives over "
+            f"{platform.comm_backend}"
+        )
     except (PaNpuError, RuntimeError) as error:
         return f"no: {error}"
 
@@ -125,7 +133,9 @@ def _report(dependency: Dependency, version: str | None) -> str | None:
 
 
 def _ascendc() -> str:
-    """Which implementation of the merge operator NPU tensors would get, and what its build lacks here."""
+    """Which implementation of the merge operator NPU tensors would get, and what its build lacks
+    here.
+    """
     from pa_npu.attention.lse_merge import available
 
     status = available()

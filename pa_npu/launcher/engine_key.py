@@ -1,7 +1,8 @@
 """The API key of a run's engines: random for every run, known to engines and coordinator only.
 
-It reaches processes through their environment (VLLM_API_KEY), never through a command line, a log or config.yaml. While
-engines run, a file that only the user can read holds it, for whoever attaches to them or uses the gateway.
+It reaches processes through their environment (VLLM_API_KEY), never through a command line, a log
+or config.yaml. While engines run, a file that only the user can read holds it, for whoever attaches
+to them or uses the gateway.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ _LONGEST_KEY_FILE_BYTES = 4096
 
 
 def engine_key(config: Config) -> str:
-    """The key of the attached engines, or that of the engines to start: the user's own if there is one, else a new one.
+    """The key of the attached engines, or that of the engines to start: the user's own if there is
+    one, else a new one.
 
-    Empty where attached engines have none that is known. Raises UserError when the key cannot be sent.
+    Empty where attached engines have none that is known. Raises UserError when the key cannot be
+    sent.
     """
     users = os.environ.get(KEY_VARIABLE, "")
     if users or config.rollout.attach:
@@ -44,8 +47,12 @@ def key_file(directory: Path, key: str) -> Iterator[Path]:
         file.unlink(missing_ok=True)
 
 
-def run_key_file(config: Config, directory: Path, key: str) -> contextlib.AbstractContextManager[object]:
-    """RUN/api_key, for engines that the run starts, and for its gateway: with a new key where the engines' is not known."""
+def run_key_file(
+    config: Config, directory: Path, key: str
+) -> contextlib.AbstractContextManager[object]:
+    """RUN/api_key, for engines that the run starts, and for its gateway: with a new key where the
+    engines' is not known.
+    """
     has_gateway = config.environment.name == "agents" or config.agent.port is not None
     if config.rollout.attach and not has_gateway:
         return contextlib.nullcontext()
@@ -63,14 +70,18 @@ def run_key(config: Config) -> str:
     users = os.environ.get(KEY_VARIABLE, "")
     if not users:
         raise UserError(
-            f"{KEY_VARIABLE}: the engines' key cannot be read from {file}; start the cluster as the user who starts the run, or "
-            f"with {KEY_VARIABLE} in its nodes' environment"
+            f"{KEY_VARIABLE}: the engines' key cannot be read from {file}; start the cluster as "
+            f"the user who starts the run, or with {KEY_VARIABLE} in its nodes' environment"
         )
     return checked_key(users, KEY_VARIABLE)
 
 
 def read_key(path: str | Path, where: str, remedy: str) -> str:
-    """The key in a file. Raises ConfigError that begins with `where` and ends with `remedy`; the key itself is in no message."""
+    """The key in a file.
+
+    Raises ConfigError that begins with `where` and ends with `remedy`; the key itself is in no
+    message.
+    """
     try:
         text = read_plain(path, _LONGEST_KEY_FILE_BYTES).decode()
     except (OSError, ValueError) as error:
@@ -84,6 +95,7 @@ def checked_key(key: str, where: str) -> str:
     """The key itself never appears in a message."""
     if not all("!" <= character <= "~" for character in key):
         raise UserError(
-            f"{where}: the API key holds spaces or characters beyond ASCII, which an HTTP header cannot; choose another"
+            f"{where}: the API key holds spaces or characters beyond ASCII, which an HTTP header "
+            "cannot; choose another"
         )
     return key

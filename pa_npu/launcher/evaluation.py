@@ -1,4 +1,6 @@
-"""Evaluation without training: engines with the model as it is, every question of every set, a table, results per question."""
+"""Evaluation without training: engines with the model as it is, every question of every set, a
+table, results per question.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
 from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import DeadlineExceeded, PaNpuError
-from pa_npu.evaluation.results import Estimate, Judged, compare, read_results, results_file, summarise, write_results
+from pa_npu.evaluation.results import (
+    Estimate,
+    Judged,
+    compare,
+    read_results,
+    results_file,
+    summarise,
+    write_results,
+)
 from pa_npu.families.model_directory import check_tokenizer, load_tokenizer
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.cluster.cluster import local_cluster
@@ -39,7 +49,10 @@ _VERSION = 0  # of a model that nobody trains
 
 
 def evaluate(config: Config, checkpoint: str | None = None, other: str | None = None) -> int:
-    """checkpoint: exported to model.path first. other: results of an evaluation to compare with. Returns the exit code."""
+    """checkpoint: exported to model.path first. other: results of an evaluation to compare with.
+
+    Returns the exit code.
+    """
     before = read_results(other) if other else None
     directory = Path(config.run.dir)
     if checkpoint:
@@ -51,7 +64,9 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
     spec = ModelSpec.of(config)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     check_tokenizer(spec, tokenizer)
-    sets = {name: check_held_out(name, tokenizer, config).prompts for name in config.evaluation_sets}
+    sets = {
+        name: check_held_out(name, tokenizer, config).prompts for name in config.evaluation_sets
+    }
     check_rewards(config, next(iter(sets.values()))[0])
     check_environment(config, next(iter(sets.values()))[0])
     key = engine_key(config)
@@ -69,7 +84,9 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
 
 
 def _asked_as_trained(config: Config) -> Config:
-    """The configuration with the prompt format of the run that trained the model, where it does not set its own."""
+    """The configuration with the prompt format of the run that trained the model, where it does not
+    set its own.
+    """
     prompts = read_prompt_format(Path(config.model.path))
     data, changed = prompts.given_to(config.data)
     if changed:
@@ -79,7 +96,10 @@ def _asked_as_trained(config: Config) -> Config:
 
 
 def show(results: str, other: str | None = None) -> int:
-    """Prints an earlier evaluation and its difference to another; no engine is asked. Returns the exit code."""
+    """Prints an earlier evaluation and its difference to another; no engine is asked.
+
+    Returns the exit code.
+    """
     responses = read_results(results)
     said = summary_lines(responses)
     if other is not None:
@@ -92,7 +112,8 @@ def show(results: str, other: str | None = None) -> int:
 def difference_lines(before: Sequence[Judged], after: Sequence[Judged], other: str) -> list[str]:
     """One line for each set and number that both have: the paired difference with its interval."""
     return [
-        f"{name} {metric}: {_signed(difference)} against {other}, {counted(difference.questions, 'question')} in both"
+        f"{name} {metric}: {_signed(difference)} against {other}, "
+        f"{counted(difference.questions, 'question')} in both"
         for name, metrics in compare(before, after).items()
         for metric, difference in metrics.items()
     ]
@@ -105,9 +126,10 @@ def summary_lines(responses: Sequence[Judged]) -> list[str]:
         for metric, value in summary.metrics.items():
             said.append(f"{name} {metric}: {value.value:.3f} ({value.low:.3f} to {value.high:.3f})")
         said.append(
-            f"{name}: {counted(summary.questions, 'question')}, {counted(summary.responses, 'answer')} of "
-            f"{summary.length_mean:.0f} tokens on average "
-            f"(median {summary.length_median:.0f}, 95% up to {summary.length_95:.0f}), {summary.truncated_ratio:.1%} cut"
+            f"{name}: {counted(summary.questions, 'question')}, "
+            f"{counted(summary.responses, 'answer')} of {summary.length_mean:.0f} tokens on "
+            f"average (median {summary.length_median:.0f}, 95% up to {summary.length_95:.0f}), "
+            f"{summary.truncated_ratio:.1%} cut"
         )
     return said
 
@@ -118,7 +140,9 @@ def _signed(difference: Estimate) -> str:
 
 @contextmanager
 def _engines(config: Config, platform: Any, key: str, directory: Path) -> Iterator[Sequence[str]]:
-    """URLs of engines that answer: those of rollout.attach, or started for this and stopped after it."""
+    """URLs of engines that answer: those of rollout.attach, or started for this and stopped after
+    it.
+    """
     if config.rollout.attach:
         yield config.rollout.attach
         return
@@ -129,14 +153,20 @@ def _engines(config: Config, platform: Any, key: str, directory: Path) -> Iterat
             tree.launch(engine)
         urls = [cluster.engine_url(engine) for engine in cluster.engines()]
         deadline = time.monotonic() + config.run.startup_timeout_s
-        say(f"starting {len(urls)} engine{'s' if len(urls) > 1 else ''}; their logs are in {directory / 'logs'}")
+        say(
+            f"starting {len(urls)} engine{'s' if len(urls) > 1 else ''}; their logs are in "
+            f"{directory / 'logs'}"
+        )
         while not all(map(engine_answers, urls)):
             if ended := tree.ended():
                 raise PaNpuError(
-                    f"{ended[0].name} ended while it started; see {directory / 'logs'}/{ended[0].name}.log"
+                    f"{ended[0].name} ended while it started; see "
+                    f"{directory / 'logs'}/{ended[0].name}.log"
                 )
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"engines did not answer within {config.run.startup_timeout_s:g} s")
+                raise DeadlineExceeded(
+                    f"engines did not answer within {config.run.startup_timeout_s:g} s"
+                )
             time.sleep(_POLL_S)
         yield urls
 
@@ -152,11 +182,19 @@ class Untrained:
         return getattr(self._engine, name)
 
     async def generate(self, *arguments: Any, **options: Any) -> list[Generation]:
-        return [replace(one, version=_VERSION) for one in await self._engine.generate(*arguments, **options)]
+        return [
+            replace(one, version=_VERSION)
+            for one in await self._engine.generate(*arguments, **options)
+        ]
 
 
 async def _evaluate(
-    config: Config, spec: ModelSpec, urls: Sequence[str], key: str, tokenizer: Any, sets: Mapping[str, Sequence[Prompt]]
+    config: Config,
+    spec: ModelSpec,
+    urls: Sequence[str],
+    key: str,
+    tokenizer: Any,
+    sets: Mapping[str, Sequence[Prompt]],
 ) -> Evaluation:
     kind = engine_kind(config.rollout.backend)
     async with AsyncExitStack() as stack:
@@ -167,7 +205,9 @@ async def _evaluate(
             await client.wait_ready(deadline_s=config.run.startup_timeout_s)
             pool.serve(client)
         longest = config.rollout.max_response_tokens
-        rewards = await stack.enter_async_context(RewardPool(config.reward, config.run.dir, longest))
+        rewards = await stack.enter_async_context(
+            RewardPool(config.reward, config.run.dir, longest)
+        )
         sampling = Sampling(longest, 1.0, stop_token_ids=spec.eos_token_ids)
         environment = make_environment(config, tokenizer)
         await stack.enter_async_context(opened(environment, config.run.startup_timeout_s))

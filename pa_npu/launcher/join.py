@@ -1,12 +1,16 @@
-"""`pa-npu join`: add an engine to a running job, keep it until it is asked to leave, and let it finish what it has in flight then.
+"""`pa-npu join`: add an engine to a running job, keep it until it is asked to leave, and let it
+finish what it has in flight then.
 
     pa-npu join HOST:PORT      (the address that the run's launcher prints)
 
-checks     the run's configuration comes from its store; model, interpreter, devices, port and API key are checked here
+checks     the run's configuration comes from its store; model, interpreter, devices, port and API
+           key are checked here
 starting   the server loads the model; a signal ends it at once
 joined     the roster has it; it gets weights at the next publish and serves from then on
-leaving    SIGTERM or SIGINT: the coordinator gives it nothing more and says when nothing is in flight (once more: at once)
-ended      0: it has left, or the run has ended; 1: the server died, or the coordinator has removed it; 2: bad input
+leaving    SIGTERM or SIGINT: the coordinator gives it nothing more and says when nothing is in
+           flight (once more: at once)
+ended      0: it has left, or the run has ended; 1: the server died, or the coordinator has removed
+           it; 2: bad input
 """
 
 from __future__ import annotations
@@ -50,7 +54,8 @@ from pa_npu.platform.base import Platform
 from pa_npu.telemetry.secrets import HIDDEN
 
 _CONNECT_TIMEOUT_S = 10.0
-# The store answers in a millisecond. A host that vanished without a word leaves its clients waiting for minutes.
+# The store answers in a millisecond. A host that vanished without a word leaves its clients waiting
+# for minutes.
 _STORE_TIMEOUT_S = 30.0
 _TICK_S = 0.2
 _PROBE_EVERY_S = 0.5
@@ -63,18 +68,23 @@ _KEY_REMEDY = f"export {KEY_VARIABLE} with what the api_key in the directory of 
 
 def join_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "join", type=_address, metavar="HOST:PORT", help="the store of the run, which its launcher prints"
+        "join",
+        type=_address,
+        metavar="HOST:PORT",
+        help="the store of the run, which its launcher prints",
     )
     parser.add_argument(
         "--host",
         type=_host,
-        help="address to listen on, which coordinator and trainers reach; default: the one that reaches the store",
+        help="address to listen on, which coordinator and trainers reach; default: the one that "
+        "reaches the store",
     )
     parser.add_argument(
         "--devices",
         type=_indices,
         metavar="4,5",
-        help="devices to use, rollout.tensor_parallel of them; on cpu the cores to pin to (default: none)",
+        help="devices to use, rollout.tensor_parallel of them; on cpu the cores to pin to "
+        "(default: none)",
     )
     parser.add_argument(
         "--python",
@@ -85,7 +95,10 @@ def join_options(parser: argparse.ArgumentParser) -> None:
 
 
 def join(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Check, start, join, stay, leave; returns the exit code. Raises UserError before anything starts."""
+    """Check, start, join, stay, leave; returns the exit code.
+
+    Raises UserError before anything starts.
+    """
     refuse(rest)
     address = options.join
     run_name = f"the run at {address[0]}:{address[1]}"
@@ -94,7 +107,9 @@ def join(options: argparse.Namespace, rest: Sequence[str]) -> int:
     host = options.host or local_address(*address)
     site = check_site(config, host, options.devices, options.python, run_name)
     name = f"joined-{host.replace(':', '_')}-{site.port}"
-    command = engine_command(site.config, site.spec, site.platform, site.placement, 0, site.port, key)
+    command = engine_command(
+        site.config, site.spec, site.platform, site.placement, 0, site.port, key
+    )
     with (
         Console(site.log_dir / f"{name}.launcher.log") as console,
         stop_signals() as signals,
@@ -104,13 +119,17 @@ def join(options: argparse.Namespace, rest: Sequence[str]) -> int:
             console.complain(f"note: {note}")
         process = tree.launch(replace(command, name=name))
         url = engine_url(host, site.port)
-        return JoinedEngine(site.config, roster, process, url, run_name, console, signals, asked).serve()
+        return JoinedEngine(
+            site.config, roster, process, url, run_name, console, signals, asked
+        ).serve()
 
 
 def _address(text: str) -> tuple[str, int]:
     host, separator, port = text.rpartition(":")
     if not separator or not host or not port:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not HOST:PORT; the run's launcher prints it")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not HOST:PORT; the run's launcher prints it"
+        )
     if not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
         raise argparse.ArgumentTypeError(f"{shown(port)} is no port; give a number from 1 to 65535")
     return _host(host.strip("[]")), int(port)
@@ -119,7 +138,9 @@ def _address(text: str) -> tuple[str, int]:
 def _host(text: str) -> str:
     problem = host_problem(text) if text else "is empty"
     if problem:
-        raise argparse.ArgumentTypeError(f"{shown(text)} {problem}; give the address or the name of a machine")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} {problem}; give the address or the name of a machine"
+        )
     return text
 
 
@@ -127,44 +148,59 @@ def _path(text: str) -> str:
     path = os.path.expanduser(text)
     problem = path_problem(path) if path else "is empty"
     if problem:
-        raise argparse.ArgumentTypeError(f"{shown(path)} {problem}; give the path of an interpreter")
+        raise argparse.ArgumentTypeError(
+            f"{shown(path)} {problem}; give the path of an interpreter"
+        )
     return path
 
 
 def _indices(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in parts):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a list of device indices such as 4,5")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a list of device indices such as 4,5"
+        )
     return tuple(map(int, parts))
 
 
-def find_run(address: tuple[str, int], run_name: str, asked: BoundedCalls) -> tuple[Roster, Config, str]:
-    """Roster and configuration of the run whose store is there, and its API key, with which both are signed."""
+def find_run(
+    address: tuple[str, int], run_name: str, asked: BoundedCalls
+) -> tuple[Roster, Config, str]:
+    """Roster and configuration of the run whose store is there, and its API key, with which both
+    are signed.
+    """
     where = ""
     try:
         with _without_traces():
             # whoever listens there may be no store, and say nothing
             store = asked(lambda: connect(*address, _CONNECT_TIMEOUT_S))
             channel = StoreChannel(store, ROSTER_PREFIX)
-            key, where = find_key(asked(lambda: claimed_config(channel, _CONNECT_TIMEOUT_S)), run_name)
+            key, where = find_key(
+                asked(lambda: claimed_config(channel, _CONNECT_TIMEOUT_S)), run_name
+            )
             roster = Roster(channel, key)
             tree = with_environment(asked(lambda: roster.wait_config(_CONNECT_TIMEOUT_S)), run_name)
     except Unsigned:
         raise UserError(
-            f"{where}: is not the API key of {run_name}, whose configuration is signed with another; {_KEY_REMEDY.format(run_name)}"
+            f"{where}: is not the API key of {run_name}, whose configuration is signed with "
+            f"another; {_KEY_REMEDY.format(run_name)}"
         ) from None
     except (DeadlineExceeded, NoAnswer, StoreError) as error:
         raise UserError(
-            f"join {address[0]}:{address[1]}: no run of pa_npu answers there ({error}); give the address that the run's "
-            f"launcher prints"
+            f"join {address[0]}:{address[1]}: no run of pa_npu answers there ({error}); give the "
+            "address that the run's launcher prints"
         ) from None
-    config = load_tree(tree, f"configuration of {run_name} (is its version of pa_npu another than here?)")
+    config = load_tree(
+        tree, f"configuration of {run_name} (is its version of pa_npu another than here?)"
+    )
     return roster, config, key
 
 
 @contextmanager
 def _without_traces() -> Iterator[None]:
-    """Keeps the C++ stack traces of torch's store off the terminal: what goes wrong with it is said in one line of ours."""
+    """Keeps the C++ stack traces of torch's store off the terminal: what goes wrong with it is said
+    in one line of ours.
+    """
     sys.stderr.flush()
     terminal, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
@@ -178,7 +214,9 @@ def _without_traces() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Site:
-    """A place for an engine. config: the run's, with this machine's address, interpreter and directory in it."""
+    """A place for an engine. config: the run's, with this machine's address, interpreter and
+    directory in it.
+    """
 
     config: Config
     spec: ModelSpec
@@ -189,21 +227,29 @@ class Site:
     notes: list[str] = field(default_factory=list)
 
 
-def check_site(config: Config, host: str, devices: tuple[int, ...] | None, python: str | None, run_name: str) -> Site:
-    """Model, interpreter, device, address and port; raises UserError at the first that is wrong. python: None is the run's."""
+def check_site(
+    config: Config, host: str, devices: tuple[int, ...] | None, python: str | None, run_name: str
+) -> Site:
+    """Model, interpreter, device, address and port; raises UserError at the first that is wrong.
+    python: None is the run's.
+    """
     model = Path(config.model.path)
     if not model.is_dir():
         raise DataError(
-            f"model.path: {model} of {run_name} is not a directory on this machine; put the model there, or mount the file "
-            f"system that has it"
+            f"model.path: {model} of {run_name} is not a directory on this machine; put the model "
+            "there, or mount the file system that has it"
         )
     run_dir = Path(config.run.dir)
     log_dir = run_dir / "logs" if run_dir.is_dir() else Path(_LOGS).resolve()
     config = config.model_copy(
         update={
-            "run": config.run.model_copy(update={"dir": str(run_dir if run_dir.is_dir() else log_dir)}),
+            "run": config.run.model_copy(
+                update={"dir": str(run_dir if run_dir.is_dir() else log_dir)}
+            ),
             "placement": config.placement.model_copy(update={"host": host}),
-            "rollout": config.rollout.model_copy(update={"python": python or config.rollout.python}),
+            "rollout": config.rollout.model_copy(
+                update={"python": python or config.rollout.python}
+            ),
         }
     )
     platform = platforms.get(config.run.device)
@@ -213,35 +259,53 @@ def check_site(config: Config, host: str, devices: tuple[int, ...] | None, pytho
     except ConfigError as error:
         raise ConfigError(f"{error} (here with --python)") from None
     placement = _place(config, platform, devices)
-    return Site(config, spec, platform, placement, _free_port(host), log_dir, device_notes(platform, placement))
+    return Site(
+        config,
+        spec,
+        platform,
+        placement,
+        _free_port(host),
+        log_dir,
+        device_notes(platform, placement),
+    )
 
 
 def _place(config: Config, platform: Platform, devices: tuple[int, ...] | None) -> Placement:
     wanted = config.rollout.tensor_parallel
-    cores: Sequence[int] | None = available_cores() if platform.visible_devices_env is None else None
+    cores: Sequence[int] | None = (
+        available_cores() if platform.visible_devices_env is None else None
+    )
     if devices is None and cores is None:
         raise UserError(
-            f"--devices: an engine on {platform.name} needs {wanted} (rollout.tensor_parallel) that nobody uses; name them, for "
-            f"example --devices {','.join(map(str, range(wanted)))}"
+            f"--devices: an engine on {platform.name} needs {wanted} (rollout.tensor_parallel) "
+            "that nobody uses; name them, for example --devices "
+            f"{','.join(map(str, range(wanted)))}"
         )
     if devices is None:
         return Placement((tuple(range(wanted)),), (), ((),), (), engines=(0,))
     available = platform.device_count() if cores is None else len(cores)
     if len(set(devices)) != wanted or len(devices) != wanted:
         raise UserError(
-            f"--devices: {','.join(map(str, devices))} are not {wanted} different ones; give rollout.tensor_parallel of them"
+            f"--devices: {','.join(map(str, devices))} are not {wanted} different ones; give "
+            "rollout.tensor_parallel of them"
         )
     if max(devices) >= available:
-        raise UserError(f"--devices: {max(devices)} is not here; there are {available}, numbered from 0")
+        raise UserError(
+            f"--devices: {max(devices)} is not here; there are {available}, numbered from 0"
+        )
     pinned = tuple(cores[index] for index in devices) if cores is not None else ()
     return Placement((devices,), (), (pinned,), (), engines=(0,))
 
 
 def _free_port(host: str) -> int:
     if problem := port_problem(host, 0):
-        raise UserError(f"--host: cannot listen on {host} ({problem}); use an address of this machine")
+        raise UserError(
+            f"--host: cannot listen on {host} ({problem}); use an address of this machine"
+        )
     if host in ("0.0.0.0", "::"):
-        raise UserError(f"--host: {host} is no address that the coordinator can reach; use one of this machine")
+        raise UserError(
+            f"--host: {host} is no address that the coordinator can reach; use one of this machine"
+        )
     return free_ports(host, 1)[0]
 
 
@@ -251,11 +315,15 @@ def local_address(host: str, port: int) -> str:
         with socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S) as connection:
             return str(connection.getsockname()[0])
     except OSError as error:
-        raise UserError(f"join: {host}:{port} is not reachable any more ({error.strerror or error})") from None
+        raise UserError(
+            f"join: {host}:{port} is not reachable any more ({error.strerror or error})"
+        ) from None
 
 
 def find_key(claimed: Mapping[str, Any], run_name: str) -> tuple[str, str]:
-    """The run's API key, and where it was found. claimed: a configuration that nobody has vouched for yet."""
+    """The run's API key, and where it was found. claimed: a configuration that nobody has vouched
+    for yet.
+    """
     remedy = _KEY_REMEDY.format(run_name)
     if key := os.environ.get(KEY_VARIABLE, ""):
         return checked_key(key, KEY_VARIABLE), KEY_VARIABLE
@@ -269,9 +337,11 @@ def find_key(claimed: Mapping[str, Any], run_name: str) -> tuple[str, str]:
 
 
 def with_environment(tree: dict[str, Any], run_name: str) -> dict[str, Any]:
-    """The tree with what the run's store does not hold: the environment of engines, and secret arguments of theirs.
+    """The tree with what the run's store does not hold: the environment of engines, and secret
+    arguments of theirs.
 
-    They come from the run directory where it is on this machine, else the variables from this process's environment.
+    They come from the run directory where it is on this machine, else the variables from this
+    process's environment.
     """
     rollout = tree["rollout"]
     if not any(HIDDEN in value for value in (*rollout["env"].values(), *rollout["extra_args"])):
@@ -279,15 +349,30 @@ def with_environment(tree: dict[str, Any], run_name: str) -> dict[str, Any]:
     file = Path(tree["run"]["dir"]) / "config.yaml"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         found = yaml.safe_load(file.read_text(encoding="utf-8"))["rollout"]
-        return {**tree, "rollout": {**rollout, "env": dict(found["env"]), "extra_args": list(found["extra_args"])}}
+        return {
+            **tree,
+            "rollout": {
+                **rollout,
+                "env": dict(found["env"]),
+                "extra_args": list(found["extra_args"]),
+            },
+        }
     missing = [name for name in rollout["env"] if name not in os.environ]
     if missing or any(HIDDEN in argument for argument in rollout["extra_args"]):
-        what = f"{', '.join(missing)} of rollout.env" if missing else "what is secret in rollout.extra_args"
+        what = (
+            f"{', '.join(missing)} of rollout.env"
+            if missing
+            else "what is secret in rollout.extra_args"
+        )
         remedy = f"export {', '.join(missing)} here, or mount" if missing else "mount"
         raise UserError(
-            f"join: the store of {run_name} does not hold {what}, and {file} cannot be read here; {remedy} it"
+            f"join: the store of {run_name} does not hold {what}, and {file} cannot be read here; "
+            f"{remedy} it"
         )
-    return {**tree, "rollout": {**rollout, "env": {name: os.environ[name] for name in rollout["env"]}}}
+    return {
+        **tree,
+        "rollout": {**rollout, "env": {name: os.environ[name] for name in rollout["env"]}},
+    }
 
 
 @dataclass
@@ -314,12 +399,16 @@ class JoinedEngine:
             self.console.say(f"{self.run_name} has ended; stopping {self.url}")
             return 0
         except NoAnswer as error:
-            self.console.complain(f"failed: the store of {self.run_name}: {error}; stopping {self.url}")
+            self.console.complain(
+                f"failed: the store of {self.run_name}: {error}; stopping {self.url}"
+            )
             return FAILED
 
     def _until_ready(self) -> None:
         began, timeout_s = time.monotonic(), self.config.run.startup_timeout_s
-        self.console.say(f"starting an engine for {self.run_name} at {self.url}; log: {self.process.log}")
+        self.console.say(
+            f"starting an engine for {self.run_name} at {self.url}; log: {self.process.log}"
+        )
         while not engine_answers(self.url):
             self._check_server()
             self.asked(self.roster.is_open)
@@ -327,7 +416,9 @@ class JoinedEngine:
                 self.console.say("stopped before it has joined")
                 raise _Ended(0)
             if time.monotonic() - began > timeout_s:
-                self._show_log(f"the engine is not ready after {timeout_s:g} s (run.startup_timeout_s)")
+                self._show_log(
+                    f"the engine is not ready after {timeout_s:g} s (run.startup_timeout_s)"
+                )
                 raise _Ended(FAILED)
             time.sleep(_PROBE_EVERY_S)
         self.console.say(f"ready after {time.monotonic() - began:.0f} s")
@@ -335,14 +426,17 @@ class JoinedEngine:
     def _until_asked(self) -> int:
         index = self.asked(lambda: self.roster.announce(self.url, restarts=False))
         self.console.say(
-            f"joined as engine {index}: it serves from the next publish on; SIGTERM or Ctrl-C lets it leave"
+            f"joined as engine {index}: it serves from the next publish on; SIGTERM or Ctrl-C lets "
+            "it leave"
         )
         while not self.signals.received:
             time.sleep(_TICK_S)
             self._check_server(index)
             if self._has_left(index):
                 self._check_server(index)  # whose death the coordinator may have found first
-                self._show_log("the coordinator has removed this engine, which died, hung or did not answer")
+                self._show_log(
+                    "the coordinator has removed this engine, which died, hung or did not answer"
+                )
                 return FAILED
         return self._leave(index)
 
@@ -351,7 +445,8 @@ class JoinedEngine:
         deadline_s = self.config.request_limit_s + self.config.publish.timeout_s
         number = self.signals.received[0]
         self.console.say(
-            f"{signal.Signals(number).name}: leaving after what is in flight, within {deadline_s:g} s (once more: at once)"
+            f"{signal.Signals(number).name}: leaving after what is in flight, within "
+            f"{deadline_s:g} s (once more: at once)"
         )
         self.asked(lambda: self.roster.ask_leave(index))
         while not self._has_left(index):
@@ -361,8 +456,8 @@ class JoinedEngine:
                 return 128 + number
             if time.monotonic() - began > deadline_s:
                 self.console.complain(
-                    f"failed: the coordinator has not let this engine go within {deadline_s:g} s (rollout.request_timeout_s + "
-                    f"publish.timeout_s); stopping it all the same"
+                    f"failed: the coordinator has not let this engine go within {deadline_s:g} s "
+                    "(rollout.request_timeout_s + publish.timeout_s); stopping it all the same"
                 )
                 return FAILED
             time.sleep(_TICK_S)

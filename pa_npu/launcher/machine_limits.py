@@ -1,7 +1,8 @@
-"""Checks the machine's limits before a run's processes start on it: open files, processes, room for temporary files.
+"""Checks the machine's limits before a run's processes start on it: open files, processes, room for
+temporary files.
 
-Without these a run ends minutes later in a traceback of whichever process asks first. A limit that this process may raise by itself
-is raised, for all that it starts.
+Without these a run ends minutes later in a traceback of whichever process asks first. A limit that
+this process may raise by itself is raised, for all that it starts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from pa_npu.control.scratch import LONGEST_DIRECTORY_BYTES, short_directories
 from pa_npu.errors import UserError
 
 _MIB = 2**20
-# Generous: libraries, logs and caches of a process with torch and vLLM, before it opens connections.
+# Generous: libraries, logs and caches of a process with torch and vLLM, before it opens
+# connections.
 _FILES_OF_A_PROCESS = 512
 # Generous: torch's and gloo's pools, vLLM's worker processes, the HTTP server.
 _THREADS_OF_A_PROCESS = 128
@@ -28,7 +30,9 @@ _RUN_DIR_BYTES = 16 * _MIB
 
 
 def check_limits(config: Config, num_processes: int) -> None:
-    """Raises UserError with the first limit of this machine that is too low for `num_processes` of the run, and the remedy."""
+    """Raises UserError with the first limit of this machine that is too low for `num_processes` of
+    the run, and the remedy.
+    """
     for problem in limit_problems(config, num_processes):
         raise UserError(problem)
 
@@ -38,18 +42,26 @@ def limit_problems(config: Config, num_processes: int) -> Iterator[str]:
     yield from _open_files(config)
     yield from _processes(num_processes)
     yield from _temporary_directory()
-    yield from _room(_existing(Path(config.run.dir)), _RUN_DIR_BYTES, "run.dir", "choose another run.dir, or make room")
+    yield from _room(
+        _existing(Path(config.run.dir)),
+        _RUN_DIR_BYTES,
+        "run.dir",
+        "choose another run.dir, or make room",
+    )
 
 
 def _open_files(config: Config) -> Iterator[str]:
-    """The coordinator has a connection per sequence in flight; a rank has several to each of its peers."""
+    """The coordinator has a connection per sequence in flight; a rank has several to each of its
+    peers.
+    """
     rollout = config.rollout
     sequences = (rollout.max_engines or rollout.engines) * rollout.max_num_seqs
     needed = _FILES_OF_A_PROCESS + max(sequences, 4 * config.trainer.devices)
     if hard := _too_low(resource.RLIMIT_NOFILE, needed):
         yield (
-            f"open files: a process may open {hard} here, and the run needs {needed} (rollout.max_num_seqs x engines, and peers); "
-            f"raise the limit (ulimit -n {needed}, LimitNOFILE of systemd, --ulimit nofile of a container)"
+            f"open files: a process may open {hard} here, and the run needs {needed} "
+            f"(rollout.max_num_seqs x engines, and peers); raise the limit (ulimit -n {needed}, "
+            "LimitNOFILE of systemd, --ulimit nofile of a container)"
         )
 
 
@@ -71,13 +83,14 @@ def _processes(num_processes: int) -> Iterator[str]:
     most, now = _number(group / "pids.max"), _number(group / "pids.current")
     if most is not None and now is not None and most - now < needed:
         yield (
-            f"processes: {most - now} more may start in this control group (pids.max {most}), and the run needs up to {needed}, "
-            f"threads included; raise it (--pids-limit of a container, TasksMax of systemd)"
+            f"processes: {most - now} more may start in this control group (pids.max {most}), and "
+            f"the run needs up to {needed}, threads included; raise it (--pids-limit of a "
+            "container, TasksMax of systemd)"
         )
     if os.geteuid() != 0 and (hard := _too_low(resource.RLIMIT_NPROC, needed)):
         yield (
-            f"processes: this user may have {hard}, and the run needs up to {needed}, threads included; raise it "
-            f"(ulimit -u {needed})"
+            f"processes: this user may have {hard}, and the run needs up to {needed}, threads "
+            f"included; raise it (ulimit -u {needed})"
         )
 
 
@@ -93,8 +106,9 @@ def _temporary_directory() -> Iterator[str]:
     yield from _room(directory, _TEMPORARY_BYTES, "TMPDIR", remedy)
     if not list(short_directories()):
         yield (
-            f"TMPDIR: {directory} has {len(os.fsencode(directory))} bytes, and no socket fits behind more than "
-            f"{LONGEST_DIRECTORY_BYTES}; name a shorter directory in TMPDIR, or let /tmp be written"
+            f"TMPDIR: {directory} has {len(os.fsencode(directory))} bytes, and no socket fits "
+            f"behind more than {LONGEST_DIRECTORY_BYTES}; name a shorter directory in TMPDIR, or "
+            "let /tmp be written"
         )
 
 
@@ -106,13 +120,18 @@ def _room(directory: Path, needed: int, name: str, remedy: str) -> Iterator[str]
         yield f"{name}: {directory} cannot be used ({error.strerror}); {remedy}"
         return
     if free < needed:
-        yield f"{name}: {directory} has {free / _MIB:.0f} MiB free, less than {needed / _MIB:.0f}; {remedy}"
+        yield (
+            f"{name}: {directory} has {free / _MIB:.0f} MiB free, less than {needed / _MIB:.0f}; "
+            f"{remedy}"
+        )
     elif files.f_files and files.f_favail < 1000:
         yield f"{name}: {directory} has room for {files.f_favail} more files only; {remedy}"
 
 
 def _existing(directory: Path) -> Path:
-    return next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    return next(
+        path for path in (directory.absolute(), *directory.absolute().parents) if path.exists()
+    )
 
 
 def _number(file: Path) -> int | None:

@@ -1,4 +1,6 @@
-"""Which node, device, cores and port every process gets: pure arithmetic, except for asking the kernel for free ports."""
+"""Which node, device, cores and port every process gets: pure arithmetic, except for asking the
+kernel for free ports.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,16 @@ from dataclasses import dataclass, replace
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
 
-# Outside of the kernel's range for outgoing connections (from 32768 on Linux): an engine binds its port half a minute
-# after it was chosen, and meanwhile a connection of another process could take a port of that range.
+# Outside of the kernel's range for outgoing connections (from 32768 on Linux): an engine binds its
+# port half a minute after it was chosen, and meanwhile a connection of another process could take a
+# port of that range.
 _FREE_PORTS = range(20000, 32000)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Devices and cores of one node's processes. An engine has rollout.tensor_parallel devices. cores: empty if unpinned.
+    """Devices and cores of one node's processes. An engine has rollout.tensor_parallel devices.
+    cores: empty if unpinned.
 
     Shared engines (placement.colocate) have devices of trainers. engines, ranks: which
     engines and trainer ranks of the run these are, in the order of the other fields.
@@ -36,13 +40,26 @@ class Placement:
         kind = "core" if any(self.trainer_cores) else "device"
         engines = self.engine_cores if any(self.engine_cores) else self.engine_devices
         trainers = (
-            self.trainer_cores if any(self.trainer_cores) else tuple((device,) for device in self.trainer_devices)
+            self.trainer_cores
+            if any(self.trainer_cores)
+            else tuple((device,) for device in self.trainer_devices)
         )
-        named = [(f"engine-{index}", where) for index, where in zip(self.engines, engines, strict=True)]
-        named += [(f"trainer-{rank}", where) for rank, where in zip(self.ranks, trainers, strict=True)]
-        shared = [f"engine-{i}" for i, of in zip(self.engines, self.engine_devices, strict=True) if self._is_shared(of)]
+        named = [
+            (f"engine-{index}", where) for index, where in zip(self.engines, engines, strict=True)
+        ]
+        named += [
+            (f"trainer-{rank}", where) for rank, where in zip(self.ranks, trainers, strict=True)
+        ]
+        shared = [
+            f"engine-{i}"
+            for i, of in zip(self.engines, self.engine_devices, strict=True)
+            if self._is_shared(of)
+        ]
         beside = dict.fromkeys(shared, ", shared with trainers")
-        return [f"{name} on {kind} {','.join(map(str, where))}{beside.get(name, '')}" for name, where in named]
+        return [
+            f"{name} on {kind} {','.join(map(str, where))}{beside.get(name, '')}"
+            for name, where in named
+        ]
 
     def _is_shared(self, devices: Sequence[int]) -> bool:
         return not set(devices).isdisjoint(self.trainer_devices)
@@ -52,14 +69,18 @@ def placement_lines(placements: Sequence[Placement]) -> list[str]:
     """For people: who runs where, on all nodes."""
     if len(placements) == 1:
         return placements[0].lines()
-    return [f"node {node}: {', '.join(share.lines()) or 'nothing'}" for node, share in enumerate(placements)]
+    return [
+        f"node {node}: {', '.join(share.lines()) or 'nothing'}"
+        for node, share in enumerate(placements)
+    ]
 
 
 def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Placement:
     """Assign the devices of the only node, engines first.
 
-    num_devices: how many devices with memory of their own there are; None on cpu, where a device is one of `cores` and,
-    without placement.devices, processes share cores unpinned when there are too few.
+    num_devices: how many devices with memory of their own there are; None on cpu, where a device is
+    one of `cores` and, without placement.devices, processes share cores unpinned when there are too
+    few.
     Raises ConfigError when an index does not exist or is used twice.
     """
     available = len(cores) if num_devices is None else num_devices
@@ -68,31 +89,34 @@ def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Plac
     if highest >= available and (num_devices is not None or config.placement.devices is not None):
         kind = "cores" if num_devices is None else "devices"
         raise ConfigError(
-            f"placement: the run needs {config.num_devices} {kind}, the highest index is {highest}, "
-            f"but {available} {kind} are here; lower rollout.engines or trainer.devices, or correct placement.devices"
+            f"placement: the run needs {config.num_devices} {kind}, the highest index is "
+            f"{highest}, but {available} {kind} are here; lower rollout.engines or "
+            "trainer.devices, or correct placement.devices"
         )
     if len(set(given)) < config.num_devices and num_devices is not None:
         dedicated = config.num_devices - config.trainer.devices
         raise ConfigError(
-            f"placement: engines {list(given[:dedicated])} and trainers {list(given[dedicated:])} share a device; give each its own"
+            f"placement: engines {list(given[:dedicated])} and trainers {list(given[dedicated:])} "
+            "share a device; give each its own"
         )
     (share,) = _shares(config, 1, highest + 1)
     return settle_on_node(config, share, num_devices, cores)
 
 
 def place_nodes(config: Config) -> list[Placement]:
-    """Assign the devices of several nodes, engines first; every node computes the same. Cores are not assigned yet.
+    """Assign the devices of several nodes, engines first; every node computes the same. Cores are
+    not assigned yet.
 
-    An engine and a tensor-parallel group of trainers stay on one node. In placement.devices, device d of node n has the
-    index n x devices per node + d. Raises ConfigError when that is impossible.
+    An engine and a tensor-parallel group of trainers stay on one node. In placement.devices, device
+    d of node n has the index n x devices per node + d. Raises ConfigError when that is impossible.
     """
     per_node, given = config.devices_per_node, config.placement
     num_devices = given.nnodes * per_node
     listed = given.devices or ()
     if len(set(listed)) < len(listed) or any(not 0 <= index < num_devices for index in listed):
         raise ConfigError(
-            f"placement.devices: {list(listed)} names a device twice or one beyond the {num_devices} of {given.nnodes} nodes of "
-            f"{per_node}; correct it"
+            f"placement.devices: {list(listed)} names a device twice or one beyond the "
+            f"{num_devices} of {given.nnodes} nodes of {per_node}; correct it"
         )
     return _shares(config, given.nnodes, per_node)
 
@@ -100,9 +124,14 @@ def place_nodes(config: Config) -> list[Placement]:
 def _shares(config: Config, num_nodes: int, per_node: int) -> list[Placement]:
     """Devices for every process, by node: those of placement.devices, else the first that are free."""
     listed = config.placement.devices or ()
-    free = [[i for i in range(n * per_node, (n + 1) * per_node) if i not in listed] for n in range(num_nodes)]
+    free = [
+        [i for i in range(n * per_node, (n + 1) * per_node) if i not in listed]
+        for n in range(num_nodes)
+    ]
     dedicated = config.rollout.engines - config.num_shared_engines
-    engines = _units("rollout", config.rollout.tensor_parallel, dedicated, config.engine_devices, free)
+    engines = _units(
+        "rollout", config.rollout.tensor_parallel, dedicated, config.engine_devices, free
+    )
     together = len(config.mesh.groups("tensor"))
     trainers = _units("trainer", config.mesh.tensor, together, config.trainer_devices, free)
     devices = [index for unit in trainers for index in unit]
@@ -120,7 +149,9 @@ def _shares(config: Config, num_nodes: int, per_node: int) -> list[Placement]:
         placements.append(
             Placement(
                 engine_devices=tuple(tuple(i % per_node for i in engines[index]) for index in here),
-                trainer_devices=tuple(index % per_node for index in devices if index // per_node == node),
+                trainer_devices=tuple(
+                    index % per_node for index in devices if index // per_node == node
+                ),
                 engine_cores=((),) * len(here),
                 trainer_cores=((),) * len(ranks),
                 engines=tuple(here),
@@ -138,13 +169,17 @@ def _shared_units(config: Config, trainers: Sequence[int]) -> tuple[tuple[int, .
 
 def place_extra_engine(config: Config, index: int) -> Placement:
     """Engine `index` by itself, on the first of whatever devices it is given."""
-    return Placement((tuple(range(config.rollout.tensor_parallel)),), (), ((),), (), engines=(index,))
+    return Placement(
+        (tuple(range(config.rollout.tensor_parallel)),), (), ((),), (), engines=(index,)
+    )
 
 
 def _units(
     section: str, size: int, count: int, given: Sequence[int] | None, free: list[list[int]]
 ) -> list[tuple[int, ...]]:
-    """`count` units of `size` devices each: as given, else the first that are free together on a node."""
+    """`count` units of `size` devices each: as given, else the first that are free together on a
+    node.
+    """
     if given:
         return [tuple(given[at : at + size]) for at in range(0, size * count, size)]
     units: list[tuple[int, ...]] = []
@@ -153,25 +188,32 @@ def _units(
         if node is None:
             left = ", ".join(str(len(devices)) for devices in free)
             raise ConfigError(
-                f"{section}.tensor_parallel: {size} peers must share a node, but after {len(units)} of {count} groups the nodes "
-                f"have {left} devices left; change it, rollout.engines, trainer.devices or placement.devices_per_node"
+                f"{section}.tensor_parallel: {size} peers must share a node, but after "
+                f"{len(units)} of {count} groups the nodes have {left} devices left; change it, "
+                "rollout.engines, trainer.devices or placement.devices_per_node"
             )
         units.append(tuple(node.pop(0) for _ in range(size)))
     return units
 
 
-def settle_on_node(config: Config, placement: Placement, num_devices: int | None, cores: Sequence[int]) -> Placement:
+def settle_on_node(
+    config: Config, placement: Placement, num_devices: int | None, cores: Sequence[int]
+) -> Placement:
     """A node's share with its cores. num_devices and cores: what the node has, as for `place`.
 
     Raises ConfigError when the node has fewer devices than its share needs.
     """
-    used = [*(index for engine in placement.engine_devices for index in engine), *placement.trainer_devices]
+    used = [
+        *(index for engine in placement.engine_devices for index in engine),
+        *placement.trainer_devices,
+    ]
     available = len(cores) if num_devices is None else num_devices
     enough = max(used, default=-1) < available
     if not enough and num_devices is not None:
         raise ConfigError(
-            f"placement.devices_per_node: the run uses {config.devices_per_node} devices of each node, but {available} are "
-            f"here; lower rollout.engines or trainer.devices, or set placement.devices_per_node"
+            f"placement.devices_per_node: the run uses {config.devices_per_node} devices of each "
+            f"node, but {available} are here; lower rollout.engines or trainer.devices, or set "
+            "placement.devices_per_node"
         )
     if num_devices is not None or not enough:
         return placement
@@ -182,8 +224,12 @@ def settle_on_node(config: Config, placement: Placement, num_devices: int | None
     )
 
 
-def visible_devices(variable: str | None, indices: Sequence[int], environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment that shows a process just these devices; indices count within what the user made visible."""
+def visible_devices(
+    variable: str | None, indices: Sequence[int], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment that shows a process just these devices; indices count within what the user
+    made visible.
+    """
     if variable is None:
         return {}
     outer = environment.get(variable)
@@ -199,7 +245,9 @@ def available_cores() -> list[int]:
 
 
 def engine_ports(config: Config, engines: Sequence[int]) -> list[int]:
-    """One port for each of these engines of this node: by their index behind placement.port, the store's, or free ones."""
+    """One port for each of these engines of this node: by their index behind placement.port, the
+    store's, or free ones.
+    """
     if config.placement.port:
         return [config.placement.port + 1 + index for index in engines]
     return free_ports(config.placement.address, len(engines))
@@ -214,7 +262,10 @@ def free_ports(host: str, count: int) -> list[int]:
         if port_problem(host, port) is None:
             ports.append(port)
     if len(ports) < count:
-        raise UserError(f"placement.port: no {count} free ports in {_FREE_PORTS.start} to {_FREE_PORTS.stop - 1}")
+        raise UserError(
+            f"placement.port: no {count} free ports in {_FREE_PORTS.start} to "
+            f"{_FREE_PORTS.stop - 1}"
+        )
     return ports
 
 

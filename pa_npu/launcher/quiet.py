@@ -1,7 +1,9 @@
-"""Keeps warnings and progress bars of libraries off the screen while a sub-command works; this program's own lines stay.
+"""Keeps warnings and progress bars of libraries off the screen while a sub-command works; this
+program's own lines stay.
 
 with quiet_libraries():
-    export_checkpoint(...)        what libraries write goes to a file, and to the screen only where the block fails unexpectedly
+    export_checkpoint(...)        what libraries write goes to a file, and to the screen only where
+                                  the block fails unexpectedly
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ _STREAMS = (1, 2)
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Sends standard output and errors of everything in the block to a file, libraries in C included.
+    """Sends standard output and errors of everything in the block to a file, libraries in C
+    included.
 
-    Lines of this program's loggers go to standard error as ever. An exception that is no PaNpuError, and no interruption, has the
-    end of the file printed before it, since it may say why.
+    Lines of this program's loggers go to standard error as ever. An exception that is no
+    PaNpuError, and no interruption, has the end of the file printed before it, since it may say
+    why.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -61,7 +65,9 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def _screen(stream: IO[str], descriptor: int) -> IO[str]:
-    """Returns where this program's lines go: standard error as it was, or the stream that somebody has put in its place."""
+    """Returns where this program's lines go: standard error as it was, or the stream that somebody
+    has put in its place.
+    """
     try:
         is_descriptor = stream.fileno() == 2
     except (OSError, ValueError):

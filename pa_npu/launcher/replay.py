@@ -1,4 +1,6 @@
-"""Repeats iterations of a run from a checkpoint, in a directory of their own, and compares the chains."""
+"""Repeats iterations of a run from a checkpoint, in a directory of their own, and compares the
+chains.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +54,24 @@ def replay(run_dir: Path, span: str, work: str | None, overrides: Sequence[str])
         print(f"no {kind} here: the repetition takes the devices that are")
         settings.append("run.device=auto")
     settings += overrides
-    print(f"repeating iterations {begin} to {end - 1}; what the repetition says is in {directory / OUTPUT}", flush=True)
-    _run(run_dir, settings, directory, Progress(scratch, begin, end), must_stop=not _ends_by_itself(config))
+    print(
+        f"repeating iterations {begin} to {end - 1}; what the repetition says is in "
+        f"{directory / OUTPUT}",
+        flush=True,
+    )
+    _run(
+        run_dir,
+        settings,
+        directory,
+        Progress(scratch, begin, end),
+        must_stop=not _ends_by_itself(config),
+    )
     comparison = compare_chains(read_chain(run_dir), read_chain(scratch), begin, end)
     if comparison.iterations < end - begin and comparison.verdict in ("equal", "rounding"):
-        raise ReplayFailed(f"the repetition has {comparison.iterations} of {end - begin} iterations; see {directory}")
+        raise ReplayFailed(
+            f"the repetition has {comparison.iterations} of {end - begin} iterations; see "
+            f"{directory}"
+        )
     code, lines = report(comparison, run_dir, scratch)
     print("\n".join(lines))
     if work is None and code == 0:
@@ -70,12 +85,15 @@ def _span(run_dir: Path, span: str) -> tuple[int, int]:
     begin, separator, end = span.partition(":")
     if not separator or not begin.isdecimal() or not end.isdecimal() or int(begin) >= int(end):
         raise UserError(
-            f"--replay: {span!r:.40} is not A:B with A below B, such as 4:8, which repeats iterations 4 to 7"
+            f"--replay: {span!r:.40} is not A:B with A below B, such as 4:8, which repeats "
+            "iterations 4 to 7"
         )
     iterations = [link.iteration for link in read_chain(run_dir)]
     if not iterations or int(begin) < iterations[0] or int(end) > iterations[-1] + 1:
         has = f"{iterations[0]} to {iterations[-1]}" if iterations else "none"
-        raise UserError(f"--replay: {span}: {run_dir / CHAIN} has iterations {has}; choose within them")
+        raise UserError(
+            f"--replay: {span}: {run_dir / CHAIN} has iterations {has}; choose within them"
+        )
     return int(begin), int(end)
 
 
@@ -93,8 +111,8 @@ def _checkpoint(run_dir: Path, version: int, loaded: str | None) -> Path | None:
     complete = [str(directories.version_of(path)) for path in directories.complete(parent)]
     has = ", ".join(complete) or "none"
     raise DataError(
-        f"--replay: {run_dir} has no complete checkpoint of version {version}; begin at one that it has "
-        f"({has}), or at 0; checkpoint.every and keep_last decide which a run keeps"
+        f"--replay: {run_dir} has no complete checkpoint of version {version}; begin at one that "
+        f"it has ({has}), or at 0; checkpoint.every and keep_last decide which a run keeps"
     )
 
 
@@ -129,7 +147,9 @@ def _ends_by_itself(config: Config) -> bool:
 
 
 class Progress:
-    """Says which iterations of a span a run has done. run_dir: the run's, which need not be there yet."""
+    """Says which iterations of a span a run has done. run_dir: the run's, which need not be there
+    yet.
+    """
 
     def __init__(self, run_dir: Path, begin: int, end: int) -> None:
         self._chain = run_dir / CHAIN
@@ -138,7 +158,10 @@ class Progress:
         self._next = begin
 
     def look(self) -> bool:
-        """Prints a line for each iteration that is done since the last look. Returns whether all are."""
+        """Prints a line for each iteration that is done since the last look.
+
+        Returns whether all are.
+        """
         size = self._chain.stat().st_size if self._chain.is_file() else 0
         if size != self._size:
             self._size = size
@@ -150,12 +173,23 @@ class Progress:
         return self._next == self._end
 
 
-def _run(run_dir: Path, settings: Sequence[str], directory: Path, progress: Progress, must_stop: bool) -> None:
+def _run(
+    run_dir: Path, settings: Sequence[str], directory: Path, progress: Progress, must_stop: bool
+) -> None:
     """Starts the launcher as a user would, and waits for its end.
 
-    must_stop: whether the run goes on after the span and is to be stopped; else it ends by itself, with a last checkpoint.
+    must_stop: whether the run goes on after the span and is to be stopped; else it ends by itself,
+    with a last checkpoint.
     """
-    command = [sys.executable, "-m", "pa_npu.launcher", "run", "--config", str(run_dir / CONFIG_FILE), *settings]
+    command = [
+        sys.executable,
+        "-m",
+        "pa_npu.launcher",
+        "run",
+        "--config",
+        str(run_dir / CONFIG_FILE),
+        *settings,
+    ]
     stopped = False
     with (directory / OUTPUT).open("wb") as output:
         launcher = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -171,8 +205,8 @@ def _run(run_dir: Path, settings: Sequence[str], directory: Path, progress: Prog
     if launcher.returncode and not stopped:
         lines = (directory / OUTPUT).read_text(errors="replace").strip().splitlines()
         raise ReplayFailed(
-            f"the repetition ended with exit code {launcher.returncode}: {lines[-1] if lines else 'it said nothing'}; see "
-            f"{directory / OUTPUT}"
+            f"the repetition ended with exit code {launcher.returncode}: "
+            f"{lines[-1] if lines else 'it said nothing'}; see {directory / OUTPUT}"
         )
 
 

@@ -5,8 +5,10 @@ engines, coordinator and trainer ranks start together (their imports take half a
 ready     all engines answer, all pipeline stages have announced their weights
 running   the coordinator's progress lines are relayed
 done      coordinator and trainers have ended with 0; engines are stopped, the summary is printed
-lost      an engine, or coordinator and trainers from the newest checkpoint, are started again (process/recovery.py)
-failed    that does not help: the name, end and last log lines of a process are printed, everything is stopped
+lost      an engine, or coordinator and trainers from the newest checkpoint, are started again
+          (process/recovery.py)
+failed    that does not help: the name, end and last log lines of a process are printed, everything
+          is stopped
 """
 
 from __future__ import annotations
@@ -43,8 +45,18 @@ from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 from pa_npu.launcher.process.processes import Awaited, engine_answers, trainers_announced
 from pa_npu.launcher.process.recovery import Attempt, Recovery
-from pa_npu.launcher.process.supervisor import EarlyEndRequest, StopSignals, Supervisor, stop_signals
-from pa_npu.launcher.run_checks import check_engines, check_surroundings, resolve_device, settle_places
+from pa_npu.launcher.process.supervisor import (
+    EarlyEndRequest,
+    StopSignals,
+    Supervisor,
+    stop_signals,
+)
+from pa_npu.launcher.run_checks import (
+    check_engines,
+    check_surroundings,
+    resolve_device,
+    settle_places,
+)
 from pa_npu.launcher.run_directory import (
     begin_attempt,
     checkpoints_directory,
@@ -66,24 +78,36 @@ from pa_npu.weight_transfer.transport import Abandonment
 def run(config: Config, *, ends_early: bool = False) -> int:
     """Check everything, run, and return the exit code. Raises UserError before anything starts.
 
-    ends_early: the first SIGINT lets the run end after its iteration, with a checkpoint and an export, instead of stopping it.
+    ends_early: the first SIGINT lets the run end after its iteration, with a checkpoint and an
+    export, instead of stopping it.
     """
     config, platform = resolve_device(config)
     if config.placement.cluster == "local":
         return _run(config, platform, None, ends_early)
     with connected() as connection:
-        placement = config.placement.model_copy(update={"host": config.placement.host or connection.address})
-        return _run(config.model_copy(update={"placement": placement}), platform, connection, ends_early)
+        placement = config.placement.model_copy(
+            update={"host": config.placement.host or connection.address}
+        )
+        return _run(
+            config.model_copy(update={"placement": placement}), platform, connection, ends_early
+        )
 
 
-def _run(config: Config, platform: Platform, connection: RayConnection | None, ends_early: bool) -> int:
-    """connection: to the Ray cluster that engines and trainers run on; None where that is this machine alone."""
+def _run(
+    config: Config, platform: Platform, connection: RayConnection | None, ends_early: bool
+) -> int:
+    """connection: to the Ray cluster that engines and trainers run on; None where that is this
+    machine alone.
+    """
     start_s = time.monotonic()
     findings = check_surroundings(config, platform)
     assert findings.spec
     config = settle_places(config, findings)
     key = engine_key(config)
-    with own_run_directory(config) as run_dir, Console(run_dir / "logs" / "launcher.log") as console:
+    with (
+        own_run_directory(config) as run_dir,
+        Console(run_dir / "logs" / "launcher.log") as console,
+    ):
         nodes = config.placement.nnodes
         console.say(
             f"pa_npu {__version__}: {counted(config.rollout.engines, 'engine')} and "
@@ -107,7 +131,9 @@ def _run(config: Config, platform: Platform, connection: RayConnection | None, e
             opened: AbstractContextManager[Cluster | None]
             if connection is None:
                 assert findings.placement
-                opened = nullcontext(local_cluster(config, platform, findings.placement, local, key, store))
+                opened = nullcontext(
+                    local_cluster(config, platform, findings.placement, local, key, store)
+                )
             else:
                 opened = ray_cluster(config, platform, connection, local, store, console, signals)
             with opened as cluster:
@@ -149,7 +175,9 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
 
 
 def run_engines(config: Config) -> int:
-    """Start the engines alone and keep them until a signal, for runs that name them in rollout.attach."""
+    """Start the engines alone and keep them until a signal, for runs that name them in
+    rollout.attach.
+    """
     config, platform = resolve_device(config)
     placement = check_engines(config, platform)
     directory = Path(f"{config.run.dir}-engines")
@@ -164,7 +192,8 @@ def run_engines(config: Config) -> int:
         engines = cluster.engines()
         urls = [cluster.engine_url(engine) for engine in engines]
         console.say(
-            f"attach with rollout.attach=[{','.join(urls)}] and {KEY_VARIABLE}=$(cat {file.resolve()}) in the environment"
+            f"attach with rollout.attach=[{','.join(urls)}] and {KEY_VARIABLE}=$(cat "
+            f"{file.resolve()}) in the environment"
         )
         supervisor = Supervisor(tree, console, Timeline(None, "launcher"), signals)
         return supervisor.run(engines, [], await_engines(config, urls))
@@ -181,7 +210,8 @@ class Plan:
     key: str
     console: Console
     early_end: EarlyEndRequest | None = None
-    damaged: dict[Path, str] = field(default_factory=dict)  # checkpoints, and what is wrong with their content
+    # checkpoints, and what is wrong with their content
+    damaged: dict[Path, str] = field(default_factory=dict)
 
     def attempt(self, config: Config, number: int) -> Attempt:
         """The commands of an attempt that has `config` in the run directory."""
@@ -195,12 +225,19 @@ class Plan:
         return Attempt(commands, [Awaited("trainers", announced, limit_s, "trainer-0")])
 
     def attempt_again(self, number: int) -> Attempt:
-        """From the newest checkpoint of the run, or where it began if it has none. Raises Failure where a node is missing."""
+        """From the newest checkpoint of the run, or where it began if it has none.
+
+        Raises Failure where a node is missing.
+        """
         # an engine may still wait for trainers that are gone
         last = attempt_prefix(number - 1).rstrip("/")
-        Abandonment(self.store.host, self.store.port, last).declare("coordinator and trainers were started again")
+        Abandonment(self.store.host, self.store.port, last).declare(
+            "coordinator and trainers were started again"
+        )
         self.cluster.await_nodes()
-        config = resolve_resume(self.config, self.console.complain, restart=True, damaged=self.damaged)
+        config = resolve_resume(
+            self.config, self.console.complain, restart=True, damaged=self.damaged
+        )
         begin_attempt(config, self.console.complain)
         return self.attempt(config, number)
 
@@ -208,8 +245,12 @@ class Plan:
         return directories.newest(checkpoints_directory(self.config), self.damaged)[0]
 
     def is_damaged(self, number: int) -> bool:
-        """Whether attempt `number` went on with a chosen checkpoint whose content is damaged; no later attempt takes that one."""
-        chosen = self.newest_checkpoint() if number or self.config.checkpoint.resume == "auto" else None
+        """Whether attempt `number` went on with a chosen checkpoint whose content is damaged; no
+        later attempt takes that one.
+        """
+        chosen = (
+            self.newest_checkpoint() if number or self.config.checkpoint.resume == "auto" else None
+        )
         wrong = content_problem(chosen) if chosen is not None else ""
         if chosen is not None and wrong:
             self.damaged[chosen] = wrong
@@ -217,8 +258,12 @@ class Plan:
 
 
 def announce(config: Config, store: Store, urls: Sequence[str], key: str) -> Roster:
-    """The roster of the run's store, with its engines: those to start, which are started again when they end, or the attached."""
-    channel = StoreChannel(connect(store.host, store.port, config.run.startup_timeout_s), ROSTER_PREFIX)
+    """The roster of the run's store, with its engines: those to start, which are started again when
+    they end, or the attached.
+    """
+    channel = StoreChannel(
+        connect(store.host, store.port, config.run.startup_timeout_s), ROSTER_PREFIX
+    )
     roster = Roster(channel, key)
     roster.publish_config(_for_joining(config))
     for index, url in enumerate(urls):
@@ -227,14 +272,17 @@ def announce(config: Config, store: Store, urls: Sequence[str], key: str) -> Ros
 
 
 def _for_joining(config: Config) -> dict[str, Any]:
-    """The tree for engines that join, from other directories than this one; whoever reaches the store can read it."""
+    """The tree for engines that join, from other directories than this one; whoever reaches the
+    store can read it.
+    """
     tree: dict[str, Any] = config.model_dump(mode="json")
     tree["rollout"]["env"] = dict.fromkeys(tree["rollout"]["env"], HIDDEN)
     tree["rollout"]["extra_args"] = Secrets(tree).config["rollout.extra_args"]
     tree["environment"]["options"] = {}
     for section, key in (("run", "dir"), ("model", "path"), ("rollout", "python")):
         value = tree[section][key]
-        if value and (os.path.exists(value) or key == "dir"):  # an interpreter may also be a name on PATH
+        # an interpreter may also be a name on PATH
+        if value and (os.path.exists(value) or key == "dir"):
             tree[section][key] = os.path.abspath(value)
     return tree
 
@@ -242,7 +290,10 @@ def _for_joining(config: Config) -> dict[str, Any]:
 def await_engines(config: Config, urls: Sequence[str]) -> list[Awaited]:
     timeout_s = config.run.startup_timeout_s
     names = [f"engine-{index}" for index in range(len(urls))]
-    return [Awaited(name, partial(engine_answers, url), timeout_s, name) for name, url in zip(names, urls, strict=True)]
+    return [
+        Awaited(name, partial(engine_answers, url), timeout_s, name)
+        for name, url in zip(names, urls, strict=True)
+    ]
 
 
 def _host_store(config: Config) -> dist.TCPStore:
@@ -257,7 +308,10 @@ def _host_store(config: Config) -> dist.TCPStore:
 
 
 def finish(config: Config, run_dir: Path, console: Console, code: int, seconds: float) -> None:
-    """Merge the timeline; after a run that went well, print its summary. What cannot be written changes no exit code."""
+    """Merge the timeline; after a run that went well, print its summary.
+
+    What cannot be written changes no exit code.
+    """
     attempt(run_dir / MERGED, lambda: merge(run_dir))
     if code:
         console.complain(f"logs: {run_dir / 'logs'}")

@@ -1,6 +1,8 @@
-"""Everything that can be wrong with a run's surroundings, checked before anything starts: one clear line each.
+"""Everything that can be wrong with a run's surroundings, checked before anything starts: one clear
+line each.
 
-Rules inside the configuration are pa_npu.config's; these need the disk, the devices, the ports or an interpreter.
+Rules inside the configuration are pa_npu.config's; these need the disk, the devices, the ports or
+an interpreter.
 """
 
 from __future__ import annotations
@@ -70,10 +72,12 @@ _EVERYWHERE = ("0.0.0.0", "::")  # as placement.host
 
 @dataclass
 class Findings:
-    """Findings of the checks. notes: faults that a dry run forgives, because they depend on this machine alone.
+    """Findings of the checks. notes: faults that a dry run forgives, because they depend on this
+    machine alone.
 
     placement: of this machine, where the run is on it alone; placements: of all nodes.
-    device_bytes: memory of a device, None where unknown. own_memory: whether devices have any; else (cpu) it is the host's.
+    device_bytes: memory of a device, None where unknown. own_memory: whether devices have any; else
+    (cpu) it is the host's.
     """
 
     spec: ModelSpec | None = None
@@ -93,16 +97,20 @@ def prepare(
     forgive: bool = False,
     device_memory_gib: float | None = None,
 ) -> tuple[Config, Findings]:
-    """The configuration that would run, with device, checkpoint and places settled, and what the checks found.
+    """The configuration that would run, with device, checkpoint and places settled, and what the
+    checks found.
 
-    The same for a run, its plan and the doctor. say: hears from which checkpoint it goes on. forgive, device_memory_gib: as
-    check_surroundings. Raises UserError at the first check that fails.
+    The same for a run, its plan and the doctor. say: hears from which checkpoint it goes on.
+    forgive, device_memory_gib: as check_surroundings. Raises UserError at the first check that
+    fails.
     """
     config = resolve_resume(config, say)
     platform: Platform | None = None
     with contextlib.suppress(UserError) if forgive else contextlib.nullcontext():
         config, platform = resolve_device(config)
-    findings = check_surroundings(config, platform, forgive=forgive, device_memory_gib=device_memory_gib)
+    findings = check_surroundings(
+        config, platform, forgive=forgive, device_memory_gib=device_memory_gib
+    )
     config = settle_places(config, findings)
     if not forgive:
         engine_key(config)
@@ -110,14 +118,20 @@ def prepare(
 
 
 def resolve_device(config: Config) -> tuple[Config, Platform]:
-    """The configuration with run.device=auto replaced, so that all processes agree; raises UserError if it is not here."""
+    """The configuration with run.device=auto replaced, so that all processes agree; raises
+    UserError if it is not here.
+    """
     platform = platforms.get(config.run.device)
     run = config.run.model_copy(update={"device": platform.name})
     return config.model_copy(update={"run": run}), platform
 
 
 def check_surroundings(
-    config: Config, platform: Platform | None, *, forgive: bool = False, device_memory_gib: float | None = None
+    config: Config,
+    platform: Platform | None,
+    *,
+    forgive: bool = False,
+    device_memory_gib: float | None = None,
 ) -> Findings:
     """Run all checks; raises UserError at the first that fails. `config` has its device resolved.
 
@@ -174,8 +188,9 @@ def check_surroundings(
     local(lambda: check_limits(config, 1 + len(here.engines) + len(here.ranks)))
     if config.placement.host in _EVERYWHERE:
         findings.notes.append(
-            f"placement.host: {config.placement.host} opens the run's store, without a password, on every address of this machine; "
-            f"name one address of a private network (docs/security.md)"
+            f"placement.host: {config.placement.host} opens the run's store, without a password, "
+            "on every address of this machine; name one address of a private network "
+            "(docs/security.md)"
         )
     if platform is not None:
         findings.notes += [f"versions: {problem}" for problem in trainer_problems(platform.name)]
@@ -185,8 +200,11 @@ def check_surroundings(
     return findings
 
 
-def _check_data(config: Config, findings: Findings, tokenizer: Any, local: Callable[..., Any]) -> Prompt | None:
-    """Check all datasets and held-out sets with the tokenizer, and count them; returns a prompt to try rewards and tools on.
+def _check_data(
+    config: Config, findings: Findings, tokenizer: Any, local: Callable[..., Any]
+) -> Prompt | None:
+    """Check all datasets and held-out sets with the tokenizer, and count them; returns a prompt to
+    try rewards and tools on.
 
     local: runs a check of which this machine may lack the files.
     """
@@ -197,14 +215,22 @@ def _check_data(config: Config, findings: Findings, tokenizer: Any, local: Calla
         check_tokenizer(findings.spec, tokenizer)
         if not config.rollout.ignore_eos:
             findings.counts.append(end_tokens_line(findings.spec, tokenizer))
-    loaded = local(lambda: check_training(tokenizer, config), *(one.path for one in config.data.datasets))
+    loaded = local(
+        lambda: check_training(tokenizer, config), *(one.path for one in config.data.datasets)
+    )
     for number, dataset in enumerate(config.data.datasets):
-        findings.counts.append(f"{config.data.key_of(number)}: {loaded[number].summary if loaded else 'not here'}")
+        findings.counts.append(
+            f"{config.data.key_of(number)}: {loaded[number].summary if loaded else 'not here'}"
+        )
         if len(config.data.datasets) > 1:
-            findings.counts[-1] += f"; {dataset.called}, {config.data.shares[number]:.1%} of the prompts"
+            findings.counts[-1] += (
+                f"; {dataset.called}, {config.data.shares[number]:.1%} of the prompts"
+            )
     for name, held_out in config.evaluation_sets.items():
         prompts = local(lambda name=name: check_held_out(name, tokenizer, config), held_out.path)
-        findings.counts.append(f"{config.key_of_set(name)}: {prompts.summary if prompts else 'not here'}")
+        findings.counts.append(
+            f"{config.key_of_set(name)}: {prompts.summary if prompts else 'not here'}"
+        )
         sample = sample or (prompts.prompts[0] if prompts else None)
     if loaded:
         sample = loaded[0].prompts[0]
@@ -213,22 +239,28 @@ def _check_data(config: Config, findings: Findings, tokenizer: Any, local: Calla
 
 
 def settle_places(config: Config, findings: Findings) -> Config:
-    """The configuration as the training backend needs it for this model, and sizes of engines that were not given; what they became
-    is among the counts."""
+    """The configuration as the training backend needs it for this model, and sizes of engines that
+    were not given; what they became is among the counts."""
     if findings.spec is None:
         return config
     config, found = backend_module(config.trainer.backend).fit(config, findings.spec)
-    findings.counts += [*found, *_adapter_lines(config, findings.spec), *without_adapters(config, findings.spec)]
+    findings.counts += [
+        *found,
+        *_adapter_lines(config, findings.spec),
+        *without_adapters(config, findings.spec),
+    ]
     known = (findings.spec, findings.device_bytes, findings.own_memory)
     settled = with_share(config, *known)
     if settled is not config:
         findings.counts.append(
-            f"rollout.memory_fraction: {settled.memory_fraction:g}, which trainers leave while devices decode"
+            f"rollout.memory_fraction: {settled.memory_fraction:g}, which trainers leave while "
+            "devices decode"
         )
     config, settled = settled, with_places(settled, *known)
     if settled is not config:
         findings.counts.append(
-            f"rollout.max_num_seqs: {settled.rollout.max_num_seqs}, since the KV cache holds so many sequences at their longest"
+            f"rollout.max_num_seqs: {settled.rollout.max_num_seqs}, since the KV cache holds so "
+            "many sequences at their longest"
         )
     return settled
 
@@ -240,16 +272,24 @@ def _adapter_lines(config: Config, spec: ModelSpec) -> list[str]:
     rank, trained = AdapterShape.of(config).rank, adapter_parameters(config, spec)
     share = trained / spec.num_parameters
     return [
-        f"adapters (LoRA): rank {rank}, {trained:,} trained parameters beside {spec.num_parameters:,} ({share:.2%})"
+        f"adapters (LoRA): rank {rank}, {trained:,} trained parameters beside "
+        f"{spec.num_parameters:,} ({share:.2%})"
     ]
 
 
-def check_share(config: Config, platform: Platform, node: int, extra_engine: int | None = None) -> Placement:
-    """The checks of devices, memory and engines on a cluster's node; returns what of the run it gets.
+def check_share(
+    config: Config, platform: Platform, node: int, extra_engine: int | None = None
+) -> Placement:
+    """The checks of devices, memory and engines on a cluster's node; returns what of the run it
+    gets.
 
     extra_engine: the index of the only thing that it gets, where the node came later.
     """
-    share = place_nodes(config)[node] if extra_engine is None else place_extra_engine(config, extra_engine)
+    share = (
+        place_nodes(config)[node]
+        if extra_engine is None
+        else place_extra_engine(config, extra_engine)
+    )
     share = settle_on_node(config, share, _num_devices(platform), available_cores())
     check_limits(config, len(share.engines) + len(share.ranks))
     findings = Findings(spec=ModelSpec.of(config), platform=platform)
@@ -261,7 +301,9 @@ def check_share(config: Config, platform: Platform, node: int, extra_engine: int
 
 
 def _find_memory(findings: Findings, config: Config, device_memory_gib: float | None) -> None:
-    """Memory of a device: as given, else of the devices here, else of the usual device of that kind, with a note."""
+    """Memory of a device: as given, else of the devices here, else of the usual device of that
+    kind, with a note.
+    """
     platform = findings.platform
     if platform is not None:
         findings.own_memory = platform.visible_devices_env is not None
@@ -272,7 +314,8 @@ def _find_memory(findings: Findings, config: Config, device_memory_gib: float | 
             name, findings.device_bytes = typical
             if device_memory_gib is None:
                 findings.notes.append(
-                    f"memory is that of {name}, {findings.device_bytes / 2**30:.0f} GiB; --device-memory-gib plans with another"
+                    f"memory is that of {name}, {findings.device_bytes / 2**30:.0f} GiB; "
+                    "--device-memory-gib plans with another"
                 )
     if device_memory_gib is not None:
         findings.device_bytes = int(device_memory_gib * 2**30)
@@ -283,12 +326,16 @@ def _planned_model(config: Config, findings: Findings) -> ModelSpec | None:
     spec = known_spec(config.model.path)
     if spec is not None:
         check_model(config, spec)
-        findings.notes.append(f"model.path: planned with the published shape of {Path(config.model.path).name}")
+        findings.notes.append(
+            f"model.path: planned with the published shape of {Path(config.model.path).name}"
+        )
     return spec
 
 
 def check_memory(config: Config, findings: Findings) -> None:
-    """Raises ConfigError where the run certainly does not fit into its devices; notes where it probably does not."""
+    """Raises ConfigError where the run certainly does not fit into its devices; notes where it
+    probably does not.
+    """
     if findings.spec is None or findings.device_bytes is None:
         return
     for shortage in shortages(config, findings.spec, findings.device_bytes, findings.own_memory):
@@ -300,9 +347,13 @@ def check_memory(config: Config, findings: Findings) -> None:
 def check_engines(config: Config, platform: Platform) -> Placement:
     """The checks that engines without a run need; returns their places."""
     if config.rollout.attach:
-        raise ConfigError("rollout.attach: these engines are to be started, not attached; remove the key")
+        raise ConfigError(
+            "rollout.attach: these engines are to be started, not attached; remove the key"
+        )
     if config.placement.cluster != "local":
-        raise ConfigError("placement.cluster: engines alone are started on this machine only; set it to local")
+        raise ConfigError(
+            "placement.cluster: engines alone are started on this machine only; set it to local"
+        )
     check_engine_keys(config, check_model_files(config))
     engine_kind(config.rollout.backend).check(config)
     check_ports(config, range(config.rollout.engines))
@@ -333,10 +384,10 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
         if len(prompts.prompts) < wanted:
             part = "" if share == 1 else f", of which its weight makes {wanted} its own"
             raise DataError(
-                f"{config.data.key_of(number)}: {prompts.path} has {counted(len(prompts.prompts), 'prompt')} for "
-                f"schedule.prompts_per_iteration = "
-                f"{config.schedule.prompts_per_iteration}{part}, so that an iteration would hold some twice; lower it or give more "
-                f"prompts"
+                f"{config.data.key_of(number)}: {prompts.path} has "
+                f"{counted(len(prompts.prompts), 'prompt')} for schedule.prompts_per_iteration = "
+                f"{config.schedule.prompts_per_iteration}{part}, so that an iteration would hold "
+                "some twice; lower it or give more prompts"
             )
     return loaded
 
@@ -353,11 +404,13 @@ def check_held_out(name: str, tokenizer: Any, config: Config) -> PromptSet:
 
 
 def check_rewards(config: Config, sample: Prompt | None, ask_judge: bool = True) -> list[str]:
-    """Every reward function can be built, tried in a worker as the run will use it: user code may do anything.
+    """Every reward function can be built, tried in a worker as the run will use it: user code may
+    do anything.
 
     Returns the lines that the run begins with.
 
-    sample: a prompt of the dataset, for which they are called once. ask_judge: also the judge (reward.judge), over the network.
+    sample: a prompt of the dataset, for which they are called once. ask_judge: also the judge
+    (reward.judge), over the network.
     """
     from pa_npu.rewards.check import check_reward_functions, sample_group
 
@@ -382,7 +435,8 @@ def check_attached(config: Config) -> None:
             ) from None
         if Path(model).resolve() != Path(config.model.path).resolve():
             raise UserError(
-                f"rollout.attach: {url} serves {model}, not {config.model.path}; give both the same model.path"
+                f"rollout.attach: {url} serves {model}, not {config.model.path}; give both the "
+                "same model.path"
             )
 
 
@@ -396,10 +450,14 @@ def check_trackers(config: Config) -> None:
     for tracker, requirement in wanted.items():
         version = found.get(requirement.name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
-            has = "is not installed" if version is None else f"is there as {version}, not as {TRACKERS[tracker][1]}"
+            has = (
+                "is not installed"
+                if version is None
+                else f"is there as {version}, not as {TRACKERS[tracker][1]}"
+            )
             raise ConfigError(
-                f"telemetry.trackers: {tracker} {has} in {sys.executable}; pip install 'pa_npu[{tracker}]', or take it off the "
-                f"list"
+                f"telemetry.trackers: {tracker} {has} in {sys.executable}; pip install "
+                f"'pa_npu[{tracker}]', or take it off the list"
             )
 
 
@@ -409,11 +467,13 @@ def device_notes(platform: Platform, placement: Placement) -> list[str]:
     if not busy:
         return []
     engines = [index for engine in placement.engine_devices for index in engine]
-    indices = list(dict.fromkeys([*engines, *placement.trainer_devices]))  # shared engines have trainers' devices
+    # shared engines have trainers' devices
+    indices = list(dict.fromkeys([*engines, *placement.trainer_devices]))
     variable = platform.visible_devices_env
     physical = visible_devices(variable, indices, os.environ).get(variable or "", "").split(",")
     return [
-        f"device {name} is in use: {busy[int(name)]}; end these processes, or choose others with placement.devices"
+        f"device {name} is in use: {busy[int(name)]}; end these processes, or choose others with "
+        "placement.devices"
         for name in physical
         if name.isdecimal() and int(name) in busy
     ]
@@ -428,18 +488,22 @@ def core_notes(config: Config, platform: Platform, num_cores: int) -> list[str]:
     if platform.visible_devices_env is not None or num_processes <= num_cores:
         return []
     return [
-        f"run.device: {num_processes} processes (engines and trainer ranks) share {counted(num_cores, 'core')} and "
-        f"take turns on them, so that seconds and idle ratios say little; give the run {num_processes} cores to measure it"
+        f"run.device: {num_processes} processes (engines and trainer ranks) share "
+        f"{counted(num_cores, 'core')} and take turns on them, so that seconds and idle ratios say "
+        f"little; give the run {num_processes} cores to measure it"
     ]
 
 
 def check_ports(config: Config, engines: Sequence[int], *, has_store: bool = True) -> None:
-    """The address and the fixed ports of this machine, which has these engines of the run. has_store: it hosts the store."""
+    """The address and the fixed ports of this machine, which has these engines of the run.
+    has_store: it hosts the store.
+    """
     placement = config.placement
     problem = port_problem(placement.address, 0)
     if problem:
         raise ConfigError(
-            f"placement.host: cannot listen on {placement.address} ({problem}); use an address of this machine"
+            f"placement.host: cannot listen on {placement.address} ({problem}); use an address of "
+            "this machine"
         )
     if not placement.port:
         return

@@ -1,4 +1,5 @@
-"""The run directory: whose it is, the checkpoint in it that a run continues from, and what an earlier run of the same left there.
+"""The run directory: whose it is, the checkpoint in it that a run continues from, and what an
+earlier run of the same left there.
 
 The launcher resolves the checkpoint once, so that all processes of the run agree.
 """
@@ -14,7 +15,12 @@ from pathlib import Path
 
 from pa_npu.checkpoints import directories
 from pa_npu.checkpoints.directories import CHECKPOINTS, META_FILE, clean, version_of
-from pa_npu.checkpoints.provenance import changes_the_run, check_continuation, differences, model_fingerprint
+from pa_npu.checkpoints.provenance import (
+    changes_the_run,
+    check_continuation,
+    differences,
+    model_fingerprint,
+)
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
@@ -38,7 +44,15 @@ _DIRECTORIES = (
     "tensorboard",
     "evaluations",
 )
-_FILES = (LOCK, KEY_FILE, "metrics.jsonl", "evaluations.jsonl", "samples.jsonl", "runs_on.json", "gateway.json")
+_FILES = (
+    LOCK,
+    KEY_FILE,
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "samples.jsonl",
+    "runs_on.json",
+    "gateway.json",
+)
 _LOGS = "logs"
 
 
@@ -51,9 +65,10 @@ def resolve_resume(
 ) -> Config:
     """The configuration with checkpoint.load set to the newest complete checkpoint of run.dir.
 
-    Only with checkpoint.resume=auto, or where `restart` says that this run itself begins again. Without any checkpoint the
-    configuration stays as it is: the run begins with checkpoint.load, or from the beginning. `say` hears, in one line, of the one
-    that was chosen and of newer ones that are damaged, to which `damaged` adds. Reads only.
+    Only with checkpoint.resume=auto, or where `restart` says that this run itself begins again.
+    Without any checkpoint the configuration stays as it is: the run begins with checkpoint.load, or
+    from the beginning. `say` hears, in one line, of the one that was chosen and of newer ones that
+    are damaged, to which `damaged` adds. Reads only.
     """
     if config.checkpoint.resume != "auto" and not restart:
         return config
@@ -74,40 +89,52 @@ def checkpoints_directory(config: Config) -> Path:
 
 
 def continues_own_run(config: Config) -> bool:
-    """Whether the run goes on with a checkpoint of its own directory, so that records and logs go on too."""
+    """Whether the run goes on with a checkpoint of its own directory, so that records and logs go
+    on too.
+    """
     load = config.checkpoint.load
-    return bool(load) and checkpoints_directory(config).resolve() == Path(str(load)).resolve().parent
+    return (
+        bool(load) and checkpoints_directory(config).resolve() == Path(str(load)).resolve().parent
+    )
 
 
 def check_checkpoint(config: Config) -> str | None:
-    """Raises UserError when checkpoint.load cannot be continued with this configuration; returns what differs, in words."""
+    """Raises UserError when checkpoint.load cannot be continued with this configuration; returns
+    what differs, in words.
+    """
     load = config.checkpoint.load
     if load is None:
         return None
     if not Path(load).is_dir():
-        raise ConfigError(f"checkpoint.load: {load} is not a directory; give one written as .../iteration_NNNNNN")
+        raise ConfigError(
+            f"checkpoint.load: {load} is not a directory; give one written as .../iteration_NNNNNN"
+        )
     meta = directories.read_meta(Path(load))
     if meta.version > config.schedule.iterations:
         raise ConfigError(
-            f"checkpoint.load: {load} is after {meta.version} iterations, more than schedule.iterations = "
-            f"{config.schedule.iterations}; raise schedule.iterations"
+            f"checkpoint.load: {load} is after {meta.version} iterations, more than "
+            f"schedule.iterations = {config.schedule.iterations}; raise schedule.iterations"
         )
     if meta.model["fingerprint"] != model_fingerprint(config.model.path):
         raise ConfigError(
-            f"model.path: {config.model.path} is not the model that {load} began with ({meta.model['path']}), which gives the "
-            f"shape and the reference; name that one"
+            f"model.path: {config.model.path} is not the model that {load} began with "
+            f"({meta.model['path']}), which gives the shape and the reference; name that one"
         )
     return check_continuation(meta.config, config, load)
 
 
 def check_run_directory(config: Config) -> None:
-    """Raises UserError when the directory cannot be written or belongs to a run of another configuration."""
+    """Raises UserError when the directory cannot be written or belongs to a run of another
+    configuration.
+    """
     directory = Path(config.run.dir)
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise UserError(f"run.dir: {existing} is a file, not a directory; choose another run.dir")
     if not _writable(existing):
-        raise UserError(f"run.dir: {existing} is not writable; choose another run.dir or change its permissions")
+        raise UserError(
+            f"run.dir: {existing} is not writable; choose another run.dir or change its permissions"
+        )
     file = directory / CONFIG_FILE
     _check_kinds(directory)
     if not file.exists():
@@ -115,12 +142,18 @@ def check_run_directory(config: Config) -> None:
     try:
         found, _ = read_yaml(str(file))
     except ConfigError as error:
-        raise ConfigError(f"run.dir: {str(error).rpartition('; ')[0]}; choose another run.dir") from None
+        raise ConfigError(
+            f"run.dir: {str(error).rpartition('; ')[0]}; choose another run.dir"
+        ) from None
     different = changes_the_run(differences(found, config), continues=continues_own_run(config))
     if different:
         some = ", ".join(different[:3]) + (", ..." if len(different) > 3 else "")
         newest = directories.newest(checkpoints_directory(config))[0]
-        onward = f" (run.dir=NEW checkpoint.load={newest} goes on from its newest checkpoint)" if newest else ""
+        onward = (
+            f" (run.dir=NEW checkpoint.load={newest} goes on from its newest checkpoint)"
+            if newest
+            else ""
+        )
         raise ConfigError(
             f"run.dir: {directory} holds a run with another configuration (different: {some}); "
             f"choose another run.dir{onward}, or delete that directory"
@@ -130,26 +163,41 @@ def check_run_directory(config: Config) -> None:
 def done_line(config: Config) -> str | None:
     """Says that the run which `config` continues has nothing left to do; None where it has.
 
-    Its last version is saved, evaluated where there are questions, and exported behind the checkpoint.
+    Its last version is saved, evaluated where there are questions, and exported behind the
+    checkpoint.
     """
     last, load = config.schedule.iterations, config.checkpoint.load
     if not load or not continues_own_run(config) or version_of(Path(load)) != last:
         return None
     directory = Path(config.run.dir)
-    if config.evaluation_sets and all(record["version"] != last for record in read_evaluations(directory)):
+    if config.evaluation_sets and all(
+        record["version"] != last for record in read_evaluations(directory)
+    ):
         return None
-    if config.checkpoint.export_hf and not _is_exported_behind(directory / HF_DIRECTORY, Path(load)):
+    if config.checkpoint.export_hf and not _is_exported_behind(
+        directory / HF_DIRECTORY, Path(load)
+    ):
         return None
-    weights = f", and its final weights are in {directory / HF_DIRECTORY}" if config.checkpoint.export_hf else ""
+    weights = (
+        f", and its final weights are in {directory / HF_DIRECTORY}"
+        if config.checkpoint.export_hf
+        else ""
+    )
     return (
-        f"the run in {directory} is done: its {counted(last, 'iteration')} are trained (checkpoint {load}){weights}; more "
-        f"schedule.iterations continue it"
+        f"the run in {directory} is done: its {counted(last, 'iteration')} are trained (checkpoint "
+        f"{load}){weights}; more schedule.iterations continue it"
     )
 
 
 def _is_exported_behind(exported: Path, checkpoint: Path) -> bool:
-    """Whether there are final weights, written later than the checkpoint: those of an earlier end are another version's."""
-    files = [file for name in ("config.json", "adapter_config.json") if (file := exported / name).exists()]
+    """Whether there are final weights, written later than the checkpoint: those of an earlier end
+    are another version's.
+    """
+    files = [
+        file
+        for name in ("config.json", "adapter_config.json")
+        if (file := exported / name).exists()
+    ]
     written_s = (checkpoint / META_FILE).stat().st_mtime
     return any(file.stat().st_mtime >= written_s for file in files)
 
@@ -159,15 +207,18 @@ def hint_to_continue(config: Config) -> str:
     newest, _ = directories.newest(checkpoints_directory(config))
     if newest is None:
         return (
-            "no checkpoint was written: the same command starts from the beginning; checkpoint.every=N saves every N iterations, "
-            "and --on-interrupt finish what is trained when Ctrl-C comes"
+            "no checkpoint was written: the same command starts from the beginning; "
+            "checkpoint.every=N saves every N iterations, and --on-interrupt finish what is "
+            "trained when Ctrl-C comes"
         )
     done = f"{version_of(newest)} of {counted(config.schedule.iterations, 'iteration')}"
     return f"to go on from {newest} ({done}): the same command with checkpoint.resume=auto"
 
 
 def _check_kinds(directory: Path) -> None:
-    """Refuses a directory where a file that the run writes exists as another kind, such as a directory."""
+    """Refuses a directory where a file that the run writes exists as another kind, such as a
+    directory.
+    """
     for name, has_kind, kind in (
         *((name, Path.is_file, "regular file") for name in _FILES),
         *((name, Path.is_dir, "directory") for name in _DIRECTORIES),
@@ -175,13 +226,15 @@ def _check_kinds(directory: Path) -> None:
         path = directory / name
         if os.path.lexists(path) and not has_kind(path):
             raise UserError(
-                f"run.dir: {path} is no {kind}, which the run needs there; remove it, or choose another run.dir"
+                f"run.dir: {path} is no {kind}, which the run needs there; remove it, or choose "
+                "another run.dir"
             )
     logs = directory / _LOGS
     for path in sorted(logs.glob("*.log")) if logs.is_dir() else ():
         if not path.is_file():
             raise UserError(
-                f"run.dir: {path} is no regular file, which the run needs there; remove it, or choose another run.dir"
+                f"run.dir: {path} is no regular file, which the run needs there; remove it, or "
+                "choose another run.dir"
             )
 
 
@@ -189,8 +242,9 @@ def _check_kinds(directory: Path) -> None:
 def own_run_directory(config: Config, say: Callable[[str], None] = print) -> Iterator[Path]:
     """Create the directory, keep other runs out of it, and write config.yaml.
 
-    Files of an earlier run of the same configuration move to earlier/<n>; where this run continues one of its checkpoints,
-    only those that are newer. `say` hears what was tidied up. Raises UserError when another run is at work in it.
+    Files of an earlier run of the same configuration move to earlier/<n>; where this run continues
+    one of its checkpoints, only those that are newer. `say` hears what was tidied up. Raises
+    UserError when another run is at work in it.
     """
     directory = Path(config.run.dir)
     directory.mkdir(parents=True, exist_ok=True)
@@ -198,12 +252,14 @@ def own_run_directory(config: Config, say: Callable[[str], None] = print) -> Ite
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UserError(f"run.dir: another run is at work in {directory}; choose another run.dir") from None
+            raise UserError(
+                f"run.dir: another run is at work in {directory}; choose another run.dir"
+            ) from None
         if not continues_own_run(config) and (target := _set_aside(directory)):
             begin = config.checkpoint.load or "the beginning"
             say(
-                f"{directory} held a run of this configuration, which moves to {target}; this run starts from {begin} "
-                f"(checkpoint.resume=auto continues a run)"
+                f"{directory} held a run of this configuration, which moves to {target}; this run "
+                f"starts from {begin} (checkpoint.resume=auto continues a run)"
             )
         begin_attempt(config, say)
         yield directory
@@ -212,8 +268,8 @@ def own_run_directory(config: Config, say: Callable[[str], None] = print) -> Ite
 def begin_attempt(config: Config, say: Callable[[str], None]) -> None:
     """Make the directory ready for processes that start with `config`; call it while none runs.
 
-    Half-written checkpoints are removed. Checkpoints newer than the one that is continued would be taken for this run's
-    later on, so they move to earlier/<n>.
+    Half-written checkpoints are removed. Checkpoints newer than the one that is continued would be
+    taken for this run's later on, so they move to earlier/<n>.
     """
     directory, checkpoints = Path(config.run.dir), checkpoints_directory(config)
     for line in clean(checkpoints):
@@ -222,32 +278,43 @@ def begin_attempt(config: Config, say: Callable[[str], None]) -> None:
         first = version_of(Path(str(config.checkpoint.load))) or 0
         newer = sorted(path for path in checkpoints.iterdir() if (version_of(path) or 0) > first)
         for path in newer:
-            say(f"checkpoint {path} is newer than what the run continues from and moves to earlier/")
+            say(
+                f"checkpoint {path} is newer than what the run continues from and moves to earlier/"
+            )
         _move_to_earlier(directory, newer)
     _write(directory / CONFIG_FILE, dump_config(config))
 
 
 def _write(file: Path, text: str) -> None:
-    """All of it or nothing: on a full disk the file of before stays, without which the run could not go on later."""
+    """All of it or nothing: on a full disk the file of before stays, without which the run could
+    not go on later.
+    """
     partial = file.with_name(f".{file.name}.partial")
     try:
         partial.unlink(missing_ok=True)
         # its owner's alone: values of the engines' environment are in it
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as stream:
+        with open(
+            os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+        ) as stream:
             stream.write(text)
         partial.replace(file)
     except OSError as error:
         raise UserError(
-            f"run.dir: {file} cannot be written ({error.strerror}); make room, or choose another run.dir"
+            f"run.dir: {file} cannot be written ({error.strerror}); make room, or choose another "
+            "run.dir"
         ) from None
 
 
 def _set_aside(directory: Path) -> Path | None:
-    """Moves what an earlier run left to earlier/<n>, which it returns; None where the directory was no run's, or had nothing."""
+    """Moves what an earlier run left to earlier/<n>, which it returns; None where the directory was
+    no run's, or had nothing.
+    """
     if not (directory / CONFIG_FILE).exists():
         return None
     kept = (CONFIG_FILE, EARLIER, LOCK)
-    return _move_to_earlier(directory, [path for path in directory.iterdir() if path.name not in kept])
+    return _move_to_earlier(
+        directory, [path for path in directory.iterdir() if path.name not in kept]
+    )
 
 
 def _move_to_earlier(directory: Path, paths: Sequence[Path]) -> Path | None:

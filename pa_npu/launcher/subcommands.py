@@ -1,8 +1,10 @@
-"""The sub-commands of `pa-npu` that are a few lines each, and the options that name a configuration.
+"""The sub-commands of `pa-npu` that are a few lines each, and the options that name a
+configuration.
 
-A sub-command is two functions: NAME_options adds its arguments to a parser that has name and description already, NAME does it and
-returns the exit code. `rest` is what the parser did not know, which must be refused or used. What a sub-command needs is imported
-when it is called: help and mistakes need not wait for torch.
+A sub-command is two functions: NAME_options adds its arguments to a parser that has name and
+description already, NAME does it and returns the exit code. `rest` is what the parser did not know,
+which must be refused or used. What a sub-command needs is imported when it is called: help and
+mistakes need not wait for torch.
 """
 
 from __future__ import annotations
@@ -39,26 +41,30 @@ _OWN_NAMES = {
 
 def run_options(parser: argparse.ArgumentParser) -> None:
     parser.usage = (
-        "pa-npu run --config YAML [--config YAML ...] [--device KIND] "
-        "[--on-interrupt stop|finish] [--dry-run [--full] [--device-memory-gib GIB]] [key=value ...]"
+        "pa-npu run --config YAML [--config YAML ...] [--device KIND] [--on-interrupt stop|finish] "
+        "[--dry-run [--full] [--device-memory-gib GIB]] [key=value ...]"
     )
     parser.epilog = (
-        "sections of the configuration (in YAML files, or as section.key=value on the command line):\n\n"
-        f"{sections_help()}\n\n`pa-npu run --help SECTION` has the keys of a section, `pa-npu run --help all` those of all; "
-        "docs/configuration.md too"
+        "sections of the configuration (in YAML files, or as section.key=value on the command "
+        "line):\n\n"
+        f"{sections_help()}\n\n`pa-npu run --help SECTION` has the keys of a section, `pa-npu run "
+        "--help all` those of all; docs/configuration.md too"
     )
     parser.add_argument("--dry-run", action="store_true", help="what `pa-npu plan` does")
     parser.add_argument(
         "--on-interrupt",
         choices=("stop", "finish"),
         default="stop",
-        help="on the first SIGINT (Ctrl-C): stop at once, or finish the iteration and leave a checkpoint and an export",
+        help="on the first SIGINT (Ctrl-C): stop at once, or finish the iteration and leave a "
+        "checkpoint and an export",
     )
     plan_options(parser)
 
 
 def run_help(section: str) -> str | None:
-    """What `run --help SECTION` prints: the keys of a section, or of all; None where there is no such section."""
+    """What `run --help SECTION` prints: the keys of a section, or of all; None where there is no
+    such section.
+    """
     name = section.partition(".")[0]
     if name == "all":
         return keys_help()
@@ -94,12 +100,17 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def plan_options(parser: argparse.ArgumentParser) -> None:
     configuration_options(parser)
-    parser.add_argument("--full", action="store_true", help="print the resolved configuration as well")
-    parser.add_argument("--device-memory-gib", metavar="GIB", help="memory of a device to plan with")
+    parser.add_argument(
+        "--full", action="store_true", help="print the resolved configuration as well"
+    )
+    parser.add_argument(
+        "--device-memory-gib", metavar="GIB", help="memory of a device to plan with"
+    )
 
 
 def plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print what follows from a configuration, and with --full the resolved tree, of which the rest are then comments.
+    """Print what follows from a configuration, and with --full the resolved tree, of which the rest
+    are then comments.
 
     What this machine merely lacks becomes a note, so that a cluster's run can be planned.
     """
@@ -123,7 +134,11 @@ def plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     ]
     lines += [f"note: {note}" for note in findings.notes]
     print("\n".join(f"# {line}" if options.full else line for line in lines))
-    print(dump_config(config) if options.full else "The resolved configuration: the same command with --full.")
+    print(
+        dump_config(config)
+        if options.full
+        else "The resolved configuration: the same command with --full."
+    )
     return 0
 
 
@@ -160,9 +175,15 @@ def evaluate_options(parser: argparse.ArgumentParser) -> None:
         help="results of an evaluation that was made; nothing is asked anew",
     )
     parser.add_argument(
-        "--data", action="append", default=[], metavar="NAME=FILE", help="a set of questions; repeatable"
+        "--data",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="a set of questions; repeatable",
     )
-    parser.add_argument("--output", default="runs/evaluate", metavar="DIR", help="where results and logs go")
+    parser.add_argument(
+        "--output", default="runs/evaluate", metavar="DIR", help="where results and logs go"
+    )
     parser.add_argument(
         "--compare",
         type=existing_path,
@@ -178,7 +199,8 @@ def evaluate(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
         if unread := [*options.data, *options.overrides, *rest]:
             raise UserError(
-                f"command line: {unread[0]}: --results asks nothing, so that this would be read by nothing; remove it"
+                f"command line: {unread[0]}: --results asks nothing, so that this would be read by "
+                "nothing; remove it"
             )
         return show(options.results, options.compare)
     with _called(_OWN_NAMES):
@@ -191,14 +213,21 @@ def evaluate(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _evaluated(options: argparse.Namespace, rest: Sequence[str]) -> Config:
     given = _overrides(options, rest)
     if not options.data:
-        raise UserError("command line: --data NAME=FILE is needed, as in --data gsm8k=data/gsm8k/test.jsonl")
+        raise UserError(
+            "command line: --data NAME=FILE is needed, as in --data gsm8k=data/gsm8k/test.jsonl"
+        )
     sets: list[tuple[str, str]] = []
     for text in options.data:
         name, separator, file = text.partition("=")
         if not separator or not name or not file:
-            raise UserError(f"command line: --data {text}: is not NAME=FILE, as in gsm8k=data/gsm8k/test.jsonl")
+            raise UserError(
+                f"command line: --data {text}: is not NAME=FILE, as in gsm8k=data/gsm8k/test.jsonl"
+            )
         if name in (other for other, _ in sets):
-            raise UserError(f"command line: --data {text}: a set is called {name} already; give each a name of its own")
+            raise UserError(
+                f"command line: --data {text}: a set is called {name} already; give each a name of "
+                "its own"
+            )
         sets.append((name, file))
     values: dict[tuple[str, ...], str] = {
         ("run", "dir"): options.output,
@@ -211,14 +240,25 @@ def _evaluated(options: argparse.Namespace, rest: Sequence[str]) -> Config:
 
 def export_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoint", required=True, type=existing_path, metavar="DIR", help="a directory .../iteration_NNNNNN"
+        "--checkpoint",
+        required=True,
+        type=existing_path,
+        metavar="DIR",
+        help="a directory .../iteration_NNNNNN",
     )
-    parser.add_argument("--output", required=True, type=new_path, metavar="DIR", help="the HF directory to write")
     parser.add_argument(
-        "--model", type=existing_path, metavar="DIR", help="the HF model that the run began with, if it has moved"
+        "--output", required=True, type=new_path, metavar="DIR", help="the HF directory to write"
     )
     parser.add_argument(
-        "--merged", action="store_true", help="merge adapters (LoRA) into the model, as export_hf=merged"
+        "--model",
+        type=existing_path,
+        metavar="DIR",
+        help="the HF model that the run began with, if it has moved",
+    )
+    parser.add_argument(
+        "--merged",
+        action="store_true",
+        help="merge adapters (LoRA) into the model, as export_hf=merged",
     )
 
 
@@ -251,7 +291,9 @@ def report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def report(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """The throughput (TPSPD) of finished or running runs side by side, compared with the first of them."""
+    """The throughput (TPSPD) of finished or running runs side by side, compared with the first of
+    them.
+    """
     refuse(rest)
     from pa_npu.telemetry import report as reports
 
@@ -271,7 +313,9 @@ def _count(text: str) -> int:
 
 
 def configuration_options(parser: argparse.ArgumentParser) -> None:
-    """The options that name a configuration, the same for every sub-command that reads one: files, device, overrides."""
+    """The options that name a configuration, the same for every sub-command that reads one: files,
+    device, overrides.
+    """
     parser.add_argument(
         "--config",
         type=existing_path,
@@ -280,8 +324,12 @@ def configuration_options(parser: argparse.ArgumentParser) -> None:
         metavar="YAML",
         help="configuration file; later ones win",
     )
-    parser.add_argument("--device", choices=("auto", "npu", "cuda", "cpu"), help="short for run.device=KIND")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override of a configuration key")
+    parser.add_argument(
+        "--device", choices=("auto", "npu", "cuda", "cpu"), help="short for run.device=KIND"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="override of a configuration key"
+    )
 
 
 doctor_options = engines_options = configuration_options
@@ -289,20 +337,30 @@ doctor_options = engines_options = configuration_options
 
 def read(options: argparse.Namespace, rest: Sequence[str]) -> Config:
     """The configuration that the command line names."""
-    return automatic.load(options.config, _overrides(options, rest), lambda line: print(line, file=sys.stderr))
+    return automatic.load(
+        options.config, _overrides(options, rest), lambda line: print(line, file=sys.stderr)
+    )
 
 
 def _overrides(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
-    """They may stand before, between and after the options; argparse leaves the later ones in `rest`."""
+    """They may stand before, between and after the options; argparse leaves the later ones in
+    `rest`.
+    """
     for argument in rest:
         if argument.startswith("-"):
             raise UserError(f"command line: {argument}: unknown option; see --help")
-    return [*options.overrides, *rest, *([f"run.device={options.device}"] if options.device else [])]
+    return [
+        *options.overrides,
+        *rest,
+        *([f"run.device={options.device}"] if options.device else []),
+    ]
 
 
 @contextmanager
 def _called(names: Mapping[str, str]) -> Iterator[None]:
-    """Keys at the beginning of a refusal by what the sub-command calls them. names: of options by key."""
+    """Keys at the beginning of a refusal by what the sub-command calls them. names: of options by
+    key.
+    """
     try:
         yield
     except UserError as error:
@@ -328,7 +386,7 @@ def checked_memory_gib(text: str | None) -> float | None:
         size = 0.0
     if not 0 < size <= _MOST_MEMORY_GIB:  # NaN is neither
         raise UserError(
-            f"command line: --device-memory-gib {text[:40]!r} is no size of a memory; give a number above 0 and up to "
-            f"{_MOST_MEMORY_GIB}"
+            f"command line: --device-memory-gib {text[:40]!r} is no size of a memory; give a "
+            f"number above 0 and up to {_MOST_MEMORY_GIB}"
         )
     return size

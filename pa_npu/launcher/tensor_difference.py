@@ -15,8 +15,8 @@ from pa_npu.checkpoints.directories import CHECKPOINTS, version_of
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """name: HF's. apart, norm, moved: norms of the difference, of the tensor, and of its way since the base; largest: of an element
-    of the difference. moved is None without a base."""
+    """name: HF's. apart, norm, moved: norms of the difference, of the tensor, and of its way since
+    the base; largest: of an element of the difference. moved is None without a base."""
 
     name: str
     apart: float
@@ -34,7 +34,9 @@ class CheckpointDifference:
 
     @property
     def of_update(self) -> float | None:
-        """The norm of the difference of all weights over that of their way since the base; None without one."""
+        """The norm of the difference of all weights over that of their way since the base; None
+        without one.
+        """
         moved = [tensor.moved for tensor in self.tensors if tensor.moved is not None]
         apart = math.hypot(*(tensor.apart for tensor in self.tensors))
         return apart / (math.hypot(*moved) or 1.0) if moved else None
@@ -43,21 +45,26 @@ class CheckpointDifference:
     def line(self) -> str:
         changed = [tensor for tensor in self.tensors if tensor.largest]
         if not changed:
-            return f"checkpoints of version {self.version}: all {len(self.tensors)} tensors are equal"
+            return (
+                f"checkpoints of version {self.version}: all {len(self.tensors)} tensors are equal"
+            )
         most = max(changed, key=lambda tensor: tensor.largest)
         share = (
-            "" if self.of_update is None else f"; all weights, by {self.of_update:.2g} of their way since the beginning"
+            ""
+            if self.of_update is None
+            else f"; all weights, by {self.of_update:.2g} of their way since the beginning"
         )
         return (
-            f"checkpoints of version {self.version}: {len(changed)} of {len(self.tensors)} tensors differ, first "
-            f"{changed[0].name}, most {most.name}, by up to {most.largest:.2g}{share}"
+            f"checkpoints of version {self.version}: {len(changed)} of {len(self.tensors)} tensors "
+            f"differ, first {changed[0].name}, most {most.name}, by up to {most.largest:.2g}{share}"
         )
 
 
 def compare_checkpoints(
     first: Path, second: Path, behind: int, *, begin: int | None = None, last: bool = False
 ) -> CheckpointDifference | None:
-    """Compares the checkpoints of a version behind iteration `behind` that both runs have, the next or the last one.
+    """Compares the checkpoints of a version behind iteration `behind` that both runs have, the next
+    or the last one.
 
     begin: the version of the first run's checkpoint, if it has that, from which weights have moved.
     None where the runs have no such version in common.
@@ -74,7 +81,10 @@ def compare_checkpoints(
 
 
 def _differences(checkpoints: Sequence[Path]) -> Iterator[TensorDifference]:
-    """checkpoints: two, and the base where there is one. Raises UserError where one cannot be exported."""
+    """checkpoints: two, and the base where there is one.
+
+    Raises UserError where one cannot be exported.
+    """
     from safetensors import safe_open
 
     from pa_npu.backends.registry import export_checkpoint
@@ -85,7 +95,10 @@ def _differences(checkpoints: Sequence[Path]) -> Iterator[TensorDifference]:
             export_checkpoint(checkpoint, place)
         for file in sorted(places[0].glob("*.safetensors")):
             with ExitStack() as opened:
-                files = [opened.enter_context(safe_open(str(place / file.name), "pt")) for place in places]
+                files = [
+                    opened.enter_context(safe_open(str(place / file.name), "pt"))
+                    for place in places
+                ]
                 for name in files[0].keys():  # noqa: SIM118 (it is no dictionary)
                     tensors = [file.get_tensor(name).double() for file in files]
                     apart = tensors[0] - tensors[1]

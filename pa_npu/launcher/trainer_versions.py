@@ -1,7 +1,8 @@
-"""The trainers' side of the supported matrix: what goes together on each device kind, and what is installed here.
+"""The trainers' side of the supported matrix: what goes together on each device kind, and what is
+installed here.
 
-The engines' side is pa_npu.engines.vllm.versions. Other versions may work; they are not what this package is tested or
-read against, so that a deviation is a note, not a refusal.
+The engines' side is pa_npu.engines.vllm.versions. Other versions may work; they are not what this
+package is tested or read against, so that a deviation is a note, not a refusal.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ class Requirement:
             return f"{self.name} is not installed; {self.releases} is supported ({self.why})"
         if SpecifierSet(self.releases).contains(_version(found), prereleases=True):
             return None
-        return f"{self.name} {found} is not of the supported {self.releases} ({self.why}); install one of these"
+        return (
+            f"{self.name} {found} is not of the supported {self.releases} ({self.why}); install "
+            "one of these"
+        )
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,11 @@ class Stack:
     requirements: tuple[Requirement, ...]
 
     def problems(self, installed: Mapping[str, str]) -> list[str]:
-        return [problem for requirement in self.requirements if (problem := requirement.problem(installed))]
+        return [
+            problem
+            for requirement in self.requirements
+            if (problem := requirement.problem(installed))
+        ]
 
 
 _MEGATRON = "the trainers' parallelism; checkpoints and patches are checked against these"
@@ -61,9 +69,13 @@ STACKS: dict[str, tuple[Stack, ...]] = {
             (
                 Requirement("python", ">=3.10,<3.13", "vllm-ascend 0.23"),
                 Requirement("torch", "==2.10.0.*", "the torch of vllm-ascend 0.23"),
-                Requirement("torch_npu", ">=2.10.0.post4,<2.10.1", "what vllm-ascend 0.23 asks for"),
+                Requirement(
+                    "torch_npu", ">=2.10.0.post4,<2.10.1", "what vllm-ascend 0.23 asks for"
+                ),
                 Requirement("cann", "==9.1.*", "what torch_npu 2.10.0.post4 is built for"),
-                Requirement("megatron-core", ">=0.16.0,<0.16.2", "MindSpeed core_r0.16.0 patches these"),
+                Requirement(
+                    "megatron-core", ">=0.16.0,<0.16.2", "MindSpeed core_r0.16.0 patches these"
+                ),
                 Requirement("mindspeed", "==0.16.0.*", _MINDSPEED, optional=True),
             ),
         ),
@@ -78,7 +90,9 @@ STACKS: dict[str, tuple[Stack, ...]] = {
                     "Extension for PyTorch 26.1.0; 2.7.1 itself is 7.2.0, for CANN 8.3",
                 ),
                 Requirement("cann", "==9.1.*", "what torch_npu 26.1.0 is built for"),
-                Requirement("megatron-core", "==0.12.1.*", "26.1.0_core_r0.12.1 patches exactly this one"),
+                Requirement(
+                    "megatron-core", "==0.12.1.*", "26.1.0_core_r0.12.1 patches exactly this one"
+                ),
                 Requirement("mindspeed", "==0.12.1.*", _MINDSPEED, optional=True),
             ),
         ),
@@ -113,7 +127,9 @@ def nearest_stack(kind: str, installed: Mapping[str, str] | None = None) -> Stac
 
 
 def trainer_problems(kind: str, installed: Mapping[str, str] | None = None) -> list[str]:
-    """One line per deviation of this interpreter from the nearest stack for `kind`; `installed` for tests."""
+    """One line per deviation of this interpreter from the nearest stack for `kind`; `installed` for
+    tests.
+    """
     found = installed_versions() if installed is None else installed
     return nearest_stack(kind, found).problems(found)
 
@@ -138,12 +154,18 @@ def _version(text: str) -> Version:
 
 
 def _megatron_checkout() -> str | None:
-    """Version of the Megatron-LM checkout on the path, which hides an installed package; read, not imported."""
+    """Version of the Megatron-LM checkout on the path, which hides an installed package; read, not
+    imported.
+    """
     spec = importlib.util.find_spec("megatron")
     for directory in (spec.submodule_search_locations or ()) if spec else ():
         file = Path(directory) / "core" / "package_info.py"
         if file.is_file():
-            numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", file.read_text(encoding="utf-8"), re.MULTILINE))
+            numbers = dict(
+                re.findall(
+                    r"^(MAJOR|MINOR|PATCH) = (\d+)", file.read_text(encoding="utf-8"), re.MULTILINE
+                )
+            )
             if len(numbers) == 3:
                 return "{MAJOR}.{MINOR}.{PATCH}".format(**numbers)
     return None

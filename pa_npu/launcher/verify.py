@@ -1,7 +1,9 @@
-"""`pa-npu verify RUN [--replay A:B]`: whether a run is what its chain says, by files or by repetition.
+"""`pa-npu verify RUN [--replay A:B]`: whether a run is what its chain says, by files or by
+repetition.
 
 pa-npu verify runs/mine                   compare the chain with the run's files
-pa-npu verify runs/mine --replay 4:8      and repeat iterations 4 to 7 from the checkpoint of version 4
+pa-npu verify runs/mine --replay 4:8      and repeat iterations 4 to 7 from the checkpoint of
+                                          version 4
 
 Exit codes: 0 all holds; 1 something does not, which is named; 2 bad input; 3 undecided, because the
 replay had reason to differ by rounding and a response came out with other tokens.
@@ -43,12 +45,21 @@ def verify_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = __doc__
     parser.add_argument("run", metavar="RUN", help="run directory")
     parser.add_argument(
-        "--replay", metavar="A:B", help="repeat iterations A to B - 1 from the checkpoint of version A, and compare"
+        "--replay",
+        metavar="A:B",
+        help="repeat iterations A to B - 1 from the checkpoint of version A, and compare",
     )
     parser.add_argument(
-        "--work", metavar="DIR", help="with --replay: new directory of the repetition, which is then kept"
+        "--work",
+        metavar="DIR",
+        help="with --replay: new directory of the repetition, which is then kept",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --replay: other keys of the repetition")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="with --replay: other keys of the repetition",
+    )
 
 
 def verify(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -119,23 +130,32 @@ class CheckedRun:
                 self._first = link.iteration
             before = link
         if before is None:
-            raise DataError(f"{self.run_dir / CHAIN}: has no whole line yet; wait for the first iteration's end")
+            raise DataError(
+                f"{self.run_dir / CHAIN}: has no whole line yet; wait for the first iteration's end"
+            )
         self.newest, self._last = before.digest, before.iteration
         count = counted(self._last - self._first + 1, "line")
-        return f"chain: {count}, iterations {self._first} to {self._last}, each naming the one before"
+        return (
+            f"chain: {count}, iterations {self._first} to {self._last}, each naming the one before"
+        )
 
     def _configuration(self) -> str:
         config = load_config([str(self.run_dir / CONFIG_FILE)])
         last = next(link for link in self._links() if link.iteration == self._last)
         if digest_of_values(trained_configuration(config_tree(config))) != last.configuration:
-            raise Violation(f"{CONFIG_FILE}: its keys are not those that iteration {self._last} was trained with")
+            raise Violation(
+                f"{CONFIG_FILE}: its keys are not those that iteration {self._last} was trained "
+                "with"
+            )
         try:
             fingerprint = model_fingerprint(config.model.path)
         except OSError as error:
             self.notes.append(f"the model that the run began with is not compared: {reason(error)}")
         else:
             if fingerprint != last.model:
-                raise Violation(f"model.path: {config.model.path} is not the model that the run began with")
+                raise Violation(
+                    f"model.path: {config.model.path} is not the model that the run began with"
+                )
         return f"{CONFIG_FILE}: as the chain says"
 
     def _records(self, name: str, field_name: str) -> str:
@@ -148,7 +168,10 @@ class CheckedRun:
         for link in links:
             expected = getattr(link, field_name)
             if following is not None and following[0] < link.iteration:
-                raise Violation(f"{name}: a line of iteration {following[0]} is out of order, or not of this chain")
+                raise Violation(
+                    f"{name}: a line of iteration {following[0]} is out of order, or not of this "
+                    "chain"
+                )
             lines: list[str] = []
             if following is not None and following[0] == link.iteration:
                 lines = following[1]
@@ -158,8 +181,12 @@ class CheckedRun:
                 raise Violation(f"{name}: iteration {link.iteration} {what}")
             count += len(lines)
         # a run may end between an iteration's record and its line in the chain
-        if following is not None and (following[0] > self._last + 1 or next(records, None) is not None):
-            raise Violation(f"{name}: has iterations that are not in the chain, from {following[0]} on")
+        if following is not None and (
+            following[0] > self._last + 1 or next(records, None) is not None
+        ):
+            raise Violation(
+                f"{name}: has iterations that are not in the chain, from {following[0]} on"
+            )
         return f"{name}: {counted(count, 'line')} as written"
 
     def _kept_samples(self) -> str:
@@ -169,7 +196,10 @@ class CheckedRun:
                 rows = read_samples(self.run_dir, link.iteration)
                 _check_samples(link, rows)
                 count += len(rows)
-        return f"samples: {counted(count, 'response')} with tokens, log-probs, rewards and advantages of the chain"
+        return (
+            f"samples: {counted(count, 'response')} with tokens, log-probs, rewards and "
+            "advantages of the chain"
+        )
 
     def _checkpoints(self) -> str:
         sealed: dict[int, str] = {}
@@ -184,10 +214,13 @@ class CheckedRun:
                 raise Violation(f"checkpoint {path}: {wrong}")
             meta = directories.read_meta(path)
             if sealed.get(version, meta.digest) != meta.digest:
-                raise Violation(f"checkpoint {path}: it is whole, but not the one that the run wrote")
+                raise Violation(
+                    f"checkpoint {path}: it is whole, but not the one that the run wrote"
+                )
             if version not in sealed:
                 self.notes.append(
-                    f"{path.name} was completed after the chain's last line: compared with its own digests alone"
+                    f"{path.name} was completed after the chain's last line: compared with its own "
+                    "digests alone"
                 )
             count += 1
         return f"checkpoints: {count}, every file as written"
@@ -219,17 +252,24 @@ def _check_samples(link: Link, rows: Sequence[dict[str, Any]]) -> None:
     table = link.table()
     place_of = {int(index): place for place, index in enumerate(table.indices)}
     for row in rows:
-        where = f"samples: iteration {link.iteration}, group {row['index']}, response {row['response']}"
+        where = (
+            f"samples: iteration {link.iteration}, group {row['index']}, response {row['response']}"
+        )
         place = place_of.get(row["index"])
         number = -1 if place is None else int(table.starts[place]) + row["response"]
         if not 0 <= number < table.size or table.where(number) != (row["index"], row["response"]):
             raise Violation(f"{where}: the chain has no such response")
         expected = {name: column[number] for name, column in table.rows.items()}
-        arrays = {"tokens": np.asarray(row["tokens"], "<i4"), "logprobs": np.asarray(row["logprobs"], "<f4")}
+        arrays = {
+            "tokens": np.asarray(row["tokens"], "<i4"),
+            "logprobs": np.asarray(row["logprobs"], "<f4"),
+        }
         for name, values in arrays.items():
             if len(values) != expected["length"] or zlib.crc32(values.tobytes()) != expected[name]:
                 raise Violation(f"{where}: its {name} are not those that were trained")
         for name in ("reward", "advantage"):
             value = np.float32(row[name])
             if value.tobytes() != expected[name].tobytes():
-                raise Violation(f"{where}: its {name} is {value!s}, and {expected[name]!s} was trained")
+                raise Violation(
+                    f"{where}: its {name} is {value!s}, and {expected[name]!s} was trained"
+                )

@@ -1,8 +1,11 @@
-"""`pa-npu view RUN [RUN ...]`: a page over a run, or over a folder of runs, served until Ctrl-C or written as one HTML file.
+"""`pa-npu view RUN [RUN ...]`: a page over a run, or over a folder of runs, served until Ctrl-C or
+written as one HTML file.
 
 pa-npu view runs/grpo_tiny                          serve it, live, at http://127.0.0.1:PORT/
-pa-npu view runs/b runs/a                           show b, with a's curves, answers and differing keys beside its own
-pa-npu view runs                                    a table of all runs in the folder, to sort, open and compare
+pa-npu view runs/b runs/a                           show b, with a's curves, answers and differing
+                                                    keys beside its own
+pa-npu view runs                                    a table of all runs in the folder, to sort, open
+                                                    and compare
 pa-npu view runs/grpo_tiny --export page.html       one file that needs no server
 """
 
@@ -29,8 +32,12 @@ def view_options(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="run directory, with further ones to compare it with; or one folder of runs",
     )
-    parser.add_argument("--port", type=int, default=0, metavar="N", help="port on loopback; default: a free one")
-    parser.add_argument("--export", type=new_path, metavar="FILE", help="write one HTML file instead of serving")
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="port on loopback; default: a free one"
+    )
+    parser.add_argument(
+        "--export", type=new_path, metavar="FILE", help="write one HTML file instead of serving"
+    )
 
 
 def view(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -56,7 +63,8 @@ def _shown(directories: Sequence[str]) -> Shelf | list[RunDirectory]:
     """The runs; or the folder, where one directory is given that holds runs and is none itself."""
     if len(directories) > 1 + MAX_COMPARED:
         raise UserError(
-            f"view: {len(directories)} runs are more than {1 + MAX_COMPARED} to compare; give the folder that they are in"
+            f"view: {len(directories)} runs are more than {1 + MAX_COMPARED} to compare; give the "
+            "folder that they are in"
         )
     first = Path(directories[0])
     if len(directories) == 1 and first.is_dir() and not is_run_directory(first):

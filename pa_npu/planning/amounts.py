@@ -1,4 +1,6 @@
-"""How many sequences, microbatches and tokens an iteration has at most: every prompt and response at its longest."""
+"""How many sequences, microbatches and tokens an iteration has at most: every prompt and response
+at its longest.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Work:
 
 
 def work(config: Config) -> Work:
-    """Tokens of an iteration as TPSPD counts them (the prompt once per response) and as they are computed."""
+    """Tokens of an iteration as TPSPD counts them (the prompt once per response) and as they are
+    computed.
+    """
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     group_size, shared = config.rollout.responses_per_prompt, config.attention.shared_prompt
     sequences = config.schedule.prompts_per_iteration * group_size
@@ -33,7 +37,8 @@ def work(config: Config) -> Work:
         sequences=sequences,
         updates=config.schedule.updates_per_iteration,
         microbatches_per_replica=pieces,
-        # packing fills a microbatch up to max_tokens, unless one piece is larger or all together are smaller
+        # packing fills a microbatch up to max_tokens, unless one piece is larger or all together
+        # are smaller
         microbatch_tokens=min(max(piece, config.microbatch.max_tokens or 0), piece * pieces),
         prompt_tokens=sequences * prompt,
         response_tokens=sequences * response,

@@ -1,8 +1,10 @@
-"""Sizes of a run that were not given: those that are `auto` (load), and what an engine holds (with_places, with_share).
+"""Sizes of a run that were not given: those that are `auto` (load), and what an engine holds
+(with_places, with_share).
 
-auto: splits, modes, parallel sizes, recomputation and offload that fit are compared by prediction, and the fastest is taken, by
-published figures of a usual device and assumed lengths, as the dry run does. A run that has ended knows better
-(tools/plan_cluster.py). The same configuration gets the same sizes each time, so that a run that goes on has what it had.
+auto: splits, modes, parallel sizes, recomputation and offload that fit are compared by prediction,
+and the fastest is taken, by published figures of a usual device and assumed lengths, as the dry run
+does. A run that has ended knows better (tools/plan_cluster.py). The same configuration gets the
+same sizes each time, so that a run that goes on has what it had.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ _PREDICTED = 4  # of each mode
 
 
 def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], None]) -> Config:
-    """Read a configuration as `load_config` does, in which KEYS may be auto. say: hears what was chosen and why.
+    """Read a configuration as `load_config` does, in which KEYS may be auto. say: hears what was
+    chosen and why.
 
     Raises ConfigError where nothing fits, or where nobody says how many devices there are.
     """
@@ -63,25 +66,36 @@ def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], No
         raise ConfigError(f"{asked[0]}: auto cannot read the model: {error}") from None
     basis = assumed_basis(base, spec, typical)
     sizes = choices_of(base, spec, devices, asked)
-    sizes = replace(sizes, engines=given.get("rollout.engines"), trainers=given.get("trainer.devices"))
+    sizes = replace(
+        sizes, engines=given.get("rollout.engines"), trainers=given.get("trainer.devices")
+    )
     if "placement.colocate" not in asked:
         sizes = replace(sizes, colocate=(bool(given.get("placement.colocate")),))
     tried = fastest(basis, sizes, _PREDICTED)
     if not tried:
         raise ConfigError(
-            f"{asked[0]}: auto found nothing for {devices} devices: {spec.num_parameters / 1e9:.1f} billion parameters do not "
-            f"fit on {devices} x {typical.name} in any sizes that may be chosen; give more devices, or leave more keys to auto"
+            f"{asked[0]}: auto found nothing for {devices} devices: "
+            f"{spec.num_parameters / 1e9:.1f} billion parameters do not fit on {devices} x "
+            f"{typical.name} in any sizes that may be chosen; give more devices, or leave more "
+            "keys to auto"
         )
     predicted, best = tried[0]
     chosen = {key: getattr(getattr(best, key.partition(".")[0]), _name(key)) for key in asked}
     if best.placement.colocate and "memory_fraction" not in base.rollout.model_fields_set:
         chosen |= {"rollout.memory_fraction": best.memory_fraction}
-    if best.rollout.max_num_seqs < base.rollout.max_num_seqs and "max_num_seqs" in base.rollout.model_fields_set:
-        chosen |= {"rollout.max_num_seqs": best.rollout.max_num_seqs}  # what the cache of these sizes holds
-    others = ", ".join(f"{size_words(config)} {found.iteration_s:.3g} s" for found, config in tried[1:3])
+    if (
+        best.rollout.max_num_seqs < base.rollout.max_num_seqs
+        and "max_num_seqs" in base.rollout.model_fields_set
+    ):
+        # what the cache of these sizes holds
+        chosen |= {"rollout.max_num_seqs": best.rollout.max_num_seqs}
+    others = ", ".join(
+        f"{size_words(config)} {found.iteration_s:.3g} s" for found, config in tried[1:3]
+    )
     keys = " ".join(f"{key}={_shown(value)}" for key, value in chosen.items())
     say(
-        f"auto: {keys}; {size_words(best)} is predicted at {predicted.iteration_s:.3g} s an iteration on {devices} x {typical.name}"
+        f"auto: {keys}; {size_words(best)} is predicted at {predicted.iteration_s:.3g} s an "
+        f"iteration on {devices} x {typical.name}"
         + (f", before {others}" if others else ", and nothing else fits")
     )
     for key, value in chosen.items():
@@ -99,12 +113,19 @@ def _name(key: str) -> str:
 
 
 def _without(tree: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
-    """The tree with sizes that go together: of a single engine, and beside it as few replicas as share the experts."""
-    left = {section: dict(values) if isinstance(values, Mapping) else values for section, values in tree.items()}
+    """The tree with sizes that go together: of a single engine, and beside it as few replicas as
+    share the experts.
+    """
+    left = {
+        section: dict(values) if isinstance(values, Mapping) else values
+        for section, values in tree.items()
+    }
     for key in {*asked, "rollout.engines", "trainer.devices", "placement.colocate"}:
         left.get(key.partition(".")[0], {}).pop(_name(key), None)
     trainer = left.setdefault("trainer", {})
-    sizes = [trainer.get(key, 1) for key in ("tensor_parallel", "pipeline_parallel", "expert_parallel")]
+    sizes = [
+        trainer.get(key, 1) for key in ("tensor_parallel", "pipeline_parallel", "expert_parallel")
+    ]
     if all(isinstance(size, int) and size > 0 for size in sizes):
         tensor, stages, experts = sizes
         trainer["devices"] = math.lcm(tensor, experts) * stages
@@ -121,12 +142,17 @@ def _num_devices(config: Config, asked: str) -> int:
         except UserError:
             pass
     raise ConfigError(
-        f"{asked}: auto needs to know how many devices there are, and they are not here; give placement.devices_per_node"
+        f"{asked}: auto needs to know how many devices there are, and they are not here; give "
+        "placement.devices_per_node"
     )
 
 
 def _spec(config: Config) -> ModelSpec:
-    known = None if (Path(config.model.path) / "config.json").is_file() else known_spec(config.model.path)
+    known = (
+        None
+        if (Path(config.model.path) / "config.json").is_file()
+        else known_spec(config.model.path)
+    )
     return known or ModelSpec.of(config)
 
 
@@ -150,14 +176,19 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else f"{value:g}"
 
 
-def with_places(config: Config, spec: ModelSpec, device_bytes: int | None, own_memory: bool) -> Config:
-    """The configuration with max_num_seqs doubled while the cache holds it and an engine's share of an iteration needs it.
+def with_places(
+    config: Config, spec: ModelSpec, device_bytes: int | None, own_memory: bool
+) -> Config:
+    """The configuration with max_num_seqs doubled while the cache holds it and an engine's share of
+    an iteration needs it.
 
-    A group keeps its places until its longest response ends, so with lengths that vary an engine whose places all are taken decodes
-    far fewer sequences than it could; twice the places were worth up to a third of the iteration in simulations of such lengths.
+    A group keeps its places until its longest response ends, so with lengths that vary an engine
+    whose places all are taken decodes far fewer sequences than it could; twice the places were
+    worth up to a third of the iteration in simulations of such lengths.
 
-    device_bytes: memory of a device, None where unknown. own_memory: whether it is the device's own. Not where engines run already
-    (rollout.attach) or share a device with a trainer, which leaves their cache less.
+    device_bytes: memory of a device, None where unknown. own_memory: whether it is the device's
+    own. Not where engines run already (rollout.attach) or share a device with a trainer, which
+    leaves their cache less.
     """
     rollout = config.rollout
     if "max_num_seqs" in rollout.model_fields_set or rollout.attach or config.num_shared_engines:
@@ -168,17 +199,27 @@ def with_places(config: Config, spec: ModelSpec, device_bytes: int | None, own_m
     while rollout.max_num_seqs < share:
         other = rollout.model_copy(update={"max_num_seqs": 2 * rollout.max_num_seqs})
         grown = config.model_copy(update={"rollout": other})
-        if other.max_num_seqs > MOST_SEQS or not _holds(grown, spec, device_bytes if own_memory else None):
+        if other.max_num_seqs > MOST_SEQS or not _holds(
+            grown, spec, device_bytes if own_memory else None
+        ):
             break
         config, rollout = grown, other
     return config
 
 
-def with_share(config: Config, spec: ModelSpec, device_bytes: int | None, own_memory: bool) -> Config:
-    """The configuration in which an engine that sleeps has what its trainer leaves as the device decodes; arguments as above."""
+def with_share(
+    config: Config, spec: ModelSpec, device_bytes: int | None, own_memory: bool
+) -> Config:
+    """The configuration in which an engine that sleeps has what its trainer leaves as the device
+    decodes; arguments as above.
+    """
     if config.rollout.memory_fraction is not None or not config.engines_sleep:
         return config
-    if device_bytes is None or not own_memory or (share := left_share(config, spec, device_bytes)) <= 0:
+    if (
+        device_bytes is None
+        or not own_memory
+        or (share := left_share(config, spec, device_bytes)) <= 0
+    ):
         return config
     rollout = config.rollout.model_copy(update={"memory_fraction": share})
     return config.model_copy(update={"rollout": rollout})

@@ -1,10 +1,14 @@
-"""What the same devices would take in other ways: in turns, split, with roles, one version behind; and which key would gain most.
+"""What the same devices would take in other ways: in turns, split, with roles, one version behind;
+and which key would gain most.
 
-    compare(config, spec)       predictions of this configuration and of the best sizes of each way, on the same number of devices
-    comparison_lines(compared)  these as a plan prints them: what to do, and where a prediction is too close to decide by
+    compare(config, spec)       predictions of this configuration and of the best sizes of each way,
+                                on the same number of devices
+    comparison_lines(compared)  these as a plan prints them: what to do, and where a prediction is
+                                too close to decide by
 
-As in `prediction`: published figures of a usual device, assumed lengths. Seconds are good to a factor of two or three; how two ways
-on the same devices compare is better known, and still a difference below `TOO_CLOSE` says nothing.
+As in `prediction`: published figures of a usual device, assumed lengths. Seconds are good to a
+factor of two or three; how two ways on the same devices compare is better known, and still a
+difference below `TOO_CLOSE` says nothing.
 """
 
 from __future__ import annotations
@@ -68,8 +72,10 @@ class Way:
 class Compared:
     """This configuration, the best of each way, and the change that would gain most.
 
-    change: keys and values; None where none gains. gain: the share of an iteration that it saves. together: each device does both.
-    work_s: what full engines and trainers take on devices that do both, with the best sizes; None where none fit.
+    change: keys and values; None where none gains. gain: the share of an iteration that it saves.
+    together: each device does both.
+    work_s: what full engines and trainers take on devices that do both, with the best sizes; None
+    where none fit.
     """
 
     this: Way
@@ -87,14 +93,22 @@ class Compared:
 
     @property
     def best(self) -> Way:
-        """The fastest of this configuration and the ways that train what the newest weights generated."""
+        """The fastest of this configuration and the ways that train what the newest weights
+        generated.
+        """
         exact = [way for way in self.ways if way.name != _BEHIND]
         return min([self.this, *exact], key=lambda way: way.seconds)
 
 
-def compare(config: Config, spec: ModelSpec, typical: TypicalSpeed | None = None) -> Compared | None:
+def compare(
+    config: Config, spec: ModelSpec, typical: TypicalSpeed | None = None
+) -> Compared | None:
     """Predicts the ways; None where a run's engines are not all its own and alike."""
-    if config.rollout.attach or config.rollout.engine_settings or config.placement.devices is not None:
+    if (
+        config.rollout.attach
+        or config.rollout.engine_settings
+        or config.placement.devices is not None
+    ):
         return None
     basis = assumed_basis(config, spec, typical or typical_speed(config.run.device))
     this = _this(basis, config)
@@ -112,7 +126,9 @@ def compare(config: Config, spec: ModelSpec, typical: TypicalSpeed | None = None
 
 
 def _work_s(basis: Basis, config: Config) -> float | None:
-    """What the work takes on devices that do both and never wait, with the sizes that are best for that; None where none fit."""
+    """What the work takes on devices that do both and never wait, with the sizes that are best for
+    that; None where none fit.
+    """
     together = replace(choices_of(config, basis.spec, config.num_devices, _FREE), colocate=(True,))
     return min((each.work_s for each in fitting(basis, together)), default=None)
 
@@ -139,16 +155,29 @@ def _ways(basis: Basis, config: Config) -> Iterator[Way | None]:
         yield _best(based, replace(free, colocate=(False,)), config, "split")
         yield _best(based, together, config, "with roles")
     ahead = changed(
-        config, {"schedule": {"max_staleness": max(1, config.schedule.max_staleness)}, "placement": {"colocate": False}}
+        config,
+        {
+            "schedule": {"max_staleness": max(1, config.schedule.max_staleness)},
+            "placement": {"colocate": False},
+        },
     )
     if ahead is not None and config.schedule.iterations > 1:
-        yield _one_behind(replace(basis, base=ahead), choices_of(ahead, spec, devices, _FREE), config)
+        yield _one_behind(
+            replace(basis, base=ahead), choices_of(ahead, spec, devices, _FREE), config
+        )
 
 
 def _turns(basis: Basis, sizes: Sizes, config: Config) -> Way | None:
     """All devices decode, then all train; no slower than this configuration's own sizes in turns."""
-    tried = [first_allowed(basis, fitting(basis, sizes)), config if config.placement.colocate else None]
-    ways = [_way(basis.predicted(each, streams=False), each, "in turns") for each in tried if each is not None]
+    tried = [
+        first_allowed(basis, fitting(basis, sizes)),
+        config if config.placement.colocate else None,
+    ]
+    ways = [
+        _way(basis.predicted(each, streams=False), each, "in turns")
+        for each in tried
+        if each is not None
+    ]
     return min(ways, key=lambda way: way.seconds, default=None)
 
 
@@ -161,7 +190,9 @@ def _best(basis: Basis, sizes: Sizes, config: Config, name: str) -> Way | None:
 
 
 def _one_behind(basis: Basis, sizes: Sizes, config: Config) -> Way | None:
-    """Engines generate a version while trainers train the one before; the longer side is the iteration."""
+    """Engines generate a version while trainers train the one before; the longer side is the
+    iteration.
+    """
     tried = [each for _, each in fastest(basis, sizes, _TRIED, iterations=1)]
     tried += [] if config.placement.colocate else [config]
     ways = [_ahead(basis.predicted(each, streams=False), each, _BEHIND) for each in tried]
@@ -175,11 +206,19 @@ def _way(found: Predicted, config: Config, name: str) -> Way:
 def _ahead(found: Predicted, config: Config, name: str) -> Way:
     """From the two sides of a synchronous prediction."""
     seconds = max(found.generate_s, found.train_s) + found.border_s
-    return Way(name, size_words(config), seconds, 1.0 - found.generate_s / seconds, 1.0 - found.train_s / seconds)
+    return Way(
+        name,
+        size_words(config),
+        seconds,
+        1.0 - found.generate_s / seconds,
+        1.0 - found.train_s / seconds,
+    )
 
 
 def _best_change(basis: Basis, config: Config) -> tuple[dict[str, Any] | None, float]:
-    """The keys, chosen anew alone, whose change shortens an iteration most, with those that have to follow; and by what share."""
+    """The keys, chosen anew alone, whose change shortens an iteration most, with those that have to
+    follow; and by what share.
+    """
     behind = bool(config.schedule.max_staleness)
 
     def seconds(other: Config) -> float:
@@ -192,7 +231,9 @@ def _best_change(basis: Basis, config: Config) -> tuple[dict[str, Any] | None, f
     for keys in _ALONE:
         if behind and keys[0] == "placement.colocate":
             continue
-        other = first_allowed(basis, fitting(basis, choices_of(config, basis.spec, config.num_devices, keys)))
+        other = first_allowed(
+            basis, fitting(basis, choices_of(config, basis.spec, config.num_devices, keys))
+        )
         if other is None or not (change := _difference(config, other, keys)):
             continue
         gain = 1.0 - seconds(other) / now_s
@@ -202,27 +243,36 @@ def _best_change(basis: Basis, config: Config) -> tuple[dict[str, Any] | None, f
 
 
 def _difference(config: Config, other: Config, keys: tuple[str, ...]) -> dict[str, Any]:
-    values = {key: getattr(getattr(other, key.partition(".")[0]), key.partition(".")[2]) for key in keys}
-    now = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in keys}
+    values = {
+        key: getattr(getattr(other, key.partition(".")[0]), key.partition(".")[2]) for key in keys
+    }
+    now = {
+        key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in keys
+    }
     return {key: value for key, value in values.items() if value != now[key]}
 
 
 def comparison_lines(compared: Compared) -> list[str]:
     """What the same devices take, and what follows from that."""
     this, turns = compared.this, compared.turns
-    lines = [f"an iteration          {this.seconds:.3g} s: {this.sizes}; {_idle(this, compared.together)}"]
+    lines = [
+        f"an iteration          {this.seconds:.3g} s: {this.sizes}; "
+        f"{_idle(this, compared.together)}"
+    ]
     lines += [
-        f"  {way.name:<20}{way.seconds:.3g} s ({way.seconds / this.seconds:.2f} of this): {way.sizes}"
+        f"  {way.name:<20}{way.seconds:.3g} s ({way.seconds / this.seconds:.2f} of this): "
+        f"{way.sizes}"
         for way in compared.ways
     ]
     lines.append(
-        f"the whole run         {_duration(this.seconds * compared.iterations)} for {compared.iterations} iterations"
+        f"the whole run         {_duration(this.seconds * compared.iterations)} for "
+        f"{compared.iterations} iterations"
     )
     if turns is not None and compared.work_s is not None:
         least_s = min(compared.work_s, this.seconds, turns.seconds)
         lines.append(
-            f"no order below        {least_s:.3g} s, which full engines and trainers take; turns are "
-            f"{turns.seconds / least_s - 1.0:.0%} above it, and no overlap can gain more"
+            f"no order below        {least_s:.3g} s, which full engines and trainers take; turns "
+            f"are {turns.seconds / least_s - 1.0:.0%} above it, and no overlap can gain more"
         )
     if turns is not None:
         gain = turns.seconds / this.seconds - 1.0
@@ -230,12 +280,16 @@ def comparison_lines(compared: Compared) -> list[str]:
     saved = 1.0 - compared.best.seconds / this.seconds
     if saved >= TOO_CLOSE and saved > compared.gain + TOO_CLOSE:
         better = f"{compared.best.sizes}, {compared.best.name}"
-        lines.append(f"would gain most       several keys, which auto finds: {saved:.0%} less ({better})")
+        lines.append(
+            f"would gain most       several keys, which auto finds: {saved:.0%} less ({better})"
+        )
     elif compared.change is not None:
         keys = " ".join(f"{key}={_shown(value)}" for key, value in compared.change.items())
         lines.append(f"would gain most       {keys}: {compared.gain:.0%} less")
     else:
-        lines.append("would gain most       no change of a single key shortens an iteration by 2% or more")
+        lines.append(
+            "would gain most       no change of a single key shortens an iteration by 2% or more"
+        )
     return [*lines, *_warnings(compared)]
 
 
@@ -245,7 +299,10 @@ def _gain_words(gain: float) -> str:
     if gain < _SAME:
         return "none: so run, these sizes are in turns, as all devices change together"
     if gain < TOO_CLOSE:
-        return f"{gain:.1%}, below {TOO_CLOSE:.0%}: too little to decide by; schedule.compare_iterations measures both"
+        return (
+            f"{gain:.1%}, below {TOO_CLOSE:.0%}: too little to decide by; "
+            "schedule.compare_iterations measures both"
+        )
     return f"{gain:.0%}"
 
 
@@ -257,7 +314,10 @@ def _warnings(compared: Compared) -> Iterator[str]:
             remedy = ""
             if better.seconds < (1.0 - TOO_CLOSE) * this.seconds:
                 remedy = f"; {better.sizes}, {better.name}, would take {better.seconds:.3g} s"
-            yield f"note: {side} idle for {share:.0%} of an iteration, which ends when the other side does{remedy}"
+            yield (
+                f"note: {side} idle for {share:.0%} of an iteration, which ends when the other "
+                f"side does{remedy}"
+            )
 
 
 def _idle(way: Way, together: bool) -> str:

@@ -1,7 +1,8 @@
-"""Shapes of some public models, so that a run can be planned (`--dry-run`) on a machine that does not have the model.
+"""Shapes of some public models, so that a run can be planned (`--dry-run`) on a machine that does
+not have the model.
 
-Keyed by the name of the HF repository, which is also the usual name of its directory. Values are those of the
-repository's config.json. A real run always reads the model itself.
+Keyed by the name of the HF repository, which is also the usual name of its directory. Values are
+those of the repository's config.json. A real run always reads the model itself.
 """
 
 from __future__ import annotations
@@ -12,12 +13,25 @@ from typing import Any
 from pa_npu.families.spec import ModelSpec
 
 _QWEN2 = {"model_type": "qwen2", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "eos_token_id": 151645}
-_QWEN3 = {**_QWEN2, "model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 40960, "vocab_size": 151936}
+_QWEN3 = {
+    **_QWEN2,
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "vocab_size": 151936,
+}
 _LLAMA3 = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 5e5, "eos_token_id": 128009}
 
 
 def _sizes(
-    layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, positions: int, tied: bool = False
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    positions: int,
+    tied: bool = False,
 ) -> dict[str, Any]:
     return {
         "num_hidden_layers": layers,
@@ -84,4 +98,6 @@ for _size, _shape in _LLAMA3_SIZES.items():
 def known_spec(path: str) -> ModelSpec | None:
     """The shape of the known model that a directory of this name would hold, else None."""
     name = Path(path).name.lower()
-    return next((ModelSpec.parse(path, raw) for known, raw in KNOWN.items() if known.lower() == name), None)
+    return next(
+        (ModelSpec.parse(path, raw) for known, raw in KNOWN.items() if known.lower() == name), None
+    )

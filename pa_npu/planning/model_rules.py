@@ -1,4 +1,5 @@
-"""Rules between the configuration and the model it names; pure, so that every process can check them.
+"""Rules between the configuration and the model it names; pure, so that every process can check
+them.
 
 check_model(config, spec)      all of them, before a run
 check_engine(config, spec)     those that starting an engine needs
@@ -14,18 +15,24 @@ from pa_npu.families.spec import ModelSpec
 
 
 def padded_vocab(spec: ModelSpec, tensor_parallel: int) -> int:
-    """Rows of embedding and LM head over all TP ranks: the vocabulary rounded up to a multiple of TP."""
+    """Rows of embedding and LM head over all TP ranks: the vocabulary rounded up to a multiple of
+    TP.
+    """
     return -(-spec.vocab_size // tensor_parallel) * tensor_parallel
 
 
 def check_model(config: Config, spec: ModelSpec) -> None:
-    """Raises ConfigError where the model cannot be divided as configured, or is too short for the sequences."""
+    """Raises ConfigError where the model cannot be divided as configured, or is too short for the
+    sequences.
+    """
     for broken in (*_division_rules(config, spec), *_engine_rules(config, spec)):
         raise ConfigError(broken)
 
 
 def check_engine(config: Config, spec: ModelSpec) -> None:
-    """Raises ConfigError where an engine cannot divide the model, or the model is too short for the sequences."""
+    """Raises ConfigError where an engine cannot divide the model, or the model is too short for the
+    sequences.
+    """
     for broken in _engine_rules(config, spec):
         raise ConfigError(broken)
 
@@ -51,11 +58,14 @@ def _expert_rules(config: Config, spec: ModelSpec) -> list[str]:
         values = {
             "trainer.expert_parallel": trainer.expert_parallel > 1 and trainer.expert_parallel,
             "algorithm.router_aux_coef": config.algorithm.router_aux_coef,
-            "algorithm.router_replay": config.algorithm.router_replay != "none" and config.algorithm.router_replay,
+            "algorithm.router_replay": config.algorithm.router_replay != "none"
+            and config.algorithm.router_replay,
         }
         named = [f"{key}: {value}" for key, value in values.items() if value]
         return [f"{key}, but {spec.path} is no mixture of experts; remove the key" for key in named]
-    return _indivisible("trainer.expert_parallel", trainer.expert_parallel, "experts", spec.experts.count, spec)
+    return _indivisible(
+        "trainer.expert_parallel", trainer.expert_parallel, "experts", spec.experts.count, spec
+    )
 
 
 def _tensor_rules(tensor: int, spec: ModelSpec) -> list[str]:
@@ -68,8 +78,8 @@ def _tensor_rules(tensor: int, spec: ModelSpec) -> list[str]:
         broken += _indivisible("trainer.tensor_parallel", tensor, what, size, spec)
     if (tensor - 1) * (padded_vocab(spec, tensor) // tensor) >= spec.vocab_size:
         broken.append(
-            f"trainer.tensor_parallel: {tensor} leaves a rank without any of the {spec.vocab_size} tokens of {spec.path}; "
-            f"set it to a smaller number"
+            f"trainer.tensor_parallel: {tensor} leaves a rank without any of the {spec.vocab_size} "
+            f"tokens of {spec.path}; set it to a smaller number"
         )
     return broken
 
@@ -77,17 +87,20 @@ def _tensor_rules(tensor: int, spec: ModelSpec) -> list[str]:
 def _engine_rules(config: Config, spec: ModelSpec) -> list[str]:
     broken = []
     engine = config.rollout.tensor_parallel
-    broken += _indivisible("rollout.tensor_parallel", engine, "attention heads", spec.num_heads, spec)
+    broken += _indivisible(
+        "rollout.tensor_parallel", engine, "attention heads", spec.num_heads, spec
+    )
     if spec.num_kv_heads % engine and engine % spec.num_kv_heads:
         broken.append(
-            f"rollout.tensor_parallel: {engine} neither divides the {spec.num_kv_heads} key/value heads of {spec.path} "
-            f"nor is a multiple of them; set it to one that does"
+            f"rollout.tensor_parallel: {engine} neither divides the {spec.num_kv_heads} key/value "
+            f"heads of {spec.path} nor is a multiple of them; set it to one that does"
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > spec.max_positions:
         broken.append(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {config.data.max_prompt_tokens} + "
-            f"{config.rollout.max_response_tokens} exceeds the {spec.max_positions} positions of {spec.path}; lower one"
+            "data.max_prompt_tokens + rollout.max_response_tokens = "
+            f"{config.data.max_prompt_tokens} + {config.rollout.max_response_tokens} exceeds the "
+            f"{spec.max_positions} positions of {spec.path}; lower one"
         )
     return broken
 
@@ -96,4 +109,7 @@ def _indivisible(key: str, parts: int, what: str, size: int, spec: ModelSpec) ->
     if size % parts == 0:
         return []
     divisors = [n for n in range(1, min(size, 64) + 1) if size % n == 0]
-    return [f"{key}: {parts} does not divide the {size} {what} of {spec.path}; set it to one of {divisors}"]
+    return [
+        f"{key}: {parts} does not divide the {size} {what} of {spec.path}; set it to one of "
+        f"{divisors}"
+    ]

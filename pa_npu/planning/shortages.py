@@ -1,14 +1,15 @@
-"""Whether a run fits into its devices' memory, and if not, which key to change to what; arithmetic on `memory`.
+"""Whether a run fits into its devices' memory, and if not, which key to change to what; arithmetic
+on `memory`.
 
-The rule. A tenth of a device is kept free for what the figures leave out (allocator, workspaces, communication buffers,
-the device's own context).
-    refused   what is exact does not fit: a trainer's weights, gradients, optimizer and frozen models, or an engine's weights
-              and the KV cache of one sequence at its longest
-    warned    the estimate of a trainer, with that of an engine on its device, exceeds nine tenths of the device, or the KV cache
-              does not hold the sequences that an engine may have in flight, all at their longest (vLLM would then compute some of
-              them twice)
-A proposal needs as few further devices as possible, then changes as few keys as possible, in the order of `_trainer_moves`.
-It passes the same arithmetic, and all rules between keys, itself.
+The rule. A tenth of a device is kept free for what the figures leave out (allocator, workspaces,
+communication buffers, the device's own context).
+    refused   what is exact does not fit: a trainer's weights, gradients, optimizer and frozen
+              models, or an engine's weights and the KV cache of one sequence at its longest
+    warned    the estimate of a trainer, with that of an engine on its device, exceeds nine tenths
+              of the device, or the KV cache does not hold the sequences that an engine may have in
+              flight, all at their longest (vLLM would then compute some of them twice)
+A proposal needs as few further devices as possible, then changes as few keys as possible, in the
+order of `_trainer_moves`. It passes the same arithmetic, and all rules between keys, itself.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ Moves = Sequence[tuple[str, Sequence[Any]]]  # key -> values to try, the least c
 
 @dataclass(frozen=True)
 class Shortage:
-    """Memory that does not suffice. fatal: certainly; otherwise probably. proposal: keys that make it fit, None where nothing
-    does."""
+    """Memory that does not suffice. fatal: certainly; otherwise probably. proposal: keys that make
+    it fit, None where nothing does."""
 
     role: str
     what: str
@@ -66,8 +67,12 @@ class Shortage:
         return f"{self.role} memory: {self.what}; {remedy}"
 
 
-def shortages(config: Config, spec: ModelSpec, device_bytes: int, own_memory: bool) -> list[Shortage]:
-    """Everything that does not fit. own_memory: devices have memory of their own; else all share device_bytes (cpu)."""
+def shortages(
+    config: Config, spec: ModelSpec, device_bytes: int, own_memory: bool
+) -> list[Shortage]:
+    """Everything that does not fit. own_memory: devices have memory of their own; else all share
+    device_bytes (cpu).
+    """
     if not own_memory:
         return _host_shortages(config, spec, device_bytes)
     colocated = config.placement.colocate
@@ -86,17 +91,22 @@ def _trainer_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> It
     fatal = memory.state > device_bytes
     if fatal:
         what = (
-            f"weights, gradients, optimizer and frozen models of a rank take {format_bytes(memory.state)} of a device's "
-            f"{format_bytes(device_bytes)}"
+            "weights, gradients, optimizer and frozen models of a rank take "
+            f"{format_bytes(memory.state)} of a device's {format_bytes(device_bytes)}"
         )
     else:
-        what = f"about {format_bytes(memory.total)} per rank are more than nine tenths of a device's {format_bytes(device_bytes)}"
+        what = (
+            f"about {format_bytes(memory.total)} per rank are more than nine tenths of a "
+            f"device's {format_bytes(device_bytes)}"
+        )
 
     def fits(changed: Config) -> bool:
         return trainer_memory(changed, spec).total <= USABLE * device_bytes
 
     proposal = _search(config, spec, list(_trainer_moves(config)), fits)
-    for devices in _doubled(config.trainer.devices, 64 * config.trainer.devices) if proposal is None else ():
+    for devices in (
+        _doubled(config.trainer.devices, 64 * config.trainer.devices) if proposal is None else ()
+    ):
         further = {"trainer.devices": devices}
         larger = _changed(config, further)
         changes = {} if fits(larger) else _search(larger, spec, list(_trainer_moves(larger)), fits)
@@ -121,13 +131,18 @@ def _engine_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
     share = f"{config.memory_fraction:.0%} of {format_bytes(device_bytes)}"
     fatal = tokens < longest
     if fatal:
-        what = f"{share} hold the weights and a KV cache of {tokens} tokens, less than one sequence of {longest}"
+        what = (
+            f"{share} hold the weights and a KV cache of {tokens} tokens, less than one "
+            f"sequence of {longest}"
+        )
     else:
         what = (
-            f"{share} leave a KV cache of {tokens} tokens, but {wanted_sequences(config)} sequences at their longest need "
-            f"{wanted}"
+            f"{share} leave a KV cache of {tokens} tokens, but {wanted_sequences(config)} "
+            f"sequences at their longest need {wanted}"
         )
-    proposal = _search(config, spec, list(_engine_moves(config)), lambda c: capacity(c) >= wanted_tokens(c))
+    proposal = _search(
+        config, spec, list(_engine_moves(config)), lambda c: capacity(c) >= wanted_tokens(c)
+    )
     after = "" if proposal is None else f"a cache of {capacity(_changed(config, proposal))} tokens"
     yield Shortage("engine", what, fatal, proposal, after)
 
@@ -139,16 +154,21 @@ def _buffer_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
     if second <= (1 - fraction) * device_bytes:
         return
     what = (
-        f"{1 - fraction:.0%} of {format_bytes(device_bytes)} beside rollout.memory_fraction = {fraction:g} do not hold the second "
-        f"buffer of publish.mode={config.publish.mode}, {format_bytes(second)}"
+        f"{1 - fraction:.0%} of {format_bytes(device_bytes)} beside rollout.memory_fraction = "
+        f"{fraction:g} do not hold the second buffer of publish.mode={config.publish.mode}, "
+        f"{format_bytes(second)}"
     )
     largest = math.floor(100 * (1 - second / device_bytes)) / 100
-    proposal: Changes = {"rollout.memory_fraction": largest} if largest > 0 else {"publish.mode": "blocking"}
+    proposal: Changes = (
+        {"rollout.memory_fraction": largest} if largest > 0 else {"publish.mode": "blocking"}
+    )
     yield Shortage("engine", what, True, proposal, "which leaves room for it")
 
 
 def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Iterator[Shortage]:
-    """Engines on the trainers' devices: both must fit, or where engines sleep what trainers keep as their devices decode."""
+    """Engines on the trainers' devices: both must fit, or where engines sleep what trainers keep as
+    their devices decode.
+    """
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
     def capacity(changed: Config) -> int:
@@ -169,18 +189,22 @@ def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
     share, trainer = config.memory_fraction, beside_engine(config, spec)
     if too_small := capacity(config) < longest:
         what = (
-            f"{share:.0%} of {format_bytes(device_bytes)} (rollout.memory_fraction) hold the weights and a KV cache of "
-            f"{capacity(config)} tokens, less than one sequence of {longest}"
+            f"{share:.0%} of {format_bytes(device_bytes)} (rollout.memory_fraction) hold the "
+            f"weights and a KV cache of {capacity(config)} tokens, less than one sequence of "
+            f"{longest}"
         )
     else:
         what = (
-            f"about {format_bytes(trainer)} of a rank and {format_bytes(together(config) - trainer)} of the engine beside it are "
-            f"more than nine tenths of a device's {format_bytes(device_bytes)}"
+            f"about {format_bytes(trainer)} of a rank and "
+            f"{format_bytes(together(config) - trainer)} of the engine beside it are more than "
+            f"nine tenths of a device's {format_bytes(device_bytes)}"
         )
     shares = [hundredths / 100 for hundredths in range(90, 0, -5)]
     moves = [("rollout.memory_fraction", shares), *_trainer_moves(config)]
     proposal = _search(config, spec, moves, fits)
-    after = "" if proposal is None else f"together {format_bytes(together(_changed(config, proposal)))}"
+    after = (
+        "" if proposal is None else f"together {format_bytes(together(_changed(config, proposal)))}"
+    )
     if proposal is None:
         proposal, after = {"placement.colocate": False}, "engines on devices of their own alone"
     yield Shortage("shared engine", what, too_small, proposal, after)
@@ -195,8 +219,8 @@ def _host_shortages(config: Config, spec: ModelSpec, host_bytes: int) -> list[Sh
     if needed(config) <= USABLE * host_bytes:
         return []
     what = (
-        f"engines and trainers together take about {format_bytes(needed(config))}, more than nine tenths of the host's "
-        f"{format_bytes(host_bytes)}"
+        f"engines and trainers together take about {format_bytes(needed(config))}, more than nine "
+        f"tenths of the host's {format_bytes(host_bytes)}"
     )
     cache = config.rollout.kv_cache_gib
     moves = [("rollout.kv_cache_gib", [cache / 2, cache / 4, cache / 8]), *_trainer_moves(config)]
@@ -207,7 +231,9 @@ def _host_shortages(config: Config, spec: ModelSpec, host_bytes: int) -> list[Sh
 
 
 def _trainer_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
-    """Cheapest first: what costs no speed, what costs little, then recomputation, then another layout of the same devices."""
+    """Cheapest first: what costs no speed, what costs little, then recomputation, then another
+    layout of the same devices.
+    """
     trainer, responses = config.trainer, config.microbatch_responses
     if not trainer.distributed_optimizer:
         yield "trainer.distributed_optimizer", [True]
@@ -219,7 +245,10 @@ def _trainer_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
     kinds = ("none", "selective", "full")
     yield "trainer.recompute", kinds[kinds.index(trainer.recompute) + 1 :]
     yield "trainer.tensor_parallel", _doubled(trainer.tensor_parallel, _LARGEST_TENSOR_PARALLEL)
-    yield "trainer.pipeline_parallel", _doubled(trainer.pipeline_parallel, 8 * trainer.pipeline_parallel)
+    yield (
+        "trainer.pipeline_parallel",
+        _doubled(trainer.pipeline_parallel, 8 * trainer.pipeline_parallel),
+    )
 
 
 def _engine_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
@@ -233,7 +262,10 @@ def _engine_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
             [n for n in (*fewer, rollout.max_num_seqs // 16) if n >= rollout.responses_per_prompt],
         )
     else:
-        yield "rollout.window", list(range(rollout.window - 1, rollout.responses_per_prompt - 1, -1))
+        yield (
+            "rollout.window",
+            list(range(rollout.window - 1, rollout.responses_per_prompt - 1, -1)),
+        )
     least = max(rollout.max_num_seqs, config.data.max_prompt_tokens + rollout.max_response_tokens)
     if least < rollout.max_num_batched_tokens:
         yield "rollout.max_num_batched_tokens", [least]
@@ -243,11 +275,17 @@ def _engine_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
 
 
 def _doubled(value: int, limit: int) -> list[int]:
-    return list(itertools.takewhile(lambda n: n <= limit, (value << shift for shift in range(1, 8))))
+    return list(
+        itertools.takewhile(lambda n: n <= limit, (value << shift for shift in range(1, 8)))
+    )
 
 
-def _search(config: Config, spec: ModelSpec, moves: Moves, fits: Callable[[Config], bool]) -> Changes | None:
-    """The first combination that fits and breaks no rule: by number of keys, then by the order of keys and values."""
+def _search(
+    config: Config, spec: ModelSpec, moves: Moves, fits: Callable[[Config], bool]
+) -> Changes | None:
+    """The first combination that fits and breaks no rule: by number of keys, then by the order of
+    keys and values.
+    """
     for number in range(1, min(_MOST_CHANGES, len(moves)) + 1):
         for chosen in itertools.combinations(moves, number):
             for values in itertools.product(*(values for _, values in chosen)):
@@ -261,7 +299,9 @@ def _search(config: Config, spec: ModelSpec, moves: Moves, fits: Callable[[Confi
 
 
 def _is_whole(config: Config) -> bool:
-    """Whether there are whole replicas with whole groups, without which the arithmetic means nothing."""
+    """Whether there are whole replicas with whole groups, without which the arithmetic means
+    nothing.
+    """
     mesh, groups = config.mesh, config.schedule.prompts_per_iteration
     return mesh.size == config.trainer.devices and mesh.shares(groups)
 
@@ -272,7 +312,9 @@ def _same_devices_per_engine(config: Config, changes: Changes) -> bool:
         return "rollout.engines" not in changes or config.run.device == "cpu"
     rollout = config.rollout
     engines = changes.get("rollout.engines", rollout.engines)
-    return bool(engines * changes["rollout.tensor_parallel"] == rollout.engines * rollout.tensor_parallel)
+    return bool(
+        engines * changes["rollout.tensor_parallel"] == rollout.engines * rollout.tensor_parallel
+    )
 
 
 def _changed(config: Config, changes: Changes) -> Config:
@@ -281,7 +323,9 @@ def _changed(config: Config, changes: Changes) -> Config:
     for key, value in changes.items():
         section, _, name = key.partition(".")
         updates.setdefault(section, {})[name] = value
-    sections = {name: getattr(config, name).model_copy(update=values) for name, values in updates.items()}
+    sections = {
+        name: getattr(config, name).model_copy(update=values) for name, values in updates.items()
+    }
     return config.model_copy(update=sections)
 
 
@@ -295,4 +339,10 @@ def _allowed(config: Config, spec: ModelSpec) -> bool:
 
 
 def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

@@ -23,7 +23,11 @@ def choices_of(config: Config, spec: ModelSpec, devices: int, free: Collection[s
     trainer, rollout = config.trainer, config.rollout
     sharded = trainer.backend == "fsdp"
     stages = [n for n in range(1, _MOST_STAGES + 1) if spec.num_layers % n == 0]
-    experts = [n for n in (*_POWERS, _MOST_EXPERT_RANKS) if spec.experts is not None and spec.experts.count % n == 0]
+    experts = [
+        n
+        for n in (*_POWERS, _MOST_EXPERT_RANKS)
+        if spec.experts is not None and spec.experts.count % n == 0
+    ]
     recompute = [kind for kind in _RECOMPUTE if not (sharded and kind == "selective")]
     is_limited = "max_num_seqs" in rollout.model_fields_set and "rollout.max_num_seqs" not in free
     return Sizes(
@@ -32,8 +36,14 @@ def choices_of(config: Config, spec: ModelSpec, devices: int, free: Collection[s
         trainers=None if "trainer.devices" in free else trainer.devices,
         shards=of("rollout.tensor_parallel", rollout.tensor_parallel, _POWERS),
         tensor=of("trainer.tensor_parallel", trainer.tensor_parallel, (1,) if sharded else _POWERS),
-        stages=of("trainer.pipeline_parallel", trainer.pipeline_parallel, (1,) if sharded else stages),
-        experts=of("trainer.expert_parallel", trainer.expert_parallel, (1,) if sharded or not experts else experts),
+        stages=of(
+            "trainer.pipeline_parallel", trainer.pipeline_parallel, (1,) if sharded else stages
+        ),
+        experts=of(
+            "trainer.expert_parallel",
+            trainer.expert_parallel,
+            (1,) if sharded or not experts else experts,
+        ),
         recompute=of("trainer.recompute", trainer.recompute, recompute),
         offload=of("optimizer.offload", config.optimizer.offload, (False, True)),
         colocate=of("placement.colocate", config.placement.colocate, (False, True)),
@@ -54,4 +64,7 @@ def size_words(config: Config) -> str:
     held = [f"{trainer.recompute} recomputation"] if trainer.recompute != "none" else []
     held += ["offload"] if config.optimizer.offload else []
     where = "on" if config.placement.colocate else "beside"
-    return f"{rollout.engines} engines x {rollout.tensor_parallel} {where} {ranks}{''.join(f', {way}' for way in held)}"
+    return (
+        f"{rollout.engines} engines x {rollout.tensor_parallel} {where} "
+        f"{ranks}{''.join(f', {way}' for way in held)}"
+    )

@@ -1,7 +1,8 @@
-"""Device kinds: npu, cuda and cpu behind one Protocol; the only place that knows which one a run uses.
+"""Device kinds: npu, cuda and cpu behind one Protocol; the only place that knows which one a run
+uses.
 
-`get(kind)` gives the Platform (see `pa_npu.platform.base`), `missing(kind)` says in words why it cannot be had,
-`typical_memory(kind)` what to plan with then.
+`get(kind)` gives the Platform (see `pa_npu.platform.base`), `missing(kind)` says in words why it
+cannot be had, `typical_memory(kind)` what to plan with then.
 Importing this package imports nothing heavy.
 """
 
@@ -25,7 +26,9 @@ __all__ = ["KINDS", "get", "missing", "typical_memory"]
 
 @dataclass(frozen=True)
 class _Seat:
-    """A device kind. platform: module:Class, imported when it is chosen. missing: as the function of this name below."""
+    """A device kind. platform: module:Class, imported when it is chosen. missing: as the function
+    of this name below.
+    """
 
     platform: str
     missing: Callable[[], str | None]
@@ -39,7 +42,9 @@ def get(kind: str = "auto") -> Platform:
     if kind == "auto":
         kind = next(k for k in KINDS if missing(k) is None)
     if kind not in _SEATS:
-        raise UserError(f"run.device: {kind!r} is not one of auto, {', '.join(_SEATS)}; use one of these")
+        raise UserError(
+            f"run.device: {kind!r} is not one of auto, {', '.join(_SEATS)}; use one of these"
+        )
     reason = missing(kind)
     if reason is not None:
         raise UserError(f"run.device: {kind} cannot be used: {reason}, or set run.device=cpu")
@@ -65,7 +70,10 @@ def _missing_npu() -> str | None:
         import torch
         import torch_npu  # noqa: F401 - registers torch.npu
     except (ImportError, OSError, RuntimeError) as error:
-        return f"torch_npu does not import ({error}); source CANN's set_env.sh and match torch_npu to torch"
+        return (
+            f"torch_npu does not import ({error}); source CANN's set_env.sh and match torch_npu "
+            "to torch"
+        )
     npu: Any = torch.npu  # type: ignore[attr-defined]
     if not npu.is_available() or npu.device_count() == 0:
         return "torch_npu sees no NPU; check npu-smi info and ASCEND_RT_VISIBLE_DEVICES"

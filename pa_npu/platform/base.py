@@ -20,28 +20,39 @@ Role = Literal["launcher", "engine", "coordinator", "trainer"]
 
 
 class FusedOps(Protocol):
-    """Per-token operations with a better kernel on some platforms; every implementation is differentiable."""
+    """Per-token operations with a better kernel on some platforms; every implementation is
+    differentiable.
+    """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm over the last dimension, computed in fp32 and rounded to `x.dtype` before `weight` is applied."""
+        """RMSNorm over the last dimension, computed in fp32 and rounded to `x.dtype` before
+        `weight` is applied.
+        """
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate `x` [tokens, heads, head_dim] by `cos`, `sin` [tokens, 1, head_dim] (equal halves)."""
+        """Rotate `x` [tokens, heads, head_dim] by `cos`, `sin` [tokens, 1, head_dim] (equal
+        halves).
+        """
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         """silu(a) * b for the halves (a, b) of the last dimension."""
 
-    def grouped_linear(self, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """rows [n, in], of which the first counts[0] meet weight[0], the next counts[1] weight[1] and so on -> [n, out].
+    def grouped_linear(
+        self, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]
+    ) -> torch.Tensor:
+        """rows [n, in], of which the first counts[0] meet weight[0], the next counts[1] weight[1]
+        and so on -> [n, out].
 
         weight: [groups, out, in].
         """
 
 
 class Platform(ABC):
-    """One device kind (npu, cuda, cpu). Nothing outside this package asks which one it is talking to.
+    """One device kind (npu, cuda, cpu). Nothing outside this package asks which one it is talking
+    to.
 
-    A kind says what is abstract here. The rest is that of a device without queues, and without memory or generators of its own.
+    A kind says what is abstract here. The rest is that of a device without queues, and without
+    memory or generators of its own.
     """
 
     name: str
@@ -49,7 +60,9 @@ class Platform(ABC):
     comm_backend: str
     """Backend of collectives on device tensors: hccl, nccl or gloo."""
     process_group_backend: str
-    """Argument of `init_process_group`: also serves CPU tensors, which checkpoints and object collectives use."""
+    """Argument of `init_process_group`: also serves CPU tensors, which checkpoints and object
+    collectives use.
+    """
     visible_devices_env: str | None = None
     """Environment variable that restricts a process to some devices; None where there is none."""
     cluster_resource: str
@@ -78,7 +91,9 @@ class Platform(ABC):
         """Bytes that this process has allocated on the current device."""
 
     def take_memory_peak(self) -> MemoryPeak:
-        """The most that this process and its children had on the host, and on the current device, since the last call."""
+        """The most that this process and its children had on the host, and on the current device,
+        since the last call.
+        """
         return MemoryPeak(self._resident_peak.take(), device_peak_bytes(self.name))
 
     @abstractmethod
@@ -90,7 +105,9 @@ class Platform(ABC):
         """Memory that this process can still get on the current device."""
 
     def host_memory(self, like: torch.Tensor) -> torch.Tensor:
-        """Pinned memory of the host of the tensor's shape and type; the tensor itself where the host's is the device's."""
+        """Pinned memory of the host of the tensor's shape and type; the tensor itself where the
+        host's is the device's.
+        """
         return like
 
     def release_memory(self) -> None:  # noqa: B027
@@ -100,26 +117,30 @@ class Platform(ABC):
         """Wait until everything queued on the current device is done."""
 
     def side_stream(self) -> AbstractContextManager[None]:
-        """For a background thread: what it queues inside does not wait behind the training stream, nor the other way.
+        """For a background thread: what it queues inside does not wait behind the training stream,
+        nor the other way.
 
-        On entry the stream waits for what the training stream holds by then (such as the optimizer's update), on exit
-        the thread waits for the stream, so that its results may be used anywhere. Each entry takes a stream of its own;
-        the calling thread is put on the device of set_device(). Without device queues it does nothing.
+        On entry the stream waits for what the training stream holds by then (such as the
+        optimizer's update), on exit the thread waits for the stream, so that its results may be
+        used anywhere. Each entry takes a stream of its own; the calling thread is put on the device
+        of set_device(). Without device queues it does nothing.
         """
         return nullcontext()
 
     def detached_stream(self) -> AbstractContextManager[None]:
-        """For a background thread that has nothing to do with training: a stream of its own that waits for nothing.
+        """For a background thread that has nothing to do with training: a stream of its own that
+        waits for nothing.
 
         For the whole of the thread's life; the calling thread is put on the device of set_device().
         """
         return nullcontext()
 
     def profile(self, directory: Path, name: str) -> AbstractContextManager[Any]:
-        """Record what runs on host and device inside, and write it to `directory` on exit, file or folder `name`....
+        """Record what runs on host and device inside, and write it to `directory` on exit, file or
+        folder `name`....
 
-        By torch.profiler one Chrome trace, name.TIME.pt.trace.json. Read it with TensorBoard, chrome://tracing or Perfetto; on npu
-        also with MindStudio Insight.
+        By torch.profiler one Chrome trace, name.TIME.pt.trace.json. Read it with TensorBoard,
+        chrome://tracing or Perfetto; on npu also with MindStudio Insight.
         """
         profiler = self.profiler()
         known = profiler.ProfilerActivity
@@ -149,20 +170,28 @@ class Platform(ABC):
         """Restore what `rng_state` gave; nothing for None."""
 
     def set_deterministic(self, enabled: bool) -> None:
-        """Choose deterministic kernels, or allow others. Call it before the first collective and the first kernel."""
+        """Choose deterministic kernels, or allow others.
+
+        Call it before the first collective and the first kernel.
+        """
         torch.use_deterministic_algorithms(enabled)
         # nothing here reads uninitialised memory
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     @abstractmethod
     def environment(self, role: Role) -> dict[str, str]:
-        """Environment defaults for a child process of this role; variables the user has set are left out."""
+        """Environment defaults for a child process of this role; variables the user has set are
+        left out.
+        """
 
     def collective_environment(self, longest_s: float, deterministic: bool) -> dict[str, str]:
-        """Variables that collectives read when their communicator is made, equal on all members of a group, engines and trainers.
+        """Variables that collectives read when their communicator is made, equal on all members of
+        a group, engines and trainers.
 
-        longest_s: what a collective may take before the device ends it by itself; nothing where torch's deadline is the only one.
-        deterministic: reductions in one order. Raises ConfigError where the user's environment has a deadline that comes too early.
+        longest_s: what a collective may take before the device ends it by itself; nothing where
+        torch's deadline is the only one.
+        deterministic: reductions in one order. Raises ConfigError where the user's environment has
+        a deadline that comes too early.
         """
         return {}
 
@@ -171,7 +200,8 @@ class Platform(ABC):
         return longest_s
 
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
-        """Variables that make collectives use `address`, which `interface` has; variables the user has set are left out.
+        """Variables that make collectives use `address`, which `interface` has; variables the user
+        has set are left out.
 
         gloo's interface is the launcher's to set, on every platform.
         """
@@ -179,7 +209,9 @@ class Platform(ABC):
 
 
 class AcceleratorPlatform(Platform):
-    """The part that cuda and npu share: torch gives `torch.cuda` and `torch.npu` the same functions. A subclass names the kind."""
+    """The part that cuda and npu share: torch gives `torch.cuda` and `torch.npu` the same
+    functions. A subclass names the kind.
+    """
 
     largest_bucket_bytes = LARGEST_BUCKET_BYTES
     _local_index = 0
@@ -206,7 +238,8 @@ class AcceleratorPlatform(Platform):
 
     def free_memory_bytes(self) -> int:
         free, _ = self._module.mem_get_info()
-        cached = self._module.memory_reserved() - self._module.memory_allocated()  # the allocator's own, unused
+        # the allocator's own, unused
+        cached = self._module.memory_reserved() - self._module.memory_allocated()
         return int(free + cached)
 
     def host_memory(self, like: torch.Tensor) -> torch.Tensor:
@@ -220,7 +253,8 @@ class AcceleratorPlatform(Platform):
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
-        self._module.set_device(self._local_index)  # which device is the current one is a thread's own
+        # which device is the current one is a thread's own
+        self._module.set_device(self._local_index)
         stream = self._module.Stream()
         stream.wait_stream(self._module.default_stream())
         with self._module.stream(stream):

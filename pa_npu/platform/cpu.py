@@ -12,13 +12,17 @@ from pa_npu.platform.ops import TorchOps
 
 
 class CpuPlatform(Platform):
-    """Development, tests and the quick start. A device is one core: trainers and engines are pinned by the launcher."""
+    """Development, tests and the quick start.
+
+    A device is one core: trainers and engines are pinned by the launcher.
+    """
 
     name = "cpu"
     comm_backend = "gloo"
     process_group_backend = "gloo"
     cluster_resource = "CPU"
-    # beyond 32 MiB glibc takes new pages for every buffer, whose first touch costs as much as the transfer
+    # beyond 32 MiB glibc takes new pages for every buffer, whose first touch costs as much as the
+    # transfer
     largest_bucket_bytes = 16 * 2**20
 
     def __init__(self) -> None:
@@ -28,7 +32,11 @@ class CpuPlatform(Platform):
         return torch.device("cpu")
 
     def device_count(self) -> int:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+        return (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else (os.cpu_count() or 1)
+        )
 
     def memory_bytes(self) -> int:
         """Resident memory of this process; where nobody says it, its most since the start."""
@@ -43,9 +51,11 @@ class CpuPlatform(Platform):
         return int(psutil.virtual_memory().available)
 
     def environment(self, role: Role) -> dict[str, str]:
-        defaults = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # an installed torch_npu must not load into a CPU run
+        # an installed torch_npu must not load into a CPU run
+        defaults = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         if role in ("trainer", "coordinator"):
             defaults["OMP_NUM_THREADS"] = "1"  # a device is one core
         if role == "trainer":
-            defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron warns without it, whatever the device
+            # Megatron warns without it, whatever the device
+            defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         return without_users(defaults)

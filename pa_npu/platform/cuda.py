@@ -9,7 +9,8 @@ import torch
 from pa_npu.platform.base import AcceleratorPlatform, Role, without_users
 from pa_npu.platform.ops import TorchOps
 
-# cuBLAS chooses between kernels at run time unless it has one fixed workspace; it reads this when it starts.
+# cuBLAS chooses between kernels at run time unless it has one fixed workspace; it reads this when
+# it starts.
 CUBLAS_WORKSPACE = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
@@ -19,7 +20,9 @@ class CudaOps(TorchOps):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
-    def grouped_linear(self, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def grouped_linear(
+        self, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]
+    ) -> torch.Tensor:
         """torch's grouped product (2.10), which is for bf16; otherwise one group after another."""
         if rows.dtype != torch.bfloat16 or not hasattr(torch.nn.functional, "grouped_mm"):
             return super().grouped_linear(rows, weight, counts)
@@ -46,18 +49,24 @@ class CudaPlatform(AcceleratorPlatform):
         super().set_deterministic(enabled)
 
     def environment(self, role: Role) -> dict[str, str]:
-        # vLLM turns NCCL's cuMem allocator off in its workers; the ranks of one group must agree on it
+        # vLLM turns NCCL's cuMem allocator off in its workers; the ranks of one group must agree on
+        # it
         defaults = (
-            {"NCCL_CUMEM_ENABLE": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if role in ("engine", "trainer") else {}
+            {"NCCL_CUMEM_ENABLE": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+            if role in ("engine", "trainer")
+            else {}
         )
         if role == "trainer":
             defaults |= {
-                "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's overlap of collectives with compute relies on the order
-                "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # lengths vary, so blocks would fragment
+                # Megatron's overlap of collectives with compute relies on the order
+                "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                # lengths vary, so blocks would fragment
+                "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
                 "OMP_NUM_THREADS": "4",
                 **CUBLAS_WORKSPACE,
             }
         return without_users(defaults)
 
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
-        return without_users({"NCCL_SOCKET_IFNAME": f"={interface}"})  # = takes the name as a whole, not as a prefix
+        # = takes the name as a whole, not as a prefix
+        return without_users({"NCCL_SOCKET_IFNAME": f"={interface}"})

@@ -16,8 +16,9 @@ from pa_npu.platform.base import AcceleratorPlatform, Role, without_users
 HCCL_TIMEOUTS = {"HCCL_CONNECT_TIMEOUT": "1800"}
 _EXEC_TIMEOUT = "HCCL_EXEC_TIMEOUT"
 _EXEC_TIMEOUT_STEP = 68  # HCCL wants multiples of it
-# Our own waits end first and say what was awaited, then the device's, which leaves its records, then torch's watchdog, which ends
-# the process: torch_npu warns of another order ("The plog may not be recorded").
+# Our own waits end first and say what was awaited, then the device's, which leaves its records,
+# then torch's watchdog, which ends the process: torch_npu warns of another order ("The plog may not
+# be recorded").
 _DEVICE_MARGIN_S = _WATCHDOG_MARGIN_S = 60.0
 _DETERMINISTIC = {"HCCL_DETERMINISTIC": "strict"}
 
@@ -52,7 +53,8 @@ class NpuPlatform(AcceleratorPlatform):
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1",
                 "TASK_QUEUE_ENABLE": "2",
                 "CPU_AFFINITY_CONF": "1",
-                "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # lengths vary, so blocks would fragment
+                # lengths vary, so blocks would fragment
+                "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
                 "OMP_NUM_THREADS": "4",
             }
         return without_users(defaults)
@@ -66,9 +68,10 @@ class NpuPlatform(AcceleratorPlatform):
         # 0: no deadline
         if not users.isdigit() or 0 < int(users) < needed:
             raise ConfigError(
-                f"HCCL_EXEC_TIMEOUT={users} of the environment would end collectives on the device before their own deadline of "
-                f"{longest_s:g} s, which follows from trainer.wait_timeout_s and publish.timeout_s; unset it, or set it to "
-                f"{needed} or more"
+                f"HCCL_EXEC_TIMEOUT={users} of the environment would end collectives on the device "
+                f"before their own deadline of {longest_s:g} s, which follows from "
+                f"trainer.wait_timeout_s and publish.timeout_s; unset it, or set it to {needed} or "
+                "more"
             )
         return own
 
@@ -82,30 +85,41 @@ class NpuPlatform(AcceleratorPlatform):
 
 
 class NpuOps:
-    """FusedOps by torch_npu's fused kernels, called directly rather than through MindSpeed's switches."""
+    """FusedOps by torch_npu's fused kernels, called directly rather than through MindSpeed's
+    switches.
+    """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         normed: torch.Tensor = torch_npu.npu_rms_norm(x, weight, epsilon=eps)[0]
         return normed
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        # SBND with cos and sin as S1 1D: the kernel takes four dimensions, the batch is one packed sequence
-        rotated: torch.Tensor = torch_npu.npu_rotary_mul(x.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1))
+        # SBND with cos and sin as S1 1D: the kernel takes four dimensions, the batch is one packed
+        # sequence
+        rotated: torch.Tensor = torch_npu.npu_rotary_mul(
+            x.unsqueeze(1), cos.unsqueeze(1), sin.unsqueeze(1)
+        )
         return rotated.squeeze(1)
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         activated: torch.Tensor = torch_npu.npu_swiglu(x, dim=-1)
         return activated
 
-    def grouped_linear(self, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def grouped_linear(
+        self, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]
+    ) -> torch.Tensor:
         return _GroupedLinear.apply(rows, weight, counts)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """npu_grouped_matmul, which has no backward in torch_npu. group_type 0 divides rows, 2 the dimension that is summed over."""
+    """npu_grouped_matmul, which has no backward in torch_npu. group_type 0 divides rows, 2 the
+    dimension that is summed over.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]
+    ) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.ends = torch.tensor(counts, dtype=torch.int64, device=rows.device).cumsum(0)
         if not len(rows):
@@ -118,10 +132,16 @@ class _GroupedLinear(torch.autograd.Function):
         if not len(rows):  # an operator that has nothing to multiply need not write its result
             return torch.empty_like(rows), torch.zeros_like(weight), None
         grad = grads[0].contiguous()
-        return _grouped_matmul(grad, weight, ctx.ends, 0), _grouped_matmul(grad.t(), rows, ctx.ends, 2), None
+        return (
+            _grouped_matmul(grad, weight, ctx.ends, 0),
+            _grouped_matmul(grad.t(), rows, ctx.ends, 2),
+            None,
+        )
 
 
-def _grouped_matmul(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, group_type: int) -> torch.Tensor:
+def _grouped_matmul(
+    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, group_type: int
+) -> torch.Tensor:
     """ends: cumulative, on the device. split_item 3: one tensor comes out."""
     found: list[torch.Tensor] = torch_npu.npu_grouped_matmul(
         [x], [weight], group_list=ends, group_type=group_type, group_list_type=0, split_item=3

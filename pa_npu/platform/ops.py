@@ -1,4 +1,6 @@
-"""FusedOps in plain torch: for every platform without kernels of its own, and the reference of the others."""
+"""FusedOps in plain torch: for every platform without kernels of its own, and the reference of the
+others.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ import torch
 
 
 class TorchOps:
-    """RMSNorm, rotary and SwiGLU as autograd functions with closed-form backwards: fewer kept tensors than composed ops."""
+    """RMSNorm, rotary and SwiGLU as autograd functions with closed-form backwards: fewer kept
+    tensors than composed ops.
+    """
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return _RMSNorm.apply(x, weight, eps)
@@ -19,19 +23,26 @@ class TorchOps:
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         return _SwiGLU.apply(x)
 
-    def grouped_linear(self, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    def grouped_linear(
+        self, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]
+    ) -> torch.Tensor:
         """One group after another; groups without rows too, so that every weight has a gradient."""
         parts = zip(rows.split(counts), weight.unbind(), strict=True)
         return torch.cat([torch.mm(part, own.t()) for part, own in parts])
 
 
 class _RMSNorm(torch.autograd.Function):
-    """y = w * n with n = x / rms(x) rounded to x's type first, as HF and vLLM do. Keeps x and one number per row."""
+    """y = w * n with n = x / rms(x) rounded to x's type first, as HF and vLLM do.
+
+    Keeps x and one number per row.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x if x.dtype == torch.float64 else x.float()
-        inverse_rms = torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        inverse_rms = (
+            torch.linalg.vecdot(wide, wide).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
+        )
         ctx.save_for_backward(x, weight, inverse_rms)
         return (wide * inverse_rms).to(x.dtype).mul_(weight)
 
@@ -52,7 +63,10 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Rotary(torch.autograd.Function):
-    """(a, b) -> (a cos - b sin, b cos + a sin) on the two halves of the last dimension. Keeps no activations."""
+    """(a, b) -> (a cos - b sin, b cos + a sin) on the two halves of the last dimension.
+
+    Keeps no activations.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

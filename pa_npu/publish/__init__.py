@@ -16,25 +16,31 @@
                                   <---  SENT: SentWeights, digests of the buckets
                                   <---  TRAINED: TrainedContents of every sending rank
                                   <-----------------------------------------------  version, digests of the buckets, contents
-                                                                                    of tensors and of its memory; prefixes
-                                                                                    are forgotten
+                                                                                    of tensors and
+                                                                                    of its memory;
+                                                                                    prefixes are
+                                                                                    forgotten
     equal, bucket by bucket, and        what is sent follows what is trained (I5)
     tensor by tensor (I5)
     sample a probe, where due (I5)
     VERDICT: PublishVerdict       --->  compares the probe's log-probs with its own
 
-    A probe is due for the first and the last version; between them the first groups are the probe (pa_npu.trainer.agreement).
+    A probe is due for the first and the last version; between them the first groups are the probe
+    (pa_npu.trainer.agreement).
 
-    Round trips that every border waits for: the broadcasts, one answer of each engine, SENT, TRAINED and VERDICT. MEMBERS and
-    the request to load are under way while the trainers step. A publish that forms groups anew begins at READY, as forming them
-    has a deadline.
+    Round trips that every border waits for: the broadcasts, one answer of each engine, SENT,
+    TRAINED and VERDICT. MEMBERS and the request to load are under way while the trainers step. A
+    publish that forms groups anew begins at READY, as forming them has a deadline.
 
-    A rank that fails puts BROKEN; the coordinator declares the groups abandoned, finds out which engines are left, says so
-    in the verdict, and both begin the next attempt at MEMBERS, in groups of the next epoch.
+    A rank that fails puts BROKEN; the coordinator declares the groups abandoned, finds out which
+    engines are left, says so in the verdict, and both begin the next attempt at MEMBERS, in groups
+    of the next epoch.
 
-    inside an iteration, for an engine that was started again: LATE_REQUEST ... LATE_BROKEN (late_engines draws it).
+    inside an iteration, for an engine that was started again: LATE_REQUEST ... LATE_BROKEN
+    (late_engines draws it).
 
-Where things are: messages and their keys in `messages`; which groups engines join, and whether they got what was sent, in
-`engines`. The wire itself - groups, buckets, digests, and the engine's end, which runs inside engines, and adapters that engines
-merge - is the room below, pa_npu.weight_transfer.
+Where things are: messages and their keys in `messages`; which groups engines join, and whether they
+got what was sent, in `engines`. The wire itself - groups, buckets, digests, and the engine's end,
+which runs inside engines, and adapters that engines merge - is the room below,
+pa_npu.weight_transfer.
 """

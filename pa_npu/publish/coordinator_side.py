@@ -1,12 +1,15 @@
-"""The coordinator's end of the protocol: engines join the trainers' groups, load a version, and answer a probe where one is due.
+"""The coordinator's end of the protocol: engines join the trainers' groups, load a version, and
+answer a probe where one is due.
 
-Engines are asked to load as soon as nothing is in flight, while the trainers still train and step: what they do before the first
-byte comes is over then. The trainers are waited for only where groups have to be formed anew, as forming them has a deadline, and
-where engines sleep, whose memory the trainers use until then.
+Engines are asked to load as soon as nothing is in flight, while the trainers still train and step:
+what they do before the first byte comes is over then. The trainers are waited for only where groups
+have to be formed anew, as forming them has a deadline, and where engines sleep, whose memory the
+trainers use until then.
 
-The trainers' end is pa_npu.publish.trainer_side (and, between two publishes, pa_npu.publish.late_engines); what runs inside the
-engines is pa_npu.weight_transfer.receiver. When an engine dies meanwhile, the attempt is given up on both sides and made again with
-those that are left: nothing is in flight at a border, so an attempt that fails costs time only.
+The trainers' end is pa_npu.publish.trainer_side (and, between two publishes,
+pa_npu.publish.late_engines); what runs inside the engines is pa_npu.weight_transfer.receiver. When
+an engine dies meanwhile, the attempt is given up on both sides and made again with those that are
+left: nothing is in flight at a border, so an attempt that fails costs time only.
 """
 
 from __future__ import annotations
@@ -27,7 +30,13 @@ from pa_npu.control.typed import Topic
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.membership import Fleet, Member
 from pa_npu.engines.pool import CHANGING, EnginePool
-from pa_npu.engines.protocol import EngineError, LoadedWeights, RolloutEngine, Sampling, WeightGroups
+from pa_npu.engines.protocol import (
+    EngineError,
+    LoadedWeights,
+    RolloutEngine,
+    Sampling,
+    WeightGroups,
+)
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.publish.engines import ArrivalCheck, Connection, EngineGroups
@@ -63,22 +72,25 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Workers have the same deadline and a better message (which bucket, which stage); the client's only catches workers that hang.
+# Workers have the same deadline and a better message (which bucket, which stage); the client's only
+# catches workers that hang.
 _GRACE_S = 15.0
 # Keeps the seeds of probes apart from those of groups, whose index is far below.
 _PROBE_INDEX = 2**32
 _ATTEMPTS = 4
 _HEALTH_EVERY_S = 2.0
-# Engines that keep the version before until all its groups are complete: one that may die, and one that takes its groups then.
+# Engines that keep the version before until all its groups are complete: one that may die, and one
+# that takes its groups then.
 _KEEP_BEFORE = 2
 
 
 @dataclass(frozen=True)
 class EnginesHold:
-    """A version that the engines hold, and when (time.perf_counter): trainers were ready to send, engines had loaded it, what they
-    got had been compared with what was sent, and all of it was over. probe: their answers, where one was due. memory: the
-    most of any engine since the publish before; None where no engine says it. still_s: how long the longest of them stood still
-    for it, from when it had nothing to generate and the trainers were ready."""
+    """A version that the engines hold, and when (time.perf_counter): trainers were ready to send,
+    engines had loaded it, what they got had been compared with what was sent, and all of it was
+    over. probe: their answers, where one was due. memory: the most of any engine since the publish
+    before; None where no engine says it. still_s: how long the longest of them stood still for it,
+    from when it had nothing to generate and the trainers were ready."""
 
     probe: Probe | None
     ready_s: float
@@ -116,20 +128,26 @@ class CoordinatorPublish:
         self._deadline_s = config.publish.timeout_s
         self._limit_s = self._deadline_s + _GRACE_S  # of what an engine is asked for
         self._epoch = -1
-        self._connected: list[Member] | None = None  # the members of the groups of this epoch, while these are whole
+        # the members of the groups of this epoch, while these are whole
+        self._connected: list[Member] | None = None
         self._late_number = 0
         self._groups = EngineGroups(config, connection)
         self._arrival = ArrivalCheck(connection)
         self._live_memory = LiveMemoryCheck(connection.computation)
-        self._failed_ahead: int | None = None  # the version whose first attempt, beside generation, failed
+        # the version whose first attempt, beside generation, failed
+        self._failed_ahead: int | None = None
         fleet.deliver_late = self.deliver_late
 
-    async def publish(self, version: int, prompt: Prompt | None, trainers_within_s: float) -> EnginesHold:
-        """All engines load `version` when the trainers send it. prompt: for a probe; None where no probe is due.
+    async def publish(
+        self, version: int, prompt: Prompt | None, trainers_within_s: float
+    ) -> EnginesHold:
+        """All engines load `version` when the trainers send it. prompt: for a probe; None where no
+        probe is due.
 
-        Nothing may be in flight: a response has one version (I1). trainers_within_s: how long the trainers may take until they are
-        ready to send. Raises DeadlineExceeded where they are not, EngineError when attempt after attempt fails, and
-        InvariantViolation where an engine received something else than was sent (I5).
+        Nothing may be in flight: a response has one version (I1). trainers_within_s: how long the
+        trainers may take until they are ready to send. Raises DeadlineExceeded where they are not,
+        EngineError when attempt after attempt fails, and InvariantViolation where an engine
+        received something else than was sent (I5).
         """
         self._freshness.check_arrival(version, self._pool.num_in_flight)
         ready = asyncio.create_task(
@@ -138,14 +156,17 @@ class CoordinatorPublish:
         reason = ""
         try:
             async with self._fleet.border():
-                if self._fleet.lends:  # trainers that are ready have given back what memory they could
+                # trainers that are ready have given back what memory they could
+                if self._fleet.lends:
                     await ready
                     self._fleet.take_devices()
                 for attempt in range(int(self._failed_ahead == version), _ATTEMPTS):
                     place = {"version": version, "attempt": attempt}
                     members = await self._fleet.members()
                     try:
-                        held = await self._attempt(version, attempt, members, prompt, ready, trainers_within_s)
+                        held = await self._attempt(
+                            version, attempt, members, prompt, ready, trainers_within_s
+                        )
                     except (EngineError, DeadlineExceeded) as error:
                         if _failed(ready):  # nobody is left to try again with
                             raise
@@ -164,14 +185,18 @@ class CoordinatorPublish:
                     return held
         finally:
             await cancel([ready])
-        raise EngineError(f"weight version {version} could not be published in {_ATTEMPTS} attempts: {reason}")
+        raise EngineError(
+            f"weight version {version} could not be published in {_ATTEMPTS} attempts: {reason}"
+        )
 
     async def prepare(self, version: int, trainers_within_s: float) -> list[Member] | None:
-        """Beside generation: engines receive `version` into their second buffers when the trainers send it, and these go on.
+        """Beside generation: engines receive `version` into their second buffers when the trainers
+        send it, and these go on.
 
-        Returns the engines that have it; None where it has to be published at the border: members have changed, so that groups are
-        formed anew, or it failed.
-        Raises DeadlineExceeded where trainers are not ready in time, InvariantViolation where an engine received something else.
+        Returns the engines that have it; None where it has to be published at the border: members
+        have changed, so that groups are formed anew, or it failed.
+        Raises DeadlineExceeded where trainers are not ready in time, InvariantViolation where an
+        engine received something else.
         """
         await self._ready(version, trainers_within_s)
         members = self._fleet.serving()
@@ -189,23 +214,31 @@ class CoordinatorPublish:
         try:
             received = await guarded(gather(work), self._broken(BROKEN, place))
         except (EngineError, DeadlineExceeded) as error:
-            logger.warning("weight version %d could not be sent beside generation: %s", version, error)
+            logger.warning(
+                "weight version %d could not be sent beside generation: %s", version, error
+            )
             self._failed_ahead = version
             await self._give_up(members, str(error), place)
             return None
-        by_engine = {member.name: weights for member, weights in zip(members, received, strict=True)}
+        by_engine = {
+            member.name: weights for member, weights in zip(members, received, strict=True)
+        }
         if self._arrival.applies:
             self._arrival.check(version, await self._sent(SENT, place), by_engine)
             self._live_memory.expect(version, await self._trained(place))
         VERDICT.put(self._channel, PublishVerdict(True), **place)
         return members
 
-    async def swap(self, version: int, prepared: Sequence[Member], begins: Callable[[], None]) -> EnginesHold:
-        """Engines load what they have prepared, each when it has nothing in flight. One that does not is replaced, or gets it late.
+    async def swap(
+        self, version: int, prepared: Sequence[Member], begins: Callable[[], None]
+    ) -> EnginesHold:
+        """Engines load what they have prepared, each when it has nothing in flight. One that does
+        not is replaced, or gets it late.
 
-        Where the version before still has groups to write, engines swap as they become free, but the last _KEEP_BEFORE of them only
-        when it has none left: should an engine die, another one writes its groups by the same weights. begins: called whenever
-        engines have swapped, and write by `version`.
+        Where the version before still has groups to write, engines swap as they become free, but
+        the last _KEEP_BEFORE of them only when it has none left: should an engine die, another one
+        writes its groups by the same weights. begins: called whenever engines have swapped, and
+        write by `version`.
         """
         start_s, in_turn = time.perf_counter(), self._pool.writes_before(version)
         seconds: list[float] = []
@@ -243,21 +276,28 @@ class CoordinatorPublish:
         self._fleet.catch_up([member for member in present if member not in swapped])
         end_s, still_s = time.perf_counter(), max(seconds, default=0.0)
         engines = counted(len(swapped), "engine")
-        logger.info("weight version %d on %s, which stood still for %.3f s", version, engines, still_s)
-        memory = MemoryPeak.largest(one.memory for one in loaded if one is not None and one.memory is not None)
-        begin_s = end_s - still_s if in_turn else start_s  # beside generation no time passes that is the border's
+        logger.info(
+            "weight version %d on %s, which stood still for %.3f s", version, engines, still_s
+        )
+        memory = MemoryPeak.largest(
+            one.memory for one in loaded if one is not None and one.memory is not None
+        )
+        # beside generation no time passes that is the border's
+        begin_s = end_s - still_s if in_turn else start_s
         return EnginesHold(None, begin_s, end_s, end_s, end_s, memory, still_s)
 
     async def _free(self, left: Sequence[Member], version: int) -> list[Member]:
-        """Find those engines that may swap now, and those that are gone, whose groups go elsewhere; waits until there are some,
-        which the deadlines of groups in flight bring about."""
+        """Find those engines that may swap now, and those that are gone, whose groups go elsewhere;
+        waits until there are some, which the deadlines of groups in flight bring about."""
 
         def found() -> list[Member]:
             if not self._pool.writes_before(version):
                 return list(left)
             present = [member for member in left if member.state != "gone"]
             free = [member for member in present if not self._pool.in_flight(member.engine)]
-            return [m for m in left if m not in present] + free[: max(0, len(present) - _KEEP_BEFORE)]
+            return [m for m in left if m not in present] + free[
+                : max(0, len(present) - _KEEP_BEFORE)
+            ]
 
         await self._pool.until(lambda: bool(found()))
         return found()
@@ -268,7 +308,8 @@ class CoordinatorPublish:
         return time.perf_counter()
 
     async def deliver_late(self, member: Member, version: int) -> bool:
-        """One engine loads the running iteration's version; false where the trainers have begun to change it, or could not send it.
+        """One engine loads the running iteration's version; false where the trainers have begun to
+        change it, or could not send it.
 
         Raises EngineError or DeadlineExceeded where the engine is to blame.
         """
@@ -286,16 +327,24 @@ class CoordinatorPublish:
         place = {"number": number}
         load = self._load(engine, version, self._groups.of_late(number))
         try:
-            loaded = await guarded(self._while_healthy(engine, load), self._broken(LATE_BROKEN, place))
+            loaded = await guarded(
+                self._while_healthy(engine, load), self._broken(LATE_BROKEN, place)
+            )
         except (EngineError, DeadlineExceeded) as error:
             self._abandon(self._connection.late_stages, number, str(error))
             if isinstance(error, TrainersBroke):
-                logger.warning("engine %s gets its weights with the next publish: %s", engine.name, error)
+                logger.warning(
+                    "engine %s gets its weights with the next publish: %s", engine.name, error
+                )
                 return False
             raise
         if self._arrival.applies:
-            self._arrival.check_late(version, await self._sent(LATE_SENT, place), {engine.name: loaded})
-            self._check_live(version, {engine.name: loaded}, as_published=self._connection.sends_late_alike)
+            self._arrival.check_late(
+                version, await self._sent(LATE_SENT, place), {engine.name: loaded}
+            )
+            self._check_live(
+                version, {engine.name: loaded}, as_published=self._connection.sends_late_alike
+            )
         return True
 
     async def _attempt(
@@ -321,7 +370,9 @@ class CoordinatorPublish:
 
         async def load(member: Member, groups: WeightGroups) -> LoadedWeights:
             await self._fleet.wake(member)
-            return await self._load(member.engine, version, groups if joins else None, begins_within_s)
+            return await self._load(
+                member.engine, version, groups if joins else None, begins_within_s
+            )
 
         begin = ready if begins_within_s is not None else None
         loads = [
@@ -342,24 +393,34 @@ class CoordinatorPublish:
             self._check_live(version, by_engine)
         compared_s = time.perf_counter()
         probe = await self._probe(version, members, prompt) if prompt is not None else None
-        memory = MemoryPeak.largest(weights.memory for weights in loaded if weights.memory is not None)
+        memory = MemoryPeak.largest(
+            weights.memory for weights in loaded if weights.memory is not None
+        )
         still_s = max(0.0, loaded_s - max(ready_s, asked_s))
-        return EnginesHold(probe, ready_s, max(loaded_s, ready_s), compared_s, time.perf_counter(), memory, still_s)
+        return EnginesHold(
+            probe, ready_s, max(loaded_s, ready_s), compared_s, time.perf_counter(), memory, still_s
+        )
 
-    def _check_live(self, version: int, loaded: Mapping[str, LoadedWeights], *, as_published: bool = True) -> None:
+    def _check_live(
+        self, version: int, loaded: Mapping[str, LoadedWeights], *, as_published: bool = True
+    ) -> None:
         """After a load, where trainers send anything. Raises InvariantViolation (I5)."""
         if self._arrival.applies:
             self._live_memory.check(version, loaded, as_published=as_published)
 
     async def _sent(self, topic: Topic[SentWeights], place: dict[str, int]) -> list[SentWeights]:
-        """Wait for what each stage's leader says that it sent: it does so when the last engine has the last bucket."""
+        """Wait for what each stage's leader says that it sent: it does so when the last engine has
+        the last bucket.
+        """
         return [
             await topic.wait_async(self._channel, self._deadline_s, stage=stage, **place)
             for stage in range(len(self._connection.stages))
         ]
 
     async def _trained(self, place: dict[str, int]) -> dict[str, str]:
-        """Wait for what the trainers hold of each tensor that they train: its contents, summed up while engines load."""
+        """Wait for what the trainers hold of each tensor that they train: its contents, summed up
+        while engines load.
+        """
         of_ranks = []
         for rank in self._config.mesh.senders():
             trained = await TRAINED.wait_async(self._channel, self._deadline_s, rank=rank, **place)
@@ -367,8 +428,11 @@ class CoordinatorPublish:
             of_ranks.append(trained.contents)
         return added(of_ranks)
 
-    async def _broken(self, topic: Topic[PublishBroken], place: dict[str, int], longer_s: float = 0.0) -> None:
-        """A guard of work that may never end where the trainers cannot do their part: raises TrainersBroke then.
+    async def _broken(
+        self, topic: Topic[PublishBroken], place: dict[str, int], longer_s: float = 0.0
+    ) -> None:
+        """A guard of work that may never end where the trainers cannot do their part: raises
+        TrainersBroke then.
 
         longer_s: what the work may wait for the trainers beside a publish.
         """
@@ -377,12 +441,17 @@ class CoordinatorPublish:
         raise TrainersBroke(f"the trainers could not send: {broken.reason}")
 
     async def _while_healthy(
-        self, engine: RolloutEngine, work: Coroutine[Any, Any, T], begin: asyncio.Task[float] | None = None
+        self,
+        engine: RolloutEngine,
+        work: Coroutine[Any, Any, T],
+        begin: asyncio.Task[float] | None = None,
     ) -> T:
-        """`work` on an engine, which may never answer when its worker dies meanwhile. Raises EngineError then.
+        """`work` on an engine, which may never answer when its worker dies meanwhile. Raises
+        EngineError then.
 
-        begin: when the trainers send, for work that was asked for before. A worker that hangs leaves the engine healthy, so from
-        then on it has the time that a publish has, whatever it may have waited. Raises DeadlineExceeded beyond it.
+        begin: when the trainers send, for work that was asked for before. A worker that hangs
+        leaves the engine healthy, so from then on it has the time that a publish has, whatever it
+        may have waited. Raises DeadlineExceeded beyond it.
         """
 
         async def is_healthy() -> None:
@@ -390,12 +459,17 @@ class CoordinatorPublish:
                 await asyncio.sleep(_HEALTH_EVERY_S)
                 await engine.check_health(deadline_s=self._config.rollout.probe_timeout_s)
                 # a failure of the trainers ends the attempt elsewhere
-                if begin is None or not begin.done() or begin.cancelled() or begin.exception() is not None:
+                if (
+                    begin is None
+                    or not begin.done()
+                    or begin.cancelled()
+                    or begin.exception() is not None
+                ):
                     continue
                 if time.perf_counter() - begin.result() > self._limit_s:
                     raise DeadlineExceeded(
-                        f"engine {engine.name}: it has not loaded the weights {self._limit_s:g} s after the trainers began to send "
-                        f"them; it may hang"
+                        f"engine {engine.name}: it has not loaded the weights {self._limit_s:g} s "
+                        "after the trainers began to send them; it may hang"
                     )
 
         return await guarded(work, is_healthy())
@@ -412,24 +486,33 @@ class CoordinatorPublish:
             Abandonment(*self._connection.store, epoch_name(stage.name, epoch)).declare(reason)
 
     async def _load(
-        self, engine: RolloutEngine, version: int, joins: WeightGroups | None, begins_within_s: float | None = None
+        self,
+        engine: RolloutEngine,
+        version: int,
+        joins: WeightGroups | None,
+        begins_within_s: float | None = None,
     ) -> LoadedWeights:
         """joins: the groups that the engine joins first, where it is not in them."""
         if joins is not None:
             await engine.join_weight_groups(joins, deadline_s=self._limit_s)
         deadline_s = self._limit_s + (begins_within_s or 0.0)
-        loaded = await engine.load_weights(version, deadline_s=deadline_s, begins_within_s=begins_within_s)
+        loaded = await engine.load_weights(
+            version, deadline_s=deadline_s, begins_within_s=begins_within_s
+        )
         return self._checked(engine, loaded, version)
 
     def _checked(self, engine: RolloutEngine, loaded: LoadedWeights, version: int) -> LoadedWeights:
         if loaded.versions != (version,) * self._workers:
             raise EngineError(
-                f"engine {engine.name}: workers hold weight versions {list(loaded.versions)} after the publish of {version}"
+                f"engine {engine.name}: workers hold weight versions {list(loaded.versions)} after "
+                f"the publish of {version}"
             )
         return loaded
 
     async def _probe(self, version: int, members: Sequence[Member], prompt: Prompt) -> Probe | None:
-        """At least one sampled response per engine, all to the same prompt, with log-probs for the trainers to compare (I5)."""
+        """At least one sampled response per engine, all to the same prompt, with log-probs for the
+        trainers to compare (I5).
+        """
         num_tokens = self._config.publish.probe_tokens
         if not num_tokens:
             return None
@@ -440,12 +523,15 @@ class CoordinatorPublish:
             ignore_eos=True,
         )
         seed = group_seed(self._config.run.seed, version, _PROBE_INDEX)
-        # where the probe decides about publishes, what it has must not depend on which engines serve
+        # where the probe decides about publishes, what it has must not depend on which engines
+        # serve
         count = max(len(members), self._config.probe_responses)
 
         async def sample(number: int, engine: RolloutEngine) -> ProbeResponse:
             deadline_s = self._config.rollout.request_timeout_s
-            completions = await engine.generate(prompt.tokens, 1, seed + number, sampling, deadline_s=deadline_s)
+            completions = await engine.generate(
+                prompt.tokens, 1, seed + number, sampling, deadline_s=deadline_s
+            )
             return ProbeResponse(completions[0].tokens.tolist(), completions[0].logprobs.tolist())
 
         asked = [members[number % len(members)].engine for number in range(count)]

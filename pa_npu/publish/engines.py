@@ -1,11 +1,13 @@
-"""The engines of a publish as the coordinator sees them: the groups that each joins, and whether each got what was sent (I5).
+"""The engines of a publish as the coordinator sees them: the groups that each joins, and whether
+each got what was sent (I5).
 
     an engine's digests against the trainers' of the same publish   a skipped or partial load, weights changed on the way, a stale
-                                                                     copy that calls itself the new version
+                                                                     copy that calls itself the new
+                                                                     version
     a late engine's against those of the version's publish           a copy kept for late engines that is another version's
 
-What a version's digests say of the weights that train is checked where these are, in pa_npu.publish.trainer_side. No tolerance: a
-mismatch is a fault, whatever the learning rate.
+What a version's digests say of the weights that train is checked where these are, in
+pa_npu.publish.trainer_side. No tolerance: a mismatch is a fault, whatever the learning rate.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from pa_npu.weight_transfer.transport import HOST_BACKEND, Way
 
 @dataclass(frozen=True)
 class Connection:
-    """How engines reach the trainers' groups: the store's address, the backend, and each pipeline stage's manifest, in order.
+    """How engines reach the trainers' groups: the store's address, the backend, and each pipeline
+    stage's manifest, in order.
 
-    stages: for publishes to all engines. late_stages: for deliveries to one engine inside an iteration. device: the trainers' kind.
+    stages: for publishes to all engines. late_stages: for deliveries to one engine inside an
+    iteration. device: the trainers' kind.
     computation: what the trainers' modules compute with; None where they do not say it.
     """
 
@@ -43,7 +47,9 @@ class Connection:
     @property
     def sends_late_alike(self) -> bool:
         """Whether a late engine gets the tensors, in the types, that all engines get in a publish."""
-        return [stage.manifest for stage in self.late_stages] == [stage.manifest for stage in self.stages]
+        return [stage.manifest for stage in self.late_stages] == [
+            stage.manifest for stage in self.stages
+        ]
 
 
 class EngineGroups:
@@ -56,8 +62,9 @@ class EngineGroups:
         self._timeout_s = config.publish.timeout_s
 
     def way(self, member: Member) -> Way:
-        """How weights reach an engine from the trainers. One on a trainer's device may not be able to be in a group with that
-        trainer. One on devices of another kind is reached through host memory: no other backend connects them for sure."""
+        """How weights reach an engine from the trainers. One on a trainer's device may not be able
+        to be in a group with that trainer. One on devices of another kind is reached through host
+        memory: no other backend connects them for sure."""
         settings = self._config.rollout.settings_of(member.index)
         if settings.device_kind not in (None, self._connection.device):
             return "host"
@@ -67,7 +74,9 @@ class EngineGroups:
     def receivers(self, members: Sequence[Member], epoch: int) -> PublishMembers:
         """How many workers the trainers send to, by the way to them."""
         ways = [self.way(member) for member in members]
-        return PublishMembers(epoch, self._workers * ways.count("group"), self._workers * ways.count("host"))
+        return PublishMembers(
+            epoch, self._workers * ways.count("group"), self._workers * ways.count("host")
+        )
 
     def of_members(self, members: Sequence[Member], epoch: int) -> list[WeightGroups]:
         """The groups that each member joins, one per stage, in the order of the members.
@@ -80,13 +89,21 @@ class EngineGroups:
             before, count = (self._workers * some.count(way) for some in (ways[:number], ways))
             named = [stage.group(epoch, way) for stage in self._connection.stages]
             backend = HOST_BACKEND if way == "host" else self._connection.backend
-            found.append(WeightGroups(self._connection.store, 1 + before, 1 + count, named, backend, self._timeout_s))
+            found.append(
+                WeightGroups(
+                    self._connection.store, 1 + before, 1 + count, named, backend, self._timeout_s
+                )
+            )
         return found
 
     def of_late(self, number: int) -> WeightGroups:
-        """Those of late delivery `number`, in host memory, in which one engine is alone with the stages' leaders."""
+        """Those of late delivery `number`, in host memory, in which one engine is alone with the
+        stages' leaders.
+        """
         named = [stage.group(number) for stage in self._connection.late_stages]
-        return WeightGroups(self._connection.store, 1, 1 + self._workers, named, HOST_BACKEND, self._timeout_s)
+        return WeightGroups(
+            self._connection.store, 1, 1 + self._workers, named, HOST_BACKEND, self._timeout_s
+        )
 
 
 class ArrivalCheck:
@@ -95,19 +112,29 @@ class ArrivalCheck:
     def __init__(self, connection: Connection) -> None:
         self._stages = connection.stages
         self._late_stages = connection.late_stages
-        self._published: tuple[int, tuple[str, ...]] | None = None  # the last version and its digests, per stage
+        # the last version and its digests, per stage
+        self._published: tuple[int, tuple[str, ...]] | None = None
 
     @property
     def applies(self) -> bool:
-        """Whether trainers have said what they will send; stand-ins for them say nothing, and send nothing."""
+        """Whether trainers have said what they will send; stand-ins for them say nothing, and send
+        nothing.
+        """
         return any(stage.manifest for stage in self._stages)
 
-    def check(self, version: int, sent: Sequence[SentWeights], loaded: Mapping[str, LoadedWeights]) -> None:
-        """After a publish. sent: per stage. loaded: by the engine's name. Raises InvariantViolation."""
+    def check(
+        self, version: int, sent: Sequence[SentWeights], loaded: Mapping[str, LoadedWeights]
+    ) -> None:
+        """After a publish. sent: per stage. loaded: by the engine's name.
+
+        Raises InvariantViolation.
+        """
         self._compare(version, self._stages, sent, loaded)
         self._published = (version, tuple(stage.digests for stage in sent))
 
-    def check_late(self, version: int, sent: Sequence[SentWeights], loaded: Mapping[str, LoadedWeights]) -> None:
+    def check_late(
+        self, version: int, sent: Sequence[SentWeights], loaded: Mapping[str, LoadedWeights]
+    ) -> None:
         """After a delivery to one engine inside the iteration of `version`."""
         self._compare(version, self._late_stages, sent, loaded)
         if self._published is None or self._published[0] != version:
@@ -119,8 +146,9 @@ class ArrivalCheck:
             difference = first_difference(sent[number].digests, self._published[1][number])
             if difference is not None:
                 raise InvariantViolation(
-                    f"I5: stage {number} sent a late engine other weights than all others got as weight version {version}, "
-                    f"first in {_bucket(late, difference)}; the trainers changed or never refreshed what they keep for late engines"
+                    f"I5: stage {number} sent a late engine other weights than all others got as "
+                    f"weight version {version}, first in {_bucket(late, difference)}; the trainers "
+                    "changed or never refreshed what they keep for late engines"
                 )
 
     def _compare(
@@ -133,8 +161,9 @@ class ArrivalCheck:
         for engine, weights in loaded.items():
             if not weights.digests:
                 raise InvariantViolation(
-                    f"I5: engine {engine} does not say what it received as weight version {version}, so that nothing shows that it "
-                    f"loaded it; engine and trainers must run the same pa_npu"
+                    f"I5: engine {engine} does not say what it received as weight version "
+                    f"{version}, so that nothing shows that it loaded it; engine and trainers must "
+                    "run the same pa_npu"
                 )
             for worker, digests in enumerate(weights.digests):
                 for number, stage in enumerate(stages):
@@ -143,9 +172,10 @@ class ArrivalCheck:
                     if difference is None:
                         continue
                     raise InvariantViolation(
-                        f"I5: engine {engine}, worker {worker}, did not receive weight version {version} as stage {number} sent "
-                        f"it: {_bucket(stage, difference)} has another digest; look for what changes or skips weights between the "
-                        f"broadcast and the engine's loader"
+                        f"I5: engine {engine}, worker {worker}, did not receive weight version "
+                        f"{version} as stage {number} sent it: {_bucket(stage, difference)} has "
+                        "another digest; look for what changes or skips weights between the "
+                        "broadcast and the engine's loader"
                     )
 
 

@@ -1,4 +1,5 @@
-"""Engines that come late: one that was started again inside an iteration gets its weights from a thread of the trainers.
+"""Engines that come late: one that was started again inside an iteration gets its weights from a
+thread of the trainers.
 
     coordinator                           this thread, on all ranks of replica 0
     LateRequest: version, workers   ->    hold the version: the optimizer may not touch its weights meanwhile
@@ -6,10 +7,11 @@
     LATE_DECISION                   ->    where all hold it: join a group with this engine alone, send, let the version go
     the engine's digests are these  <-    SentWeights of each stage; or LateBroken, and the engine waits for the next publish
 
-Without it an engine that dies would be of no use before the next publish, and the only engine's death would end the iteration.
+Without it an engine that dies would be of no use before the next publish, and the only engine's
+death would end the iteration.
 
-Training goes on meanwhile: weights go through host memory (gloo), in groups and a stream of their own. Two groups of NCCL or HCCL
-on one device at the same time could deadlock.
+Training goes on meanwhile: weights go through host memory (gloo), in groups and a stream of their
+own. Two groups of NCCL or HCCL on one device at the same time could deadlock.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ _LONGEST_END_S = 10.0
 class VersionGate:
     """When a rank's weights may be sent to a late engine: as long as they are one version's.
 
-    The training thread says which version they are; the thread that sends late holds them. `close`, which comes before they change,
-    waits for `release`. timeout_s: the longest that training waits.
+    The training thread says which version they are; the thread that sends late holds them. `close`,
+    which comes before they change, waits for `release`. timeout_s: the longest that training waits.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -65,18 +67,24 @@ class VersionGate:
             self._version, self._offered = version, None
 
     def close(self) -> None:
-        """The weights are about to change: waits for a sender to let go, after which nobody can hold them."""
+        """The weights are about to change: waits for a sender to let go, after which nobody can
+        hold them.
+        """
         with self._changed:
             self._wait_released()
             self._version = None
 
     def offer(self, version: int, take: Callable[[], None]) -> None:
-        """Engines receive `version` and will swap to it; what is held is the version before. take: makes it what is held."""
+        """Engines receive `version` and will swap to it; what is held is the version before. take:
+        makes it what is held.
+        """
         with self._changed:
             self._offered = (version, take)
 
     def take_offer(self) -> None:
-        """Engines have swapped: what was offered is held from now on, if that has not come about by itself."""
+        """Engines have swapped: what was offered is held from now on, if that has not come about by
+        itself.
+        """
         with self._changed:
             self._wait_released()
             self._take()
@@ -84,8 +92,8 @@ class VersionGate:
     def _wait_released(self) -> None:
         if not self._changed.wait_for(lambda: not self._held, self._timeout_s):
             raise DeadlineExceeded(
-                f"weight version {self._version} is still being sent to a late engine after {self._timeout_s:g} s; look at "
-                f"that engine's log, or raise publish.timeout_s"
+                f"weight version {self._version} is still being sent to a late engine after "
+                f"{self._timeout_s:g} s; look at that engine's log, or raise publish.timeout_s"
             )
 
     def _take(self) -> None:
@@ -111,7 +119,9 @@ class VersionGate:
 
 
 class LateEngines:
-    """The thread. publisher: one of its own, over groups of its own, reading the weights that `gate` guards. Use it with `with`."""
+    """The thread. publisher: one of its own, over groups of its own, reading the weights that
+    `gate` guards. Use it with `with`.
+    """
 
     def __init__(
         self,
@@ -136,13 +146,18 @@ class LateEngines:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._end.set()
         self._thread.join(_LONGEST_END_S)
 
     def _serve(self) -> None:
-        """Every request gets an answer or a reason, whatever goes wrong: an engine, and the coordinator with it, waits for one."""
+        """Every request gets an answer or a reason, whatever goes wrong: an engine, and the
+        coordinator with it, waits for one.
+        """
         number = 0
         try:
             while not self._end.is_set():
@@ -151,7 +166,9 @@ class LateEngines:
                         self._answer(number)
                     except StoreError:
                         raise
-                    except Exception as error:  # of torch, too; nobody but this thread would hear of it
+                    except (
+                        Exception
+                    ) as error:  # of torch, too; nobody but this thread would hear of it
                         self._break(number, error)
                     number += 1
                 self._end.wait(_POLL_S)
@@ -175,13 +192,23 @@ class LateEngines:
             self._gate.release()
 
     def _deliver(self, number: int, wanted: LateRequest) -> None:
-        """Join and send. What one stage does, all its ranks do; where one fails, the others stop waiting for it."""
+        """Join and send.
+
+        What one stage does, all its ranks do; where one fails, the others stop waiting for it.
+        """
         try:
             with self._platform.side_stream():
-                stats = self._publisher.publish(wanted.version, PublishMembers(number, wanted.workers))
+                stats = self._publisher.publish(
+                    wanted.version, PublishMembers(number, wanted.workers)
+                )
             if self._place.publishes:
                 sent = SentWeights(wanted.version, stats.digests)
                 LATE_SENT.put(self._channel, sent, number=number, stage=self._place.stage)
-            logger.info("late engine %d got weight version %d in %.2f s", number, wanted.version, stats.seconds)
+            logger.info(
+                "late engine %d got weight version %d in %.2f s",
+                number,
+                wanted.version,
+                stats.seconds,
+            )
         finally:
             self._publisher.close()

@@ -1,15 +1,19 @@
-"""Compare what the trainers train with what an engine's live modules hold after a load, tensor by tensor (invariant I5).
+"""Compare what the trainers train with what an engine's live modules hold after a load, tensor by
+tensor (invariant I5).
 
     the model      ──contents──>  what is sent  ──digests──>  an engine's   ──contents──>  the memory that its
     that trains                                               receiver                     modules compute with
 
-Modules also compute with numbers that are no weights: rotations, scales, epsilons, routers' settings. These are the trainers', too.
+Modules also compute with numbers that are no weights: rotations, scales, epsilons, routers'
+settings. These are the trainers', too.
 
-The arrow in the middle is pa_npu.publish.engines. The first one shows a tensor that the trainers sent from a copy that was old, or
-changed on its way into a bucket; the last one a layer that a loader skipped, weights that it scaled, a packed copy that stayed old.
-So every tensor that an update changed has changed in every engine, and no other. There is no tolerance, so that it shows in bf16
-what log-probs cannot. Where an engine keeps weights in a narrower type than they are sent in, their values differ by design;
-there, memory must not change when nothing of what it is made of does.
+The arrow in the middle is pa_npu.publish.engines. The first one shows a tensor that the trainers
+sent from a copy that was old, or changed on its way into a bucket; the last one a layer that a
+loader skipped, weights that it scaled, a packed copy that stayed old. So every tensor that an
+update changed has changed in every engine, and no other. There is no tolerance, so that it shows in
+bf16 what log-probs cannot. Where an engine keeps weights in a narrower type than they are sent in,
+their values differ by design; there, memory must not change when nothing of what it is made of
+does.
 """
 
 from __future__ import annotations
@@ -28,12 +32,18 @@ logger = logging.getLogger(__name__)
 _NAMED = 3
 # Versions whose contents are remembered: one may be loaded while the one after it arrives.
 _REMEMBERED = 2
-# Types that hold every value of the types that weights are sent in, fp32 and bf16, or are the same as these.
-_EXACT = {"float32": ("float32", "bfloat16", "float16"), "bfloat16": ("bfloat16",), "float16": ("float16",)}
+# Types that hold every value of the types that weights are sent in, fp32 and bf16, or are the same
+# as these.
+_EXACT = {
+    "float32": ("float32", "bfloat16", "float16"),
+    "bfloat16": ("bfloat16",),
+    "float16": ("float16",),
+}
 
 
 class LiveMemoryCheck:
-    """Compares what engines say of their memory after each load; remembers the load before, of each engine.
+    """Compares what engines say of their memory after each load; remembers the load before, of each
+    engine.
 
     trainers: what their modules compute with; None where they do not say it.
     """
@@ -45,15 +55,20 @@ class LiveMemoryCheck:
         self._notes: set[str] = set()
 
     def expect(self, version: int, trained: Mapping[str, str]) -> None:
-        """Remembers what the trainers hold of `version` in the model that they train. trained: contents by tensor."""
+        """Remembers what the trainers hold of `version` in the model that they train. trained:
+        contents by tensor.
+        """
         self._trained[version] = trained
         for old in sorted(self._trained)[:-_REMEMBERED]:
             del self._trained[old]
 
-    def check(self, version: int, loaded: Mapping[str, LoadedWeights], *, as_published: bool = True) -> None:
+    def check(
+        self, version: int, loaded: Mapping[str, LoadedWeights], *, as_published: bool = True
+    ) -> None:
         """Raises InvariantViolation.
 
-        loaded: by the engine's name. as_published: whether they were sent in the types of the publish.
+        loaded: by the engine's name. as_published: whether they were sent in the types of the
+        publish.
         """
         for engine, weights in loaded.items():
             for report in weights.live:
@@ -61,7 +76,8 @@ class LiveMemoryCheck:
                     self._check_sent(version, report.arrived)
             if not weights.live:
                 self._note(
-                    f"engine {engine} does not say what its memory holds after a load; only log-probs show it there"
+                    f"engine {engine} does not say what its memory holds after a load; only "
+                    "log-probs show it there"
                 )
                 continue
             self._check_computation(engine, weights.live)
@@ -71,8 +87,9 @@ class LiveMemoryCheck:
             unplaced = weights.live[0].unplaced
             if unplaced:
                 self._note(
-                    f"engine {engine}: of {len(unplaced)} tensors it is not known which memory they become, the first is "
-                    f"{unplaced[0]}; only log-probs show whether they are loaded"
+                    f"engine {engine}: of {len(unplaced)} tensors it is not known which memory "
+                    f"they become, the first is {unplaced[0]}; only log-probs show whether they "
+                    "are loaded"
                 )
 
     def _check_computation(self, engine: str, workers: Sequence[LiveReport]) -> None:
@@ -82,12 +99,15 @@ class LiveMemoryCheck:
             reasons = disagreements(self._trainers, report.computation)
             if reasons:
                 raise InvariantViolation(
-                    f"I5: engine {engine}, worker {worker}, computes with something else than the trainers: {'; '.join(reasons)}; "
-                    f"compare how both read config.json of model.path, and rollout.extra_args"
+                    f"I5: engine {engine}, worker {worker}, computes with something else than the "
+                    f"trainers: {'; '.join(reasons)}; compare how both read config.json of "
+                    "model.path, and rollout.extra_args"
                 )
 
     def _check_sent(self, version: int, arrived: Mapping[str, str]) -> None:
-        """arrived: contents by tensor of what an engine got, whose digests are those of what was sent."""
+        """arrived: contents by tensor of what an engine got, whose digests are those of what was
+        sent.
+        """
         trained = self._trained.get(version)
         if trained is None or not arrived:
             return
@@ -99,21 +119,32 @@ class LiveMemoryCheck:
             return
         old = [name for name in wrong if name in arrived and arrived[name] == before.get(name)]
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        reason = f", of which {len(old)} are still those of version {last}, first {old[0]}" if old else ""
+        reason = (
+            f", of which {len(old)} are still those of version {last}, first {old[0]}"
+            if old
+            else ""
+        )
         raise InvariantViolation(
-            f"I5: as weight version {version} the trainers sent other values than they train in {len(wrong)} of {len(trained)} "
-            f"tensors ({', '.join(wrong[:_NAMED])}{more}){reason}; look for what keeps a copy of weights, or changes them, on "
-            f"their way into a publish"
+            f"I5: as weight version {version} the trainers sent other values than they train in "
+            f"{len(wrong)} of {len(trained)} tensors ({', '.join(wrong[:_NAMED])}{more}){reason}; "
+            "look for what keeps a copy of weights, or changes them, on their way into a publish"
         )
 
-    def _check_engine(self, version: int, engine: str, memory: Mapping[str, HeldTensor], workers: int) -> None:
+    def _check_engine(
+        self, version: int, engine: str, memory: Mapping[str, HeldTensor], workers: int
+    ) -> None:
         before = self._before.get(engine, {})
-        wrong = [name for name, held in memory.items() if not self._holds(held, before.get(name), workers)]
+        wrong = [
+            name
+            for name, held in memory.items()
+            if not self._holds(held, before.get(name), workers)
+        ]
         if wrong:
             raise InvariantViolation(
-                f"I5: engine {engine} holds other values than were sent as weight version {version} in {len(wrong)} of "
-                f"{len(memory)} tensors of its live modules, the first is {wrong[0]}; look for what skips, changes or keeps "
-                f"weights between the engine's receiver and its modules"
+                f"I5: engine {engine} holds other values than were sent as weight version "
+                f"{version} in {len(wrong)} of {len(memory)} tensors of its live modules, the "
+                f"first is {wrong[0]}; look for what skips, changes or keeps weights between the "
+                "engine's receiver and its modules"
             )
 
     def _holds(self, held: HeldTensor, before: HeldTensor | None, workers: int) -> bool:
@@ -133,7 +164,9 @@ def _over_workers(reports: Sequence[LiveReport]) -> dict[str, HeldTensor]:
     first = reports[0].memory
     return {
         name: HeldTensor(
-            contents=summed(report.memory[name].contents for report in reports if name in report.memory),
+            contents=summed(
+                report.memory[name].contents for report in reports if name in report.memory
+            ),
             dtype=held.dtype,
             given=held.given,
             given_dtype=held.given_dtype,

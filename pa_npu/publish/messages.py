@@ -1,7 +1,7 @@
 """Messages of trainers and coordinator in a publish: each with its key in the store, defined once.
 
-pa_npu.publish draws the sequence in which they are used. Stages are pipeline stages of the trainers, ranks are trainer ranks;
-attempts of a version and late deliveries are numbered from 0.
+pa_npu.publish draws the sequence in which they are used. Stages are pipeline stages of the
+trainers, ranks are trainer ranks; attempts of a version and late deliveries are numbered from 0.
 """
 
 from __future__ import annotations
@@ -15,45 +15,56 @@ from pa_npu.weight_transfer.transport import Way, group_name
 
 @dataclass(frozen=True)
 class StageManifest:
-    """The message by which an engine joins a stage's groups and reads its buckets. name: begins those of the groups; manifest:
-    Manifest.to_json()."""
+    """The message by which an engine joins a stage's groups and reads its buckets. name: begins
+    those of the groups; manifest: Manifest.to_json()."""
 
     name: str
     manifest: dict[str, Any]
 
     def group(self, epoch: int, way: Way = "group") -> dict[str, Any]:
-        """As Receiver.join takes it, for the group that goes this way after the `epoch`-th change of members."""
+        """As Receiver.join takes it, for the group that goes this way after the `epoch`-th change
+        of members.
+        """
         return {"name": group_name(self.name, epoch, way), "manifest": self.manifest}
 
 
 MANIFEST = Topic(
-    "publish/manifest/{stage}", StageManifest, "trainers: the leader of pipeline stage {stage} to announce its weights"
+    "publish/manifest/{stage}",
+    StageManifest,
+    "trainers: the leader of pipeline stage {stage} to announce its weights",
 )
 LATE_MANIFEST = Topic("late/manifest/{stage}", StageManifest, MANIFEST.what)
 
 
 @dataclass(frozen=True)
 class TrainersReady:
-    """Rank 0 at a border: all trainers hold `version`, and the report of the iteration before is there.
+    """Rank 0 at a border: all trainers hold `version`, and the report of the iteration before is
+    there.
 
-    publishes: false where engines keep the version that they have (publish.divergence), and nothing of a publish follows.
+    publishes: false where engines keep the version that they have (publish.divergence), and nothing
+    of a publish follows.
     """
 
     version: int
     publishes: bool = True
 
 
-READY = Topic("publish/{version}/ready", TrainersReady, "trainers: rank 0 to announce weight version {version}")
+READY = Topic(
+    "publish/{version}/ready",
+    TrainersReady,
+    "trainers: rank 0 to announce weight version {version}",
+)
 
 
 @dataclass(frozen=True)
 class PublishMembers:
     """Who takes part in an attempt: `workers` engine workers, in the groups of this epoch.
 
-    host_workers: further ones, of engines that the backend of collectives cannot have in a group with the trainers: they are in
-    groups of their own, through host memory (weight_transfer.transport.Way).
-    delayed: engines receive beside generation, and swap later (ENGINES_SWAPPED); until then engines that come late get the version
-    before.
+    host_workers: further ones, of engines that the backend of collectives cannot have in a group
+    with the trainers: they are in groups of their own, through host memory
+    (weight_transfer.transport.Way).
+    delayed: engines receive beside generation, and swap later (ENGINES_SWAPPED); until then engines
+    that come late get the version before.
     """
 
     epoch: int
@@ -62,12 +73,18 @@ class PublishMembers:
     delayed: bool = False
 
 
-MEMBERS = Topic("publish/{version}/{attempt}/members", PublishMembers, "engines that can load weight version {version}")
+MEMBERS = Topic(
+    "publish/{version}/{attempt}/members",
+    PublishMembers,
+    "engines that can load weight version {version}",
+)
 
 
 @dataclass(frozen=True)
 class SentWeights:
-    """The message of what a stage's leader has sent as `version`: the digest of every bucket, as Digests.read gives it."""
+    """The message of what a stage's leader has sent as `version`: the digest of every bucket, as
+    Digests.read gives it.
+    """
 
     version: int
     digests: str
@@ -82,8 +99,8 @@ SENT = Topic(
 
 @dataclass(frozen=True)
 class TrainedContents:
-    """What a sending rank holds of `version` in the model that trains: contents by tensor (weight_transfer.contents). Those of all
-    sending ranks, added up, are the tensor's."""
+    """What a sending rank holds of `version` in the model that trains: contents by tensor
+    (weight_transfer.contents). Those of all sending ranks, added up, are the tensor's."""
 
     version: int
     contents: dict[str, str]
@@ -108,7 +125,9 @@ BROKEN = Topic("publish/{version}/{attempt}/broken", PublishBroken, "a failure t
 
 @dataclass(frozen=True)
 class ProbeResponse:
-    """One response of an engine. tokens and their log-probs under what they were sampled from, of equal length."""
+    """One response of an engine. tokens and their log-probs under what they were sampled from, of
+    equal length.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -124,14 +143,20 @@ class Probe:
 
 @dataclass(frozen=True)
 class PublishVerdict:
-    """The end of an attempt. done: engines hold the version, and answered `probe` unless probes are off; else why not."""
+    """The end of an attempt. done: engines hold the version, and answered `probe` unless probes are
+    off; else why not.
+    """
 
     done: bool
     reason: str = ""
     probe: Probe | None = None
 
 
-VERDICT = Topic("publish/{version}/{attempt}/verdict", PublishVerdict, "the engines to load weight version {version}")
+VERDICT = Topic(
+    "publish/{version}/{attempt}/verdict",
+    PublishVerdict,
+    "the engines to load weight version {version}",
+)
 
 
 @dataclass(frozen=True)
@@ -141,7 +166,9 @@ class EnginesSwapped:
     version: int
 
 
-ENGINES_SWAPPED = Topic("publish/{version}/swapped", EnginesSwapped, "the engines to swap to weight version {version}")
+ENGINES_SWAPPED = Topic(
+    "publish/{version}/swapped", EnginesSwapped, "the engines to swap to weight version {version}"
+)
 
 
 @dataclass(frozen=True)
@@ -152,22 +179,30 @@ class LateRequest:
     workers: int
 
 
-LATE_REQUEST = Topic("late/{number}", LateRequest, "the coordinator to ask for late delivery {number}")
+LATE_REQUEST = Topic(
+    "late/{number}", LateRequest, "the coordinator to ask for late delivery {number}"
+)
 
 
 @dataclass(frozen=True)
 class LateAnswer:
-    """Whether a rank holds the version, and will keep it until the delivery is over; as the decision, whether all do, so that it is
-    sent."""
+    """Whether a rank holds the version, and will keep it until the delivery is over; as the
+    decision, whether all do, so that it is sent."""
 
     held: bool
 
 
 LATE_ANSWER = Topic(
-    "late/{number}/answer/{rank}", LateAnswer, "trainer rank {rank} to say whether it holds the weights"
+    "late/{number}/answer/{rank}",
+    LateAnswer,
+    "trainer rank {rank} to say whether it holds the weights",
 )
 
 
-LATE_DECISION = Topic("late/{number}/decision", LateAnswer, "the coordinator to decide about late delivery {number}")
-LATE_SENT = Topic("late/{number}/sent/{stage}", SentWeights, "stage {stage} to say what it sent to a late engine")
+LATE_DECISION = Topic(
+    "late/{number}/decision", LateAnswer, "the coordinator to decide about late delivery {number}"
+)
+LATE_SENT = Topic(
+    "late/{number}/sent/{stage}", SentWeights, "stage {stage} to say what it sent to a late engine"
+)
 LATE_BROKEN = Topic("late/{number}/broken", PublishBroken, BROKEN.what)

@@ -1,4 +1,5 @@
-"""The trainer's end of a weight publish: one Publisher per rank, of which each stage's tensor-parallel leader sends.
+"""The trainer's end of a weight publish: one Publisher per rank, of which each stage's
+tensor-parallel leader sends.
 
     every rank                Publisher(...)             knows its place; replicas other than the first do nothing below
     stage leader              manifest() -> store        what will be sent, for the coordinator to hand to the engines
@@ -6,8 +7,9 @@
     TP ranks of replica 0     publish(version, members)  collective over TP; connects where members have changed, then gathers
                                                          bucket i+1 while bucket i is on the wire
 
-An engine that dies or joins changes the members, and with them the epoch. After a publish that raised WeightSyncError, which it
-does on the leader alone, the weights are untouched: publish again to the members that are left.
+An engine that dies or joins changes the members, and with them the epoch. After a publish that
+raised WeightSyncError, which it does on the leader alone, the weights are untouched: publish again
+to the members that are left.
 
 The stages publish independently of each other; the engines read them in stage order.
 """
@@ -35,9 +37,10 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class PublishStats:
-    """One publish as this rank saw it. `bytes` and `digests` are of what a leader sent (0 and none elsewhere; Digests.read);
-    `wire_wait_s` is the part of `seconds` that a leader waited for the engines. `policy`: digest of the weights that this rank
-    trains, by which TrainerPublish, which adds it, sees that what is sent follows them."""
+    """One publish as this rank saw it. `bytes` and `digests` are of what a leader sent (0 and none
+    elsewhere; Digests.read); `wire_wait_s` is the part of `seconds` that a leader waited for the
+    engines. `policy`: digest of the weights that this rank trains, by which TrainerPublish, which
+    adds it, sees that what is sent follows them."""
 
     seconds: float = 0.0
     bytes: int = 0
@@ -47,7 +50,10 @@ class PublishStats:
 
 
 class WeightSource(Protocol):
-    """A stage's weights as the training backend hands them out, and this rank's part in that. All TP ranks read it together."""
+    """A stage's weights as the training backend hands them out, and this rank's part in that.
+
+    All TP ranks read it together.
+    """
 
     @property
     def is_leader(self) -> bool:
@@ -58,11 +64,13 @@ class WeightSource(Protocol):
         """Describe what will be sent, equally on all TP ranks."""
 
     def contents(self) -> dict[str, str]:
-        """Sums up this rank's part of each of the manifest's tensors, as the model that trains has it now, and not as it was sent
-        (weight_transfer.contents). A tensor's contents are those of all ranks together. Collective over TP."""
+        """Sums up this rank's part of each of the manifest's tensors, as the model that trains has
+        it now, and not as it was sent (weight_transfer.contents). A tensor's contents are those of
+        all ranks together. Collective over TP."""
 
     def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
-        """The manifest's buckets in order: a flat tensor on the leader, None on its TP peers. Collective over TP.
+        """The manifest's buckets in order: a flat tensor on the leader, None on its TP peers.
+        Collective over TP.
 
         A yielded bucket is read only, and overwritten when the one after the next is asked for.
         """
@@ -84,8 +92,8 @@ class Publisher:
     ) -> None:
         """`source` is read at each publish; None on a rank that has no part in one.
 
-        The store is any c10d TCPStore that engines reach too. `scope` begins the groups' names; with "a/" their publishes are
-        given up with Abandonment(..., "a").
+        The store is any c10d TCPStore that engines reach too. `scope` begins the groups' names;
+        with "a/" their publishes are given up with Abandonment(..., "a").
         """
         self._source = source
         self._store = (store_host, store_port)
@@ -96,13 +104,15 @@ class Publisher:
         self._backend = backend
         self._device = device
         self._wires: list[_Wire] = []
-        # A group's name serves once, in the store and in every member: a publisher that starts again must not meet its
-        # own past.
+        # A group's name serves once, in the store and in every member: a publisher that starts
+        # again must not meet its own past.
         self._name = f"{scope}publish-{self._stage}-{uuid.uuid4().hex[:12]}"
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank sends its stage's weights: it is the one that must put manifest() into the store."""
+        """Whether this rank sends its stage's weights: it is the one that must put manifest() into
+        the store.
+        """
         return self._source is not None and self._source.is_leader
 
     @property
@@ -120,14 +130,17 @@ class Publisher:
         return StageManifest(self._name, self._source.manifest.to_json())
 
     def connect(self, members: PublishMembers) -> None:
-        """Form the group of this epoch; ranks that do not send return at once, as does a leader that is in it already.
+        """Form the group of this epoch; ranks that do not send return at once, as does a leader
+        that is in it already.
 
         Raises DeadlineExceeded with the missing workers.
         """
         if not self.is_leader or members.epoch == self._epoch:
             return
         self.close()
-        self._abandonment = transport.Abandonment(*self._store, transport.epoch_name(self._name, members.epoch))
+        self._abandonment = transport.Abandonment(
+            *self._store, transport.epoch_name(self._name, members.epoch)
+        )
         ways: dict[transport.Way, int] = {"group": members.workers, "host": members.host_workers}
         for way, workers in ways.items():
             if workers:
@@ -138,7 +151,9 @@ class Publisher:
     def _join(self, way: transport.Way, name: str, workers: int) -> _Wire:
         """The group `name` as its rank 0."""
         describe = f"stage {self._stage} publishes to {_workers(workers, name)}"
-        backend, device = (transport.HOST_BACKEND, _HOST) if way == "host" else (self._backend, self._device)
+        backend, device = (
+            (transport.HOST_BACKEND, _HOST) if way == "host" else (self._backend, self._device)
+        )
         group = transport.join_group(
             *self._store,
             name,
@@ -152,15 +167,18 @@ class Publisher:
         return _Wire(group, workers, device, name)
 
     def publish(self, version: int, members: PublishMembers) -> PublishStats:
-        """Send all weights as `version` to these members. Collective over the TP ranks of replica 0; other ranks return at once.
+        """Send all weights as `version` to these members. Collective over the TP ranks of replica
+        0; other ranks return at once.
 
-        Raises WeightSyncError on a leader that lost an engine or was told to give up, and DeadlineExceeded where that was not
-        noticed in time; the group is dropped then, and the engines that are left hold no version.
+        Raises WeightSyncError on a leader that lost an engine or was told to give up, and
+        DeadlineExceeded where that was not noticed in time; the group is dropped then, and the
+        engines that are left hold no version.
         """
         if self._source is None:
             return PublishStats()
         start = time.perf_counter()
-        # peers that gather come after the leader's join and its wire, whose messages name the engines
+        # peers that gather come after the leader's join and its wire, whose messages name the
+        # engines
         deadline = transport.Deadline(2 * self._timeout_s + _GATHER_MARGIN_S)
         wire_wait_s, digests = 0.0, Digests()
         if self.is_leader:
@@ -172,8 +190,8 @@ class Publisher:
         return PublishStats(time.perf_counter() - start, sent, wire_wait_s, digests.read())
 
     def contents(self) -> dict[str, str]:
-        """Returns this rank's part of the contents of what is trained, by tensor; see WeightSource. Call it after `publish`, also
-        after one that raised WeightSyncError."""
+        """Returns this rank's part of the contents of what is trained, by tensor; see WeightSource.
+        Call it after `publish`, also after one that raised WeightSyncError."""
         return {} if self._source is None else self._source.contents()
 
     def close(self) -> None:
@@ -189,8 +207,12 @@ class Publisher:
             transport.drop_group(wire.group, wire.device)
         self._wires, self._epoch = [], None
 
-    def _send(self, version: int, members: PublishMembers, digests: Digests, deadline: transport.Deadline) -> float:
-        """Join where members have changed, then broadcast header and buckets; returns the seconds of waiting for the wire."""
+    def _send(
+        self, version: int, members: PublishMembers, digests: Digests, deadline: transport.Deadline
+    ) -> float:
+        """Join where members have changed, then broadcast header and buckets; returns the seconds
+        of waiting for the wire.
+        """
         assert self._source is not None
         buckets = self._source.buckets(deadline)
         try:
@@ -200,7 +222,8 @@ class Publisher:
             return self._broadcast(buckets, version, digests, wire)
         except (transport.WeightSyncError, DeadlineExceeded, RuntimeError):
             self._drop()
-            for _ in buckets:  # the TP peers are somewhere in the gather of these and must come to its end
+            # the TP peers are somewhere in the gather of these and must come to its end
+            for _ in buckets:
                 pass
             raise
 
@@ -213,7 +236,9 @@ class Publisher:
     ) -> float:
         assert self._source is not None
         plan = self._source.manifest.buckets
-        header = torch.tensor([version, self._source.manifest.digest], dtype=torch.int64, device=self._device)
+        header = torch.tensor(
+            [version, self._source.manifest.digest], dtype=torch.int64, device=self._device
+        )
         for wire in self._wires:
             transport.announce_begin(wire.group, version, self._begun)
         self._begun = version
@@ -223,22 +248,34 @@ class Publisher:
             assert buffer is not None
             works = self._start(buffer)
             digests.add(buffer)
-            # Bucket i-1 must have left before the next step of the loop packs bucket i+1 into its buffer.
+            # Bucket i-1 must have left before the next step of the loop packs bucket i+1 into its
+            # buffer.
             waited += self._wait(on_the_wire, deadline, version, sending)
-            on_the_wire, sending = works, f"bucket {index + 1} of {len(plan)} ({plan[index].summary})"
+            on_the_wire, sending = (
+                works,
+                f"bucket {index + 1} of {len(plan)} ({plan[index].summary})",
+            )
         return waited + self._wait(on_the_wire, deadline, version, sending)
 
     def _start(self, tensor: torch.Tensor) -> list[dist.Work]:
-        """A broadcast on every wire; copies to host memory, which the works keep, are made meanwhile."""
+        """A broadcast on every wire; copies to host memory, which the works keep, are made
+        meanwhile.
+        """
         here = tensor.device.type
-        direct = [transport.broadcast(wire.group, tensor) for wire in self._wires if wire.device.type == here]
+        direct = [
+            transport.broadcast(wire.group, tensor)
+            for wire in self._wires
+            if wire.device.type == here
+        ]
         copied = [wire for wire in self._wires if wire.device.type != here]
         if not copied:
             return direct
         host = tensor.to(_HOST)
         return [*direct, *(transport.broadcast(wire.group, host) for wire in copied)]
 
-    def _wait(self, works: Sequence[dist.Work], deadline: transport.Deadline, version: int, sending: str) -> float:
+    def _wait(
+        self, works: Sequence[dist.Work], deadline: transport.Deadline, version: int, sending: str
+    ) -> float:
         start = time.perf_counter()
         for work, wire in zip(works, self._wires, strict=True):
             transport.wait(
@@ -246,15 +283,17 @@ class Publisher:
                 deadline,
                 f"publish of version {version}, stage {self._stage}, {sending}: broadcast to "
                 f"{_workers(wire.workers, wire.name)}",
-                "check in the engines' logs that each is alive and in pa_receive of this version, or raise "
-                "publish.timeout_s",
+                "check in the engines' logs that each is alive and in pa_receive of this version, "
+                "or raise publish.timeout_s",
             )
         return time.perf_counter() - start
 
 
 @dataclass(frozen=True)
 class _Wire:
-    """A group that this leader sends in, the memory that its tensors are in, and how many engine workers receive."""
+    """A group that this leader sends in, the memory that its tensors are in, and how many engine
+    workers receive.
+    """
 
     group: dist.ProcessGroup
     workers: int

@@ -1,6 +1,8 @@
-"""The trainers' end of the protocol: announce a version, take part in attempts to publish it until one is done. On every rank.
+"""The trainers' end of the protocol: announce a version, take part in attempts to publish it until
+one is done. On every rank.
 
-What moves the weights is pa_npu.publish.publisher; the coordinator's end is pa_npu.publish.coordinator_side.
+What moves the weights is pa_npu.publish.publisher; the coordinator's end is
+pa_npu.publish.coordinator_side.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ Send = Callable[[int, PublishMembers], PublishStats | None]
 
 @dataclass(frozen=True)
 class Published:
-    """A version that the engines hold. send_s: this rank's seconds of sending it; wait_s: the others from announcing it on.
+    """A version that the engines hold. send_s: this rank's seconds of sending it; wait_s: the
+    others from announcing it on.
 
-    delayed: they have received it, and swap to it when they are through with the version before. policy: digest of the weights that
-    this rank trains.
+    delayed: they have received it, and swap to it when they are through with the version before.
+    policy: digest of the weights that this rank trains.
     """
 
     probe: Probe | None
@@ -54,7 +57,9 @@ class Published:
 
 
 class TrainerPublish:
-    """One rank's part. stage: the pipeline stage that this rank sends, None where it is no stage's leader."""
+    """One rank's part. stage: the pipeline stage that this rank sends, None where it is no stage's
+    leader.
+    """
 
     def __init__(
         self,
@@ -67,11 +72,14 @@ class TrainerPublish:
         timeline: Timeline,
         contents: Callable[[], dict[str, str]] | None = None,
     ) -> None:
-        """contents: sums up what this rank trains of what is sent (Publisher.contents); None on a rank that sends nothing.
+        """contents: sums up what this rank trains of what is sent (Publisher.contents); None on a
+        rank that sends nothing.
 
-        trained: the digest of the weights that this rank trains, asked for after they were sent, while the engines load them.
+        trained: the digest of the weights that this rank trains, asked for after they were sent,
+        while the engines load them.
 
-        timeout_s: of every wait for the coordinator, which in that time starts engines and makes attempts that fail.
+        timeout_s: of every wait for the coordinator, which in that time starts engines and makes
+        attempts that fail.
         """
         self._channel = channel
         self._send = send
@@ -85,7 +93,10 @@ class TrainerPublish:
         self._policy = ""
 
     def publish(self, version: int) -> Published:
-        """Announce `version`, and return when the engines hold it. Raises DeadlineExceeded where the coordinator says nothing."""
+        """Announce `version`, and return when the engines hold it.
+
+        Raises DeadlineExceeded where the coordinator says nothing.
+        """
         if self._rank == 0:
             READY.put(self._channel, TrainersReady(version), version=version)
         start, send_s = time.perf_counter(), 0.0
@@ -106,7 +117,10 @@ class TrainerPublish:
         return Published(verdict.probe, send_s, wait_s, members.delayed, self._policy)
 
     def wait_swapped(self, version: int) -> None:
-        """Until engines have swapped to what was published with a delay. Raises DeadlineExceeded."""
+        """Until engines have swapped to what was published with a delay.
+
+        Raises DeadlineExceeded.
+        """
         with self._timeline.span("wait for engines"):
             ENGINES_SWAPPED.wait(self._channel, self._timeout_s, version=version)
 
@@ -144,17 +158,25 @@ class TrainerPublish:
         return send_s
 
 
-def check_follows(version: int, stage: int, stats: PublishStats, before: PublishStats | None) -> None:
-    """Check that what was sent follows the weights that train: it changed, if they did, since the publish `before` (invariant I5).
+def check_follows(
+    version: int, stage: int, stats: PublishStats, before: PublishStats | None
+) -> None:
+    """Check that what was sent follows the weights that train: it changed, if they did, since the
+    publish `before` (invariant I5).
 
-    Raises InvariantViolation. Exact: an update too small to change any weight in its type changes neither.
+    Raises InvariantViolation. Exact: an update too small to change any weight in its type changes
+    neither.
     """
     if before is None or not stats.policy:
         return
     if stats.digests == before.digests and stats.policy != before.policy:
         raise InvariantViolation(
-            f"I5: stage {stage} sent, as weight version {version}, bit for bit what it sent as the version before, although the "
-            f"update has changed the policy; what is published is not what is trained"
+            f"I5: stage {stage} sent, as weight version {version}, bit for bit what it sent as the "
+            "version before, although the update has changed the policy; what is published is not "
+            "what is trained"
         )
     if stats.policy == before.policy:
-        logger.info("weight version %d is the one before bit for bit: the update changed no weight here", version)
+        logger.info(
+            "weight version %d is the one before bit for bit: the update changed no weight here",
+            version,
+        )

@@ -1,22 +1,25 @@
 r"""Final answers: found in a response, and compared with the reference.
 
-A thought is no part of a response (thoughts.py), and of the last `<answer>...</answer>` the content counts. The answer is, first
-that applies:
+A thought is no part of a response (thoughts.py), and of the last `<answer>...</answer>` the content
+counts. The answer is, first that applies:
 
-1. behind the last `####` (GSM8K): the last box there, else the expression in the rest of the line. A heading (`#### Step 2: Sum`)
-   is no answer: the answer is looked for below it.
+1. behind the last `####` (GSM8K): the last box there, else the expression in the rest of the line.
+   A heading (`#### Step 2: Sum`) is no answer: the answer is looked for below it.
 2. the content of the last `\boxed{...}` or `\fbox{...}` that is closed and not empty.
-3. the expression behind the last "answer is" or "answer:" in one of the languages of phrases.py, else the last one in that
-   sentence, else in the response. An expression is all of the formula around a number: of `2\sqrt{3}`, `minus 7` and `3 1/2` no
-   part is the answer. A number that the words around it turn into another ("not 5", "at least 5", "half of 10", "5 or more",
-   "5th") is none. Without any digit a number in words counts, behind "answer is" or as all that a sentence says.
+3. the expression behind the last "answer is" or "answer:" in one of the languages of phrases.py,
+   else the last one in that sentence, else in the response. An expression is all of the formula
+   around a number: of `2\sqrt{3}`, `minus 7` and `3 1/2` no part is the answer. A number that the
+   words around it turn into another ("not 5", "at least 5", "half of 10", "5 or more", "5th") is
+   none. Without any digit a number in words counts, behind "answer is" or as all that a sentence
+   says.
 4. for a reference in words: the words behind "answer is", all of an <answer>, or the last line.
 5. for a reference that is a formula: also what math-verify finds in the response.
 
-A number is compared exactly (numbers.py), also with a decimal comma in languages that write one (decimal_commas.py). The right
-side of an equation counts, and a relation, several answers or the task left undone (`12+34` for 46) equal no number. Words and
-dates are compared as such (words.py), anything else as text, then by math-verify
-(https://github.com/huggingface/Math-Verify) in a process of its own (comparer.py).
+A number is compared exactly (numbers.py), also with a decimal comma in languages that write one
+(decimal_commas.py). The right side of an equation counts, and a relation, several answers or the
+task left undone (`12+34` for 46) equal no number. Words and dates are compared as such (words.py),
+anything else as text, then by math-verify (https://github.com/huggingface/Math-Verify) in a process
+of its own (comparer.py).
 """
 
 from __future__ import annotations
@@ -27,23 +30,41 @@ from typing import Literal
 from pa_npu.data.records import ANSWER_MARK, LETTERS
 from pa_npu.rewards.comparer import equal_expressions
 from pa_npu.rewards.decimal_commas import with_points
-from pa_npu.rewards.numbers import DIGITS, TEXT, in_base, is_in_words, plain_text, read_number, same_number, with_digits
-from pa_npu.rewards.phrases import SENTENCE_END, behind_number, first_sentences, is_heading, last_phrase
+from pa_npu.rewards.numbers import (
+    DIGITS,
+    TEXT,
+    in_base,
+    is_in_words,
+    plain_text,
+    read_number,
+    same_number,
+    with_digits,
+)
+from pa_npu.rewards.phrases import (
+    SENTENCE_END,
+    behind_number,
+    first_sentences,
+    is_heading,
+    last_phrase,
+)
 from pa_npu.rewards.thoughts import without_thought
 from pa_npu.rewards.words import equal_words, is_text
 
-_MOST_BOXES = 4  # how many \boxed from the end are tried, which bounds the time for a response full of open ones
+# how many \boxed from the end are tried, which bounds the time for a response full of open ones
+_MOST_BOXES = 4
 _SEARCHED_CHARACTERS = 10_000  # at the end of a response, for an answer without a mark
 _COMPARED_CHARACTERS = 2000  # of an answer or reference that math-verify gets
 
 _TAGGED = re.compile(
-    r"<(?:final_)?answer>((?:(?!<(?:final_)?answer>).)*?)</(?:final_)?answer>", re.DOTALL | re.IGNORECASE
+    r"<(?:final_)?answer>((?:(?!<(?:final_)?answer>).)*?)</(?:final_)?answer>",
+    re.DOTALL | re.IGNORECASE,
 )
 _OPEN_TAG = re.compile(r"<(?:final_)?answer>\s*([^\n<>]{1,200})\s*\Z", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
 _SIMPLE_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _BETWEEN_BOXES = re.compile(
-    r"(?:[\s$,;&*]|\\[,;: ]|\\\\|\\q?quad|\\text\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\\[()\[\]]|[A-Za-z](?:_\{?\d+\}?)?\s*=)*"
+    r"(?:[\s$,;&*]|\\[,;: "
+    r"]|\\\\|\\q?quad|\\text\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\\[()\[\]]|[A-Za-z](?:_\{?\d+\}?)?\s*=)*"
 )
 _ANSWER_MARK = re.compile(rf"{ANSWER_MARK}#*")
 _CLOSED_HEADING = re.compile(r"(?<=\S)[ \t]+#+[ \t]*$", re.MULTILINE)  # #### 46 ####
@@ -51,9 +72,11 @@ _MAX_MARKS = 20  # of #### that are looked at
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$.,;]+)|\\boxed(\d+)")
 _LABEL = re.compile(r"\(?([A-Z])\)\s*(?=\S)")  # (B) 5: a choice with its value
 _WORDS = (
-    "plus|minus|negative|times|divided by|over|squared|cubed|factorial|mod|percent|per cent|dozen|hundred|thousand|million|"
+    "plus|minus|negative|times|divided by|over|squared|cubed|factorial|mod|percent|per "
+    "cent|dozen|hundred|thousand|million|"
     "billion|trillion|tausend|millionen|milliarden?|mille|millions|milliards?|mil|millones|milhões|milioni|тысяч[аи]?|"
-    "миллион(?:а|ов)?|миллиард(?:а|ов)?|and a half|and one half|pi|sqrt|log|ln|sin|cos|tan|exp|infinity"
+    "миллион(?:а|ов)?|миллиард(?:а|ов)?|and a half|and one "
+    "half|pi|sqrt|log|ln|sin|cos|tan|exp|infinity"
 )
 _ATOM = (
     rf"\{{,\}}|{TEXT}\{{[^{{}}]{{0,100}}\}}|\\[dtc]?frac\d{{2}}|\\sqrt\d|\\[A-Za-z]+|\\[^\sA-Za-z]"
@@ -63,7 +86,9 @@ _ATOM = (
     r"|[-+*/^_=<>()\[\]{}|!%'$€£¥₹°√π∞±×·÷≤≥≠≈~\u2212\u2013\u2044]"
     r"|(?<=\d)[百千万萬亿億만억]|(?<=\d):(?=\d)|(?<=\d ):(?= \d)|(?:mm|cm|dm|km|in|ft|yd|mi)\s?\^\s?\{?[23]\}?"
 )
-_EXPRESSION = re.compile(rf"(?:{_ATOM})(?:(?:[ \t]|[,;](?=[ \d\\])|(?:and|or)(?![A-Za-z]))*(?:{_ATOM}))*")
+_EXPRESSION = re.compile(
+    rf"(?:{_ATOM})(?:(?:[ \t]|[,;](?=[ \d\\])|(?:and|or)(?![A-Za-z]))*(?:{_ATOM}))*"
+)
 _VALUE = re.compile(r"[\d½¼-¾⅐-⅞]")
 _BOUND = r"at (?:the )?(?:very )?(?:least|most)"
 _SEVERAL_ELSEWHERE = (  # "or" and "and" of other languages, between several answers
@@ -99,25 +124,30 @@ _DENIED = re.compile(
     re.IGNORECASE,
 )
 _UNIT_BEHIND = re.compile(
-    r"[\s$*]*((?:(?:square|cubic|sq|cu)\.? )?[A-Za-z]+(?: per [A-Za-z]+| ?/ ?[A-Za-z]+)?(?:\^[23]|[²³])?)"
+    r"[\s$*]*((?:(?:square|cubic|sq|cu)\.? )?[A-Za-z]+(?: per [A-Za-z]+| ?/ "
+    r"?[A-Za-z]+)?(?:\^[23]|[²³])?)"
 )
 _LONGEST_UNIT = 40
 _HEADING = re.compile(r"^[ \t]*#{1,6}[ \t]*(\S.*)$", re.MULTILINE)
 _PERCENT_OF = re.compile(r"[^%\n]{0,40}(?:\\?%|percent)[\s*$]*of[\s$]+\d", re.IGNORECASE)
 _LONGEST_OF = 12
 _ORDINAL = re.compile(r"\d(?:st|nd|rd|th)$")
-_NOUN = re.compile(r"\s+(?!(?:of|in|and|or|from|to|at|on|by)\b)[A-Za-z]")  # the 5th floor says which
+# the 5th floor says which
+_NOUN = re.compile(r"\s+(?!(?:of|in|and|or|from|to|at|on|by)\b)[A-Za-z]")
 _OPERATOR = re.compile(r"[/^×·÷]|(?:times|divided by|over|mod)(?![a-z])")
 _ASIDE = re.compile(r"(?<=\S)\s+\((?=[^()]{0,200}[A-Za-z]{3})[^()]{1,200}\)(?=[.!*\s]*$)")
 _REMARK = re.compile(r"(?<=[\w%}$])\s+\((?!\s*[-+]?\d+\s*\)\s*[=^*/])")
 _ARITHMETIC = re.compile(
-    r"(?:[\d\s.,+\-*/^(){}$×·÷]|\\(?:times|cdot|div)(?![a-z])|(?:plus|minus|times|divided by|over)(?![a-z]))*"
+    r"(?:[\d\s.,+\-*/^(){}$×·÷]|\\(?:times|cdot|div)(?![a-z])|(?:plus|minus|times|divided "
+    r"by|over)(?![a-z]))*"
 )
 _INEQUALITY = re.compile(
-    r"[<>≤≥≠∈]|!=|\\(?:not|neq?|geq?|leq?|gt|lt|in|geqslant|leqslant|pm|mp)(?![a-z])|:=|±", re.IGNORECASE
+    r"[<>≤≥≠∈]|!=|\\(?:not|neq?|geq?|leq?|gt|lt|in|geqslant|leqslant|pm|mp)(?![a-z])|:=|±",
+    re.IGNORECASE,
 )
 _SEVERAL = re.compile(
-    r",(?!\d{3}(?!\d))|;|\\\\|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|(?<=\d) (?:e|y|i|o|u) (?=[-\d])"  # 3 e 7, in Italian
+    # 3 e 7, in Italian
+    r",(?!\d{3}(?!\d))|;|\\\\|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|(?<=\d) (?:e|y|i|o|u) (?=[-\d])"
 )
 _NEXT_STATEMENT = re.compile(r"(?:,|;|\band\b)\s+(?=[\d\s.,+\-*/()$×·÷]+=[^=]+$)")
 _EQUALS = re.compile(r"=|≈|≡|\\(?:approx|equiv)(?![a-z])")
@@ -139,7 +169,8 @@ _LETTER_ALONE = re.compile(r"^[\s*_$(\[]*([A-Z])[\s*_$)\].:]*$")
 
 
 def final_text(response: str, prompt: str = "") -> str:
-    """Returns the part of a response that counts: nothing of its thought, and only the inside of an <answer>.
+    """Returns the part of a response that counts: nothing of its thought, and only the inside of an
+    <answer>.
 
     prompt: as the model read it; it may have opened the thought.
     """
@@ -149,7 +180,10 @@ def final_text(response: str, prompt: str = "") -> str:
 
 
 def _tagged(text: str) -> str | None:
-    """The content of the last <answer>; None without one. One that a stop string left open counts where a line ends it."""
+    """The content of the last <answer>; None without one.
+
+    One that a stop string left open counts where a line ends it.
+    """
     end = text[-_SEARCHED_CHARACTERS:]
     closed = _TAGGED.findall(end)
     if closed:
@@ -160,7 +194,9 @@ def _tagged(text: str) -> str | None:
 
 def _with_base(text: str) -> str:
     """The text with `101 in base 2` as `101_{2}`."""
-    return _BASE_WORD.sub(lambda found: f"_{{{with_digits(found['base'] or _BASES[found['name']])}}}", text)
+    return _BASE_WORD.sub(
+        lambda found: f"_{{{with_digits(found['base'] or _BASES[found['name']])}}}", text
+    )
 
 
 def extract_answer(response: str, reference: str, prompt: str = "") -> str | None:
@@ -204,7 +240,9 @@ def _kind(reference: str) -> Literal["number", "words", "formula"]:
 
 
 def _marked(text: str, kind: str, reference: str) -> str | None:
-    """The answer behind the last #### that is no heading, or below one; None where there is neither."""
+    """The answer behind the last #### that is no heading, or below one; None where there is
+    neither.
+    """
     text = _CLOSED_HEADING.sub("", text)
     marks = list(_ANSWER_MARK.finditer(text))[-_MAX_MARKS:]
     for mark in reversed(marks):
@@ -218,7 +256,11 @@ def _marked(text: str, kind: str, reference: str) -> str | None:
         if not _is_heading(line, below, kind):
             return _of_line(line.strip(), kind, reference)
         if below.strip():
-            return _in_words(below, reference) if kind == "words" else _stated(below, kind == "number", reference)
+            return (
+                _in_words(below, reference)
+                if kind == "words"
+                else _stated(below, kind == "number", reference)
+            )
         if rest := behind_number(plain_text(line)):
             return _of_line(rest, kind, reference)
         if kind == "number" and is_in_words(plain_text(line)):
@@ -243,7 +285,9 @@ def _is_heading(line: str, below: str, kind: str) -> bool:
 
 
 def _in_words(text: str, reference: str) -> str | None:
-    """The words behind the last "answer is" that nothing denies, else those of the last line; None without any."""
+    """The words behind the last "answer is" that nothing denies, else those of the last line; None
+    without any.
+    """
     text = text[-_SEARCHED_CHARACTERS:]
     phrase = last_phrase(text)
     if phrase is None:
@@ -258,11 +302,17 @@ def _in_words(text: str, reference: str) -> str | None:
 
 def _is_several(reference: str) -> bool:
     """Whether a reference lists several values, `2, -3`."""
-    return bool(_SEVERAL.search(reference)) and read_number(reference) is None and not is_text(reference)
+    return (
+        bool(_SEVERAL.search(reference))
+        and read_number(reference) is None
+        and not is_text(reference)
+    )
 
 
 def _several_boxes(text: str) -> str | None:
-    """The contents of the last boxes that only a comma, "and" or "or" separates, as a list; the last one's otherwise."""
+    """The contents of the last boxes that only a comma, "and" or "or" separates, as a list; the
+    last one's otherwise.
+    """
     last = last_boxed(text)
     if last is None or _SEVERAL.search(last):
         return last
@@ -296,10 +346,11 @@ def last_boxed(text: str) -> str | None:
 
 
 def chosen_letter(response: str, letters: str, prompt: str = "") -> str | None:
-    r"""The letter that a response to a multiple choice ends with; None where the response does not commit itself.
+    r"""The letter that a response to a multiple choice ends with; None where the response does not
+    commit itself.
 
-    The last \boxed{C}; else the last #### C, "answer is (C)" or "Answer: C"; else a last line that is nothing but the letter.
-    Letters in running text are not answers: "A good start" is none.
+    The last \boxed{C}; else the last #### C, "answer is (C)" or "Answer: C"; else a last line that
+    is nothing but the letter. Letters in running text are not answers: "A good start" is none.
     """
     text = final_text(response, prompt)[-_SEARCHED_CHARACTERS:]
     boxed = last_boxed(text)
@@ -307,7 +358,9 @@ def chosen_letter(response: str, letters: str, prompt: str = "") -> str | None:
         found = _BOXED_LETTER.match(_LETTER_DECORATION.sub(r"\1", boxed))
         letter = found[1].upper() if found else None
         return letter if letter is not None and letter in letters else None
-    marked = [found[1].upper() for found in _MARKED_LETTER.finditer(text) if found[1].upper() in letters]
+    marked = [
+        found[1].upper() for found in _MARKED_LETTER.finditer(text) if found[1].upper() in letters
+    ]
     if marked:
         return marked[-1]
     phrase = last_phrase(text)  # in another language
@@ -320,7 +373,9 @@ def chosen_letter(response: str, letters: str, prompt: str = "") -> str | None:
 
 
 def _of_line(line: str, kind: str, reference: str) -> str:
-    """The answer in a marked line: `46, because ...`, `46 (12+34)`, `The answer is 46`, `Answer: Paris`."""
+    """The answer in a marked line: `46, because ...`, `46 (12+34)`, `The answer is 46`,
+    `Answer: Paris`.
+    """
     phrase = last_phrase(line)
     if kind == "words":
         return line if phrase is None else (_in_words(line, reference) or line)
@@ -332,7 +387,9 @@ def _of_line(line: str, kind: str, reference: str) -> str:
 
 
 def _stated(text: str, numeric: bool, reference: str) -> str | None:
-    """The expression behind the last "answer is", else the last one in its sentence, else in the text."""
+    """The expression behind the last "answer is", else the last one in its sentence, else in the
+    text.
+    """
     text = text[-_SEARCHED_CHARACTERS:]
     phrase = last_phrase(text)
     if phrase is not None:
@@ -387,8 +444,12 @@ def _is_other(text: str, found: re.Match[str]) -> bool:
 
 
 def _last_expression(text: str) -> str | None:
-    """The last expression with a number; None where the words around it say that it is not the answer."""
-    found = next((e for e in reversed(list(_EXPRESSION.finditer(text))) if _VALUE.search(e[0])), None)
+    """The last expression with a number; None where the words around it say that it is not the
+    answer.
+    """
+    found = next(
+        (e for e in reversed(list(_EXPRESSION.finditer(text))) if _VALUE.search(e[0])), None
+    )
     if found is None or _is_other(text, found):
         return None
     before = text[: found.start()]
@@ -398,13 +459,24 @@ def _last_expression(text: str) -> str | None:
     elif re.match(r"\+|[-*]\s", expression):
         return None  # the rest of an expression in words
     elif _OTHER_BEFORE.search(before[-60:]):
-        *earlier, _ = re.split(r",? (?:and |but )?(?:not|rather than|instead of)[\s*$]*$", before[-200:]) or [""]
-        return _last_expression(earlier[0]) if earlier and _EXPRESSION.search(earlier[0][-1:]) else None  # 6, not 5
-    return _with_unit(_trimmed(expression), expression, text[found.end() : found.end() + _LONGEST_UNIT])
+        *earlier, _ = re.split(
+            r",? (?:and |but )?(?:not|rather than|instead of)[\s*$]*$", before[-200:]
+        ) or [""]
+        # 6, not 5
+        return (
+            _last_expression(earlier[0])
+            if earlier and _EXPRESSION.search(earlier[0][-1:])
+            else None
+        )
+    return _with_unit(
+        _trimmed(expression), expression, text[found.end() : found.end() + _LONGEST_UNIT]
+    )
 
 
 def _trimmed(expression: str) -> str | None:
-    """Without brackets of something around it, a remark in brackets, and an equation before the last of several."""
+    """Without brackets of something around it, a remark in brackets, and an equation before the
+    last of several.
+    """
     start, open_at = 0, []
     for position, character in enumerate(expression):
         if character in "([{":
@@ -428,7 +500,9 @@ def _trimmed(expression: str) -> str | None:
 
 
 def is_correct(response: str, reference: str, prompt: str = "") -> bool:
-    """Whether the response's final answer equals the reference. prompt: as the model read it; it may have opened a thought."""
+    """Whether the response's final answer equals the reference. prompt: as the model read it; it
+    may have opened a thought.
+    """
     reference = last_boxed(reference) or reference.rpartition(ANSWER_MARK)[2].strip()
     if _is_correct(response, reference, prompt):
         return True
@@ -440,7 +514,9 @@ def is_correct(response: str, reference: str, prompt: str = "") -> bool:
 
 
 def _is_correct(response: str, reference: str, prompt: str) -> bool:
-    """As is_correct, for a final reference; a comma between digits separates thousands or values here."""
+    """As is_correct, for a final reference; a comma between digits separates thousands or values
+    here.
+    """
     answer = extract_answer(response, reference, prompt)
     if answer is not None and equal_answers(answer, reference):
         return True
@@ -468,7 +544,9 @@ def equal_answers(answer: str, reference: str) -> bool:
         if _CHOICE.fullmatch(reference):
             return False
         answer = plain_text(answer)[label.end() :]
-    bases = [in_base(_with_base(plain_text(_EQUALS.split(text)[-1]))) for text in (answer, reference)]
+    bases = [
+        in_base(_with_base(plain_text(_EQUALS.split(text)[-1]))) for text in (answer, reference)
+    ]
     if any(bases):
         return bases[0] == bases[1]
     expected = read_number(reference)
@@ -480,8 +558,13 @@ def equal_answers(answer: str, reference: str) -> bool:
     value = read_number(stated)
     if value is not None:
         return same_number(value, expected)
-    # The task left undone ("12+34" for 46) is no answer, though math-verify would work it out; nor are several.
-    if _ARITHMETIC.fullmatch(stated) or _SEVERAL.search(stated) or _OTHER_AFTER.search(plain_text(stated)):
+    # The task left undone ("12+34" for 46) is no answer, though math-verify would work it out; nor
+    # are several.
+    if (
+        _ARITHMETIC.fullmatch(stated)
+        or _SEVERAL.search(stated)
+        or _OTHER_AFTER.search(plain_text(stated))
+    ):
         return False
     return equal_expressions(f"\\boxed{{{stated}}}", reference)
 
@@ -501,7 +584,9 @@ def _equal_to_no_number(answer: str, reference: str) -> bool:
 
 
 def _bracket(text: str) -> str:
-    """What a list of values stands in: "set" for braces, "tuple" for parentheses; empty for anything else."""
+    """What a list of values stands in: "set" for braces, "tuple" for parentheses; empty for
+    anything else.
+    """
     plain = plain_text(text).strip("$ ")
     if plain.startswith("\\{") and plain.endswith("\\}"):
         return "set"
@@ -509,7 +594,9 @@ def _bracket(text: str) -> str:
 
 
 def _stated_value(answer: str) -> str | None:
-    """The side of an equation that says the value; the answer itself where it is none; None where it says no one value."""
+    """The side of an equation that says the value; the answer itself where it is none; None where
+    it says no one value.
+    """
     if len(answer) > _COMPARED_CHARACTERS or _INEQUALITY.search(answer):
         return None
     first, *others = _EQUALS.split(answer)

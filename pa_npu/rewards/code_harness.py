@@ -1,17 +1,22 @@
-"""Runs a response's program inside a cell: as a script, or with assertions and calls after it. Imports the standard library alone.
+"""Runs a response's program inside a cell: as a script, or with assertions and calls after it.
+Imports the standard library alone.
 
-    python -I code_harness.py PROGRAM KIND PACKAGES      KIND: script or tests; PACKAGES: directories to import from
-    stdin   a script's own; else {"mark", "tests": [{"given", "name", "whole_keys", "cases", "by_pytest"}, ...]}
+    python -I code_harness.py PROGRAM KIND PACKAGES      KIND: script or tests; PACKAGES:
+                                                         directories to import from
+    stdin   a script's own; else {"mark", "tests": [{"given", "name", "whole_keys", "cases",
+            "by_pytest"}, ...]}
 
-A script runs as a file does: it is `__main__`, found in sys.modules, and its source is where `__file__` says. For assertions and
-calls the program is imported as the module `solution`, so that what it guards by `__name__ == "__main__"` is left out, and its
-standard streams are empty. Classes of unittest that an assertion defines are run behind it, and pytest runs a text of its own as a
-file. Calls find what APPS and LiveCodeBench import before a program: solutions of theirs write `List[int]`
-without an import.
+A script runs as a file does: it is `__main__`, found in sys.modules, and its source is where
+`__file__` says. For assertions and calls the program is imported as the module `solution`, so that
+what it guards by `__name__ == "__main__"` is left out, and its standard streams are empty. Classes
+of unittest that an assertion defines are run behind it, and pytest runs a text of its own as a
+file. Calls find what APPS and LiveCodeBench import before a program: solutions of theirs write
+`List[int]` without an import.
 
-Assertions and calls answer in one line each on standard output, begun with a mark that the program is not told:
-MARK {"passed": true} or MARK {"result": value}. A program that searches its own process can find the mark, and so fake these; tests
-by standard input and output it cannot, since what is wanted is not in its process.
+Assertions and calls answer in one line each on standard output, begun with a mark that the program
+is not told: MARK {"passed": true} or MARK {"result": value}. A program that searches its own
+process can find the mark, and so fake these; tests by standard input and output it cannot, since
+what is wanted is not in its process.
 """
 
 import builtins
@@ -23,7 +28,17 @@ import types
 from typing import Any, TextIO
 
 _CALL_MODULES = [
-    *("bisect", "collections", "copy", "datetime", "functools", "heapq", "itertools", "math", "operator"),
+    *(
+        "bisect",
+        "collections",
+        "copy",
+        "datetime",
+        "functools",
+        "heapq",
+        "itertools",
+        "math",
+        "operator",
+    ),
     *("random", "re", "string", "sys", "typing"),
 ]
 _CALL_RECURSION = 50_000  # solutions of LiveCodeBench recurse deeper than Python's 1,000
@@ -40,7 +55,9 @@ def main() -> None:
 
 
 def _module(name: str, program: str) -> types.ModuleType:
-    """Makes the module of a program, and puts it where pickle, dataclasses and type hints look for it."""
+    """Makes the module of a program, and puts it where pickle, dataclasses and type hints look for
+    it.
+    """
     module = types.ModuleType(name)
     module.__file__ = program
     sys.modules[name] = module
@@ -85,7 +102,9 @@ def _prelude() -> dict[str, Any]:
     for module_name in _CALL_MODULES:
         module = importlib.import_module(module_name)
         names[module_name] = module
-        for name in getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]:
+        for name in getattr(module, "__all__", None) or [
+            name for name in vars(module) if not name.startswith("_")
+        ]:
             if not hasattr(builtins, name):
                 names.setdefault(name, getattr(module, name))
     sys.setrecursionlimit(max(sys.getrecursionlimit(), _CALL_RECURSION))
@@ -98,7 +117,9 @@ def _try(module: types.ModuleType, prelude: dict[str, Any], test: dict[str, Any]
     try:
         if name:
             function = _function(module, prelude, name)
-            arguments = [_with_whole_keys(argument) for argument in given] if test["whole_keys"] else given
+            arguments = (
+                [_with_whole_keys(argument) for argument in given] if test["whole_keys"] else given
+            )
             return json.dumps({"result": _plain(function(*arguments))}, default=str)
         if test["by_pytest"]:
             _run_pytest(given)
@@ -125,7 +146,10 @@ def _run_cases(cases: list[Any]) -> None:
 
 
 def _run_pytest(text: str) -> None:
-    """Runs a file of tests by pytest, without plugins. Raises AssertionError where a test fails, or none is run."""
+    """Runs a file of tests by pytest, without plugins.
+
+    Raises AssertionError where a test fails, or none is run.
+    """
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     import pytest
 
@@ -139,7 +163,9 @@ def _run_pytest(text: str) -> None:
 
 
 def _function(module: types.ModuleType, prelude: dict[str, Any], name: str) -> Any:
-    """Returns the program's function, or the method of a new Solution; a name of the prelude is not the program's."""
+    """Returns the program's function, or the method of a new Solution; a name of the prelude is not
+    the program's.
+    """
     value = getattr(module, name, None)
     if value is not None and value is not prelude.get(name):
         return value
@@ -156,7 +182,9 @@ def _with_whole_keys(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a result as JSON can hold it: numbers and arrays of numpy as Python's, keys of any kind as text."""
+    """Returns a result as JSON can hold it: numbers and arrays of numpy as Python's, keys of any
+    kind as text.
+    """
     if type(value).__module__ == "numpy":
         return _plain(value.tolist())
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,6 @@
-"""Finds the program in a response: the last block that is marked as Python, else the last unmarked one that is a program."""
+"""Finds the program in a response: the last block that is marked as Python, else the last unmarked
+one that is a program.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,21 @@ import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-# An opening fence may stand in a list or a quotation; one that names Python may also follow text on its line.
-_OPENING = re.compile(r"(?P<before>(?:[ \t]|>|[-*+] |\d+[.)] )*)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)")
-_OPENING_IN_LINE = re.compile(r".*[^`\s]\s*(?P<fence>```)(?P<info>[ \t]*(?:python|py)[\d.]*)[ \t]*", re.IGNORECASE)
+# An opening fence may stand in a list or a quotation; one that names Python may also follow text on
+# its line.
+_OPENING = re.compile(
+    r"(?P<before>(?:[ \t]|>|[-*+] |\d+[.)] )*)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)"
+)
+_OPENING_IN_LINE = re.compile(
+    r".*[^`\s]\s*(?P<fence>```)(?P<info>[ \t]*(?:python|py)[\d.]*)[ \t]*", re.IGNORECASE
+)
 _QUOTATION = re.compile(r"[ \t]*>[ \t]?")
 _PYTHON = re.compile(r"(?:i?python|py)[\d.]*", re.IGNORECASE)
 _MARKDOWN = frozenset({"markdown", "md"})  # a whole answer that somebody has put into a block
 _LANGUAGE = re.compile(r"[\s{.]*([\w.+#-]*)")
 _DEFINED = re.compile(
-    r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)|^(\w+)[ \t]*(?::[^=\n]+)?=(?!=)|^(?:from|import)\b.*\b(\w+)[ \t]*$",
+    r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)|^(\w+)[ "
+    r"\t]*(?::[^=\n]+)?=(?!=)|^(?:from|import)\b.*\b(\w+)[ \t]*$",
     re.MULTILINE,
 )
 
@@ -31,14 +39,18 @@ class _Block:
 def program_of(response: str, needed: Collection[str] = ()) -> str | None:
     """Returns the program of a response, None where it has none.
 
-    Blocks marked as Python come before unmarked ones, which are often sample output. Of several the last one counts, and before it
-    the last one that defines the names `needed`: a block behind it may only show how to call them. A response without any block is
-    a program if all of it is one.
+    Blocks marked as Python come before unmarked ones, which are often sample output. Of several the
+    last one counts, and before it the last one that defines the names `needed`: a block behind it
+    may only show how to call them. A response without any block is a program if all of it is one.
     """
     blocks = list(_blocks(response))
-    programs = [block.text for block in blocks if _PYTHON.fullmatch(block.language) and block.text.strip()]
+    programs = [
+        block.text for block in blocks if _PYTHON.fullmatch(block.language) and block.text.strip()
+    ]
     if not programs:
-        programs = [block.text for block in blocks if not block.language and _is_program(block.text)]
+        programs = [
+            block.text for block in blocks if not block.language and _is_program(block.text)
+        ]
     if not blocks and _is_program(response):
         programs = [response]
     if not programs:
@@ -50,7 +62,9 @@ def program_of(response: str, needed: Collection[str] = ()) -> str | None:
 
 
 def _blocks(response: str) -> Iterator[_Block]:
-    """Yields fenced blocks as CommonMark has them, without the indentation of their list or the marks of their quotation."""
+    """Yields fenced blocks as CommonMark has them, without the indentation of their list or the
+    marks of their quotation.
+    """
     lines = response.splitlines()
     index = 0
     while index < len(lines):
@@ -65,7 +79,8 @@ def _blocks(response: str) -> Iterator[_Block]:
         index = end + 1
         if end < len(lines):
             last = lines[end].partition(opening["fence"])[0]
-            inside += [last] if last.strip(" \t>") else []  # the fence stands at the end of the last line of code
+            # the fence stands at the end of the last line of code
+            inside += [last] if last.strip(" \t>") else []
         language, text = _language(opening["info"]), _without_margin(inside, before)
         if language.lower() in _MARKDOWN:
             yield from _blocks(text)
@@ -76,10 +91,12 @@ def _blocks(response: str) -> Iterator[_Block]:
 def _closing(lines: list[str], start: int, fence: str, width: int) -> int:
     """Returns the index of the line that closes a block; the number of lines where none does.
 
-    width: columns before the opening fence. A fence that is indented by four more is the program's own, in a docstring perhaps;
-    without any other it closes the block all the same.
+    width: columns before the opening fence. A fence that is indented by four more is the program's
+    own, in a docstring perhaps; without any other it closes the block all the same.
     """
-    closing = re.compile(r"([ \t>]*)" + re.escape(fence[0]) + "{" + str(len(fence)) + r",}[ \t]*(?:</?\w+>[ \t]*)*")
+    closing = re.compile(
+        r"([ \t>]*)" + re.escape(fence[0]) + "{" + str(len(fence)) + r",}[ \t]*(?:</?\w+>[ \t]*)*"
+    )
     indented: int | None = None
     after_code: int | None = None
     for index in range(start, len(lines)):
@@ -91,7 +108,12 @@ def _closing(lines: list[str], start: int, fence: str, width: int) -> int:
             indented = index if indented is None else indented
         elif after_code is not None and _opens_named_block(line):
             return after_code
-        elif after_code is None and line.strip(" \t>`~") and _at_an_end(line, fence) and not _opens_named_block(line):
+        elif (
+            after_code is None
+            and line.strip(" \t>`~")
+            and _at_an_end(line, fence)
+            and not _opens_named_block(line)
+        ):
             after_code = index
     if after_code is not None:
         return after_code
@@ -105,7 +127,11 @@ def _at_an_end(line: str, fence: str) -> bool:
 
 def _opens_named_block(line: str) -> bool:
     opening = _OPENING.fullmatch(line) or _OPENING_IN_LINE.fullmatch(line)
-    return opening is not None and opening["info"][:1].strip() != "" and bool(_language(opening["info"]))
+    return (
+        opening is not None
+        and opening["info"][:1].strip() != ""
+        and bool(_language(opening["info"]))
+    )
 
 
 def _language(info: str) -> str:
@@ -114,7 +140,9 @@ def _language(info: str) -> str:
 
 
 def _without_margin(lines: list[str], before: str) -> str:
-    """before: what stands before the opening fence, list marks and all; code may be indented by as much."""
+    """before: what stands before the opening fence, list marks and all; code may be indented by as
+    much.
+    """
     if ">" in before:
         lines = [_QUOTATION.sub("", line, count=1) for line in lines]
         before = before.replace(">", "", 1)
@@ -132,7 +160,9 @@ def _without_margin(lines: list[str], before: str) -> str:
 
 
 def _is_program(text: str) -> bool:
-    """Returns whether a text is Python that does something: "3", "Yes" and "[1, 2]" are Python as well."""
+    """Returns whether a text is Python that does something: "3", "Yes" and "[1, 2]" are Python as
+    well.
+    """
     tree = _tree(text)
     if tree is None:
         return False
@@ -150,7 +180,8 @@ def _is_program(text: str) -> bool:
     )
     return any(
         not (
-            isinstance(statement, ast.Pass) or (isinstance(statement, ast.Expr) and isinstance(statement.value, values))
+            isinstance(statement, ast.Pass)
+            or (isinstance(statement, ast.Expr) and isinstance(statement.value, values))
         )
         for statement in tree.body
     )

@@ -1,4 +1,7 @@
-"""Compares what a program printed or returned with what a test wants. Numbers with a fraction may be rounded, at every depth."""
+"""Compares what a program printed or returned with what a test wants.
+
+Numbers with a fraction may be rounded, at every depth.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Any
 
 _RELATIVE_TOLERANCE = 1e-6  # of numbers with a fraction, as graders of programming contests have it
 _ABSOLUTE_TOLERANCE = 1e-9  # beside zero no relative tolerance helps
-_WHOLE_TOLERANCE = 1e-6  # between a whole number and a result with a fraction, however large the number is
+# between a whole number and a result with a fraction, however large the number is
+_WHOLE_TOLERANCE = 1e-6
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
 _WHOLE = re.compile(r"[+-]?\d+")
 
@@ -17,21 +21,28 @@ _WHOLE = re.compile(r"[+-]?\d+")
 def same_output(written: str, wanted: str) -> bool:
     """Returns whether two texts are equal line by line but for space at line ends, or word by word.
 
-    Two words are equal as well if both are numbers, at least one of them has a fraction, and they differ by rounding alone.
+    Two words are equal as well if both are numbers, at least one of them has a fraction, and they
+    differ by rounding alone.
     """
     if _lines(written) == _lines(wanted):
         return True
     written_words = written.split()
     wanted_words = wanted.split()
-    return len(written_words) == len(wanted_words) and all(map(_same_word, written_words, wanted_words))
+    return len(written_words) == len(wanted_words) and all(
+        map(_same_word, written_words, wanted_words)
+    )
 
 
 def same_result(result: Any, wanted: Any) -> bool:
-    """Returns whether two results of a call, both read from JSON, are equal; numbers with a fraction but for rounding."""
+    """Returns whether two results of a call, both read from JSON, are equal; numbers with a
+    fraction but for rounding.
+    """
     if isinstance(result, list) and isinstance(wanted, list):
         return len(result) == len(wanted) and all(map(same_result, result, wanted))
     if isinstance(result, Mapping) and isinstance(wanted, Mapping):
-        return result.keys() == wanted.keys() and all(same_result(result[key], wanted[key]) for key in wanted)
+        return result.keys() == wanted.keys() and all(
+            same_result(result[key], wanted[key]) for key in wanted
+        )
     if isinstance(result, float) or isinstance(wanted, float):
         if isinstance(result, (int, float)) and isinstance(wanted, (int, float)):
             return _same_number(result, wanted)

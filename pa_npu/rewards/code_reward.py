@@ -1,4 +1,5 @@
-"""The reward `code`: the program in a response passes the tests of its row, each run in a cell of its own (sandbox.py).
+"""The reward `code`: the program in a response passes the tests of its row, each run in a cell of
+its own (sandbox.py).
 
 response ──code_program──> program ─┐
 row ──code_tests──> tests ──────────┴──code_harness, in a cell──> output ──code_results──> passed or not
@@ -28,14 +29,19 @@ _HARNESS = Path(__file__).with_name("code_harness.py")
 _OUTPUT_BYTES = 256 << 10  # of standard output, and of errors, beside what a test wants printed
 _ATTEMPTS = 3  # at a cell that could not be made
 # A program that passes wherever programs can run: it is started as a file and as functions.
-_TRIAL = "def double(x):\n    return 2 * x\n\n\nif __name__ == '__main__':\n    print(double(int(input())))\n"
+_TRIAL = (
+    "def double(x):\n    return 2 * x\n\n\nif __name__ == '__main__':\n    "
+    "print(double(int(input())))\n"
+)
 _TRIAL_TESTS = (CodeTest("stdin", "21", ("42",)), CodeTest("call", [21], (42,), "double"))
 
 
 class CodeReward:
-    """async call: from a group to a reward per response; None where the sandbox, not the program, has failed.
+    """async call: from a group to a reward per response; None where the sandbox, not the program,
+    has failed.
 
-    1 where all tests pass, else 0; with score=share the share of tests that pass. A response without a program has 0.
+    1 where all tests pass, else 0; with score=share the share of tests that pass. A response
+    without a program has 0.
     """
 
     def __init__(self, config: CodeConfig, programs: int) -> None:
@@ -59,9 +65,16 @@ class CodeReward:
             self.problem = str(error)
             return [None] * len(group.responses)
         needed = frozenset().union(*(test.needed for test in tests))
-        programs = [program_of(without_thought(group.prompt, response), needed) for response in group.responses]
+        programs = [
+            program_of(without_thought(group.prompt, response), needed)
+            for response in group.responses
+        ]
         number = next(self._groups)
-        known = {program: asyncio.ensure_future(self._score(number, program, tests)) for program in programs if program}
+        known = {
+            program: asyncio.ensure_future(self._score(number, program, tests))
+            for program in programs
+            if program
+        }
         try:
             await asyncio.gather(*known.values())
         finally:
@@ -70,25 +83,32 @@ class CodeReward:
         return [known[program].result() if program else 0.0 for program in programs]
 
     async def check(self) -> str:
-        """Runs a program that passes anywhere, as responses' programs will be run; returns how it was isolated, in words.
+        """Runs a program that passes anywhere, as responses' programs will be run; returns how it
+        was isolated, in words.
 
-        Raises SandboxFailed where it does not pass, or is less isolated than the configuration wants.
+        Raises SandboxFailed where it does not pass, or is less isolated than the configuration
+        wants.
         """
         isolation = ""
         for test in _TRIAL_TESTS:
             outcome, mark = await self._outcome(0, _TRIAL, [test])
             if not _num_passed(outcome, [test], mark):
                 raise SandboxFailed(
-                    f"a program of four lines does not pass its test with reward.code.memory_mib = {self._config.memory_mib} and "
-                    f"reward.code.timeout_s = {self._config.timeout_s:g} ({_ending(outcome)}); raise them"
+                    "a program of four lines does not pass its test with reward.code.memory_mib = "
+                    f"{self._config.memory_mib} and reward.code.timeout_s = "
+                    f"{self._config.timeout_s:g} ({_ending(outcome)}); raise them"
                 )
             isolation = outcome.isolation
         return isolation
 
     async def _score(self, group: int, program: str, tests: Sequence[CodeTest]) -> float | None:
-        """Tests by standard input are a cell each, all others one together, so that a program loads once for them."""
+        """Tests by standard input are a cell each, all others one together, so that a program loads
+        once for them.
+        """
         together = [test for test in tests if test.kind != "stdin"]
-        batches = [[test] for test in tests if test.kind == "stdin"] + ([together] if together else [])
+        batches = [[test] for test in tests if test.kind == "stdin"] + (
+            [together] if together else []
+        )
         passed = 0
         try:
             for batch in batches:
@@ -106,8 +126,12 @@ class CodeReward:
         outcome, mark = await self._outcome(group, program, batch)
         return _num_passed(outcome, batch, mark)
 
-    async def _outcome(self, group: int, program: str, batch: Sequence[CodeTest]) -> tuple[Outcome, str]:
-        """Runs a program for a batch of tests; returns what came of it, and the mark of its answers."""
+    async def _outcome(
+        self, group: int, program: str, batch: Sequence[CodeTest]
+    ) -> tuple[Outcome, str]:
+        """Runs a program for a batch of tests; returns what came of it, and the mark of its
+        answers.
+        """
         mark = secrets.token_hex(16)
         if batch[0].kind == "stdin":
             kind, stdin = "script", str(batch[0].given)
@@ -120,7 +144,9 @@ class CodeReward:
         wanted_bytes = sum(len(json.dumps(test.wanted)) for test in batch)
         limits = replace(
             self._limits,
-            output_bytes=min(_OUTPUT_BYTES + 2 * wanted_bytes, max(_OUTPUT_BYTES, self._limits.files_bytes)),
+            output_bytes=min(
+                _OUTPUT_BYTES + 2 * wanted_bytes, max(_OUTPUT_BYTES, self._limits.files_bytes)
+            ),
         )
         for attempt in range(_ATTEMPTS):
             try:
@@ -148,7 +174,9 @@ def _num_passed(outcome: Outcome, batch: Sequence[CodeTest], mark: str) -> int:
 
 
 def _answers(text: str, mark: str) -> list[dict[str, object]]:
-    """Returns the harness's answers, one for each test that was run; an empty one where it cannot be read."""
+    """Returns the harness's answers, one for each test that was run; an empty one where it cannot
+    be read.
+    """
     answers = []
     for line in text.splitlines():
         if line.startswith(f"{mark} "):

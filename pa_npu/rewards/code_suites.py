@@ -1,12 +1,14 @@
-"""Test suites in a row's program text: classes of unittest, functions and classes of pytest, and what they need to run.
+"""Test suites in a row's program text: classes of unittest, functions and classes of pytest, and
+what they need to run.
 
     class TestCases(unittest.TestCase): ...   run by unittest (BigCodeBench)
     def test_it(): ...                        called (KodCode)
     @pytest.mark.parametrize, fixtures,       run by pytest, if it is installed
     class TestIt without a base
 
-What a text does only when it is run as a file counts as well: the body of `if __name__ == "__main__"` stands for itself, and
-`unittest.main()` and `pytest.main()` are left out, since the suite is run anyway.
+What a text does only when it is run as a file counts as well: the body of
+`if __name__ == "__main__"` stands for itself, and `unittest.main()` and `pytest.main()` are left
+out, since the suite is run anyway.
 """
 
 from __future__ import annotations
@@ -24,8 +26,25 @@ _RUNNERS = frozenset({"unittest", "pytest"})
 _SET_UP = frozenset({"setup_module", "setup_function", "teardown_module", "teardown_function"})
 _FIXTURES_OF_PYTEST = frozenset(
     {
-        *("cache", "capfd", "capfdbinary", "caplog", "capsys", "capsysbinary", "monkeypatch", "pytestconfig"),
-        *("record_property", "recwarn", "request", "tmp_path", "tmp_path_factory", "tmpdir", "tmpdir_factory"),
+        *(
+            "cache",
+            "capfd",
+            "capfdbinary",
+            "caplog",
+            "capsys",
+            "capsysbinary",
+            "monkeypatch",
+            "pytestconfig",
+        ),
+        *(
+            "record_property",
+            "recwarn",
+            "request",
+            "tmp_path",
+            "tmp_path_factory",
+            "tmpdir",
+            "tmpdir_factory",
+        ),
     }
 )
 _PROGRAM = "solution"
@@ -35,7 +54,8 @@ _PROGRAM = "solution"
 class Suite:
     """The tests that a text defines but does not run.
 
-    cases: classes of unittest, by name. calls: statements that call test functions. needs_pytest: whether only pytest can run it.
+    cases: classes of unittest, by name. calls: statements that call test functions. needs_pytest:
+    whether only pytest can run it.
     fixtures: that its functions want and neither the text nor pytest has.
     """
 
@@ -46,7 +66,9 @@ class Suite:
 
 
 def without_guards(tree: ast.Module) -> ast.Module:
-    """Returns the module as it is run as a file: guarded statements in their place, and none that starts a runner of tests."""
+    """Returns the module as it is run as a file: guarded statements in their place, and none that
+    starts a runner of tests.
+    """
     body: list[ast.stmt] = []
     mains = {
         alias.asname or alias.name
@@ -71,16 +93,24 @@ def read_suite(tree: ast.Module) -> Suite:
     tests = [function for function in functions if function.name.startswith("test")]
     fixtures = {function.name for function in functions if _is_fixture(function)}
     plain_classes = [
-        node for node in classes if node.name.startswith("Test") and node.name not in cases and _test_methods(node)
+        node
+        for node in classes
+        if node.name.startswith("Test") and node.name not in cases and _test_methods(node)
     ]
     is_of_pytest = any(_parameters(function) or _mentions_pytest(function) for function in tests)
-    is_of_pytest |= bool(fixtures or plain_classes or _SET_UP & {function.name for function in functions})
+    is_of_pytest |= bool(
+        fixtures or plain_classes or _SET_UP & {function.name for function in functions}
+    )
     wanted: set[str] = set()
     for function in (*tests, *(method for node in plain_classes for method in _test_methods(node))):
         wanted |= _parameters(function) - _parametrized(function.decorator_list) - {"self", "cls"}
     for node in plain_classes:
         wanted -= _parametrized(node.decorator_list)
-        fixtures |= {method.name for method in node.body if isinstance(method, _Function) and _is_fixture(method)}
+        fixtures |= {
+            method.name
+            for method in node.body
+            if isinstance(method, _Function) and _is_fixture(method)
+        }
     return Suite(
         cases=tuple(cases),
         calls=tuple(_call(function) for function in tests if not _parameters(function)),
@@ -90,18 +120,27 @@ def read_suite(tree: ast.Module) -> Suite:
 
 
 def text_for_pytest(tree: ast.Module) -> str:
-    """Returns the text of a file of tests that sees every name of the program, behind its imports from __future__."""
-    is_future = [isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body]
+    """Returns the text of a file of tests that sees every name of the program, behind its imports
+    from __future__.
+    """
+    is_future = [
+        isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body
+    ]
     futures = [node for node, future in zip(tree.body, is_future, strict=True) if future]
     rest = [node for node, future in zip(tree.body, is_future, strict=True) if not future]
-    names = f"import {_PROGRAM} as _program\nglobals().update(\n    {{k: v for k, v in vars(_program).items() if k[:2] != '__'}}\n)"
+    names = (
+        f"import {_PROGRAM} as _program\nglobals().update(\n    {{k: v for k, v in "
+        f"vars(_program).items() if k[:2] != '__'}}\n)"
+    )
     parts = [ast.unparse(ast.Module(body=futures, type_ignores=[])), names]
     parts.append(ast.unparse(ast.Module(body=rest, type_ignores=[])))
     return "\n".join(part for part in parts if part) + "\n"
 
 
 def missing_modules(tree: ast.Module) -> list[str]:
-    """Returns the modules that a text imports and that no program finds in its cell; not those that it tries to import."""
+    """Returns the modules that a text imports and that no program finds in its cell; not those that
+    it tries to import.
+    """
     names = {name for statement in tree.body for name in _imported(statement)}
     return sorted(name for name in names if not is_importable(name))
 
@@ -118,7 +157,9 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 @lru_cache(maxsize=1024)
 def is_importable(name: str) -> bool:
-    """Returns whether programs can import a module: one of Python, of this environment's packages, or the program itself."""
+    """Returns whether programs can import a module: one of Python, of this environment's packages,
+    or the program itself.
+    """
     if name in (_PROGRAM, "__main__") or name in sys.stdlib_module_names:
         return True
     packages = [sysconfig.get_path(kind) for kind in ("purelib", "platlib")]
@@ -139,7 +180,8 @@ def _is_main_guard(statement: ast.If) -> bool:
 
 
 def _starts_a_runner(statement: ast.stmt, mains: Collection[str]) -> bool:
-    """Returns whether it is a call such as `unittest.main()` or `sys.exit(pytest.main([__file__]))`.
+    """Returns whether it is a call such as `unittest.main()` or
+    `sys.exit(pytest.main([__file__]))`.
 
     mains: names under which a runner's `main` was imported.
     """
@@ -149,18 +191,26 @@ def _starts_a_runner(statement: ast.stmt, mains: Collection[str]) -> bool:
     for function in called:
         if isinstance(function, ast.Name) and function.id in mains:
             return True
-        if isinstance(function, ast.Attribute) and function.attr == "main" and _last_name(function.value) in _RUNNERS:
+        if (
+            isinstance(function, ast.Attribute)
+            and function.attr == "main"
+            and _last_name(function.value) in _RUNNERS
+        ):
             return True
     return False
 
 
 def _unittest_cases(classes: Sequence[ast.ClassDef]) -> list[str]:
-    """Returns the names of classes that unittest runs: with a base called ...TestCase, and with tests of their own or inherited."""
+    """Returns the names of classes that unittest runs: with a base called ...TestCase, and with
+    tests of their own or inherited.
+    """
     cases: dict[str, bool] = {}  # whether it has tests
     for node in classes:
         bases = [_last_name(base) for base in node.bases]
         if any(base.endswith("TestCase") or base in cases for base in bases):
-            cases[node.name] = bool(_test_methods(node)) or any(cases.get(base, False) for base in bases)
+            cases[node.name] = bool(_test_methods(node)) or any(
+                cases.get(base, False) for base in bases
+            )
     return [name for name, has_tests in cases.items() if has_tests]
 
 
@@ -171,7 +221,11 @@ def _last_name(base: ast.expr) -> str:
 
 
 def _test_methods(node: ast.ClassDef) -> list[_Function]:
-    return [method for method in node.body if isinstance(method, _Function) and method.name.startswith("test")]
+    return [
+        method
+        for method in node.body
+        if isinstance(method, _Function) and method.name.startswith("test")
+    ]
 
 
 def _parameters(function: _Function) -> set[str]:
@@ -199,7 +253,11 @@ def _parametrized(decorators: Collection[ast.expr]) -> set[str]:
     """Returns the parameters that `@pytest.mark.parametrize("a, b", ...)` gives values to."""
     given: set[str] = set()
     for decorator in decorators:
-        if not isinstance(decorator, ast.Call) or _last_name(decorator.func) != "parametrize" or not decorator.args:
+        if (
+            not isinstance(decorator, ast.Call)
+            or _last_name(decorator.func) != "parametrize"
+            or not decorator.args
+        ):
             continue
         for node in ast.walk(decorator.args[0]):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

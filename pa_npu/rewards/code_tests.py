@@ -1,14 +1,22 @@
-"""Reads the tests of a row for the reward `code`, in the layouts of published datasets; refuses those that test nothing.
+"""Reads the tests of a row for the reward `code`, in the layouts of published datasets; refuses
+those that test nothing.
 
-    {"inputs": [...], "outputs": [...]}                   standard input and output (APPS, TACO, CodeContests, verl)
-    the same with "fn_name": NAME                         arguments and result of NAME, or of Solution().NAME
-    [{"input": text, "output": text}, ...]                standard input and output (LiveCodeBench, DeepCoder)
-    the same with "testtype": "functional"                arguments and result; the name is in the test, or in the row's metadata
-    ["assert f(1) == 2", ...]                             assertions (MBPP), behind the row's test_imports and test_setup_code
+    {"inputs": [...], "outputs": [...]}                   standard input and output (APPS, TACO,
+                                                          CodeContests, verl)
+    the same with "fn_name": NAME                         arguments and result of NAME, or of
+                                                          Solution().NAME
+    [{"input": text, "output": text}, ...]                standard input and output (LiveCodeBench,
+                                                          DeepCoder)
+    the same with "testtype": "functional"                arguments and result; the name is in the
+                                                          test, or in the row's metadata
+    ["assert f(1) == 2", ...]                             assertions (MBPP), behind the row's
+                                                          test_imports and test_setup_code
     {"assert_case": [...], "import_prefix": text}         assertions (verl)
     "def check(candidate): ..." and entry_point           assertions in a function (HumanEval)
-    "def test_it(): ..."                                  assertions in functions; `solution` is the program (KodCode)
-    "class TestCases(unittest.TestCase): ..."             run by unittest (BigCodeBench), or by pytest (code_suites.py)
+    "def test_it(): ..."                                  assertions in functions; `solution` is the
+                                                          program (KodCode)
+    "class TestCases(unittest.TestCase): ..."             run by unittest (BigCodeBench), or by
+                                                          pytest (code_suites.py)
     any other program text that asserts something         run behind the program, as it is
 
 A layout may be JSON text, or the text of a Python list or dictionary as CSV files hold it.
@@ -37,7 +45,8 @@ from pa_npu.rewards.code_suites import (
     without_guards,
 )
 
-_NAMES = ("fn_name", "func_name", "function_name")  # under these a layout holds the name of the function to call
+# under these a layout holds the name of the function to call
+_NAMES = ("fn_name", "func_name", "function_name")
 _STDIN_TYPES = frozenset({"stdin", "stdin_stdout", "stdio", "standard_input"})
 _CALL_TYPES = frozenset({"functional", "function_call", "call", "call_based"})
 _PAIRS = (("inputs", "outputs"), ("input", "output"))
@@ -52,10 +61,13 @@ _MAX_DECODED = 3  # texts inside texts: some datasets hold JSON of JSON
 class CodeTest:
     """One test of a program.
 
-    kind: stdin gives `given` to the program and wants a text of `wanted` printed; call gives the arguments `given` to the function
-    `name` and wants one of the values `wanted`; assertion runs the program text `given`, which must not fail.
-    whole_keys: arguments that are objects with whole numbers as keys have them as text, since JSON knows no others.
-    cases: of an assertion, classes of unittest that it defines and that have to pass. by_pytest: whether pytest runs the text.
+    kind: stdin gives `given` to the program and wants a text of `wanted` printed; call gives the
+    arguments `given` to the function `name` and wants one of the values `wanted`; assertion runs
+    the program text `given`, which must not fail.
+    whole_keys: arguments that are objects with whole numbers as keys have them as text, since JSON
+    knows no others.
+    cases: of an assertion, classes of unittest that it defines and that have to pass. by_pytest:
+    whether pytest runs the text.
     needed: names that a program must define for this test.
     """
 
@@ -76,24 +88,27 @@ class _NoTest(ValueError):
 def row_tests(row: Mapping[str, Any], column: str) -> list[CodeTest]:
     """Returns the first MOST_TESTS tests of a row, at least one.
 
-    column: the column with the tests; a dotted name is one inside another. Raises DataError in one line.
+    column: the column with the tests; a dotted name is one inside another. Raises DataError in one
+    line.
     """
     value, holder = _value_in(row, column)
     if value is None:
         columns = ", ".join(map(str, row))
         raise DataError(
-            f"reward.code.tests: the row has no column {column!r} (it has {columns}); name the one with the tests"
+            f"reward.code.tests: the row has no column {column!r} (it has {columns}); name the one "
+            "with the tests"
         )
     try:
         tests = list(_tests(value, _Surroundings([holder, row])))[:MOST_TESTS]
     except _NoTest as error:
         raise DataError(
-            f"reward.code.tests: column {column!r} holds a test that tests nothing: {error}; correct the row or leave it out"
+            f"reward.code.tests: column {column!r} holds a test that tests nothing: {error}; "
+            "correct the row or leave it out"
         ) from None
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"reward.code.tests: column {column!r} has no layout that is known ({type(error).__name__}: {_short(str(error))}); "
-            f"docs/rewards.md lists them"
+            f"reward.code.tests: column {column!r} has no layout that is known "
+            f"({type(error).__name__}: {_short(str(error))}); docs/rewards.md lists them"
         ) from None
     if not tests:
         raise DataError(f"reward.code.tests: column {column!r} holds no test; leave such rows out")
@@ -114,7 +129,9 @@ def _value_in(row: Mapping[str, Any], column: str) -> tuple[Any, Mapping[str, An
 
 
 class _Surroundings:
-    """What stands beside the tests of a row: names, imports and set-up code that belong to all of them."""
+    """What stands beside the tests of a row: names, imports and set-up code that belong to all of
+    them.
+    """
 
     def __init__(self, mappings: Sequence[Mapping[str, Any]]) -> None:
         self._mappings = list(mappings)
@@ -137,7 +154,11 @@ class _Surroundings:
 
     def prefix(self) -> str:
         """Returns the lines that stand before each assertion."""
-        parts = [self.first("import_prefix"), _decoded(self.first("test_imports")), self.first("test_setup_code")]
+        parts = [
+            self.first("import_prefix"),
+            _decoded(self.first("test_imports")),
+            self.first("test_setup_code"),
+        ]
         lines: list[str] = []
         for part in parts:
             if isinstance(part, str):
@@ -180,7 +201,9 @@ def _mapping(tests: Mapping[str, Any], around: _Surroundings) -> Iterator[CodeTe
     given, wanted = tests[given_name], tests[wanted_name]
     kind = str(tests.get("testtype") or tests.get("type") or "").lower()
     several = isinstance(given, list) and isinstance(wanted, list)
-    if given_name == "inputs" or (several and not kind and not any(tests.get(name) for name in _NAMES)):
+    if given_name == "inputs" or (
+        several and not kind and not any(tests.get(name) for name in _NAMES)
+    ):
         if len(given) != len(wanted):
             raise ValueError(f"{len(given)} {given_name} and {len(wanted)} {wanted_name}")
         for one_given, one_wanted in zip(given, wanted, strict=True):
@@ -190,11 +213,16 @@ def _mapping(tests: Mapping[str, Any], around: _Surroundings) -> Iterator[CodeTe
 
 
 def _pair(given: Any, wanted: Any, kind: str, around: _Surroundings, in_lists: bool) -> CodeTest:
-    """in_lists: a result may be wrapped in a list of one, and keys of arguments may be numbers, as in APPS."""
+    """in_lists: a result may be wrapped in a list of one, and keys of arguments may be numbers, as
+    in APPS.
+    """
     name = None if kind in _STDIN_TYPES else around.first(*_NAMES)
     if name is None:
         if kind in _CALL_TYPES:
-            raise _NoTest(f"it is of type {kind!r} and no {_NAMES[0]} or metadata says which function it calls")
+            raise _NoTest(
+                f"it is of type {kind!r} and no {_NAMES[0]} or metadata says which function it "
+                "calls"
+            )
         return CodeTest("stdin", _text(given, "input"), (_text(wanted, "output"),))
     if not isinstance(name, str) or not name.isidentifier():
         raise _NoTest(f"it calls {_short(repr(name))}, which is no name of a function")
@@ -223,7 +251,9 @@ def _arguments(value: Any) -> list[Any]:
         try:
             return [json.loads(line) for line in value.splitlines() if line.strip()]
         except ValueError:
-            raise _NoTest(f"its arguments {_short(repr(value))} are not one JSON value a line") from None
+            raise _NoTest(
+                f"its arguments {_short(repr(value))} are not one JSON value a line"
+            ) from None
     if not isinstance(value, list):
         raise _NoTest(f"its arguments are a {type(value).__name__}, not a list")
     return list(value)
@@ -240,12 +270,16 @@ def _wanted_results(value: Any, in_lists: bool) -> tuple[Any, ...]:
 
 
 def _program_text(text: str, around: _Surroundings) -> CodeTest:
-    """Returns an assertion. Raises _NoTest where the text does not compile, or can fail for no program."""
+    """Returns an assertion.
+
+    Raises _NoTest where the text does not compile, or can fail for no program.
+    """
     if not text.strip():
         raise _NoTest("it is empty")
     if _BASE64.fullmatch("".join(text.split())):
         raise _NoTest(
-            "it is base64, as in LiveCodeBench's private_test_cases; decode the column to JSON before the run"
+            "it is base64, as in LiveCodeBench's private_test_cases; decode the column to JSON "
+            "before the run"
         )
     as_written = _compiled(text)
     tree = without_guards(as_written)
@@ -266,7 +300,8 @@ def _program_text(text: str, around: _Surroundings) -> CodeTest:
     if suite.cases:
         text += "\n" + "".join(f"{call}\n" for call in suite.calls)
         if isinstance(entry_point, str) and entry_point in needed:
-            needed = {entry_point}  # the others are the program's imports, which BigCodeBench's tests use as well
+            # the others are the program's imports, which BigCodeBench's tests use as well
+            needed = {entry_point}
         return CodeTest("assertion", prefix + text, cases=suite.cases, needed=frozenset(needed))
     if is_active:
         return CodeTest("assertion", prefix + text, needed=frozenset(needed))
@@ -274,7 +309,9 @@ def _program_text(text: str, around: _Surroundings) -> CodeTest:
         if entry_point is None:
             raise _NoTest("it defines check(candidate), and the row has no entry_point to check")
         if not isinstance(entry_point, str) or not _ENTRY_POINT.fullmatch(entry_point):
-            raise _NoTest(f"its entry_point is {_short(repr(entry_point))}, which is no name of a function")
+            raise _NoTest(
+                f"its entry_point is {_short(repr(entry_point))}, which is no name of a function"
+            )
         text += f"\ncheck({entry_point})\n"
         needed |= {re.split(r"\W", entry_point)[0]}
     elif suite.calls:
@@ -289,16 +326,25 @@ def _test_of_pytest(prefix: str, tree: ast.Module, suite: Suite, needed: set[str
     if not is_importable("pytest"):
         raise _NoTest("only pytest can run it, which is not installed here; install pytest")
     if suite.fixtures:
-        raise _NoTest(f"it wants the fixture {suite.fixtures[0]}, which neither it nor pytest defines")
+        raise _NoTest(
+            f"it wants the fixture {suite.fixtures[0]}, which neither it nor pytest defines"
+        )
     text = text_for_pytest(ast.Module(body=[*_compiled(prefix).body, *tree.body], type_ignores=[]))
-    return CodeTest("assertion", text, by_pytest=True, needed=frozenset(needed - set(suite.fixtures)))
+    return CodeTest(
+        "assertion", text, by_pytest=True, needed=frozenset(needed - set(suite.fixtures))
+    )
 
 
 def _refuse_missing_modules(tree: ast.Module, around: _Surroundings) -> None:
-    """Raises _NoTest where a text, or BigCodeBench's column `libs`, needs a module that programs do not find."""
+    """Raises _NoTest where a text, or BigCodeBench's column `libs`, needs a module that programs do
+    not find.
+    """
     libs = _decoded(around.first("libs"))
     named = [str(name) for name in libs] if isinstance(libs, (list, tuple)) else []
-    for name in (*missing_modules(tree), *(name for name in named if not is_importable(name.partition(".")[0]))):
+    for name in (
+        *missing_modules(tree),
+        *(name for name in named if not is_importable(name.partition(".")[0])),
+    ):
         raise _NoTest(f"it needs the module {_short(name)}, which is not installed here")
 
 
@@ -310,19 +356,28 @@ def _compiled(text: str) -> ast.Module:
             tree = ast.parse(text)
             symtable.symtable(text, "test", "exec")
     except SyntaxError as error:
-        raise _NoTest(f"{_short(repr(text))} does not compile ({error.msg}, line {error.lineno})") from None
+        raise _NoTest(
+            f"{_short(repr(text))} does not compile ({error.msg}, line {error.lineno})"
+        ) from None
     except (ValueError, RecursionError, MemoryError) as error:
-        raise _NoTest(f"{_short(repr(text))} does not compile ({type(error).__name__}: {error})") from None
+        raise _NoTest(
+            f"{_short(repr(text))} does not compile ({type(error).__name__}: {error})"
+        ) from None
     return tree
 
 
 def _can_fail(statement: ast.stmt) -> bool:
-    """Returns whether a statement of a module checks something: definitions, imports and values that nobody reads do not."""
+    """Returns whether a statement of a module checks something: definitions, imports and values
+    that nobody reads do not.
+    """
     if isinstance(statement, ast.Expr):
         call = statement.value
-        return isinstance(call, ast.Call) and not (isinstance(call.func, ast.Name) and call.func.id == "print")
+        return isinstance(call, ast.Call) and not (
+            isinstance(call.func, ast.Name) and call.func.id == "print"
+        )
     if isinstance(statement, ast.Assert):
-        if isinstance(statement.test, ast.Tuple):  # `assert (a == b, "words")` asserts that a tuple is not empty
+        # `assert (a == b, "words")` asserts that a tuple is not empty
+        if isinstance(statement.test, ast.Tuple):
             return not statement.test.elts
         return not isinstance(statement.test, ast.Constant) or not statement.test.value
     return isinstance(statement, _ACTIVE)
@@ -330,7 +385,11 @@ def _can_fail(statement: ast.stmt) -> bool:
 
 def _needed(tree: ast.Module) -> set[str]:
     """Returns the names that the text reads and does not bind: the program's."""
-    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    read = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
     imported = {
         alias.name
         for node in ast.walk(tree)
@@ -357,7 +416,9 @@ def _bound(tree: ast.Module) -> set[str]:
 
 
 def _decoded(value: Any) -> Any:
-    """Returns what a text holds, JSON or a Python list or dictionary; any other text, and what is no text, as it is."""
+    """Returns what a text holds, JSON or a Python list or dictionary; any other text, and what is
+    no text, as it is.
+    """
     for _ in range(_MAX_DECODED):
         if not isinstance(value, str):
             return value

@@ -1,11 +1,13 @@
-r"""Expressions compared by math-verify, in a process of its own that the system ends at a limit of processor time.
+r"""Expressions compared by math-verify, in a process of its own that the system ends at a limit of
+processor time.
 
     caller ──(response, reference)──> comparer ──verdict──> caller
                                          │ too long, or too much memory: the system ends it. The verdict is "not equal"
     keeper of the comparer ──fork──> another one, which has math-verify loaded already
 
-A comparison can take for ever inside one call of C (`\left(10^{10}\right)!`), which no exception ends. Only the comparer's
-own processor time counts, so that no verdict depends on how busy the machine is.
+A comparison can take for ever inside one call of C (`\left(10^{10}\right)!`), which no exception
+ends. Only the comparer's own processor time counts, so that no verdict depends on how busy the
+machine is.
 """
 
 from __future__ import annotations
@@ -40,12 +42,15 @@ _WARM_UP = (
     (r"\{1, 2\}", r"x = 1 \text{ or } x = 2"),
     (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}"),
 )
-_TOO_MUCH = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)  # time; memory, as GMP takes it; recursion in C
+# time; memory, as GMP takes it; recursion in C
+_TOO_MUCH = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)
 
 
 @lru_cache(maxsize=4096)
 def equal_expressions(response: str, reference: str) -> bool:
-    """Returns whether math-verify finds them equal; False for what it cannot read, or not within its limits."""
+    """Returns whether math-verify finds them equal; False for what it cannot read, or not within
+    its limits.
+    """
     return _COMPARER.ask(response, reference)
 
 
@@ -70,7 +75,9 @@ class _Comparer:
             for _ in range(_ATTEMPTS):
                 self._start()
                 try:
-                    reply = self._exchange({"response": response, "reference": reference, "cpu_s": COMPARED_CPU_S})
+                    reply = self._exchange(
+                        {"response": response, "reference": reference, "cpu_s": COMPARED_CPU_S}
+                    )
                 except BaseException:  # its reply must not be taken for that to a later request
                     self._end()
                     raise
@@ -81,7 +88,8 @@ class _Comparer:
                 elif reply["signal"] in _TOO_MUCH:
                     return False
         raise PaNpuError(
-            f"a comparison by math-verify was ended from outside {_ATTEMPTS} times; look at the machine's memory and its log"
+            f"a comparison by math-verify was ended from outside {_ATTEMPTS} times; look at the "
+            "machine's memory and its log"
         )
 
     def end(self) -> None:
@@ -92,7 +100,10 @@ class _Comparer:
         if self._process is not None and self._process.poll() is None:
             return
         search_path = os.pathsep.join(
-            filter(None, (os.environ.get("PYTHONPATH"), str(Path(pa_npu.__file__).resolve().parents[1])))
+            filter(
+                None,
+                (os.environ.get("PYTHONPATH"), str(Path(pa_npu.__file__).resolve().parents[1])),
+            )
         )
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pa_npu.rewards.comparer"],
@@ -102,7 +113,9 @@ class _Comparer:
         )
         if self._read() is None:
             self._end()
-            raise PaNpuError("math-verify cannot be loaded in a process of its own; look at the output above")
+            raise PaNpuError(
+                "math-verify cannot be loaded in a process of its own; look at the output above"
+            )
 
     def _exchange(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Returns the reply; None where the process is gone."""
@@ -157,7 +170,9 @@ def main() -> int:
 
 
 def _compare_all(requests: Any, replies: Any) -> None:
-    """Answers requests until there are no more; the system ends the process where one takes too long."""
+    """Answers requests until there are no more; the system ends the process where one takes too
+    long.
+    """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with memory_limit(_MEMORY_BYTES):
         while line := requests.readline():
@@ -172,8 +187,11 @@ def _compare_all(requests: Any, replies: Any) -> None:
 
 
 def _load() -> None:
-    """Imports math-verify and lets it prepare itself, so that no comparison pays for what is done once."""
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs a traceback per expression it cannot read
+    """Imports math-verify and lets it prepare itself, so that no comparison pays for what is done
+    once.
+    """
+    # it logs a traceback per expression it cannot read
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     for response, reference in _WARM_UP:
         _are_equal(f"\\boxed{{{response}}}", reference)
 
@@ -183,7 +201,9 @@ def _are_equal(response: str, reference: str) -> bool:
 
     expected = _parsed(f"\\boxed{{{reference}}}")
     return bool(expected) and bool(
-        math_verify.verify(expected, _parsed(response), timeout_seconds=None, allow_set_relation_comp=True)
+        math_verify.verify(
+            expected, _parsed(response), timeout_seconds=None, allow_set_relation_comp=True
+        )
     )
 
 

@@ -1,8 +1,10 @@
-r"""Numbers with a decimal comma, in languages that write so: `3,5`, `1.234,56` and `1 234,5` are rewritten with a point.
+r"""Numbers with a decimal comma, in languages that write so: `3,5`, `1.234,56` and `1 234,5` are
+rewritten with a point.
 
-The reference decides: nothing is rewritten unless it is a number. `3{,}5` and `1.234,56` have one reading in every language; all
-other forms need a text in a language that writes so, which its frequent words say. Three digits behind a comma are thousands
-(`3,500` is 3500) unless the reference has the same digits behind a point. `(3,5)`, `x_{1,2}` and "the solutions are 3,5" are lists.
+The reference decides: nothing is rewritten unless it is a number. `3{,}5` and `1.234,56` have one
+reading in every language; all other forms need a text in a language that writes so, which its
+frequent words say. Three digits behind a comma are thousands (`3,500` is 3500) unless the reference
+has the same digits behind a point. `(3,5)`, `x_{1,2}` and "the solutions are 3,5" are lists.
 """
 
 from __future__ import annotations
@@ -23,25 +25,27 @@ _BRACED_COMMA = re.compile(r"(?<![\d.,}])(\d{1,300})\{,\}(\d{1,300})(?![\d.,{])"
 _BOTH = re.compile(r"(?<![\d.,])([1-9]\d{0,2}(?:\.\d{3})+),(\d{1,300})(?![.,]?\d)")
 _SEVERAL_POINTS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:\.\d{3}){2,}(?![.,]?\d)")
 _ONE_POINT = re.compile(r"(?<![\d.,])([1-9]\d{0,2})\.(\d{3})(?![.,]?\d)")
-_COMMA = re.compile(r"(?<![\d.,])(\d{1,3}(?:[ \u00a0\u202f]\d{3})+|\d{1,300}),(\d{1,300})(?![.,]?\d)")
+_COMMA = re.compile(
+    r"(?<![\d.,])(\d{1,3}(?:[ \u00a0\u202f]\d{3})+|\d{1,300}),(\d{1,300})(?![.,]?\d)"
+)
 _THOUSANDS = re.compile(r"[1-9]\d{0,2}")
 _DIGITS_OF_GROUP = 3
 
-# Frequent words of these languages that are neither English nor the names of variables and functions, and those of English alone.
+# Frequent words of these languages that are neither English nor the names of variables and
+# functions, and those of English alone.
 _WORDS_WITH_COMMA = _words(
-    "der das und ist sind ein eine einen wie beträgt antwort lösung ergebnis wir für "
-    "les est et une des du donc réponse nous avec résultat "
-    "el los las es una del por respuesta que entonces resultado tenemos "
-    "é uma não resposta então dos "
-    "il è che risposta quindi abbiamo della gli "
-    "het een antwoord dus wij oplossing "
-    "och är svaret svar så blir og er "
-    "jest odpowiedź się wynosi więc wynik je odpověď výsledek tedy válasz eredmény tehát vastaus tulos siis "
-    "răspuns răspunsul este rezultatul cevap yanıt bir sonuç là đáp án số kết quả và adalah jawaban jawabannya jadi hasilnya"
+    "der das und ist sind ein eine einen wie beträgt antwort lösung ergebnis wir für les est et "
+    "une des du donc réponse nous avec résultat el los las es una del por respuesta que entonces "
+    "resultado tenemos é uma não resposta então dos il è che risposta quindi abbiamo della gli het "
+    "een antwoord dus wij oplossing och är svaret svar så blir og er jest odpowiedź się wynosi "
+    "więc wynik je odpověď výsledek tedy válasz eredmény tehát vastaus tulos siis răspuns "
+    "răspunsul este rezultatul cevap yanıt bir sonuç là đáp án số kết quả và adalah jawaban "
+    "jawabannya jadi hasilnya"
 )
 _ENGLISH_WORDS = _words(
-    "the is of and we answer are that for this final which then therefore thus have has hence by it with value equals from result "
-    "solution equation if be find what how there their you your number total"
+    "the is of and we answer are that for this final which then therefore thus have has hence by "
+    "it with value equals from result solution equation if be find what how there their you your "
+    "number total"
 )
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _CYRILLIC_OR_GREEK = re.compile(r"[\u0370-\u03ff\u0400-\u04ff]{3,}")
@@ -58,7 +62,8 @@ _CLOSING = re.compile(r"\s*(?:[)\]}]|\\\})")
 
 
 def with_points(response: str, reference: str, prompt: str) -> tuple[str, str] | None:
-    """Returns response and reference with points for decimal commas; None where nothing changes, or the reference is no number.
+    """Returns response and reference with points for decimal commas; None where nothing changes, or
+    the reference is no number.
 
     prompt: as the model read it, whose language counts where the response has no words.
     """
@@ -69,14 +74,18 @@ def with_points(response: str, reference: str, prompt: str) -> tuple[str, str] |
     rewritten_reference = _rewritten(reference, is_comma_language, reference)
     if read_number(rewritten_reference) is None:
         return None
-    rewritten = response[:-_MAX_CHARACTERS] + _rewritten(end, is_comma_language, rewritten_reference)
+    rewritten = response[:-_MAX_CHARACTERS] + _rewritten(
+        end, is_comma_language, rewritten_reference
+    )
     if (rewritten, rewritten_reference) == (response, reference):
         return None
     return rewritten, rewritten_reference
 
 
 def _rewritten(text: str, is_comma_language: bool, reference: str) -> str:
-    """Returns the text with a point for each decimal comma, and without points that separate thousands."""
+    """Returns the text with a point for each decimal comma, and without points that separate
+    thousands.
+    """
     text = _BRACED_COMMA.sub(_of_braces, text)
     text = _BOTH.sub(lambda number: f"{number[1].replace('.', '')}.{number[2]}", text)
     if not is_comma_language:
@@ -100,12 +109,16 @@ def _of_braces(number: re.Match[str]) -> str:
 
 
 def _is_group(whole: str, fraction: str) -> bool:
-    """Returns whether what stands around a comma can be thousands and their rest: `3,500`, not `0,125` or `3,50`."""
+    """Returns whether what stands around a comma can be thousands and their rest: `3,500`, not
+    `0,125` or `3,50`.
+    """
     return len(fraction) == _DIGITS_OF_GROUP and _THOUSANDS.fullmatch(whole) is not None
 
 
 def _has_digits_of(reference: str, text: str) -> bool:
-    """Returns whether the text has the whole number that the reference is, with one point between its thousands."""
+    """Returns whether the text has the whole number that the reference is, with one point between
+    its thousands.
+    """
     number = read_number(reference)
     if number is None or number.value.denominator != 1:
         return False
@@ -113,7 +126,9 @@ def _has_digits_of(reference: str, text: str) -> bool:
 
 
 def _is_list(text: str, number: re.Match[str]) -> bool:
-    """Returns whether two numbers with a comma between them are two values: in brackets, in a subscript, behind "solutions"."""
+    """Returns whether two numbers with a comma between them are two values: in brackets, in a
+    subscript, behind "solutions".
+    """
     before = text[max(0, number.start() - _SENTENCE_CHARACTERS) : number.start()]
     if _OPENING.search(before) and _CLOSING.match(text, number.end()):
         return True
@@ -121,10 +136,14 @@ def _is_list(text: str, number: re.Match[str]) -> bool:
 
 
 def _writes_commas(texts: Iterable[str]) -> bool:
-    """Returns whether the first of the texts that has words of a known language is in one that writes decimal commas."""
+    """Returns whether the first of the texts that has words of a known language is in one that
+    writes decimal commas.
+    """
     for text in texts:
         words = [word.lower() for word in _WORD.findall(_COMMAND.sub(" ", text))]
-        with_comma = sum(word in _WORDS_WITH_COMMA for word in words) + len(_CYRILLIC_OR_GREEK.findall(text))
+        with_comma = sum(word in _WORDS_WITH_COMMA for word in words) + len(
+            _CYRILLIC_OR_GREEK.findall(text)
+        )
         english = sum(word in _ENGLISH_WORDS for word in words)
         if with_comma or english:
             return with_comma > english

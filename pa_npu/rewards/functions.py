@@ -1,4 +1,5 @@
-"""Reward functions: what they are given, what comes of them, and math, format, overlong and a user's own module:function.
+"""Reward functions: what they are given, what comes of them, and math, format, overlong and a
+user's own module:function.
 
 Those that wait (judge, code, and a user's `async def`) are built here too.
 """
@@ -39,8 +40,9 @@ JUDGE_SCORES = "judge_scores.sqlite"
 
 @dataclass(frozen=True)
 class RewardInput:
-    """A finished group: one prompt and its G responses. prompt: the rendered prompt. answer: the reference answer. responses: G
-    texts. response_tokens: their lengths. row: the dataset row, as far as JSON can hold it (other values arrive as text)."""
+    """A finished group: one prompt and its G responses. prompt: the rendered prompt. answer: the
+    reference answer. responses: G texts. response_tokens: their lengths. row: the dataset row, as
+    far as JSON can hold it (other values arrive as text)."""
 
     prompt: str
     answer: str
@@ -53,10 +55,11 @@ class RewardInput:
 class RewardResult:
     """Rewards of a group.
 
-    total: float32 [G], the weighted sum. functions: each function's own rewards, float32 [G], unweighted, by name
-    (a repeated name gets #2). correct: bool [G], the verdict of the first function that is not in SHAPING: its reward
-    is at least half, all tests of a program pass. errors: what went wrong, one line each; a function that
-    failed gave zeros. no_verdict: by function, responses on which a judge or a sandbox gave none; they have the mean of the others.
+    total: float32 [G], the weighted sum. functions: each function's own rewards, float32 [G],
+    unweighted, by name (a repeated name gets #2). correct: bool [G], the verdict of the first
+    function that is not in SHAPING: its reward is at least half, all tests of a program pass.
+    errors: what went wrong, one line each; a function that failed gave zeros. no_verdict: by
+    function, responses on which a judge or a sandbox gave none; they have the mean of the others.
     scored: scored_digest of the texts and the total; empty where nobody has taken it.
     """
 
@@ -69,8 +72,14 @@ class RewardResult:
 
     @property
     def judged(self) -> npt.NDArray[np.float32]:
-        """float32 [G]: rewards of the first function that is not in SHAPING; the total where all are."""
-        judging = (values for name, values in self.functions.items() if name.partition("#")[0] not in SHAPING)
+        """float32 [G]: rewards of the first function that is not in SHAPING; the total where all
+        are.
+        """
+        judging = (
+            values
+            for name, values in self.functions.items()
+            if name.partition("#")[0] not in SHAPING
+        )
         return next(judging, self.total)
 
     @cached_property
@@ -80,7 +89,9 @@ class RewardResult:
 
 
 def scored_digest(prompt: str, responses: Sequence[str], rewards: object) -> str:
-    """Binds rewards to the texts that they were given to, in their order. rewards: anything that JSON holds."""
+    """Binds rewards to the texts that they were given to, in their order. rewards: anything that
+    JSON holds.
+    """
     texts = json.dumps([prompt, list(responses), rewards], default=str).encode()
     return hashlib.blake2b(texts, digest_size=16).hexdigest()
 
@@ -90,9 +101,11 @@ Function = Callable[[RewardInput], Sequence[float]]
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """One configured function. label: its name, made unique. The rest is the settings of the built-in functions.
+    """One configured function. label: its name, made unique. The rest is the settings of the
+    built-in functions.
 
-    settings: of judge and code, their section as JSON values; cache: the judge's file; programs: of code, that run at once.
+    settings: of judge and code, their section as JSON values; cache: the judge's file; programs: of
+    code, that run at once.
     """
 
     name: str
@@ -107,7 +120,9 @@ class FunctionSpec:
 
 _OVERLONG_SHARE = 5  # DAPO, section 4.1: of 20,480 tokens the last 4,096
 CONCURRENT = frozenset({"judge", "code"})
-"""Built-in functions that wait more than they compute: many groups at once, in a process of their own (pool.py)."""
+"""Built-in functions that wait more than they compute: many groups at once, in a process of their
+own (pool.py).
+"""
 
 
 def function_specs(
@@ -134,7 +149,9 @@ def function_specs(
                 max_response_tokens,
                 function.buffer_tokens or max(1, max_response_tokens // _OVERLONG_SHARE),
                 settings,
-                str(Path(run_dir) / JUDGE_SCORES) if name == "judge" and run_dir is not None else None,
+                str(Path(run_dir) / JUDGE_SCORES)
+                if name == "judge" and run_dir is not None
+                else None,
                 programs=config.programs,
             )
         )
@@ -142,7 +159,10 @@ def function_specs(
 
 
 def build_function(spec: FunctionSpec) -> Function:
-    """The function that `spec` names. Raises ConfigError or DataError where it cannot be imported or called."""
+    """The function that `spec` names.
+
+    Raises ConfigError or DataError where it cannot be imported or called.
+    """
     if spec.name == "math":
         return math_reward
     if spec.name == "format":
@@ -158,7 +178,8 @@ def is_users(spec: FunctionSpec) -> bool:
 
 
 def math_reward(group: RewardInput) -> list[float]:
-    """1 for a response whose final answer equals the reference, else 0; of a multiple choice (data/records.py) its letter.
+    """1 for a response whose final answer equals the reference, else 0; of a multiple choice
+    (data/records.py) its letter.
 
     A response whose answer is not found within RESPONSE_CPU_S of processor time has 0.
     """
@@ -177,13 +198,15 @@ def math_reward(group: RewardInput) -> list[float]:
 def format_reward(pattern: str) -> Function:
     """1 for a response in which the pattern is found (a dot also matches line ends), else 0.
 
-    A thought that the prompt opened begins with the prompt's <think>: found with it or without it, the pattern is found.
+    A thought that the prompt opened begins with the prompt's <think>: found with it or without it,
+    the pattern is found.
     """
     try:
         expression = re.compile(pattern, re.DOTALL)
     except re.error as error:
         raise DataError(
-            f"reward.functions: format pattern {pattern!r} is not a regular expression ({error}); correct it"
+            f"reward.functions: format pattern {pattern!r} is not a regular expression ({error}); "
+            "correct it"
         ) from None
 
     def is_found(text: str) -> bool:
@@ -192,14 +215,15 @@ def format_reward(pattern: str) -> Function:
                 return expression.search(text) is not None
         except TimeLimitReached:
             raise ValueError(
-                f"format: the pattern {pattern!r:.200} is not done with a response within {RESPONSE_CPU_S:g} s of processor "
-                f"time; write one that tries fewer ways"
+                f"format: the pattern {pattern!r:.200} is not done with a response within "
+                f"{RESPONSE_CPU_S:g} s of processor time; write one that tries fewer ways"
             ) from None
 
     def score(group: RewardInput) -> list[float]:
         opened = opened_thought(group.prompt)
         return [
-            float(is_found(response) or (bool(opened) and is_found(opened + response))) for response in group.responses
+            float(is_found(response) or (bool(opened) and is_found(opened + response)))
+            for response in group.responses
         ]
 
     return score
@@ -208,21 +232,27 @@ def format_reward(pattern: str) -> Function:
 def overlong_reward(max_tokens: int, buffer_tokens: int) -> Function:
     """0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens and beyond.
 
-    DAPO, arXiv 2503.14476, eq. 13, with L_max = max_tokens and L_cache = buffer_tokens. A response that was cut at
-    rollout.max_response_tokens has that many tokens.
+    DAPO, arXiv 2503.14476, eq. 13, with L_max = max_tokens and L_cache = buffer_tokens. A response
+    that was cut at rollout.max_response_tokens has that many tokens.
     """
     first = max_tokens - buffer_tokens
-    return lambda group: [max(-1.0, min(0.0, (first - length) / buffer_tokens)) for length in group.response_tokens]
+    return lambda group: [
+        max(-1.0, min(0.0, (first - length) / buffer_tokens)) for length in group.response_tokens
+    ]
 
 
 def import_reward(name: str) -> Function:
-    """`module:function` of the user's as a function of a group, also one that is written for verl or TRL (signatures.py)."""
+    """`module:function` of the user's as a function of a group, also one that is written for verl
+    or TRL (signatures.py).
+    """
     return adapted(name, import_function("reward.functions", name))
 
 
 def is_concurrent(function: Any) -> bool:
     """Whether it is an `async def`, or an object that is called like one."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    )
 
 
 def build_concurrent(spec: FunctionSpec) -> Any:
@@ -231,7 +261,9 @@ def build_concurrent(spec: FunctionSpec) -> Any:
         from pa_npu.config.sections.rollout import JudgeConfig
         from pa_npu.rewards.judge import JudgeReward
 
-        return JudgeReward(JudgeConfig.model_validate(spec.settings), Path(spec.cache) if spec.cache else None)
+        return JudgeReward(
+            JudgeConfig.model_validate(spec.settings), Path(spec.cache) if spec.cache else None
+        )
     from pa_npu.config.sections.rollout import CodeConfig
     from pa_npu.rewards.code_reward import CodeReward
 
@@ -242,12 +274,16 @@ def call_function(function: Function, group: RewardInput) -> tuple[list[float], 
     """The group's rewards and, where the function failed, zeros and the reason in one line."""
     try:
         returned = function(group)
-    except BaseException as error:  # whatever a reward function raises costs its reward, not the run
+    except (
+        BaseException
+    ) as error:  # whatever a reward function raises costs its reward, not the run
         return [0.0] * len(group.responses), reason_of(function, error)
     return checked_rewards(function, group, returned)
 
 
-def checked_rewards(function: Any, group: RewardInput, returned: Any) -> tuple[list[float], str | None]:
+def checked_rewards(
+    function: Any, group: RewardInput, returned: Any
+) -> tuple[list[float], str | None]:
     """Returns a function's rewards; zeros and the reason if they are not one reward per response."""
     try:
         return as_rewards(returned, len(group.responses)), None

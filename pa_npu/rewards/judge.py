@@ -1,10 +1,12 @@
-"""The reward `judge`: a model behind an OpenAI-compatible URL scores each response; what it does not score is None, never zero.
+"""The reward `judge`: a model behind an OpenAI-compatible URL scores each response; what it does
+not score is None, never zero.
 
     response ──template──> messages ──cache?──> POST URL/chat/completions ──pattern or JSON key──> score in [lowest, highest]
                                                  └ no answer, 429, 5xx, no score in it: again, later each time
 
-The reward is the score's place between lowest and highest: 0 to 1. With api=pooling a reward model is sent the question and the
-response as a conversation, and gives the score itself, which may lie beyond these.
+The reward is the score's place between lowest and highest: 0 to 1. With api=pooling a reward model
+is sent the question and the response as a conversation, and gives the score itself, which may lie
+beyond these.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pa_npu.config.sections.rollout import JUDGE_ATTEMPTS, JUDGE_KEY_VARIABLE, LONGEST_JUDGE_PAUSE_S, JudgeConfig
+from pa_npu.config.sections.rollout import (
+    JUDGE_ATTEMPTS,
+    JUDGE_KEY_VARIABLE,
+    LONGEST_JUDGE_PAUSE_S,
+    JudgeConfig,
+)
 from pa_npu.control.bounded_http import read_at_most
 from pa_npu.control.tasks import Turns
 from pa_npu.errors import DataError
@@ -34,7 +41,8 @@ from pa_npu.rewards.functions import RewardInput
 from pa_npu.rewards.values import NotAReward, as_reward
 
 _FIELD = re.compile(r"\{(prompt|answer|response|lowest|highest|row\.[\w-]+)\}")
-_NOBODY_MAY = frozenset({401, 403, 404, 405})  # the address or the key is wrong: asking again changes nothing
+# the address or the key is wrong: asking again changes nothing
+_NOBODY_MAY = frozenset({401, 403, 404, 405})
 _LATER = frozenset({408, 409, 425, 429})
 _FIRST_PAUSE_S = 0.5
 _LONGEST_ANSWER_BYTES = 4 << 20
@@ -46,7 +54,9 @@ log = logging.getLogger(__name__)
 
 
 class _NoScore(Exception):
-    """One attempt failed. again: whether another may succeed; after_s: what the server asked to wait."""
+    """One attempt failed. again: whether another may succeed; after_s: what the server asked to
+    wait.
+    """
 
     def __init__(self, reason: str, again: bool = True, after_s: float = 0.0) -> None:
         super().__init__(" ".join(reason.split()))
@@ -54,9 +64,11 @@ class _NoScore(Exception):
 
 
 class JudgeReward:
-    """async call: from a group to a reward per response, None where there is no score. Used in one event loop; owner closes it.
+    """async call: from a group to a reward per response, None where there is no score. Used in one
+    event loop; owner closes it.
 
-    problem: why the last one of them has none. Raises DataError where the judge can never answer (address, key).
+    problem: why the last one of them has none. Raises DataError where the judge can never answer
+    (address, key).
     """
 
     def __init__(self, config: JudgeConfig, cache: Path | None) -> None:
@@ -73,7 +85,9 @@ class JudgeReward:
 
     async def __call__(self, group: RewardInput) -> list[float | None]:
         number = next(self._groups)
-        tasks = [self._ask_once(number, self._messages(group, response)) for response in group.responses]
+        tasks = [
+            self._ask_once(number, self._messages(group, response)) for response in group.responses
+        ]
         found = await asyncio.gather(*tasks, return_exceptions=True)
         rewards: list[float | None] = []
         for score in found:
@@ -87,7 +101,9 @@ class JudgeReward:
         return rewards
 
     def _reward(self, score: float) -> float | None:
-        """The score's place between lowest and highest; None for one so far beyond that it is no reward."""
+        """The score's place between lowest and highest; None for one so far beyond that it is no
+        reward.
+        """
         try:
             return as_reward((score - self._lowest) / (self._highest - self._lowest))
         except NotAReward as error:
@@ -114,7 +130,9 @@ class JudgeReward:
         return [{"role": "user", "content": _clean(text)}]
 
     async def _ask_once(self, group: int, messages: list[dict[str, str]]) -> float:
-        """The cached score, else the judge's; equal contents that are asked at the same time are asked once."""
+        """The cached score, else the judge's; equal contents that are asked at the same time are
+        asked once.
+        """
         body: dict[str, Any] = {"model": self._config.model, "messages": messages}
         if self._config.api == "chat":
             body |= self._config.request
@@ -125,7 +143,9 @@ class JudgeReward:
         name = json.dumps(content)
         task = self._asked.get(name)
         if task is None:
-            task = self._asked[name] = asyncio.create_task(self._ask(group, content, body), name="judge")
+            task = self._asked[name] = asyncio.create_task(
+                self._ask(group, content, body), name="judge"
+            )
             task.add_done_callback(lambda _: self._asked.pop(name, None))
         return await asyncio.shield(task)
 
@@ -140,7 +160,9 @@ class JudgeReward:
             except _NoScore as failed:
                 if not failed.again or attempt == JUDGE_ATTEMPTS:
                     raise
-                pause_s = min(LONGEST_JUDGE_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)) * random.uniform(0.5, 1.0)
+                pause_s = min(
+                    LONGEST_JUDGE_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)
+                ) * random.uniform(0.5, 1.0)
                 await asyncio.sleep(max(pause_s, min(failed.after_s, LONGEST_JUDGE_PAUSE_S)))
         raise AssertionError("attempts is at least 1")
 
@@ -157,27 +179,37 @@ class JudgeReward:
                 data = await read_at_most(reply, _LONGEST_ANSWER_BYTES)
                 status, after = reply.status, reply.headers.get("Retry-After", "")
         except asyncio.TimeoutError:
-            raise _NoScore(f"no answer within reward.judge.timeout_s = {self._config.timeout_s:g} s") from None
+            raise _NoScore(
+                f"no answer within reward.judge.timeout_s = {self._config.timeout_s:g} s"
+            ) from None
         except aiohttp.ClientError as error:
             raise _NoScore(f"{type(error).__name__}: {error}") from None
         except ValueError as error:
             raise _NoScore(str(error), again=False) from None
         if status in _NOBODY_MAY:
             raise DataError(
-                f"reward.judge.url: {self._config.url} answers with status {status}: {_shown(data, self._key)}; correct the "
-                f"address, reward.judge.model, or the key in {JUDGE_KEY_VARIABLE}"
+                f"reward.judge.url: {self._config.url} answers with status {status}: "
+                f"{_shown(data, self._key)}; correct the address, reward.judge.model, or the key "
+                f"in {JUDGE_KEY_VARIABLE}"
             )
         if status != 200:
             again = status in _LATER or status >= 500
             raise _NoScore(
-                f"status {status}: {_shown(data, self._key)}", again, float(after) if after.isdecimal() else 0.0
+                f"status {status}: {_shown(data, self._key)}",
+                again,
+                float(after) if after.isdecimal() else 0.0,
             )
         try:
             text = json.loads(data)
-            text = json.dumps(text["data"][0]["data"]) if pools else text["choices"][0]["message"]["content"]
+            text = (
+                json.dumps(text["data"][0]["data"])
+                if pools
+                else text["choices"][0]["message"]["content"]
+            )
         except (ValueError, LookupError, TypeError):
             raise _NoScore(
-                f"its answer is no {'pooled score' if pools else 'chat completion'}: {_shown(data, self._key)}"
+                f"its answer is no {'pooled score' if pools else 'chat completion'}: "
+                f"{_shown(data, self._key)}"
             ) from None
         if not isinstance(text, str):
             raise _NoScore("its answer holds no text")
@@ -190,7 +222,9 @@ class JudgeReward:
         timeout = aiohttp.ClientTimeout(total=self._config.timeout_s)
         here = urlsplit(str(self._config.url)).hostname in _LOOPBACK
         connector = aiohttp.TCPConnector(limit=self._config.concurrency)
-        return aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector, trust_env=not here)
+        return aiohttp.ClientSession(
+            timeout=timeout, headers=headers, connector=connector, trust_env=not here
+        )
 
     def _within(self, score: float) -> bool:
         """Whether the score is one that was asked for; a reward model's is whatever it is."""
@@ -201,19 +235,26 @@ class JudgeReward:
         answer = answer if self._config.api == "pooling" else final_text(answer)
         try:
             pooling = self._config.api == "pooling"
-            score = float(_last_number(json.loads(answer)) if pooling else self._pattern.findall(answer)[-1])
+            score = float(
+                _last_number(json.loads(answer)) if pooling else self._pattern.findall(answer)[-1]
+            )
         except (ValueError, LookupError, TypeError):
             raise _NoScore(
-                f"no score (reward.judge.score_pattern = {self._config.score_pattern!r}) in its answer "
-                f"{_shown(answer.encode('utf-8', 'replace'), self._key)}"
+                f"no score (reward.judge.score_pattern = {self._config.score_pattern!r}) in its "
+                f"answer {_shown(answer.encode('utf-8', 'replace'), self._key)}"
             ) from None
         if not math.isfinite(score) or not self._within(score):
-            raise _NoScore(f"its score {score:g} is not within {self._lowest:g} and {self._highest:g}")
+            raise _NoScore(
+                f"its score {score:g} is not within {self._lowest:g} and {self._highest:g}"
+            )
         return score
 
 
 def judge_key() -> str:
-    """Returns the key of the judge's server, empty without one. Raises DataError for one that no request can hold."""
+    """Returns the key of the judge's server, empty without one.
+
+    Raises DataError for one that no request can hold.
+    """
     key = os.environ.get(JUDGE_KEY_VARIABLE, "")
     if key.isascii() and key.isprintable() and key.strip() == key:
         return key
@@ -221,11 +262,15 @@ def judge_key() -> str:
         problem = "begins or ends with a space or a line end"
     else:
         problem = "holds a line end or another character that no header of a request can hold"
-    raise DataError(f"{JUDGE_KEY_VARIABLE}: the environment variable {problem}; set it to the key alone")
+    raise DataError(
+        f"{JUDGE_KEY_VARIABLE}: the environment variable {problem}; set it to the key alone"
+    )
 
 
 def _question(group: RewardInput) -> list[dict[str, str]]:
-    """Returns the question without the policy's template: the row's messages or question, else the rendered prompt."""
+    """Returns the question without the policy's template: the row's messages or question, else the
+    rendered prompt.
+    """
     messages = group.row.get("messages")
     if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
         # an assistant's last message is the reference answer
@@ -244,7 +289,9 @@ def _clean(text: str) -> str:
 
 
 def _last_number(value: Any) -> float:
-    """Returns the last number of nested lists: the score after the last token, if a model gives one for each."""
+    """Returns the last number of nested lists: the score after the last token, if a model gives one
+    for each.
+    """
     while isinstance(value, list):
         value = value[-1]
     return float(value)
@@ -258,9 +305,11 @@ def _shown(data: bytes, secret: str) -> str:
 
 
 class JudgeCache:
-    """Scores that a judge has given, on disk, by what it was asked: a resumed run gets the same ones (I6), and asks once.
+    """Scores that a judge has given, on disk, by what it was asked: a resumed run gets the same
+    ones (I6), and asks once.
 
-    path: a database that several processes may use; None keeps nothing. What the disk refuses costs its entries, said once.
+    path: a database that several processes may use; None keeps nothing. What the disk refuses costs
+    its entries, said once.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -291,12 +340,15 @@ class JudgeCache:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._database = sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)
                 self._database.execute(
-                    "create table if not exists scores (content text primary key, score real, answer text)"
+                    "create table if not exists scores (content text primary key, score real, "
+                    "answer text)"
                 )
             return self._database.execute(statement, values).fetchone()
         except (sqlite3.Error, OSError) as error:
             log.warning(
-                "reward.judge: scores: %s cannot be used (%s); the judge is asked every time", self._path, error
+                "reward.judge: scores: %s cannot be used (%s); the judge is asked every time",
+                self._path,
+                error,
             )
             self.close()
             self._path = None

@@ -1,6 +1,7 @@
 """The deadline of importing users' modules.
 
-One whose import never ends is named in one line within seconds; one that is slow but goes on is waited for.
+One whose import never ends is named in one line within seconds; one that is slow but goes on is
+waited for.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 PATIENCE_S = (20.0, 60.0)
-"""Without a new module: wall clock with hardly any processor time, since it waits for something; and processor time."""
+"""Without a new module: wall clock with hardly any processor time, since it waits for something;
+and processor time.
+"""
 _HARDLY_ANY = 0.05  # of a processor
 _STEP_S = 0.25
 
 
 @contextmanager
-def watched(name: str, patience_s: Sequence[float], give_up: Callable[[str], None]) -> Iterator[None]:
+def watched(
+    name: str, patience_s: Sequence[float], give_up: Callable[[str], None]
+) -> Iterator[None]:
     """Watches what the block imports, and ends the process where that stands still.
 
     Args:
@@ -34,8 +39,9 @@ def watched(name: str, patience_s: Sequence[float], give_up: Callable[[str], Non
         while not done.wait(_STEP_S):
             if reason := progress.stands_still():
                 give_up(
-                    f"reward.functions: {name} cannot be imported: its module {reason}; import nothing that waits or computes for "
-                    f"long (put it into the function, or a cache in front of it)"
+                    f"reward.functions: {name} cannot be imported: its module {reason}; import "
+                    "nothing that waits or computes for long (put it into the function, or a cache "
+                    "in front of it)"
                 )
                 os._exit(1)
 

@@ -1,4 +1,6 @@
-"""Where a text states its answer, in several languages: phrases such as "answer is", headings, and ends of sentences."""
+"""Where a text states its answer, in several languages: phrases such as "answer is", headings, and
+ends of sentences.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ _ENGLISH = (
     r"answer[\s*_]*(?:is\s*:?|:|=|[-\u2013\u2014](?=\s))[\s*_]*"
     r"(?:(?:about|approximately|exactly|simply|just|equal to)\s+)?"
 )
-# A word for "answer", and what joins it to the answer. "Is not" is none of these, so that a denial is no statement.
+# A word for "answer", and what joins it to the answer. "Is not" is none of these, so that a denial
+# is no statement.
 _OTHER_LANGUAGES = (
     r"(?:最终|最后|正确)?答案(?:应该|应当|就|便)?(?:是|为|選|选|等于|[:：=])\s*[:：]?",
     r"(?:^|(?<=[\s。，；]))答\s*[:：]",
@@ -30,9 +33,12 @@ _OTHER_LANGUAGES = (
     r"उत्तर\s*:",
 )
 _PHRASE = re.compile(
-    "|".join([_ENGLISH, *(rf"{other}[\s*_]*" for other in _OTHER_LANGUAGES)]), re.IGNORECASE | re.MULTILINE
+    "|".join([_ENGLISH, *(rf"{other}[\s*_]*" for other in _OTHER_LANGUAGES)]),
+    re.IGNORECASE | re.MULTILINE,
 )
-_COMMENT = re.compile(r"(?:helpful|useful|clear|correct|consistent|reasonable|verified|confirmed)\b", re.IGNORECASE)
+_COMMENT = re.compile(
+    r"(?:helpful|useful|clear|correct|consistent|reasonable|verified|confirmed)\b", re.IGNORECASE
+)
 _MARKUP_BEFORE_COLON = re.compile(r"(?<=\w)(?:\*\*|__)(?=\s*[:：])")  # **Answer**: 5
 SENTENCE_END = re.compile(r"[.!?](?:\s|$)|[。！？]|\n|;\s")
 _DAY_AND_MONTH = re.compile(r"\d\. [^\W\d]+\.? \d{3,4}")  # 29. Februar 2024
@@ -41,7 +47,9 @@ _STEP = (
     "table|option|scenario|round|check|chapter|task|point|schritt|teil|fall|aufgabe|étape|partie|cas|paso|parte|caso|etapa|passo|"
     "passaggio|шаг|часть|этап|случай|krok|stap|steg|adım|bước|langkah"
 )
-_NUMBER_OF_STEP = r"(?:#\s*)?(?:\d+(?:\.\d+)*|[IVX]+|[A-H]|one|two|three|four|five|six|seven|eight|nine|ten)"
+_NUMBER_OF_STEP = (
+    r"(?:#\s*)?(?:\d+(?:\.\d+)*|[IVX]+|[A-H]|one|two|three|four|five|six|seven|eight|nine|ten)"
+)
 _NUMBERED = re.compile(
     rf"(?:(?:{_STEP})\s+{_NUMBER_OF_STEP}(?!\w)"
     r"|第\s*[\d一二三四五六七八九十]+\s*(?:步|部分|章|节|節|個?步骤|段)|(?:步骤|ステップ|단계)\s*[\d一二三四五六七八九十]+"
@@ -78,13 +86,16 @@ def last_phrase(text: str) -> tuple[int, int] | None:
 def is_heading(line: str) -> bool:
     """Returns True for a title: "Step 2: Conclusion", "2. Adding up", "Conclusion".
 
-    line: without Markdown. "5. So it is 5" has a digit behind its number and is none, like "46 apples".
+    line: without Markdown. "5. So it is 5" has a digit behind its number and is none, like "46
+    apples".
     """
     return bool(_NUMBERED.match(line) or _LISTED.match(line) or _TITLE.fullmatch(line))
 
 
 def behind_number(line: str) -> str:
-    """Returns the rest of a heading such as "Step 2: 46" behind its number; empty for any other line."""
+    """Returns the rest of a heading such as "Step 2: 46" behind its number; empty for any other
+    line.
+    """
     found = _NUMBERED.match(line)
     return line[found.end() :] if found else ""
 
@@ -92,10 +103,15 @@ def behind_number(line: str) -> str:
 def first_sentences(text: str, like: str) -> str:
     """Returns the beginning of a text up to the end of a sentence.
 
-    like: an answer; as many ends of sentences as it holds are taken to be inside the text, such as that of "St. Louis".
+    like: an answer; as many ends of sentences as it holds are taken to be inside the text, such as
+    that of "St. Louis".
     """
     inside = len(SENTENCE_END.findall(like.strip().rstrip(".!?。！？")))
-    ends = [end for end in SENTENCE_END.finditer(text) if not _DAY_AND_MONTH.match(text, max(0, end.start() - 1))]
+    ends = [
+        end
+        for end in SENTENCE_END.finditer(text)
+        if not _DAY_AND_MONTH.match(text, max(0, end.start() - 1))
+    ]
     for number, end in enumerate(ends):
         if number == inside:
             return text[: end.start()].strip()

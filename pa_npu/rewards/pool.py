@@ -5,14 +5,16 @@
                         └───────────┘ died: what it was scoring is scored again, and fails when a worker dies of it a third time;
                                       the worker is started anew
 
-So a worker that somebody kills changes no reward (I6), and a function that kills its worker every time costs its group.
+So a worker that somebody kills changes no reward (I6), and a function that kills its worker every
+time costs its group.
 
-Functions that compute run in reward.workers processes (worker.py), each of which has one group at a time. A user's function has
-reward.timeout_s in which it could run (running_time.py): what it waits for a processor does not count. `math` and `format` have
-processor time for each response. So a busy machine changes no verdict, and every wait has an end.
+Functions that compute run in reward.workers processes (worker.py), each of which has one group at a
+time. A user's function has reward.timeout_s in which it could run (running_time.py): what it waits
+for a processor does not count. `math` and `format` have processor time for each response. So a busy
+machine changes no verdict, and every wait has an end.
 
-Functions that wait (a judge, the sandbox, a user's `async def`) run beside these in one process, which has all groups at once and
-says every second that its event loop turns.
+Functions that wait (a judge, the sandbox, a user's `async def`) run beside these in one process,
+which has all groups at once and says every second that its event loop turns.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ _RIGHT_FROM = {"code": 1.0}  # what counts as right
 _RIGHT_FROM_HALF = 0.5  # of a judge and of graded functions: 0.128 is no right answer
 ATTEMPTS = 3  # workers that may die of one group
 FAILED_STARTS = 3  # in a row, then the pool gives up
-OWN_SILENCE_S = 600.0  # of a built-in function, which has processor time: the process was stopped, or has no processor
+# of a built-in function, which has processor time: the process was stopped, or has no processor
+OWN_SILENCE_S = 600.0
 SILENCE_S = 30.0  # beyond the time of a user's function that waits; a machine may be busy
 
 log = logging.getLogger(__name__)
@@ -61,27 +64,33 @@ log = logging.getLogger(__name__)
 class RewardPool:
     """`async with RewardPool(config.reward) as pool: result = await pool.score(group)`.
 
-    Entering starts the workers and raises DataError where a function cannot be used. A function that raises, returns
-    nonsense, crashes every worker or exceeds reward.timeout_s costs the group that reward, logged. `score` raises
-    DataError when that happens too often (FailingShare), and PaNpuError when no worker can be started any more
-    or the pool is closed.
+    Entering starts the workers and raises DataError where a function cannot be used. A function
+    that raises, returns nonsense, crashes every worker or exceeds reward.timeout_s costs the group
+    that reward, logged. `score` raises DataError when that happens too often (FailingShare), and
+    PaNpuError when no worker can be started any more or the pool is closed.
     """
 
-    def __init__(self, config: RewardConfig, run_dir: str | Path | None = None, max_response_tokens: int = 0) -> None:
+    def __init__(
+        self, config: RewardConfig, run_dir: str | Path | None = None, max_response_tokens: int = 0
+    ) -> None:
         self.specs = function_specs(config, run_dir, max_response_tokens)
         self.timeout_s = config.timeout_s
         self._neutral = config.judge.on_failure == "neutral"
         self._failing = FailingShare([spec.label for spec in self.specs])
         self._weights = np.array([function.weight for function in config.functions])
         # The verdict on a response is that of the first function that judges its content.
-        self._judge = next((number for number, spec in enumerate(self.specs) if spec.name not in SHAPING), 0)
+        self._judge = next(
+            (number for number, spec in enumerate(self.specs) if spec.name not in SHAPING), 0
+        )
         self._count = config.workers
         self._workers: list[tuple[set[str], Workers]] = []  # with the labels of their functions
 
     async def __aenter__(self) -> RewardPool:
         try:
             computing = [spec for spec in self.specs if spec.name not in CONCURRENT]
-            others: set[str] = {spec.label for spec in self.specs} - {spec.label for spec in computing}
+            others: set[str] = {spec.label for spec in self.specs} - {
+                spec.label for spec in computing
+            }
             if computing:
                 others |= (await self._start(computing, waits=False, count=self._count)).others
             if waiting := [spec for spec in self.specs if spec.label in others]:
@@ -108,7 +117,10 @@ class RewardPool:
             await workers.close()
 
     async def replies(self, group: RewardInput) -> list[tuple[set[str], dict[str, Any]]]:
-        """Replies of workers of both kinds to a group, with their functions' labels. Raises DataError where that ends the run."""
+        """Replies of workers of both kinds to a group, with their functions' labels.
+
+        Raises DataError where that ends the run.
+        """
         parts = [(labels, workers) for labels, workers in self._workers if labels]
         scoring = [workers.score(group) for _, workers in parts]
         # a task for each costs as much as the rest of handing over
@@ -116,10 +128,13 @@ class RewardPool:
         for reply in replies:
             if reply.get("fatal"):
                 raise DataError(reply["fatal"])
-            if "rewards" in reply and reply["scored"] != scored_digest(group.prompt, group.responses, reply["rewards"]):
+            if "rewards" in reply and reply["scored"] != scored_digest(
+                group.prompt, group.responses, reply["rewards"]
+            ):
                 raise InvariantViolation(
-                    f"I7 rewards: a reward worker answered for other texts than the {len(group.responses)} responses to "
-                    f"{group.prompt[:80]!r} that it was given, or its answer was changed on its way"
+                    "I7 rewards: a reward worker answered for other texts than the "
+                    f"{len(group.responses)} responses to {group.prompt[:80]!r} that it was given, "
+                    "or its answer was changed on its way"
                 )
         return [(labels, reply) for (labels, _), reply in zip(parts, replies, strict=True)]
 
@@ -136,7 +151,10 @@ class RewardPool:
                 continue
             values.update(reply["rewards"])
             errors.update(reply["errors"])
-            reasons += [(_outcome(label in judging), f"{label}: {error}") for label, error in reply["errors"].items()]
+            reasons += [
+                (_outcome(label in judging), f"{label}: {error}")
+                for label, error in reply["errors"].items()
+            ]
         for outcome, reason in reasons:
             log.warning("rewards: %s the responses to %.80r: %s", outcome, group.prompt, reason)
         rewards = np.zeros((len(self.specs), len(group.responses)), np.float32)
@@ -150,8 +168,8 @@ class RewardPool:
                 if spec.name == "judge" and not self._neutral:
                     reason = errors.get(spec.label) or f"no verdict on {missing} responses"
                     raise PaNpuError(
-                        f"reward.judge: {reason}, to {group.prompt[:80]!r}; let its server answer, or set "
-                        f"reward.judge.on_failure=neutral"
+                        f"reward.judge: {reason}, to {group.prompt[:80]!r}; let its server answer, "
+                        "or set reward.judge.on_failure=neutral"
                     )
             row[:] = neutral(found)
         total = self._weights @ rewards.astype(np.float64)
@@ -166,7 +184,8 @@ class RewardPool:
         return RewardResult(
             total=total,
             functions={spec.label: row for spec, row in zip(self.specs, rewards, strict=True)},
-            correct=rewards[self._judge] >= _RIGHT_FROM.get(self.specs[self._judge].name, _RIGHT_FROM_HALF),
+            correct=rewards[self._judge]
+            >= _RIGHT_FROM.get(self.specs[self._judge].name, _RIGHT_FROM_HALF),
             errors=tuple(reason for _, reason in reasons),
             no_verdict=no_verdict,
             scored=scored_digest(group.prompt, group.responses, total.tolist()),
@@ -174,31 +193,42 @@ class RewardPool:
 
 
 def neutral(values: Sequence[float | None]) -> list[float]:
-    """The values, those that are missing replaced by the mean of the others: no signal. In the middle (0.5) where all are."""
+    """The values, those that are missing replaced by the mean of the others: no signal.
+
+    In the middle (0.5) where all are.
+    """
     known = [value for value in values if value is not None]
     mean = sum(known) / len(known) if known else _NO_VERDICT_AT_ALL
     return [mean if value is None else value for value in values]
 
 
 def _outcome(judges: bool) -> str:
-    """Says what follows a failure: a judge gives no verdict (reward.judge.on_failure decides), another function zero."""
+    """Says what follows a failure: a judge gives no verdict (reward.judge.on_failure decides),
+    another function zero.
+    """
     return "no verdict on" if judges else "zero for"
 
 
 class FailingShare:
-    """Ends a run whose reward functions fail for most of the last groups: training on their zeros teaches nothing."""
+    """Ends a run whose reward functions fail for most of the last groups: training on their zeros
+    teaches nothing.
+    """
 
     def __init__(self, labels: Sequence[str]) -> None:
         self._failed: dict[str, deque[bool]] = {label: deque(maxlen=WINDOW) for label in labels}
 
     def note(self, errors: Mapping[str, str]) -> None:
-        """One scored group. errors: what went wrong, by the function's label. Raises DataError where it is too often."""
+        """One scored group. errors: what went wrong, by the function's label.
+
+        Raises DataError where it is too often.
+        """
         for label, failed in self._failed.items():
             failed.append(label in errors)
             if label in errors and len(failed) >= LEAST and 2 * sum(failed) > len(failed):
                 raise DataError(
-                    f"reward.functions: {label} failed for {sum(failed)} of the last {len(failed)} groups, which were trained "
-                    f"without it (last: {errors[label]}); correct the function"
+                    f"reward.functions: {label} failed for {sum(failed)} of the last {len(failed)} "
+                    f"groups, which were trained without it (last: {errors[label]}); correct the "
+                    "function"
                 )
 
 
@@ -216,7 +246,9 @@ def _group_line(identity: int, group: RewardInput) -> bytes:
 
 @dataclass(eq=False)
 class _Job:
-    """A group on its way. future: resolves to the worker's reply. deaths: of workers while they scored it."""
+    """A group on its way. future: resolves to the worker's reply. deaths: of workers while they
+    scored it.
+    """
 
     line: bytes
     identity: int
@@ -230,7 +262,9 @@ class Workers:
     others: labels of functions that they leave to the other kind, known once they have started.
     """
 
-    def __init__(self, specs: Sequence[FunctionSpec], timeout_s: float, *, waits: bool, count: int = 1) -> None:
+    def __init__(
+        self, specs: Sequence[FunctionSpec], timeout_s: float, *, waits: bool, count: int = 1
+    ) -> None:
         self.first = {
             "functions": [asdict(spec) for spec in specs],
             "waits": waits,
@@ -247,7 +281,9 @@ class Workers:
 
     async def start(self) -> None:
         # all of them, so that none still starts after the others were ended for one that failed
-        for error in await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True):
+        for error in await asyncio.gather(
+            *(worker.start() for worker in self._workers), return_exceptions=True
+        ):
             if error is not None:
                 raise error
 
@@ -286,7 +322,10 @@ class Workers:
     def give_up(self, error: PaNpuError) -> None:
         """Everything that waits, and every later `score`, fails with `error`."""
         self._broken = self._broken or error
-        for job in (*self._waiting, *(job for worker in self._workers for job in worker.jobs.values())):
+        for job in (
+            *self._waiting,
+            *(job for worker in self._workers for job in worker.jobs.values()),
+        ):
             if not job.future.done():
                 job.future.set_exception(error)
         self._waiting.clear()
@@ -301,9 +340,13 @@ async def start_worker(first: Mapping[str, Any]) -> WorkerProcess:
         worker = await WorkerProcess.start(["pa_npu.rewards.worker"], first, STARTUP_TIMEOUT_S)
     except DeadlineExceeded:
         raise DeadlineExceeded(
-            f"a reward worker did not load its functions within {STARTUP_TIMEOUT_S:.0f} s; make them import faster"
+            f"a reward worker did not load its functions within {STARTUP_TIMEOUT_S:.0f} s; make "
+            "them import faster"
         ) from None
-    died = "reward.functions: the reward worker died while loading them; correct what its output above says"
+    died = (
+        "reward.functions: the reward worker died while loading them; correct what its output "
+        "above says"
+    )
     if problem := worker.ready.get("unusable") if worker.ready else died:
         await worker.reap()
         raise DataError(problem)
@@ -311,12 +354,18 @@ async def start_worker(first: Mapping[str, Any]) -> WorkerProcess:
 
 
 class _Worker:
-    """A worker's place: one process at a time, started anew whenever it dies. jobs: what it scores, by identity."""
+    """A worker's place: one process at a time, started anew whenever it dies. jobs: what it scores,
+    by identity.
+    """
 
     def __init__(self, index: int, workers: Workers) -> None:
         self.jobs: dict[int, _Job] = {}
         self._all = workers
-        self._name = "the worker of reward functions that wait" if workers.waits else f"reward worker {index}"
+        self._name = (
+            "the worker of reward functions that wait"
+            if workers.waits
+            else f"reward worker {index}"
+        )
         self._process: WorkerProcess | None = None
         self._server: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -355,7 +404,8 @@ class _Worker:
     async def _serve(self) -> None:
         """Reads replies for as long as the pool lives; replaces the process when it dies."""
         try:
-            # not for ever: wait_for of Python 3.10 and 3.11 can swallow the cancellation when a process has just ended
+            # not for ever: wait_for of Python 3.10 and 3.11 can swallow the cancellation when a
+            # process has just ended
             while not self._closing:
                 assert self._process is not None
                 await self._read_replies(self._process)
@@ -368,12 +418,17 @@ class _Worker:
             raise
 
     async def _started_again(self) -> WorkerProcess:
-        """A process in the place of one that died. Raises what the last of FAILED_STARTS attempts raised."""
+        """A process in the place of one that died.
+
+        Raises what the last of FAILED_STARTS attempts raised.
+        """
         for attempt in range(1, FAILED_STARTS + 1):
             try:
                 return await start_worker(self._all.first)
             except (PaNpuError, OSError) as error:
-                log.warning("%s: start %d of %d failed: %s", self._name, attempt, FAILED_STARTS, error)
+                log.warning(
+                    "%s: start %d of %d failed: %s", self._name, attempt, FAILED_STARTS, error
+                )
                 last = error
         raise last
 
@@ -389,7 +444,9 @@ class _Worker:
             self._all.dispatch()
 
     def _bury(self, cause: str) -> None:
-        """The process died of what it was scoring perhaps, unless it was killed for a group that it has answered since."""
+        """The process died of what it was scoring perhaps, unless it was killed for a group that it
+        has answered since.
+        """
         self._stop_clock()
         overdue, self._overdue = self._overdue, []
         jobs = list(self.jobs.values())
@@ -399,15 +456,25 @@ class _Worker:
         if overdue and not self._runs_users_code:
             cause = f"it said nothing for {OWN_SILENCE_S:g} s"
         elif overdue and self._all.waits:
-            cause = f"its event loop stood still for {limit_s + SILENCE_S:g} s, blocked by a function"
+            cause = (
+                f"its event loop stood still for {limit_s + SILENCE_S:g} s, blocked by a function"
+            )
         for job in scored:
             job.deaths += 1
             if overdue and not self._all.waits and self._runs_users_code:
-                reason = f"not done within reward.timeout_s = {limit_s:g} s, so its worker was killed"
+                reason = (
+                    f"not done within reward.timeout_s = {limit_s:g} s, so its worker was killed"
+                )
                 self._resolve(job, {"failure": reason})
             elif job.deaths >= ATTEMPTS:
-                self._resolve(job, {"failure": f"its reward worker died {ATTEMPTS} times (last: {cause})"})
-        again = "; what it scored is scored again" if any(not job.future.done() for job in scored) else ""
+                self._resolve(
+                    job, {"failure": f"its reward worker died {ATTEMPTS} times (last: {cause})"}
+                )
+        again = (
+            "; what it scored is scored again"
+            if any(not job.future.done() for job in scored)
+            else ""
+        )
         log.warning("%s died (%s)%s", self._name, cause, again)
         self._all.put_back(jobs)
 
@@ -416,7 +483,9 @@ class _Worker:
             job.future.set_result(reply)
 
     def _restart_clock(self) -> None:
-        """Starts the time in which the process has to say something, where it has anything to score."""
+        """Starts the time in which the process has to say something, where it has anything to
+        score.
+        """
         self._stop_clock()
         if not self.jobs or self._process is None:
             return

@@ -1,7 +1,9 @@
-"""Runs a program that nobody has read: under limits, in an empty directory, without network, keys, or files but its own.
+"""Runs a program that nobody has read: under limits, in an empty directory, without network, keys,
+or files but its own.
 
-Each run is a cell (sandbox_child.py). What isolates it depends on the system and has a level: "namespaces" (by bubblewrap or nsjail
-where one is there and works, else by the cell itself), "files" (Landlock and a filter of system calls), or "limits" alone.
+Each run is a cell (sandbox_child.py). What isolates it depends on the system and has a level:
+"namespaces" (by bubblewrap or nsjail where one is there and works, else by the cell itself),
+"files" (Landlock and a filter of system calls), or "limits" alone.
 """
 
 from __future__ import annotations
@@ -32,18 +34,21 @@ _CHILD = Path(__file__).with_name("sandbox_child.py")
 _GRACE_S = 5.0  # a killed cell is gone within milliseconds
 _SET_UP_S = 20.0  # for a cell to begin on a machine that is busy; not part of the program's time
 _READ_BYTES = 1 << 16
-_FIRST_USER = 1_000_000_000  # ids that nobody has; one for each cell, because processes are counted by user
+# ids that nobody has; one for each cell, because processes are counted by user
+_FIRST_USER = 1_000_000_000
 _cells = itertools.count(os.getpid() * 1000 % _FIRST_USER)
 _JAIL_TRIAL_S = 10.0
 _JAIL_PATH = "/usr/bin:/usr/local/bin:/bin"
 _LANDLOCK_VERSION = 6  # the newest of the kernel's interface that is used
-_REMOVAL_S = 60.0  # for what a cell has left on disk: its files are counted, so that it is done within a second
+# for what a cell has left on disk: its files are counted, so that it is done within a second
+_REMOVAL_S = 60.0
 
 _MOVED = "pa_npu-removed-"
 
 logger = logging.getLogger(__name__)
 
-# Beside the interpreter and its packages: what they, and the programs that a program may start, are linked with.
+# Beside the interpreter and its packages: what they, and the programs that a program may start, are
+# linked with.
 _SYSTEM = (
     *(
         "/bin",
@@ -65,9 +70,11 @@ LEVELS: tuple[Level, ...] = ("limits", "files", "namespaces")
 
 @dataclass(frozen=True)
 class Limits:
-    """wall_s: of the clock; cpu_s: whole seconds of processor time, of each process. require: the least level of isolation.
+    """wall_s: of the clock; cpu_s: whole seconds of processor time, of each process. require: the
+    least level of isolation.
 
-    memory_bytes: address space of each process, and what all of them hold. files_bytes: of one file, and of all of them.
+    memory_bytes: address space of each process, and what all of them hold. files_bytes: of one
+    file, and of all of them.
     num_files: files and directories. output_bytes: of standard output, and of errors.
     """
 
@@ -84,9 +91,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended. ended: by itself, at the wall clock, or because it wrote too much. code: 128 + n for signal n.
+    """How a program ended. ended: by itself, at the wall clock, or because it wrote too much. code:
+    128 + n for signal n.
 
-    level: of its isolation; isolation: the same in words, with the reason where it is not the highest.
+    level: of its isolation; isolation: the same in words, with the reason where it is not the
+    highest.
     """
 
     ended: Literal["itself", "timeout", "output"]
@@ -101,11 +110,14 @@ class SandboxFailed(PaNpuError):
     """No program was run: the fault is the system's, not the program's."""
 
 
-async def run(arguments: Sequence[str], stdin: bytes, limits: Limits, files: Mapping[str, str]) -> Outcome:
+async def run(
+    arguments: Sequence[str], stdin: bytes, limits: Limits, files: Mapping[str, str]
+) -> Outcome:
     """This Python, isolated (-I), with these arguments, in an empty directory.
 
-    files: written before, to be read at the paths that begin with "{files}/" in the arguments; "{packages}" is where this
-    environment's packages are. Raises SandboxFailed where nothing could be run.
+    files: written before, to be read at the paths that begin with "{files}/" in the arguments;
+    "{packages}" is where this environment's packages are. Raises SandboxFailed where nothing could
+    be run.
     """
     jail, user = _jail(), _unused_user(next(_cells) % _FIRST_USER)
     parent = os.path.realpath(tempfile.mkdtemp(prefix="pa_npu-cell-"))
@@ -143,7 +155,9 @@ async def run(arguments: Sequence[str], stdin: bytes, limits: Limits, files: Map
 
 
 def _remove(parent: str) -> None:
-    """Removes a cell's directory, however deep or full it is; one that cannot be removed is a warning, and costs no verdict."""
+    """Removes a cell's directory, however deep or full it is; one that cannot be removed is a
+    warning, and costs no verdict.
+    """
     try:
         remove_tree(parent, time.monotonic() + _REMOVAL_S)
     except OSError as error:
@@ -153,8 +167,9 @@ def _remove(parent: str) -> None:
 def remove_tree(directory: str, deadline_s: float) -> None:
     """Removes a directory with all that is in it.
 
-    Directories inside are moved up to the top before they are emptied, so that none lies deeper than a path can say, and no depth
-    needs a stack or a descriptor. deadline_s: on the monotonic clock. Raises OSError, TimeoutError past the deadline.
+    Directories inside are moved up to the top before they are emptied, so that none lies deeper
+    than a path can say, and no depth needs a stack or a descriptor. deadline_s: on the monotonic
+    clock. Raises OSError, TimeoutError past the deadline.
     """
     top = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -174,8 +189,11 @@ def remove_tree(directory: str, deadline_s: float) -> None:
 
 
 def _emptied(top: int, name: str, moved: Iterator[int], deadline_s: float) -> list[str]:
-    """Removes the files of one directory, and moves its directories to the top; returns the names that they have there."""
-    with contextlib.suppress(PermissionError):  # another user's, who has left it open, or is there no more
+    """Removes the files of one directory, and moves its directories to the top; returns the names
+    that they have there.
+    """
+    # another user's, who has left it open, or is there no more
+    with contextlib.suppress(PermissionError):
         os.chmod(name, 0o700, dir_fd=top)
     directory = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
     names = []
@@ -205,24 +223,39 @@ def _replaced(text: str, words: Mapping[str, str]) -> str:
 
 @functools.cache
 def _shown() -> tuple[str, list[str], list[str]]:
-    """(interpreter, directories of packages, what programs may see). The interpreter is the one below a virtual environment."""
+    """(interpreter, directories of packages, what programs may see).
+
+    The interpreter is the one below a virtual environment.
+    """
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    packages = sorted({os.path.realpath(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")})
+    packages = sorted(
+        {os.path.realpath(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
+    )
     prefix = os.path.realpath(sys.base_prefix)
     found = [*_SYSTEM, os.path.dirname(python), f"{prefix}/lib", f"{prefix}/lib64", *packages]
     shown: list[str] = []
     for path in filter(os.path.lexists, found):
-        if not any(path == other or path.startswith(f"{other}/") for other in shown if not os.path.islink(other)):
+        if not any(
+            path == other or path.startswith(f"{other}/")
+            for other in shown
+            if not os.path.islink(other)
+        ):
             shown.append(path)
     return python, packages, shown
 
 
 def _unused_user(cell: int) -> int | None:
-    """An id that no user of this machine has, or of this container, for root's programs; None where programs stay who they are."""
+    """An id that no user of this machine has, or of this container, for root's programs; None where
+    programs stay who they are.
+    """
     if os.geteuid() != 0:
         return None
-    lines = [list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    first, count = max(((first, count) for first, _, count in lines), key=lambda found: found[1], default=(0, 1))
+    lines = [
+        list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()
+    ]
+    first, count = max(
+        ((first, count) for first, _, count in lines), key=lambda found: found[1], default=(0, 1)
+    )
     if first + count > 2 * _FIRST_USER:
         return _FIRST_USER + cell
     return first + count - 1 - cell % 1000 if count > 2000 else None
@@ -232,8 +265,8 @@ def _unused_user(cell: int) -> int | None:
 def _jail() -> tuple[str, str] | None:
     """Returns name and file of the first program of JAILS that can carry a cell, else None.
 
-    It is tried with all that a cell shows, as the user that a cell has: root's cells have one that nobody else has, who can often
-    not read what lies below /root.
+    It is tried with all that a cell shows, as the user that a cell has: root's cells have one that
+    nobody else has, who can often not read what lies below /root.
     """
     user = _unused_user(next(_cells) % _FIRST_USER)
     if os.geteuid() == 0 and user is None:
@@ -254,9 +287,16 @@ def _carries_a_cell(name: str, program: str, user: int | None) -> bool:
         cell: dict[str, Any] = {"shown": shown, "given": str(_CHILD.parent), "directory": parent}
         cell |= {"files_bytes": Limits.files_bytes, "num_files": Limits.num_files}
         command = [*JAILS[name][1](program, cell, (), None), "--", python, "-I", "-c", ""]
-        as_user: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
+        as_user: dict[str, Any] = (
+            {} if user is None else {"user": user, "group": user, "extra_groups": []}
+        )
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_JAIL_TRIAL_S, cwd="/", **as_user
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_JAIL_TRIAL_S,
+            cwd="/",
+            **as_user,
         )
     except (OSError, subprocess.SubprocessError):
         return False
@@ -267,12 +307,18 @@ def _carries_a_cell(name: str, program: str, user: int | None) -> bool:
 
 
 async def _run(wanted: dict[str, object], stdin: bytes, limits: Limits, parent: Path) -> Outcome:
-    """Standard streams are files of ours: nobody has to read them for a program to go on, and what it wrote is there in the end."""
+    """Standard streams are files of ours: nobody has to read them for a program to go on, and what
+    it wrote is there in the end.
+    """
     given, outputs = parent / "stdin", [parent / "stdout", parent / "stderr"]
     given.write_bytes(stdin)
     reading, writing = os.pipe()
     try:
-        with given.open("rb") as source, outputs[0].open("wb") as output, outputs[1].open("wb") as errors:
+        with (
+            given.open("rb") as source,
+            outputs[0].open("wb") as output,
+            outputs[1].open("wb") as errors,
+        ):
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-I",
@@ -296,7 +342,8 @@ async def _run(wanted: dict[str, object], stdin: bytes, limits: Limits, parent: 
         level, isolation = await _isolation(reading, process, outputs[1])
         if LEVELS.index(level) < LEVELS.index(limits.require):
             raise SandboxFailed(
-                f"reward.code.require: {limits.require}, but this system gives {isolation}; allow that, or require less"
+                f"reward.code.require: {limits.require}, but this system gives {isolation}; allow "
+                "that, or require less"
             )
         try:
             await asyncio.wait_for(process.wait(), limits.wall_s)
@@ -315,10 +362,14 @@ async def _run(wanted: dict[str, object], stdin: bytes, limits: Limits, parent: 
     if max(len(stdout), len(stderr)) > limits.output_bytes:
         ended = "output"
     code = process.returncode if ended == "itself" else None
-    return Outcome(ended, code, stdout[: limits.output_bytes], stderr[: limits.output_bytes], level, isolation)
+    return Outcome(
+        ended, code, stdout[: limits.output_bytes], stderr[: limits.output_bytes], level, isolation
+    )
 
 
-async def _isolation(report: int, process: asyncio.subprocess.Process, errors: Path) -> tuple[Level, str]:
+async def _isolation(
+    report: int, process: asyncio.subprocess.Process, errors: Path
+) -> tuple[Level, str]:
     """Reads the cell's level of isolation, and its words for it, before it begins."""
     try:
         line = await asyncio.wait_for(asyncio.to_thread(os.read, report, _READ_BYTES), _SET_UP_S)

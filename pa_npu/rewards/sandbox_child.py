@@ -1,14 +1,17 @@
-"""The cell of one program: namespaces, limits and an empty directory, then the program. Imports the standard library alone.
+"""The cell of one program: namespaces, limits and an empty directory, then the program. Imports the
+standard library alone.
 
-    python -I sandbox_child.py LIMITS REPORT      limits as JSON; a descriptor. The program's standard streams are this process's
+    python -I sandbox_child.py LIMITS REPORT      limits as JSON; a descriptor. The program's
+                                                  standard streams are this process's
 
-    this process: makes namespaces, forks, sums up what the cell holds, ends with the program's status; kills what is left of it
+    this process: makes namespaces, forks, sums up what the cell holds, ends with the program's
+    status; kills what is left of it
       └─ first process of a new PID namespace: makes the root, and reaps; with it everything of the program ends (or a jail's)
            └─ the program, as a user that nobody is, without capabilities, behind its filters and limits
 
-Three levels: "namespaces" (all of that), "files" (Landlock and the filter of system calls alone keep it from network and files),
-"limits" (neither). One JSON line is written to REPORT before the program begins: {"level", "by", "refused": reason | null}, or
-{"failed": reason}.
+Three levels: "namespaces" (all of that), "files" (Landlock and the filter of system calls alone
+keep it from network and files), "limits" (neither). One JSON line is written to REPORT before the
+program begins: {"level", "by", "refused": reason | null}, or {"failed": reason}.
 """
 
 from __future__ import annotations
@@ -84,17 +87,24 @@ def _guarded(report: int, action: Callable[[], object]) -> NoReturn:
         action()
     except BaseException as error:
         with contextlib.suppress(OSError):  # the report has been made: what failed is the program
-            os.write(report, json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+            os.write(
+                report, json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n"
+            )
     os._exit(_FAILED)
 
 
 def _namespaces(unused_user: int | None) -> tuple[int | None, str | None]:
-    """Makes them. Returns the user that the program shall become, if another, and why there are no namespaces, if there are none.
+    """Makes them. Returns the user that the program shall become, if another, and why there are no
+    namespaces, if there are none.
 
     unused_user: an id that nobody has, where this process may become another user.
     """
     wanted = walls.NEWNET | walls.NEWPID | walls.NEWIPC | walls.NEWUTS
-    if os.geteuid() == 0 and unused_user is not None and walls.libc.unshare(wanted | walls.NEWNS) == 0:
+    if (
+        os.geteuid() == 0
+        and unused_user is not None
+        and walls.libc.unshare(wanted | walls.NEWNS) == 0
+    ):
         return unused_user, None
     pid, uid, gid = os.getpid(), os.geteuid(), os.getegid()
     begin, begins = os.pipe()
@@ -131,7 +141,9 @@ def _map(pid: int, users: str, groups: str) -> None:
             file.write(text)
 
 
-def _first_process(limits: Mapping[str, Any], report: int, user: int | None, refused: str | None) -> NoReturn:
+def _first_process(
+    limits: Mapping[str, Any], report: int, user: int | None, refused: str | None
+) -> NoReturn:
     walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     by = None
@@ -139,7 +151,13 @@ def _first_process(limits: Mapping[str, Any], report: int, user: int | None, ref
         try:
             walls.call(walls.libc.unshare, walls.NEWNS)
             shown = [*limits["shown"], limits["given"]]
-            walls.own_root(limits["root"], limits["directory"], shown, limits["files_bytes"], limits["num_files"])
+            walls.own_root(
+                limits["root"],
+                limits["directory"],
+                shown,
+                limits["files_bytes"],
+                limits["num_files"],
+            )
             by = "namespaces of its own"
         except OSError as error:
             refused = str(error)
@@ -150,8 +168,11 @@ def _first_process(limits: Mapping[str, Any], report: int, user: int | None, ref
 
 
 def _reap_until(program: int, report: int) -> NoReturn:
-    """Is the first process of a PID namespace: reaps whatever ends in it, and ends as the program does."""
-    walls.libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # nothing of this process is the program's to read or to trace
+    """Is the first process of a PID namespace: reaps whatever ends in it, and ends as the program
+    does.
+    """
+    # nothing of this process is the program's to read or to trace
+    walls.libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     walls.drop_bounding_set()
     walls.drop_capabilities()
     os.close(report)
@@ -160,11 +181,16 @@ def _reap_until(program: int, report: int) -> NoReturn:
     while True:
         pid, status = os.wait()
         if pid == program:
-            os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+            os._exit(
+                128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+            )
 
 
 def _become_the_jail(limits: Mapping[str, Any], report: int) -> NoReturn:
-    """Becomes bubblewrap or nsjail, whose first program is this file again, inside. Root becomes the user that nobody is before."""
+    """Becomes bubblewrap or nsjail, whose first program is this file again, inside.
+
+    Root becomes the user that nobody is before.
+    """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.set_inheritable(report, True)
@@ -184,12 +210,15 @@ def _become_the_jail(limits: Mapping[str, Any], report: int) -> NoReturn:
         os.setgroups([])
         os.setresgid(limits["user"], limits["user"], limits["user"])
         os.setresuid(limits["user"], limits["user"], limits["user"])
-        walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # another user's process has lost it
+        # another user's process has lost it
+        walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.execv(program, [*command, "--", limits["python"], "-I", files[0], inside, str(report)])
 
 
 def _inside_a_jail(limits: Mapping[str, Any], report: int) -> None:
-    """Becomes the program; behind a first process of its own where the jail, unlike bubblewrap, has put none into the namespace."""
+    """Becomes the program; behind a first process of its own where the jail, unlike bubblewrap, has
+    put none into the namespace.
+    """
     name = limits["jail"][0]
     if os.getpid() == 1:
         program = os.fork()
@@ -201,7 +230,9 @@ def _inside_a_jail(limits: Mapping[str, Any], report: int) -> None:
 def _become_the_program(
     limits: Mapping[str, Any], report: int, by: str | None, user: int | None, refused: str | None
 ) -> None:
-    """by: what has made namespaces and a root, None where nothing has. user: to become; None to stay who this is."""
+    """by: what has made namespaces and a root, None where nothing has. user: to become; None to
+    stay who this is.
+    """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     directory, python = limits["directory"], limits["python"]
     if not limits["inside"]:
@@ -218,22 +249,39 @@ def _become_the_program(
             os.setresuid(user, user, user)
     walls.drop_capabilities()
     landlock = walls.landlock_version(limits["landlock"])
-    behind = by is not None or walls.only_files([*limits["shown"], limits["given"]], directory, landlock)
+    behind = by is not None or walls.only_files(
+        [*limits["shown"], limits["given"]], directory, landlock
+    )
     alone = os.geteuid() == limits["user"]
-    filtered = walls.apply_filter(walls.filter_of_calls(namespaces=by is not None, landlock=landlock, alone=alone))
+    filtered = walls.apply_filter(
+        walls.filter_of_calls(namespaces=by is not None, landlock=landlock, alone=alone)
+    )
     level = 0 if not (behind and filtered) else 1 if by is None else 2
     if level == 0 and os.geteuid() == 0:
         raise PermissionError(f"programs would run as root here ({refused}); run as another user")
     if not os.access(python, os.X_OK):
         raise PermissionError(f"{python} cannot be read by the user of programs")
-    by = by or (f"Landlock {landlock} and a filter of system calls" if level else "limits of processes alone")
+    by = by or (
+        f"Landlock {landlock} and a filter of system calls"
+        if level
+        else "limits of processes alone"
+    )
     report_line = {"level": LEVELS[level], "by": by, "refused": refused}
     os.write(report, json.dumps(report_line).encode() + b"\n")
     os.close(report)
     if level < LEVELS.index(limits["require"]):
         return
-    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": directory, "TMPDIR": directory, "LANG": "C.UTF-8"}
-    environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "HOME": directory,
+        "TMPDIR": directory,
+        "LANG": "C.UTF-8",
+    }
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     os.execve(python, [python, *limits["arguments"]], environment)
 
 
@@ -263,7 +311,9 @@ def _all_may_read(path: str) -> bool:
 
 
 def _processes_of_this_user() -> int:
-    """The kernel counts a user's processes and threads, all of them where there is no namespace of their own."""
+    """The kernel counts a user's processes and threads, all of them where there is no namespace of
+    their own.
+    """
     found, user = 0, os.getuid()
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -280,7 +330,8 @@ def _raise_open_files() -> None:
 
 
 def _watch(first: int, limits: Mapping[str, Any]) -> int:
-    """Returns the status of the first process, which is killed where all of the cell together hold, write or make too much.
+    """Returns the status of the first process, which is killed where all of the cell together hold,
+    write or make too much.
 
     The kernel's limits count memory and files by process, and do not count processes of root.
     """

@@ -1,7 +1,9 @@
-"""Command lines of the programs that can carry a cell, bubblewrap and nsjail. Imports the standard library alone.
+"""Command lines of the programs that can carry a cell, bubblewrap and nsjail. Imports the standard
+library alone.
 
-Both make the same cell: namespaces of its own, a root with what is shown (read-only), devices, processes, and a small directory to
-write to. What they start is this package's cell again (sandbox_child.py), inside.
+Both make the same cell: namespaces of its own, a root with what is shown (read-only), devices,
+processes, and a small directory to write to. What they start is this package's cell again
+(sandbox_child.py), inside.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ DEVICES = ("null", "zero", "full", "random", "urandom")
 _SHARED_MEMORY_BYTES = 1 << 20
 
 
-def bubblewrap_command(program: str, cell: Mapping[str, Any], files: Sequence[str], report: int | None) -> list[str]:
-    """Returns the command up to the program that it starts. Every descriptor that may be inherited is.
+def bubblewrap_command(
+    program: str, cell: Mapping[str, Any], files: Sequence[str], report: int | None
+) -> list[str]:
+    """Returns the command up to the program that it starts. Every descriptor that may be inherited
+    is.
 
     Args:
         program: bubblewrap's path.
@@ -26,9 +31,22 @@ def bubblewrap_command(program: str, cell: Mapping[str, Any], files: Sequence[st
         report: a descriptor that the program inside needs.
     """
     command = [program, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    command += ["--uid", str(USER_INSIDE), "--gid", str(USER_INSIDE), "--proc", "/proc", "--dev", "/dev"]
+    command += [
+        "--uid",
+        str(USER_INSIDE),
+        "--gid",
+        str(USER_INSIDE),
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+    ]
     for path in (*cell["shown"], cell["given"], *files):
-        command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+        command += (
+            ["--symlink", os.readlink(path), path]
+            if os.path.islink(path)
+            else ["--ro-bind", path, path]
+        )
     command += ["--perms", "1777", "--size", str(cell["files_bytes"]), "--tmpfs", cell["directory"]]
     command += ["--perms", "1777", "--size", str(_SHARED_MEMORY_BYTES), "--tmpfs", "/dev/shm"]
     for path in ("/dev", "/"):  # without the file systems below them
@@ -36,10 +54,32 @@ def bubblewrap_command(program: str, cell: Mapping[str, Any], files: Sequence[st
     return command
 
 
-def nsjail_command(program: str, cell: Mapping[str, Any], files: Sequence[str], report: int | None) -> list[str]:
-    """As bubblewrap_command. nsjail has limits of its own, which are left out: the cell sets its own, inside."""
-    command = [program, "--mode", "o", "--really_quiet", "--time_limit", "0", "--disable_rlimits", "--nice_level", "0"]
-    command += ["--iface_no_lo", "--cwd", "/", "--user", str(USER_INSIDE), "--group", str(USER_INSIDE)]
+def nsjail_command(
+    program: str, cell: Mapping[str, Any], files: Sequence[str], report: int | None
+) -> list[str]:
+    """As bubblewrap_command. nsjail has limits of its own, which are left out: the cell sets its
+    own, inside.
+    """
+    command = [
+        program,
+        "--mode",
+        "o",
+        "--really_quiet",
+        "--time_limit",
+        "0",
+        "--disable_rlimits",
+        "--nice_level",
+        "0",
+    ]
+    command += [
+        "--iface_no_lo",
+        "--cwd",
+        "/",
+        "--user",
+        str(USER_INSIDE),
+        "--group",
+        str(USER_INSIDE),
+    ]
     for path in (*cell["shown"], cell["given"], *files):
         if os.path.islink(path):
             command += ["--symlink", f"{os.readlink(path)}:{path}"]
@@ -48,7 +88,10 @@ def nsjail_command(program: str, cell: Mapping[str, Any], files: Sequence[str], 
     for name in DEVICES:
         command += ["--bindmount", f"/dev/{name}"]
     for path, options in (
-        (cell["directory"], f"size={cell['files_bytes']},nr_inodes={cell['num_files'] + 1},mode=1777"),
+        (
+            cell["directory"],
+            f"size={cell['files_bytes']},nr_inodes={cell['num_files'] + 1},mode=1777",
+        ),
         ("/dev/shm", f"size={_SHARED_MEMORY_BYTES},mode=1777"),
     ):
         command += ["--mount", f"none:{path}:tmpfs:{options}"]
@@ -62,9 +105,11 @@ JAILS = {"bubblewrap": ("bwrap", bubblewrap_command), "nsjail": ("nsjail", nsjai
 
 
 def remove_workplaces(name: str, user: int | None) -> None:
-    """Removes the empty directories that nsjail leaves of each user whom it has started something as.
+    """Removes the empty directories that nsjail leaves of each user whom it has started something
+    as.
 
-    user: of one cell alone; None for a user whose other cells may be about to mount there, so that the two directories stay.
+    user: of one cell alone; None for a user whose other cells may be about to mount there, so that
+    the two directories stay.
     """
     if name != "nsjail" or user is None:
         return

@@ -1,7 +1,8 @@
-"""Meters of a cell: what its processes hold in memory, in buffers of the kernel, and in files. Imports the standard library alone.
+"""Meters of a cell: what its processes hold in memory, in buffers of the kernel, and in files.
+Imports the standard library alone.
 
-The kernel's own limits are by process and by file; these meters are read many times a second, and a cell that holds too much is
-killed (sandbox_child.py).
+The kernel's own limits are by process and by file; these meters are read many times a second, and a
+cell that holds too much is killed (sandbox_child.py).
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from collections.abc import Sequence
 
 _PIPE_BYTES = 64 << 10  # a pipe's capacity, which a cell's filter does not let grow
 _LAST_MESSAGE_BYTES = 64 << 10  # a socket's last message may begin below its limit and end above
-_UNREADABLE_BYTES = 64 * (256 << 10)  # by process: buffers of all its descriptors, where they cannot be looked at
+# by process: buffers of all its descriptors, where they cannot be looked at
+_UNREADABLE_BYTES = 64 * (256 << 10)
 _BLOCK_BYTES = 512
 
 
 def memory_of(pids: Sequence[int], limit_bytes: int) -> int:
-    """Returns the bytes that these processes hold together: memory of their own, shared memory, buffers of sockets and pipes.
+    """Returns the bytes that these processes hold together: memory of their own, shared memory,
+    buffers of sockets and pipes.
 
-    Pages that several map count once for each, unless that is more than the limit: then by shares, where these can be read.
+    Pages that several map count once for each, unless that is more than the limit: then by shares,
+    where these can be read.
     """
     buffers = buffers_of(pids)
     own = sum(_kib(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:")) or 0 for pid in pids) << 10
@@ -33,7 +37,9 @@ def memory_of(pids: Sequence[int], limit_bytes: int) -> int:
 
 
 def buffers_of(pids: Sequence[int]) -> int:
-    """Returns the bytes that the sockets and pipes of these processes can hold, full or not: no process shows how full they are."""
+    """Returns the bytes that the sockets and pipes of these processes can hold, full or not: no
+    process shows how full they are.
+    """
     sockets, pipes, unreadable = set(), set(), 0
     for pid in pids:
         links = _descriptors(pid)
@@ -49,7 +55,8 @@ def buffers_of(pids: Sequence[int]) -> int:
 
 
 def files_of(pids: Sequence[int], directory: str, max_files: int) -> tuple[int, int]:
-    """Returns the bytes on disk, and the number, of files and directories in `directory`, and of removed ones that are still open.
+    """Returns the bytes on disk, and the number, of files and directories in `directory`, and of
+    removed ones that are still open.
 
     Stops when it has seen more than max_files. A directory that cannot be read is more than that.
     """
@@ -78,7 +85,9 @@ def files_of(pids: Sequence[int], directory: str, max_files: int) -> tuple[int, 
 
 
 def files_inside(pids: Sequence[int], directory: str) -> int:
-    """Returns the number of files in `directory` as these processes see it, where it is a file system of their own; else 0."""
+    """Returns the number of files in `directory` as these processes see it, where it is a file
+    system of their own; else 0.
+    """
     outside = os.stat(directory).st_dev
     for pid in reversed(pids):
         path = f"/proc/{pid}/root{directory}"
@@ -100,7 +109,10 @@ def _removed_files(pid: int, directory: str) -> dict[object, int]:
                 if stat.S_ISREG(about.st_mode):
                     found[about.st_ino] = about.st_blocks * _BLOCK_BYTES
     mapped: dict[object, int] = {}
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as lines:
+    with (
+        contextlib.suppress(OSError),
+        open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as lines,
+    ):
         for line in lines:
             if not line.endswith(" (deleted)\n") or begin not in line:
                 continue
@@ -125,7 +137,9 @@ def _descriptors(pid: int) -> list[tuple[str, str]] | None:
 
 
 def _socket_bytes() -> int:
-    """Returns what a socket's sender may leave unread: of a pair of UNIX sockets the sender's limit alone counts."""
+    """Returns what a socket's sender may leave unread: of a pair of UNIX sockets the sender's limit
+    alone counts.
+    """
     try:
         with open("/proc/sys/net/core/wmem_default", "rb") as file:
             return int(file.read())

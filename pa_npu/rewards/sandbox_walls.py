@@ -1,6 +1,8 @@
-"""The walls of a cell: a root of its own, no capabilities, Landlock, a filter of system calls. Imports the standard library alone.
+"""The walls of a cell: a root of its own, no capabilities, Landlock, a filter of system calls.
+Imports the standard library alone.
 
-Numbers are those of the kernel's headers (linux/mount.h, landlock.h, seccomp.h, and the tables of system calls of both machines).
+Numbers are those of the kernel's headers (linux/mount.h, landlock.h, seccomp.h, and the tables of
+system calls of both machines).
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (1 << bit for bit in (17, 25, 26, 27, 28, 29, 30))
+NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
+    1 << bit for bit in (17, 25, 26, 27, 28, 29, 30)
+)
 _EVERY_NAMESPACE = NEWNS | NEWCGROUP | NEWUTS | NEWIPC | NEWUSER | NEWPID | NEWNET
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _MNT_DETACH, _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY, _ATTR_NOSUID = 2, -100, 0x8000, 1, 2
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_SET_SECCOMP = 24, 38, 47, 22
-_MOUNT_SETATTR, _LANDLOCK = 442, (444, 445, 446)  # the same on every machine, as are all from 424 on
+# the same on every machine, as are all from 424 on
+_MOUNT_SETATTR, _LANDLOCK = 442, (444, 445, 446)
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _CAPABILITIES_VERSION = 0x20080522
 
@@ -30,26 +35,80 @@ def _same(*numbers: int) -> dict[str, _Numbers]:
     return {f"call {number}": (number, number) for number in numbers}
 
 
-# A program needs these to leave its cell, to reach another process, or to hold memory that no process shows.
+# A program needs these to leave its cell, to reach another process, or to hold memory that no
+# process shows.
 _REFUSED: dict[str, _Numbers] = {
-    **{"mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "setns": (308, 268)},
-    **{"unshare": (272, 97), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271)},
-    **{"memfd_create": (319, 279), "memfd_secret": (447, 447), "keyctl": (250, 219), "ioprio_set": (251, 30)},
-    **{"add_key": (248, 217), "request_key": (249, 218), "bpf": (321, 280), "perf_event_open": (298, 241)},
-    **{"userfaultfd": (323, 282), "open_by_handle_at": (304, 265), "pidfd_getfd": (438, 438), "kcmp": (312, 272)},
-    **{"kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273)},
+    **{
+        "mount": (165, 40),
+        "umount2": (166, 39),
+        "pivot_root": (155, 41),
+        "chroot": (161, 51),
+        "setns": (308, 268),
+    },
+    **{
+        "unshare": (272, 97),
+        "ptrace": (101, 117),
+        "process_vm_readv": (310, 270),
+        "process_vm_writev": (311, 271),
+    },
+    **{
+        "memfd_create": (319, 279),
+        "memfd_secret": (447, 447),
+        "keyctl": (250, 219),
+        "ioprio_set": (251, 30),
+    },
+    **{
+        "add_key": (248, 217),
+        "request_key": (249, 218),
+        "bpf": (321, 280),
+        "perf_event_open": (298, 241),
+    },
+    **{
+        "userfaultfd": (323, 282),
+        "open_by_handle_at": (304, 265),
+        "pidfd_getfd": (438, 438),
+        "kcmp": (312, 272),
+    },
+    **{
+        "kexec_load": (246, 104),
+        "kexec_file_load": (320, 294),
+        "init_module": (175, 105),
+        "finit_module": (313, 273),
+    },
     **{"migrate_pages": (256, 238), "move_pages": (279, 239), "process_madvise": (440, 440)},
     **{"process_mrelease": (448, 448), "inotify_init": (253, None), "inotify_init1": (294, 26)},
     **{"fanotify_init": (300, 262)},
     # queues, semaphores and memory that outlive a process: System V's and POSIX's
-    **{"shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193)},
-    **{"semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188)},
+    **{
+        "shmget": (29, 194),
+        "shmat": (30, 196),
+        "shmctl": (31, 195),
+        "semget": (64, 190),
+        "semop": (65, 193),
+    },
+    **{
+        "semctl": (66, 191),
+        "semtimedop": (220, 192),
+        "msgget": (68, 186),
+        "msgsnd": (69, 189),
+        "msgrcv": (70, 188),
+    },
     **{"msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181)},
     # a descriptor or a page inside a socket or a pipe is in no process that could be counted
-    **{"sendmsg": (46, 211), "sendmmsg": (307, 269), "vmsplice": (278, 75), "tee": (276, 77), "splice": (275, 76)},
-    **{f"mount API, {name}": numbers for name, numbers in _same(428, 429, 430, 431, 432, 433, 442, 467).items()},
+    **{
+        "sendmsg": (46, 211),
+        "sendmmsg": (307, 269),
+        "vmsplice": (278, 75),
+        "tee": (276, 77),
+        "splice": (275, 76),
+    },
+    **{
+        f"mount API, {name}": numbers
+        for name, numbers in _same(428, 429, 430, 431, 432, 433, 442, 467).items()
+    },
 }
-# Landlock does not refuse these on the files of others (its documentation, "Current limitations"). Only without a root of its own.
+# Landlock does not refuse these on the files of others (its documentation, "Current limitations").
+# Only without a root of its own.
 _REFUSED_ON_FILES: dict[str, _Numbers] = {
     **{"chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54)},
     **{"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7)},
@@ -59,7 +118,12 @@ _REFUSED_ON_FILES: dict[str, _Numbers] = {
 # Programs go on as if these were done: shutil.copy and tar files set modes and times.
 _IGNORED_ON_FILES: dict[str, _Numbers] = {
     **{"chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452)},
-    **{"utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88)},
+    **{
+        "utime": (132, None),
+        "utimes": (235, None),
+        "futimesat": (261, None),
+        "utimensat": (280, 88),
+    },
 }
 _TRUNCATE = {"truncate": (76, 45)}  # Landlock refuses it from version 3 on
 _SIGNAL_OF_ANY = {"pidfd_send_signal": (424, 424)}
@@ -71,9 +135,16 @@ _OF_ITSELF = {  # their first argument is a process, 0 for the one that calls
     **{"prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setparam": (142, 118)},
     **{"sched_setscheduler": (144, 119), "sched_setattr": (314, 274)},
 }
-_SETPRIORITY, _FCNTL, _IOCTL, _PRCTL, _SETSOCKOPT = (141, 140), (72, 25), (16, 29), (157, 167), (54, 208)
+_SETPRIORITY, _FCNTL, _IOCTL, _PRCTL, _SETSOCKOPT = (
+    (141, 140),
+    (72, 25),
+    (16, 29),
+    (157, 167),
+    (54, 208),
+)
 _SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both of them with FORCE
-_F_SETPIPE_SZ, _SET_OWNER, _SET_OWNER_BY_IOCTL = 1031, (8, 15), (0x8901, 0x8902)  # an owner gets signals
+# an owner gets signals
+_F_SETPIPE_SZ, _SET_OWNER, _SET_OWNER_BY_IOCTL = 1031, (8, 15), (0x8901, 0x8902)
 # programs find these missing and take the older call
 _MISSING: dict[str, _Numbers] = {"clone3": (435, 435), **_same(425, 426, 427)}  # io_uring
 _MACHINES = {
@@ -83,7 +154,8 @@ _MACHINES = {
 _X32 = 0x40000000
 _EPERM, _ENOSYS = 1, 38
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _GIVE = 0x20, 0x15, 0x35, 0x45, 0x06  # steps of a filter
-_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000  # a filter's answers; with error 0 a call returns 0, undone
+# a filter's answers; with error 0 a call returns 0, undone
+_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _REFUSE = _ERROR | _EPERM
 _PR_SET_DUMPABLE = 4
 _LANDLOCK_TRUNCATES, _LANDLOCK_SCOPES_SIGNALS = 3, 6  # from these versions on
@@ -98,10 +170,14 @@ def call(function: Any, *arguments: Any) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def own_root(root: str, directory: str, shown: Sequence[str], files_bytes: int, num_files: int) -> None:
-    """A root that holds `shown` (read-only), devices, this namespace's processes, and a small `directory` to write to.
+def own_root(
+    root: str, directory: str, shown: Sequence[str], files_bytes: int, num_files: int
+) -> None:
+    """A root that holds `shown` (read-only), devices, this namespace's processes, and a small
+    `directory` to write to.
 
-    root: an empty directory. Everything else of the machine's files is detached from this mount namespace.
+    root: an empty directory. Everything else of the machine's files is detached from this mount
+    namespace.
     """
     flags = _MS_NOSUID | _MS_NODEV
     call(libc.mount, b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
@@ -110,7 +186,8 @@ def own_root(root: str, directory: str, shown: Sequence[str], files_bytes: int, 
         _show(root, path)
     for place in ("/proc", "/dev/shm", directory):
         os.makedirs(root + place, exist_ok=True)
-    with contextlib.suppress(OSError):  # inside a container that hides parts of it there is nothing of it then
+    # inside a container that hides parts of it there is nothing of it then
+    with contextlib.suppress(OSError):
         call(libc.mount, b"proc", os.fsencode(f"{root}/proc"), b"proc", flags | _MS_NOEXEC, None)
     attributes = struct.pack("=4Q", _ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
     call(
@@ -154,7 +231,9 @@ def _show(root: str, path: str) -> None:
 
 
 def drop_bounding_set() -> None:
-    """No program that is started from here on can have a capability, whatever its user or its file says."""
+    """No program that is started from here on can have a capability, whatever its user or its file
+    says.
+    """
     capability = 0
     while libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
         capability += 1
@@ -168,19 +247,23 @@ def drop_capabilities() -> None:
 
 
 def landlock_version(newest: int) -> int:
-    """Returns the version of Landlock's interface that is used here, at most `newest`; 0 or less where there is none."""
+    """Returns the version of Landlock's interface that is used here, at most `newest`; 0 or less
+    where there is none.
+    """
     return min(int(libc.syscall(_LANDLOCK[0], None, ctypes.c_size_t(0), 1)), newest)
 
 
 def only_files(readable: Sequence[str], writable: str, version: int) -> bool:
-    """Returns whether Landlock now refuses all other files to this process and its children (linux/landlock.h).
+    """Returns whether Landlock now refuses all other files to this process and its children
+    (linux/landlock.h).
 
     version: of Landlock's interface, as of landlock_version.
     """
     create, add_rule, restrict = _LANDLOCK
     if version < 1:
         return False
-    bits = 13 + min(version - 1, 2) + (version >= 5)  # refer, truncate, and ioctl of devices came later
+    # refer, truncate, and ioctl of devices came later
+    bits = 13 + min(version - 1, 2) + (version >= 5)
     every = (1 << bits) - 1
     execute, write, read, read_directory = (1 << bit for bit in range(4))
     of_files = (execute | write | read | 1 << 14 | 1 << 15) & every
@@ -191,12 +274,17 @@ def only_files(readable: Sequence[str], writable: str, version: int) -> bool:
     if ruleset < 0:
         return False
     rules = [(path, execute | read | read_directory) for path in readable]
-    rules += [(writable, every & ~(1 << 6 | 1 << 11)), *((f"/dev/{name}", read | write) for name in _DEVICES)]
+    rules += [
+        (writable, every & ~(1 << 6 | 1 << 11)),
+        *((f"/dev/{name}", read | write) for name in _DEVICES),
+    ]
     try:
         for path, access in rules:
             with contextlib.suppress(FileNotFoundError):
                 beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
-                rule = struct.pack("=Qi", access if os.path.isdir(path) else access & of_files, beneath)
+                rule = struct.pack(
+                    "=Qi", access if os.path.isdir(path) else access & of_files, beneath
+                )
                 call(libc.syscall, add_rule, ruleset, 1, rule, 0)
                 os.close(beneath)
         call(libc.syscall, restrict, ruleset, 0)
@@ -208,10 +296,12 @@ def only_files(readable: Sequence[str], writable: str, version: int) -> bool:
 
 
 def filter_of_calls(*, namespaces: bool, landlock: int = 0, alone: bool = False) -> bytes:
-    """Returns a filter in classic BPF that refuses what a program could leave its cell by; empty on an unknown machine.
+    """Returns a filter in classic BPF that refuses what a program could leave its cell by; empty on
+    an unknown machine.
 
-    namespaces: whether files, processes and network of others are out of sight; else sockets, other processes' signals, and
-    changes of modes, times, owners and attributes of files are refused too, as far as Landlock of version `landlock` does not.
+    namespaces: whether files, processes and network of others are out of sight; else sockets, other
+    processes' signals, and changes of modes, times, owners and attributes of files are refused too,
+    as far as Landlock of version `landlock` does not.
     alone: whether no other process has the program's user; its signals reach nobody else then.
     """
     if os.uname().machine not in _MACHINES:
@@ -226,7 +316,9 @@ def filter_of_calls(*, namespaces: bool, landlock: int = 0, alone: bool = False)
     rules = [_Rule(number, ((0, (0,)),), _ALLOW, _REFUSE) for number in numbers(_OF_ITSELF)]
     rules.append(_Rule(_SETPRIORITY[column], ((0, (0,)), (1, (0,))), _ALLOW, _REFUSE))
     rules.append(_Rule(_PRCTL[column], ((0, (_PR_SET_DUMPABLE,)),), _REFUSE, _ALLOW))
-    rules.append(_Rule(_SETSOCKOPT[column], ((1, (_SOL_SOCKET,)), (2, _BUFFER_SIZES)), _REFUSE, _ALLOW))
+    rules.append(
+        _Rule(_SETSOCKOPT[column], ((1, (_SOL_SOCKET,)), (2, _BUFFER_SIZES)), _REFUSE, _ALLOW)
+    )
     commands: tuple[int, ...] = (_F_SETPIPE_SZ,)
     if not namespaces:
         answers |= dict.fromkeys([socket, *numbers(_REFUSED_ON_FILES)], _REFUSE)
@@ -235,7 +327,10 @@ def filter_of_calls(*, namespaces: bool, landlock: int = 0, alone: bool = False)
             answers |= dict.fromkeys(numbers(_TRUNCATE), _REFUSE)
         if landlock < _LANDLOCK_SCOPES_SIGNALS and not alone:
             answers |= dict.fromkeys(numbers(_SIGNAL_OF_ANY), _REFUSE)
-            rules += [_Rule(number, ((0, (0, os.getpid())),), _ALLOW, _REFUSE) for number in numbers(_SIGNALS)]
+            rules += [
+                _Rule(number, ((0, (0, os.getpid())),), _ALLOW, _REFUSE)
+                for number in numbers(_SIGNALS)
+            ]
             rules.append(_Rule(_IOCTL[column], ((1, _SET_OWNER_BY_IOCTL),), _REFUSE, _ALLOW))
             commands += _SET_OWNER
     rules.append(_Rule(_FCNTL[column], ((1, commands),), _REFUSE, _ALLOW))
@@ -251,7 +346,9 @@ def apply_filter(program: bytes) -> bool:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Answers one system call by its arguments: `matched` where each of these arguments has one of its values."""
+    """Answers one system call by its arguments: `matched` where each of these arguments has one of
+    its values.
+    """
 
     number: int
     arguments: tuple[tuple[int, tuple[int, ...]], ...]
@@ -263,8 +360,12 @@ def _step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
     return struct.pack("=HBBI", code, then, otherwise, value)
 
 
-def _filter(machine: int, clone: int, answers: Mapping[int, int], rules: Sequence[_Rule]) -> list[bytes]:
-    """Returns steps over struct seccomp_data: number at 0, machine at 4, lower halves of arguments from 16 on."""
+def _filter(
+    machine: int, clone: int, answers: Mapping[int, int], rules: Sequence[_Rule]
+) -> list[bytes]:
+    """Returns steps over struct seccomp_data: number at 0, machine at 4, lower halves of arguments
+    from 16 on.
+    """
     steps = [_step(_LOAD, 4), _step(_EQUAL, machine, 1), _step(_GIVE, _KILL), _step(_LOAD, 0)]
     steps += [_step(_AT_LEAST, _X32, 0, 1), _step(_GIVE, _ERROR | _ENOSYS)]
     for number, answer in answers.items():

@@ -1,12 +1,13 @@
-"""How a user's reward function wants to be called: with a group, or unchanged as verl or TRL call it.
+"""How a user's reward function wants to be called: with a group, or unchanged as verl or TRL call
+it.
 
     group   f(group)                                                        -> G rewards
     verl    f(data_source, solution_str, ground_truth, extra_info)          -> a reward, or a dictionary with `score`
             f(data_sources, solution_strs, ground_truths, extra_infos)      -> G of these (verl's batch manager)
     TRL     f(prompts, completions, **columns)                              -> G rewards, None for "does not apply"
 
-verl's and TRL's are known by the names of their parameters, by which they are called; each may be an `async def`.
-docs/porting_rewards.md says what the arguments hold.
+verl's and TRL's are known by the names of their parameters, by which they are called; each may be
+an `async def`. docs/porting_rewards.md says what the arguments hold.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ def adapted(name: str, function: Callable[..., Any]) -> GroupFunction:
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return function  # a function of C has no signature to look at; a wrong call shows when it is tried
-    names = {parameter.name for parameter in signature.parameters.values() if parameter.kind in _KEYWORD}
+        # a function of C has no signature to look at; a wrong call shows when it is tried
+        return function
+    names = {
+        parameter.name for parameter in signature.parameters.values() if parameter.kind in _KEYWORD
+    }
     if "solution_str" in names:
         return _verl(name, function, signature)
     if "solution_strs" in names:
@@ -57,9 +61,10 @@ def adapted(name: str, function: Callable[..., Any]) -> GroupFunction:
         signature.bind(None)
     except TypeError:
         raise ConfigError(
-            f"reward.functions: {name} ({source_of(function)}) takes {signature}, which is neither one group, nor verl's "
-            f"(data_source, solution_str, ground_truth, extra_info), nor TRL's (prompts, completions, **columns); give it one "
-            f"of these (docs/porting_rewards.md)"
+            f"reward.functions: {name} ({source_of(function)}) takes {signature}, which is neither "
+            "one group, nor verl's (data_source, solution_str, ground_truth, extra_info), nor "
+            "TRL's (prompts, completions, **columns); give it one of these "
+            "(docs/porting_rewards.md)"
         ) from None
     return function
 
@@ -75,7 +80,9 @@ def _verl(name: str, function: Callable[..., Any], signature: inspect.Signature)
 
         @functools.wraps(function)
         async def score_group(group: RewardInput) -> list[Any]:
-            results = await asyncio.gather(*(function(**arguments(group, response)) for response in group.responses))
+            results = await asyncio.gather(
+                *(function(**arguments(group, response)) for response in group.responses)
+            )
             return [_score(result) for result in results]
 
         return score_group
@@ -87,11 +94,15 @@ def _verl(name: str, function: Callable[..., Any], signature: inspect.Signature)
     return score_each
 
 
-def _verl_batch(name: str, function: Callable[..., Any], signature: inspect.Signature) -> GroupFunction:
+def _verl_batch(
+    name: str, function: Callable[..., Any], signature: inspect.Signature
+) -> GroupFunction:
     accepts = _accepted(name, function, signature, _VERL_BATCH, "verl's batch compute_score")
 
     def arguments(group: RewardInput) -> dict[str, Any]:
-        values = {f"{key}s": [value] * len(group.responses) for key, value in _verl_values(group).items()}
+        values = {
+            f"{key}s": [value] * len(group.responses) for key, value in _verl_values(group).items()
+        }
         values["solution_strs"] = list(group.responses)
         return {key: value for key, value in values.items() if key in accepts}
 
@@ -124,15 +135,18 @@ def _trl(name: str, function: Callable[..., Any], signature: inspect.Signature) 
     for parameter in signature.parameters.values():
         if parameter.name in _TRL_MISSING and parameter.default is parameter.empty:
             raise ConfigError(
-                f"reward.functions: {name} ({source_of(function)}) takes {parameter.name}, {_TRL_MISSING[parameter.name]}, which "
-                f"reward functions do not get here; give the parameter a default, or write a function of the group"
+                f"reward.functions: {name} ({source_of(function)}) takes {parameter.name}, "
+                f"{_TRL_MISSING[parameter.name]}, which reward functions do not get here; give the "
+                "parameter a default, or write a function of the group"
             )
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ConfigError(
-                f"reward.functions: {name} ({source_of(function)}) takes {parameter.name} by position only; TRL's functions are "
-                f"called by name, so remove the slash"
+                f"reward.functions: {name} ({source_of(function)}) takes {parameter.name} by "
+                "position only; TRL's functions are called by name, so remove the slash"
             )
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    takes_all = any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()
+    )
     required = [
         parameter.name
         for parameter in signature.parameters.values()
@@ -143,22 +157,31 @@ def _trl(name: str, function: Callable[..., Any], signature: inspect.Signature) 
         values = _trl_values(group, required)
         if missing := [key for key in required if key not in values]:
             raise NotAReward(
-                f"takes {', '.join(missing)}, which is no column of the row (it has {', '.join(map(str, group.row))})"
+                f"takes {', '.join(missing)}, which is no column of the row (it has "
+                f"{', '.join(map(str, group.row))})"
             )
-        return values if takes_all else {key: value for key, value in values.items() if key in signature.parameters}
+        return (
+            values
+            if takes_all
+            else {key: value for key, value in values.items() if key in signature.parameters}
+        )
 
     return _called(function, arguments, lambda reward: 0.0 if reward is None else reward)
 
 
 def _trl_values(group: RewardInput, required: Sequence[str]) -> dict[str, Any]:
-    """Returns TRL's keyword arguments: prompts and completions in the row's form, and every column once a response."""
+    """Returns TRL's keyword arguments: prompts and completions in the row's form, and every column
+    once a response.
+    """
     size = len(group.responses)
     prompt, is_conversation = _trl_prompt(group)
     completions: list[Any] = list(group.responses)
     if is_conversation:
         completions = [[{"role": "assistant", "content": response}] for response in group.responses]
     values: dict[str, Any] = {
-        key: [value] * size for key, value in group.row.items() if key not in ("prompt", "completion")
+        key: [value] * size
+        for key, value in group.row.items()
+        if key not in ("prompt", "completion")
     }
     if "answer" in required:
         values.setdefault("answer", [group.answer] * size)
@@ -167,7 +190,9 @@ def _trl_values(group: RewardInput, required: Sequence[str]) -> dict[str, Any]:
 
 
 def _trl_prompt(group: RewardInput) -> tuple[Any, bool]:
-    """Returns the prompt as TRL would have it, and whether it is a conversation: it is, unless the row has a text as `prompt`."""
+    """Returns the prompt as TRL would have it, and whether it is a conversation: it is, unless the
+    row has a text as `prompt`.
+    """
     prompt = group.row.get("prompt")
     if isinstance(prompt, str):
         return prompt, False
@@ -185,9 +210,13 @@ def _ignore(*_: Any, **__: Any) -> None:
 
 
 def _called(
-    function: Callable[..., Any], arguments: Callable[[RewardInput], dict[str, Any]], reward: Callable[[Any], Any]
+    function: Callable[..., Any],
+    arguments: Callable[[RewardInput], dict[str, Any]],
+    reward: Callable[[Any], Any],
 ) -> GroupFunction:
-    """Returns a function of a group that calls another once, by name, and takes a reward out of each of its results."""
+    """Returns a function of a group that calls another once, by name, and takes a reward out of
+    each of its results.
+    """
     if _is_async(function):
 
         @functools.wraps(function)
@@ -204,21 +233,33 @@ def _called(
 
 
 def _each(results: Any, reward: Callable[[Any], Any]) -> Any:
-    """Returns the rewards of a list of results; anything else as it is, for the check of rewards to refuse."""
+    """Returns the rewards of a list of results; anything else as it is, for the check of rewards to
+    refuse.
+    """
     return [reward(result) for result in results] if isinstance(results, (list, tuple)) else results
 
 
 def _accepted(
-    name: str, function: Callable[..., Any], signature: inspect.Signature, known: frozenset[str], whose: str
+    name: str,
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    known: frozenset[str],
+    whose: str,
 ) -> frozenset[str]:
-    """Returns which of the known arguments a function takes. Raises ConfigError where it needs another."""
+    """Returns which of the known arguments a function takes.
+
+    Raises ConfigError where it needs another.
+    """
     parameters = signature.parameters.values()
     for parameter in parameters:
         is_needed = parameter.default is parameter.empty and parameter.kind in _KEYWORD
-        if parameter.kind is parameter.POSITIONAL_ONLY or (is_needed and parameter.name not in known):
+        if parameter.kind is parameter.POSITIONAL_ONLY or (
+            is_needed and parameter.name not in known
+        ):
             raise ConfigError(
-                f"reward.functions: {name} ({source_of(function)}) takes {parameter.name}, which {whose} is not called with here; "
-                f"give it a default (known: {', '.join(sorted(known))})"
+                f"reward.functions: {name} ({source_of(function)}) takes {parameter.name}, which "
+                f"{whose} is not called with here; give it a default (known: "
+                f"{', '.join(sorted(known))})"
             )
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return known
@@ -226,4 +267,6 @@ def _accepted(
 
 
 def _is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    )

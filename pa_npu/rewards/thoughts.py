@@ -1,7 +1,9 @@
-"""Thoughts: what a model writes before its answer, between marks such as <think> and </think>, and which is no part of it.
+"""Thoughts: what a model writes before its answer, between marks such as <think> and </think>, and
+which is no part of it.
 
-A chat template may end the prompt with the opening mark; the response then begins inside a thought. A thought that is never closed
-holds all that follows it: such a response has no answer, whoever opened the thought.
+A chat template may end the prompt with the opening mark; the response then begins inside a thought.
+A thought that is never closed holds all that follows it: such a response has no answer, whoever
+opened the thought.
 """
 
 from __future__ import annotations
@@ -14,21 +16,26 @@ _CLOSING = r"</think>|</thinking>|</thought>|</seed:think>|\[/THINK\]|◁/think�
 _MARK = re.compile(rf"(?P<opening>{_OPENING})|(?:{_CLOSING})", re.IGNORECASE)
 _OPENED_BY_PROMPT = re.compile(rf"(?:{_OPENING})\s*\Z", re.IGNORECASE)
 _MENTION = re.compile(  # a mark in quotes, as in a sentence or a program about marks
-    rf"(?<!\w)([`\"'])[^`\"'\n]{{0,80}}?(?:{_OPENING}|{_CLOSING})[^`\"'\n]{{0,80}}\1(?!\w)", re.IGNORECASE
+    rf"(?<!\w)([`\"'])[^`\"'\n]{{0,80}}?(?:{_OPENING}|{_CLOSING})[^`\"'\n]{{0,80}}\1(?!\w)",
+    re.IGNORECASE,
 )
 _LONGEST_MARK = 200  # with the space behind it
 
 
 def opened_thought(prompt: str) -> str:
-    """Returns the opening mark that the prompt ends with, and the space behind it; empty where it ends with none."""
+    """Returns the opening mark that the prompt ends with, and the space behind it; empty where it
+    ends with none.
+    """
     found = _OPENED_BY_PROMPT.search(prompt[-_LONGEST_MARK:])
     return found[0] if found else ""
 
 
 def without_thought(prompt: str, response: str) -> str:
-    """Returns the part of a response behind its last thought; empty where that thought is never closed.
+    """Returns the part of a response behind its last thought; empty where that thought is never
+    closed.
 
-    prompt: as the model read it, so that a thought that it opened is known; may be empty. A mark in quotes is none.
+    prompt: as the model read it, so that a thought that it opened is known; may be empty. A mark in
+    quotes is none.
     """
     if "<" not in response and "[" not in response and "◁" not in response:
         return "" if opened_thought(prompt) else response

@@ -1,4 +1,6 @@
-"""Units of measurement: what a unit measures and how large it is, so that 5 cm is not 5 m, and 60 minutes are an hour."""
+"""Units of measurement: what a unit measures and how large it is, so that 5 cm is not 5 m, and 60
+minutes are an hour.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Unit:
-    """measures: base quantities with their powers, such as (("length", 1), ("time", -1)). scale: in units of these."""
+    """measures: base quantities with their powers, such as (("length", 1), ("time", -1)). scale: in
+    units of these.
+    """
 
     measures: tuple[tuple[str, int], ...]
     scale: Fraction
@@ -42,7 +46,12 @@ _NAMES = {  # of a quantity: size and names
         ("86400", "day days 天"),
         ("604800", "week weeks 周"),
     ),
-    "months": (("1", "month months"), ("12", "year years"), ("120", "decade decades"), ("1200", "century centuries")),
+    "months": (
+        ("1", "month months"),
+        ("12", "year years"),
+        ("120", "decade decades"),
+        ("1200", "century centuries"),
+    ),
     "dollars": (("1", "dollar dollars USD usd"), ("0.01", "cent cents")),
     "euros": (("1", "euro euros EUR"),),
     "sterling": (("1", "GBP"),),
@@ -61,7 +70,11 @@ _UNITS = {
     for quantity, sizes in _NAMES.items()
     for scale, names in sizes
     for name in names.split()
-} | {name: Unit((("length", 3),), Fraction(scale)) for scale, names in _VOLUMES for name in names.split()}
+} | {
+    name: Unit((("length", 3),), Fraction(scale))
+    for scale, names in _VOLUMES
+    for name in names.split()
+}
 _SYMBOLS = {"$": "dollar", "€": "euro", "£": "GBP", "₹": "rupee"}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _SYMBOL = re.compile(r"\\\$|[€£₹]|(?<![A-Za-z])(?:USD|EUR|GBP|INR|Rs)(?![A-Za-z])")
@@ -104,7 +117,9 @@ def unit_of(words: list[str], per: str | None = None, power: int = 1) -> Unit | 
 
 
 def currency_of(text: str) -> Unit | None:
-    """Returns the currency whose sign or code stands in a text: `$5`, `USD 5`, not the dollars around a formula."""
+    """Returns the currency whose sign or code stands in a text: `$5`, `USD 5`, not the dollars
+    around a formula.
+    """
     symbol = _SYMBOL.search(text)
     if symbol is None:
         return _UNITS["dollar"] if _DOLLAR.match(text) else None
@@ -116,4 +131,7 @@ def _named(name: str) -> Unit | None:
 
 
 def _raised(unit: Unit, power: int) -> Unit:
-    return Unit(tuple((quantity, exponent * power) for quantity, exponent in unit.measures), unit.scale**power)
+    return Unit(
+        tuple((quantity, exponent * power) for quantity, exponent in unit.measures),
+        unit.scale**power,
+    )

@@ -1,4 +1,6 @@
-"""The one check of a reward, wherever it comes from: reward functions, judges, agents and remote environments."""
+"""The one check of a reward, wherever it comes from: reward functions, judges, agents and remote
+environments.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ class NotAReward(ValueError):
 
 
 def as_reward(value: Any) -> float:
-    """Returns a reward as a float. Raises NotAReward unless it is one finite number within MAX_REWARD.
+    """Returns a reward as a float. Raises NotAReward unless it is one finite number within
+    MAX_REWARD.
 
     Numbers of numpy and tensors with one element count; a text of digits does not.
     """
     if isinstance(value, (str, bytes, bytearray)) or not hasattr(value, "__float__"):
-        raise NotAReward(f"{value!r:.{_SHOWN_CHARACTERS}} is a {type(value).__name__}, not a number")
+        raise NotAReward(
+            f"{value!r:.{_SHOWN_CHARACTERS}} is a {type(value).__name__}, not a number"
+        )
     try:
         reward = float(value)
     except OverflowError:  # an integer of hundreds of digits
@@ -36,12 +41,17 @@ def as_reward(value: Any) -> float:
 
 
 def as_rewards(values: Any, num_responses: int) -> list[float]:
-    """Returns what a function gave for a group, in order. Raises NotAReward unless it is a reward per response.
+    """Returns what a function gave for a group, in order. Raises NotAReward unless it is a reward
+    per response.
 
     A dictionary or a set has no order of responses, and a text is no list of numbers.
     """
-    if isinstance(values, (str, bytes, bytearray, Mapping, Set)) or not isinstance(values, Iterable):
-        raise NotAReward(f"returned a {type(values).__name__}, not a list with a number for each response")
+    if isinstance(values, (str, bytes, bytearray, Mapping, Set)) or not isinstance(
+        values, Iterable
+    ):
+        raise NotAReward(
+            f"returned a {type(values).__name__}, not a list with a number for each response"
+        )
     rewards = list(values)
     if len(rewards) != num_responses:
         raise NotAReward(f"returned {len(rewards)} rewards for {num_responses} responses")

@@ -1,4 +1,7 @@
-"""Answers in words, compared: names, yes and no, choices, dates. No word is a product of variables, so that anagrams differ."""
+"""Answers in words, compared: names, yes and no, choices, dates.
+
+No word is a product of variables, so that anagrams differ.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,19 @@ _COMMAND = re.compile(r"\\(?:begin|end)\{[A-Za-z]+\*?\}|\\[A-Za-z]+")
 _LETTERS = re.compile(r"[^\W\d_]{2,}")
 _WRITTEN_TEXT = re.compile(r"\\(?:text|textbf|textit|mbox|mathrm|textrm)\s*\{([^{}]*)\}")
 _OF_FORMULAS = (
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt pi mod gcd lcm min max det or and if for "
-    "where infinity inf cm mm km kg deg dx dy dt re im ker dim tr rank sup lim arg"
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt pi mod gcd lcm "
+    "min max det or and if for where infinity inf cm mm km kg deg dx dy dt re im ker dim tr rank "
+    "sup lim arg"
 )
 _VOWEL = re.compile(r"[aeiou]", re.IGNORECASE)
 _OPERATOR = re.compile(r"[=^_+*/<>{}\d]")
 _LONGEST_PRODUCT = 3  # letters beside each other in a formula
 _VARIABLES = frozenset("abcdkmnpqrxyz")
 _FULL_WIDTH = {0xFF01 + offset: 0x21 + offset for offset in range(94)} | {0x3000: " ", 0x3001: ","}
-_AROUND = " \t\n\r.,;:!?*_`$\"'\u201c\u201d\u2018\u2019\u300c\u300d\u300e\u300f\u300a\u300b\u3002\uff61\u00ab\u00bb#"
+_AROUND = (
+    " "
+    "\t\n\r.,;:!?*_`$\"'\u201c\u201d\u2018\u2019\u300c\u300d\u300e\u300f\u300a\u300b\u3002\uff61\u00ab\u00bb#"
+)
 _ENDINGS = re.compile(r"(?:です|である|となります|になります|입니다|이다)$")
 _ARTICLE = re.compile(r"(?:the|an?)\s+(?=\w{2})")
 _REASON = re.compile(
@@ -72,7 +79,9 @@ _DATES = (
 
 
 def is_text(reference: str) -> bool:
-    r"""Returns True for an answer in words or a date, False for a formula: `Paris`, 北京, `\text{even}`, not `ab`, `\sin x`."""
+    r"""Returns True for an answer in words or a date, False for a formula: `Paris`, 北京,
+    `\text{even}`, not `ab`, `\sin x`.
+    """
     plain = plain_text(reference[:_MAX_CHARACTERS])
     if _date(plain) is not None or _TIME.fullmatch(plain) or _COMPOUND.fullmatch(plain):
         return True
@@ -82,7 +91,9 @@ def is_text(reference: str) -> bool:
 
 
 def _is_word(word: str, is_formula: bool) -> bool:
-    """Returns whether letters are a word, not a product: `Paris`, and `tea` by itself; not `xe` of `xe^x`, `ab` or `nRT`."""
+    """Returns whether letters are a word, not a product: `Paris`, and `tea` by itself; not `xe` of
+    `xe^x`, `ab` or `nRT`.
+    """
     if not word.isascii():
         return not all("GREEK" in unicodedata.name(letter, "") for letter in word)
     if word.isupper() and len(word) >= _LONGEST_PRODUCT and not is_formula:
@@ -95,8 +106,9 @@ def _is_word(word: str, is_formula: bool) -> bool:
 def equal_words(answer: str, reference: str) -> bool:
     """Returns whether an answer says what a reference in words says.
 
-    Case, spaces, Markdown, quotes, a leading article and punctuation around it do not count; a reason behind the answer does not
-    either ("Paris, because ..."), and dates are compared by their day. Another place, person or thing behind it does.
+    Case, spaces, Markdown, quotes, a leading article and punctuation around it do not count; a
+    reason behind the answer does not either ("Paris, because ..."), and dates are compared by their
+    day. Another place, person or thing behind it does.
     """
     first, second = normalised(answer), normalised(reference)
     if not second:
@@ -131,8 +143,12 @@ def _dates_in(text: str) -> list[date]:
 
 
 def _same_time(first: re.Match[str], second: re.Match[str]) -> bool:
-    """Returns whether two times of day are equal; one without am and pm may be either, unless both are."""
-    if first["minute"] != second["minute"] or (first["second"] or "00") != (second["second"] or "00"):
+    """Returns whether two times of day are equal; one without am and pm may be either, unless both
+    are.
+    """
+    if first["minute"] != second["minute"] or (first["second"] or "00") != (
+        second["second"] or "00"
+    ):
         return False
     if not first["half"] and not second["half"]:
         return int(first["hour"]) == int(second["hour"])
@@ -148,7 +164,9 @@ def _hours(time: re.Match[str]) -> set[int]:
 
 
 def normalised(text: str) -> str:
-    """Returns a text without what says nothing: case, Markdown, quotes, punctuation around it, runs of space."""
+    """Returns a text without what says nothing: case, Markdown, quotes, punctuation around it, runs
+    of space.
+    """
     text = _WRITTEN_TEXT.sub(r" \1 ", text[:_MAX_CHARACTERS])
     text = plain_text(unicodedata.normalize("NFC", text.translate(_FULL_WIDTH)))
     text = re.sub(r"\*\*|__|[`\u200b\ufeff]", "", text).strip(_AROUND)
@@ -158,7 +176,9 @@ def normalised(text: str) -> str:
 
 def _squeezed(text: str) -> str:
     """Returns a normalised text without its article and spaces."""
-    return re.sub(r"\s+", "", _ARTICLE.sub("", text, count=1) if _ARTICLE.match(text) else text).strip(_AROUND)
+    return re.sub(
+        r"\s+", "", _ARTICLE.sub("", text, count=1) if _ARTICLE.match(text) else text
+    ).strip(_AROUND)
 
 
 def _date(text: str) -> date | None:

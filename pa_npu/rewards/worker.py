@@ -4,17 +4,19 @@
             {"id", "group": {prompt, answer, responses, response_tokens, row}}           one line per group
     stdout  {"others": [label, ...]} or {"unusable": reason}                             first line
             {"running": "own" | "users"}                             without waits, at the start of a function and as it goes on
-            {"id", "rewards": {label: [G numbers or null]}, "errors": {label: reason}, "fatal": reason | null,
+            {"id", "rewards": {label: [G numbers or null]}, "errors": {label: reason}, "fatal":
+            reason | null,
              "scored": scored_digest of the texts that were scored and these rewards}
             {"alive": true}                                                              every second, with waits
 
-Without `waits` it runs functions that compute, one group after another, in the main thread, where signals limit their time. With
-`waits` it runs the judge, the sandbox and users' `async def`, many groups at once in one event loop; null is a response without
-a verdict, and a user's function has timeout_s in which it could run (running_time.py) for a group. Functions of the other kind
-are named as others and left to another process.
+Without `waits` it runs functions that compute, one group after another, in the main thread, where
+signals limit their time. With `waits` it runs the judge, the sandbox and users' `async def`, many
+groups at once in one event loop; null is a response without a verdict, and a user's function has
+timeout_s in which it could run (running_time.py) for a group. Functions of the other kind are named
+as others and left to another process.
 
-Functions see /dev/null as standard input, and what they print goes to standard error. The process ends with its input, and its
-keeper kills it when its parent dies.
+Functions see /dev/null as standard input, and what they print goes to standard error. The process
+ends with its input, and its keeper kills it when its parent dies.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ def main() -> int:
     except UserError as error:
         reply({"unusable": str(error)})
         return 1
-    functions = [(spec, function) for spec, function in built if is_concurrent(function) == first["waits"]]
+    functions = [
+        (spec, function) for spec, function in built if is_concurrent(function) == first["waits"]
+    ]
     others = [spec.label for spec, function in built if is_concurrent(function) != first["waits"]]
     if first["waits"]:
         return asyncio.run(_Waiting(functions, first["timeout_s"], reply).run(requests, others))
@@ -82,8 +86,12 @@ def main() -> int:
     return 0
 
 
-def _built(spec: FunctionSpec, patience_s: Sequence[float], reply: Callable[[dict[str, Any]], None]) -> Any:
-    """Returns the function that a spec names. reply: is told where a user's module stands still while it is imported."""
+def _built(
+    spec: FunctionSpec, patience_s: Sequence[float], reply: Callable[[dict[str, Any]], None]
+) -> Any:
+    """Returns the function that a spec names. reply: is told where a user's module stands still
+    while it is imported.
+    """
     if spec.name in CONCURRENT:
         return build_concurrent(spec)
     if not is_users(spec):
@@ -92,7 +100,9 @@ def _built(spec: FunctionSpec, patience_s: Sequence[float], reply: Callable[[dic
         return build_function(spec)
 
 
-def compute(functions: Functions, group: RewardInput, reply: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def compute(
+    functions: Functions, group: RewardInput, reply: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
     """Returns rewards and errors of functions that compute. reply: is told whose function runs."""
     rewards, errors = {}, {}
     for spec, function in functions:
@@ -110,7 +120,9 @@ def compute(functions: Functions, group: RewardInput, reply: Callable[[dict[str,
 def _score_each(
     function: Any, group: RewardInput, reply: Callable[[dict[str, Any]], None]
 ) -> tuple[list[float], str | None]:
-    """Returns a built-in function's rewards, response by response, so that one that fails costs no other its reward."""
+    """Returns a built-in function's rewards, response by response, so that one that fails costs no
+    other its reward.
+    """
     rewards: list[float] = []
     reason = None
     said_s = time.monotonic()
@@ -128,7 +140,11 @@ def _score_each(
 def sealed(group: RewardInput, answer: dict[str, Any]) -> dict[str, Any]:
     """The answer with the digest that binds it to the texts which were scored."""
     rewards = {label: _numbers(values) for label, values in answer["rewards"].items()}
-    return {**answer, "rewards": rewards, "scored": scored_digest(group.prompt, group.responses, rewards)}
+    return {
+        **answer,
+        "rewards": rewards,
+        "scored": scored_digest(group.prompt, group.responses, rewards),
+    }
 
 
 def _numbers(values: Any) -> list[float | None]:
@@ -139,7 +155,9 @@ def _numbers(values: Any) -> list[float | None]:
 class _Waiting:
     """Functions that wait, in the running event loop."""
 
-    def __init__(self, functions: Functions, timeout_s: float, reply: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self, functions: Functions, timeout_s: float, reply: Callable[[dict[str, Any]], None]
+    ) -> None:
         self._functions = functions
         self._timeout_s = timeout_s
         self._reply = reply
@@ -171,7 +189,9 @@ class _Waiting:
 
     async def _score(self, request: dict[str, Any]) -> None:
         group = RewardInput(**request["group"])
-        outcomes = await asyncio.gather(*(self._call(spec, function, group) for spec, function in self._functions))
+        outcomes = await asyncio.gather(
+            *(self._call(spec, function, group) for spec, function in self._functions)
+        )
         rewards, errors, fatal = {}, {}, None
         for (spec, _), (values, error, is_fatal) in zip(self._functions, outcomes, strict=True):
             rewards[spec.label] = values
@@ -194,7 +214,11 @@ class _Waiting:
             except Exception as error:  # a mistake of this package must not be a reward either
                 return nothing, describe(error), False
             missing = sum(value is None for value in values)
-            problem = f"no verdict on {missing} of {len(values)} responses ({function.problem})" if missing else None
+            problem = (
+                f"no verdict on {missing} of {len(values)} responses ({function.problem})"
+                if missing
+                else None
+            )
             return values, problem, False
         async with self._turn:
             task = asyncio.ensure_future(held(lambda: function(group)))
@@ -206,7 +230,11 @@ class _Waiting:
         if not task.done():
             task.cancel()
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
-            return [0.0] * len(nothing), f"not done within reward.timeout_s = {self._timeout_s:g} s", False
+            return (
+                [0.0] * len(nothing),
+                f"not done within reward.timeout_s = {self._timeout_s:g} s",
+                False,
+            )
         returned, failed = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
         if failed is not None:
             return [0.0] * len(nothing), reason_of(function, failed), False

@@ -38,19 +38,25 @@ PER_SAMPLE: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The samples of one prompt, their arrays one after another: the unit of dispatch, of advantages and of the buffer.
+    """The samples of one prompt, their arrays one after another: the unit of dispatch, of
+    advantages and of the buffer.
 
-    Construction validates everything, so a Group that exists is well-formed on both sides of the wire.
+    Construction validates everything, so a Group that exists is well-formed on both sides of the
+    wire.
 
-    run_seed, iteration, index: with a sample's number they say what was sampled, whatever engine did it. index is the dispatch
-    index within the iteration. prompt_id: row of the dataset.
+    run_seed, iteration, index: with a sample's number they say what was sampled, whatever engine
+    did it. index is the dispatch index within the iteration. prompt_id: row of the dataset.
     lengths: int32 [G], tokens of each sample. rewards: float32 [G]. finished: bool [G].
-    tokens, component, logprobs, versions: those of Sample, [sum of lengths]. advantages: float32 [sum of lengths].
-    first: the number of the first sample here, in a piece of the group that was dispatched; 0 for the whole.
-    part: of a whole group, the samples that the replica which gets it trains, from one number to before another; None: all.
+    tokens, component, logprobs, versions: those of Sample, [sum of lengths]. advantages: float32
+    [sum of lengths].
+    first: the number of the first sample here, in a piece of the group that was dispatched; 0 for
+    the whole.
+    part: of a whole group, the samples that the replica which gets it trains, from one number to
+    before another; None: all.
     columns: the declared ones, each [sum of lengths, *shape].
     weight: those of Sample, [sum of lengths]; None where all are 1.
-    Advantages are 0, and versions NO_VERSION, where a token is not trained; log-probs are 0 where it has no version.
+    Advantages are 0, and versions NO_VERSION, where a token is not trained; log-probs are 0 where
+    it has no version.
     """
 
     run_seed: int
@@ -75,13 +81,21 @@ class Group:
         for name in IDENTITY:
             value = getattr(self, name)
             if not isinstance(value, (int, np.integer)) or not 0 <= value < 2**63:
-                raise GroupFormatError(f"group {name}: {value!r} must be an integer between 0 and 2**63 - 1")
+                raise GroupFormatError(
+                    f"group {name}: {value!r} must be an integer between 0 and 2**63 - 1"
+                )
             object.__setattr__(self, name, int(value))
         for name, dtype in PER_SAMPLE.items():
             array = getattr(self, name)
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-                found = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
-                raise GroupFormatError(f"{self} {name}: must be a {dtype.name} array [n], found {found}")
+                found = (
+                    f"{array.dtype} {list(array.shape)}"
+                    if isinstance(array, np.ndarray)
+                    else type(array).__name__
+                )
+                raise GroupFormatError(
+                    f"{self} {name}: must be a {dtype.name} array [n], found {found}"
+                )
         self._check_sizes()
         self._check_values()
 
@@ -94,17 +108,30 @@ class Group:
     def of_samples(
         cls, samples: Sequence[Sample], rewards: np.ndarray, advantages: np.ndarray, **identity: Any
     ) -> Group:
-        """rewards: float32 [G]. advantages: float32 [G], the same for a sample's trained tokens. identity: IDENTITY's numbers."""
+        """rewards: float32 [G]. advantages: float32 [G], the same for a sample's trained tokens.
+        identity: IDENTITY's numbers.
+        """
         row = SampleRow.of(samples)
-        of_tokens = np.repeat(np.asarray(advantages, np.float32), [len(sample.tokens) for sample in samples])
+        of_tokens = np.repeat(
+            np.asarray(advantages, np.float32), [len(sample.tokens) for sample in samples]
+        )
         of_tokens[row.component == 0] = 0
-        return cls.of_row(row, [sample.finished for sample in samples], rewards, of_tokens, **identity)
+        return cls.of_row(
+            row, [sample.finished for sample in samples], rewards, of_tokens, **identity
+        )
 
     @classmethod
     def of_row(
-        cls, row: SampleRow, finished: Sequence[bool], rewards: np.ndarray, advantages: np.ndarray, **identity: Any
+        cls,
+        row: SampleRow,
+        finished: Sequence[bool],
+        rewards: np.ndarray,
+        advantages: np.ndarray,
+        **identity: Any,
     ) -> Group:
-        """finished: of each sample. rewards: float32 [G]. advantages: float32 [tokens]. identity: IDENTITY's numbers."""
+        """finished: of each sample. rewards: float32 [G]. advantages: float32 [tokens]. identity:
+        IDENTITY's numbers.
+        """
         return cls(
             **identity,
             lengths=np.diff(row.ends, prepend=0).astype(np.int32),
@@ -125,13 +152,18 @@ class Group:
             raise GroupFormatError(f"{self} lengths: a group needs at least one sample")
         if (shortest := min(self.lengths.tolist())) < 2:
             raise GroupFormatError(
-                f"{self} lengths: a sample needs a prompt and a trained token, shortest is {shortest}"
+                f"{self} lengths: a sample needs a prompt and a trained token, shortest is "
+                f"{shortest}"
             )
         for name in PER_SAMPLE:
             if len(getattr(self, name)) != num_samples:
-                raise GroupFormatError(f"{self} {name}: {len(getattr(self, name))} values for {num_samples} samples")
+                raise GroupFormatError(
+                    f"{self} {name}: {len(getattr(self, name))} values for {num_samples} samples"
+                )
         if self.part is not None and not 0 <= self.part[0] < self.part[1] <= num_samples:
-            raise GroupFormatError(f"{self} part: {list(self.part)} are no samples of {num_samples}")
+            raise GroupFormatError(
+                f"{self} part: {list(self.part)} are no samples of {num_samples}"
+            )
         total = int(self.offsets()[-1])
         for column in FIXED:
             checked(column, getattr(self, column.name), total, self)
@@ -142,14 +174,19 @@ class Group:
 
     def _check_values(self) -> None:
         if (lowest := np.minimum.reduce(self.tokens)) < 0:
-            raise GroupFormatError(f"{self} tokens: token ids must not be negative, lowest is {lowest}")
+            raise GroupFormatError(
+                f"{self} tokens: token ids must not be negative, lowest is {lowest}"
+            )
         self._check_finite("rewards", self.rewards)
         if _any(self.component[self.offsets()[:-1]]):
             raise GroupFormatError(
-                f"{self} component: a sample's first token follows from nothing and cannot be trained"
+                f"{self} component: a sample's first token follows from nothing and cannot be "
+                "trained"
             )
         if not _all(counts := self.trained_lengths):
-            raise GroupFormatError(f"{self} component: sample {int(counts.argmin())} has no trained token")
+            raise GroupFormatError(
+                f"{self} component: sample {int(counts.argmin())} has no trained token"
+            )
         self._check_stretches()
         for column, values in ((LOGPROBS, self.logprobs), *self.columns.items()):
             if column.is_float:
@@ -165,32 +202,49 @@ class Group:
     def _check_stretches(self) -> None:
         """Versions and advantages: what holds for a stretch's first token holds for all of it."""
         starts = self._stretches[:-1]
-        trained, versions, advantages = self.trained[starts], self.versions[starts], self.advantages[starts]
+        trained, versions, advantages = (
+            self.trained[starts],
+            self.versions[starts],
+            self.advantages[starts],
+        )
         self._check_finite("advantages", advantages, starts)
         if _any(versions < NO_VERSION):
             raise GroupFormatError(
-                f"{self} versions: a weight version is at least 0, or {NO_VERSION} where the policy did not write the token; "
-                f"lowest is {versions.min()}"
+                f"{self} versions: a weight version is at least 0, or {NO_VERSION} where the "
+                f"policy did not write the token; lowest is {versions.min()}"
             )
         self._check_elsewhere(ADVANTAGES, advantages, trained)
         self._check_elsewhere(VERSIONS, versions, trained)
 
-    def _check_finite(self, name: str, values: np.ndarray, numbers: np.ndarray | None = None) -> None:
+    def _check_finite(
+        self, name: str, values: np.ndarray, numbers: np.ndarray | None = None
+    ) -> None:
         """numbers: of the values, where these are not all of them."""
         finite = np.isfinite(values)
         if int(np.count_nonzero(finite)) != finite.size:
             position = int(finite.argmin())
-            number, value = position if numbers is None else numbers[position], values.flat[position]
-            raise GroupFormatError(f"{self} {name}: values must be finite, number {number} is {value}")
+            number, value = (
+                position if numbers is None else numbers[position],
+                values.flat[position],
+            )
+            raise GroupFormatError(
+                f"{self} {name}: values must be finite, number {number} is {value}"
+            )
 
     def _check_elsewhere(
-        self, column: Column, values: np.ndarray, has_value: np.ndarray, others: str = "that are not trained"
+        self,
+        column: Column,
+        values: np.ndarray,
+        has_value: np.ndarray,
+        others: str = "that are not trained",
     ) -> None:
         differs = values != column.elsewhere
         if column.shape:
             differs = differs.reshape(len(values), -1).any(axis=1)
         if _any(differs > has_value):  # bool > bool: the one without the other
-            raise GroupFormatError(f"{self} {column.name}: must be {column.elsewhere} for tokens {others}")
+            raise GroupFormatError(
+                f"{self} {column.name}: must be {column.elsewhere} for tokens {others}"
+            )
 
     def __str__(self) -> str:
         return f"group {self.index} of iteration {self.iteration} (prompt {self.prompt_id})"
@@ -211,12 +265,19 @@ class Group:
         )
 
     def made(self, makers: Mapping[Column, Callable[[Group], np.ndarray]]) -> Group:
-        """The group with the columns that `makers` make of it (RunColumns.makers). Raises GroupFormatError for something else."""
+        """The group with the columns that `makers` make of it (RunColumns.makers).
+
+        Raises GroupFormatError for something else.
+        """
         if not makers:
             return self
         values = {column: make(self) for column, make in makers.items()}
-        advantages = next((found for one, found in values.items() if one.name == ADVANTAGES.name), self.advantages)
-        declared = {column: found for column, found in values.items() if column.name != ADVANTAGES.name}
+        advantages = next(
+            (found for one, found in values.items() if one.name == ADVANTAGES.name), self.advantages
+        )
+        declared = {
+            column: found for column, found in values.items() if column.name != ADVANTAGES.name
+        }
         return replace(self, advantages=advantages, columns={**self.columns, **declared})
 
     @property
@@ -271,12 +332,14 @@ class Group:
     @property
     def trained_lengths(self) -> np.ndarray:
         """int64 [G]: trained tokens of each sample."""
-        return self.cached("trained", lambda: np.add.reduceat(self.trained, self.offsets()[:-1], dtype=np.int64))
+        return self.cached(
+            "trained", lambda: np.add.reduceat(self.trained, self.offsets()[:-1], dtype=np.int64)
+        )
 
     @property
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, ends), int64 [R]: consecutive trained tokens of one component, version and advantage; together all that are
-        trained."""
+        """(starts, ends), int64 [R]: consecutive trained tokens of one component, version and
+        advantage; together all that are trained."""
 
         def build() -> tuple[np.ndarray, np.ndarray]:
             bounds = self._stretches
@@ -287,7 +350,9 @@ class Group:
 
     @property
     def _stretches(self) -> np.ndarray:
-        """int64 [S + 1]: bounds of stretches of consecutive tokens with the same component, version and advantage."""
+        """int64 [S + 1]: bounds of stretches of consecutive tokens with the same component, version
+        and advantage.
+        """
 
         def build() -> np.ndarray:
             changes = np.empty(len(self.tokens) + 1, np.bool_)
@@ -308,7 +373,9 @@ class Group:
 
     @property
     def version_range(self) -> tuple[int, ...]:
-        """Oldest and newest weight version that generated a trained token; empty where the policy wrote none."""
+        """Oldest and newest weight version that generated a trained token; empty where the policy
+        wrote none.
+        """
         versions = self.versions[self.runs[0]]
         versions = versions[versions != NO_VERSION]
         return (int(versions.min()), int(versions.max())) if len(versions) else ()
@@ -328,7 +395,9 @@ class Group:
         return [self.tokens[start:end] for start, end in pairwise(self.offsets().tolist())]
 
     def prompt_lengths(self) -> list[int]:
-        """Tokens of each sample before the first that the policy wrote; without any, before its first trained one."""
+        """Tokens of each sample before the first that the policy wrote; without any, before its
+        first trained one.
+        """
         starts, offsets = self.runs[0], self.offsets()[:-1]
         first_starts = starts[np.searchsorted(starts, offsets)]
         if not self.is_all_written:
@@ -344,7 +413,9 @@ class Group:
         return not _any(self.versions[self.runs[0]] == NO_VERSION)
 
     def cached(self, name: str, build: Callable[[], T]) -> T:
-        """Returns the result of `build`, built once; for results that follow from the group and take time."""
+        """Returns the result of `build`, built once; for results that follow from the group and
+        take time.
+        """
         if name not in self._cache:
             self._cache[name] = build()
         found: T = self._cache[name]

@@ -12,8 +12,12 @@ from pa_npu.samples.group import Group
 from pa_npu.telemetry.chain import NUMBERS, GroupDigest
 
 
-def digest_group(group: Group, slots: Mapping[tuple[int, int], tuple[int, int] | None]) -> GroupDigest:
-    """slots: each (replica, slot) that has the group, and which responses that replica trains; None: all."""
+def digest_group(
+    group: Group, slots: Mapping[tuple[int, int], tuple[int, int] | None]
+) -> GroupDigest:
+    """slots: each (replica, slot) that has the group, and which responses that replica trains;
+    None: all.
+    """
     size = group.num_samples
     tokens, logprobs = group.tokens[group.trained], group.logprobs[group.trained]
     lengths = group.trained_lengths
@@ -53,11 +57,18 @@ def _digest(array: np.ndarray) -> bytes:
 def _context(group: Group) -> bytes:
     """Of what trainers get beside the policy's tokens, their log-probs, rewards and advantages.
 
-    Runs of trained tokens say which these are, and have one component and one version each; nothing is read twice. Where all
-    have component 1 and weight 1 it is the digest of earlier releases.
+    Runs of trained tokens say which these are, and have one component and one version each; nothing
+    is read twice. Where all have component 1 and weight 1 it is the digest of earlier releases.
     """
     starts, ends = group.runs
-    arrays = [group.lengths, group.finished, starts, ends, group.versions[starts], group.tokens[~group.trained]]
+    arrays = [
+        group.lengths,
+        group.finished,
+        starts,
+        ends,
+        group.versions[starts],
+        group.tokens[~group.trained],
+    ]
     components = group.component[starts]
     if (components != 1).any():
         arrays.append(components)

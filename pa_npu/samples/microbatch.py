@@ -1,10 +1,12 @@
-"""Microbatch: one packed sequence with all that the loss needs; how groups are cut into pieces and packed.
+"""Microbatch: one packed sequence with all that the loss needs; how groups are cut into pieces and
+packed.
 
-A piece is a group with some consecutive samples of it; a microbatch is one piece, or several up to a budget of tokens.
-Packed with shared prefixes (prompt of 2, responses of 2 and 1): p0 p1 | a0 a1 | b0, the prompt once for all samples of the piece.
-Without (the measured baseline): p0 p1 a0 a1 | p0 p1 b0, separate sequences and no padding between them.
-Which prefixes there are is found from the tokens. Either way the targets are the trained tokens, sample by sample; `rows` says
-which packed row predicts each.
+A piece is a group with some consecutive samples of it; a microbatch is one piece, or several up to
+a budget of tokens. Packed with shared prefixes (prompt of 2, responses of 2 and 1): p0 p1 | a0 a1 |
+b0, the prompt once for all samples of the piece. Without (the measured baseline): p0 p1 a0 a1 | p0
+p1 b0, separate sequences and no padding between them.
+Which prefixes there are is found from the tokens. Either way the targets are the trained tokens,
+sample by sample; `rows` says which packed row predicts each.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from pa_npu.attention.trie import pack as pack_trie
 from pa_npu.samples.columns import ADVANTAGES, LOGPROBS, Column
 from pa_npu.samples.group import Group
 
-# Behind the prompts, samples share a prefix (as branches of one response do) only from so many tokens on: each segment is a
-# kernel call of its own, and responses that begin alike by chance would be cut into crumbs.
+# Behind the prompts, samples share a prefix (as branches of one response do) only from so many
+# tokens on: each segment is a kernel call of its own, and responses that begin alike by chance
+# would be cut into crumbs.
 _LEAST_COMMON = 64
 
 
@@ -32,8 +35,10 @@ _LEAST_COMMON = 64
 class Microbatch(Targets):
     """T packed tokens of which N are targets: the trained tokens of its samples.
 
-    tokens: int64 [T], padding included. rows: int64 [N], the packed row whose hidden state predicts targets: int64 [N].
-    packed: declared columns of all tokens, [T, *shape] by name, beside `tokens`; a shared prefix has its first sample's.
+    tokens: int64 [T], padding included. rows: int64 [N], the packed row whose hidden state predicts
+    targets: int64 [N].
+    packed: declared columns of all tokens, [T, *shape] by name, beside `tokens`; a shared prefix
+    has its first sample's.
     """
 
     layout: PrefixLayout
@@ -52,12 +57,16 @@ class Microbatch(Targets):
         return not self.response_lengths
 
     def to(self, device: torch.device | str) -> Microbatch:
-        """The same with its tensors on device; the layout stays on the host and caches its own per-device indices."""
+        """The same with its tensors on device; the layout stays on the host and caches its own
+        per-device indices.
+        """
         moved = {
-            name: getattr(self, name).to(device) for name in ("tokens", "rows", "targets", "ages", "response_index")
+            name: getattr(self, name).to(device)
+            for name in ("tokens", "rows", "targets", "ages", "response_index")
         }
         columns, packed = (
-            {name: tensor.to(device) for name, tensor in by_name.items()} for by_name in (self.columns, self.packed)
+            {name: tensor.to(device) for name, tensor in by_name.items()}
+            for by_name in (self.columns, self.packed)
         )
         return replace(self, **moved, columns=columns, packed=packed)
 
@@ -73,7 +82,9 @@ def num_packed_tokens(piece: Group, shared_prompt: bool) -> int:
 
 
 def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Microbatch:
-    """One microbatch of pieces of one iteration, in their order, padded to a multiple of pad_multiple tokens."""
+    """One microbatch of pieces of one iteration, in their order, padded to a multiple of
+    pad_multiple tokens.
+    """
     packed = [_packed(piece, shared_prompt) for piece in pieces]
     layout = _joined_layout([one.layout for one in packed]).pad(pad_multiple)
     starts = [0, *np.cumsum([one.layout.total for one in packed]).tolist()]
@@ -86,13 +97,23 @@ def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Mic
         layout=layout,
         tokens=torch.cat([*(one.tokens for one in packed), padding]),
         rows=torch.cat(
-            [start + _predictors(one, piece) for start, one, piece in zip(starts, packed, pieces, strict=False)]
+            [
+                start + _predictors(one, piece)
+                for start, one, piece in zip(starts, packed, pieces, strict=False)
+            ]
         ),
-        targets=_joined([piece.tokens[own] for piece, own in zip(pieces, trained, strict=True)], np.int64),
+        targets=_joined(
+            [piece.tokens[own] for piece, own in zip(pieces, trained, strict=True)], np.int64
+        ),
         columns={
             **{
                 column.name: torch.from_numpy(
-                    np.concatenate([piece.per_token[column][own] for piece, own in zip(pieces, trained, strict=True)])
+                    np.concatenate(
+                        [
+                            piece.per_token[column][own]
+                            for piece, own in zip(pieces, trained, strict=True)
+                        ]
+                    )
                 )
                 for column in (LOGPROBS, ADVANTAGES, *pieces[0].columns)
             },
@@ -103,29 +124,41 @@ def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Mic
             for column in pieces[0].columns
             if column.tokens != "trained"
         },
-        ages=_joined([_ages(piece)[own] for piece, own in zip(pieces, trained, strict=True)], np.float32),
+        ages=_joined(
+            [_ages(piece)[own] for piece, own in zip(pieces, trained, strict=True)], np.float32
+        ),
         response_index=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
         response_lengths=tuple(lengths.tolist()),
         iteration=pieces[0].iteration,
         versions=(min(versions), max(versions)) if versions else (),
         group_indices=tuple(dict.fromkeys(piece.index for piece in pieces)),
-        sources=tuple((piece.index, piece.first + number) for piece in pieces for number in range(piece.num_samples)),
+        sources=tuple(
+            (piece.index, piece.first + number)
+            for piece in pieces
+            for number in range(piece.num_samples)
+        ),
         num_computed_tokens=layout.total - layout.padding,
         repeats=_repeats(pieces),
         leading_lengths=None if np.array_equal(leading, lengths) else tuple(leading.tolist()),
     )
 
 
-def _datum_columns(pieces: Sequence[Group], trained: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-    """What the datum says of the targets where it is not what it usually is: another component than 1, another weight than 1, a
-    token that the policy did not write."""
+def _datum_columns(
+    pieces: Sequence[Group], trained: Sequence[np.ndarray]
+) -> dict[str, torch.Tensor]:
+    """What the datum says of the targets where it is not what it usually is: another component than
+    1, another weight than 1, a token that the policy did not write."""
     parts = list(zip(pieces, trained, strict=True))
     columns: dict[str, np.ndarray] = {}
     if any((piece.component > 1).any() for piece in pieces):
         columns["component"] = np.concatenate([piece.component[own] for piece, own in parts])
     if any(piece.weight is not None for piece in pieces):
-        weights = [np.ones(len(p.tokens), np.float32) if p.weight is None else p.weight for p in pieces]
-        columns["weight"] = np.concatenate([weight[own] for weight, own in zip(weights, trained, strict=True)])
+        weights = [
+            np.ones(len(p.tokens), np.float32) if p.weight is None else p.weight for p in pieces
+        ]
+        columns["weight"] = np.concatenate(
+            [weight[own] for weight, own in zip(weights, trained, strict=True)]
+        )
     if not all(piece.is_all_written for piece in pieces):
         columns["written"] = np.concatenate([piece.written[own] for piece, own in parts])
     return {name: torch.from_numpy(values) for name, values in columns.items()}
@@ -138,14 +171,17 @@ def _ages(piece: Group) -> np.ndarray:
 
 
 def _repeats(pieces: Sequence[Group]) -> float:
-    """Returns Targets.repeats: 1 where no two responses of a group have anything in common, all of them where they are equal."""
+    """Returns Targets.repeats: 1 where no two responses of a group have anything in common, all of
+    them where they are equal.
+    """
     num_tokens = num_repetitions = 0
     for piece in pieces:
         tokens, is_written = piece.tokens.astype(np.int64), piece.written
         before = np.concatenate([tokens[:1], tokens[:-1]])
         lengths = np.add.reduceat(is_written, piece.offsets()[:-1], dtype=np.int64)
         places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        # distinct numbers for distinct triples, as no vocabulary has 2^21 tokens and no response as many
+        # distinct numbers for distinct triples, as no vocabulary has 2^21 tokens and no response as
+        # many
         keys = (places << 42) | (before[is_written] << 21) | tokens[is_written]
         counts = np.unique(keys, return_counts=True)[1]
         num_tokens += int(lengths.sum())
@@ -157,7 +193,9 @@ def build_microbatches(
     group: Group, responses_per_microbatch: int, shared_prompt: bool, pad_multiple: int
 ) -> list[Microbatch]:
     """Every piece of a group as a microbatch of its own."""
-    return [pack([piece], shared_prompt, pad_multiple) for piece in cut(group, responses_per_microbatch)]
+    return [
+        pack([piece], shared_prompt, pad_multiple) for piece in cut(group, responses_per_microbatch)
+    ]
 
 
 def _packed(piece: Group, shared_prompt: bool) -> PackedSequences:
@@ -167,7 +205,9 @@ def _packed(piece: Group, shared_prompt: bool) -> PackedSequences:
         if shared_prompt:
             return pack_trie(piece.sequences(), _LEAST_COMMON, piece.prompt_lengths())
         layout = PrefixLayout.from_sequences(piece.lengths.tolist())
-        return PackedSequences(layout, torch.from_numpy(piece.tokens.astype(np.int64)), tuple(range(piece.num_samples)))
+        return PackedSequences(
+            layout, torch.from_numpy(piece.tokens.astype(np.int64)), tuple(range(piece.num_samples))
+        )
 
     return piece.cached(f"packed {shared_prompt}", build)
 
@@ -175,20 +215,27 @@ def _packed(piece: Group, shared_prompt: bool) -> PackedSequences:
 def _predictors(packed: PackedSequences, piece: Group) -> torch.Tensor:
     """int64 [N]: the packed row before each trained token of its sample."""
     rows = []
-    for leaf, trained in zip(packed.leaves, np.split(piece.trained, piece.offsets()[1:-1]), strict=True):
+    for leaf, trained in zip(
+        packed.leaves, np.split(piece.trained, piece.offsets()[1:-1]), strict=True
+    ):
         positions = torch.from_numpy(np.flatnonzero(trained))
         rows.append(packed.layout.path_rows(leaf)[positions - 1])
     return torch.cat(rows)
 
 
 def _of_rows(
-    column: Column, pieces: Sequence[Group], packed: Sequence[PackedSequences], starts: Sequence[int], total: int
+    column: Column,
+    pieces: Sequence[Group],
+    packed: Sequence[PackedSequences],
+    starts: Sequence[int],
+    total: int,
 ) -> torch.Tensor:
     """[total, *shape]: the column of every packed token."""
     values = column.blank(total)
     for start, one, piece in zip(starts, packed, pieces, strict=False):
         spans = pairwise(piece.offsets().tolist())
-        for leaf, (first, last) in reversed(list(zip(one.leaves, spans, strict=True))):  # the first sample's stay
+        # the first sample's stay
+        for leaf, (first, last) in reversed(list(zip(one.leaves, spans, strict=True))):
             values[start + one.layout.path_rows(leaf).numpy()] = piece.columns[column][first:last]
     return torch.from_numpy(values)
 

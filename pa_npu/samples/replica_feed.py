@@ -1,21 +1,25 @@
-"""ReplicaFeed: one rank's way to the groups of its replica in one iteration, prepared beside training.
+"""ReplicaFeed: one rank's way to the groups of its replica in one iteration, prepared beside
+training.
 
-One reader of a replica takes each group from the buffer once and passes it on over the device's collectives, where the replica has
-other ranks. Every rank has a feed, a thread that goes through the iteration's slots in order, ahead of the thread that trains:
+One reader of a replica takes each group from the buffer once and passes it on over the device's
+collectives, where the replica has other ranks. Every rank has a feed, a thread that goes through
+the iteration's slots in order, ahead of the thread that trains:
 
     all ranks   wait for the slot's key in the buffer    (our deadline, no collective open meanwhile)
     the reader  reads the bytes: first tensor-parallel rank of the first pipeline stage
     all ranks   broadcast: sizes, then the bytes
     all ranks   parse, and prepare the group's pieces, while the groups before it train
 
-Why that cannot deadlock. The process groups are the feed's own, used by this thread alone, in slot order, so its collectives match.
-Once a key is there every rank enters the broadcast without asking where its training is; the device's work is queued on a stream
-that waits for nothing of training's. Training waits for a group, a feed never for training, but to stay at most `ahead` groups in
-front of it, and a stage's turn for a group depends on earlier groups alone. So a pipeline stage that takes a microbatch sooner
-than the next one does finds it. Before a key is there nobody is in a collective, and a long wait trips no watchdog.
+Why that cannot deadlock. The process groups are the feed's own, used by this thread alone, in slot
+order, so its collectives match. Once a key is there every rank enters the broadcast without asking
+where its training is; the device's work is queued on a stream that waits for nothing of training's.
+Training waits for a group, a feed never for training, but to stay at most `ahead` groups in front
+of it, and a stage's turn for a group depends on earlier groups alone. So a pipeline stage that
+takes a microbatch sooner than the next one does finds it. Before a key is there nobody is in a
+collective, and a long wait trips no watchdog.
 
-A rank that dies ends its peers' broadcast, at the latest by the group's timeout; what the feed met is raised where training asks
-for that slot, and training's own wait has a deadline beside.
+A rank that dies ends its peers' broadcast, at the latest by the group's timeout; what the feed met
+is raised where training asks for that slot, and training's own wait has a deadline beside.
 """
 
 from __future__ import annotations
@@ -39,8 +43,9 @@ from pa_npu.samples.rollout_buffer import RolloutBuffer
 
 @dataclass(frozen=True)
 class Traffic:
-    """How groups came to one replica: reads and bytes from the buffer, bytes from the store on the head among them or said of
-    them, and bytes that its ranks got over collectives, each receiver's counted."""
+    """How groups came to one replica: reads and bytes from the buffer, bytes from the store on the
+    head among them or said of them, and bytes that its ranks got over collectives, each receiver's
+    counted."""
 
     reads: int = 0
     buffer_bytes: int = 0
@@ -58,7 +63,8 @@ class Traffic:
 class Parsed:
     """A group and the pieces that it is trained in, which remember their layouts.
 
-    advantages: those of each sample's trained tokens, where they were checked to be the group's credit.
+    advantages: those of each sample's trained tokens, where they were checked to be the group's
+    credit.
     """
 
     group: Group
@@ -67,10 +73,14 @@ class Parsed:
 
 
 Lost = Callable[[int], None]
-"""Raises InvariantViolation where a slot is empty although the coordinator has filled it; asked while the slot is waited for."""
+"""Raises InvariantViolation where a slot is empty although the coordinator has filled it; asked
+while the slot is waited for.
+"""
 
 LONGEST_WAIT_S = 1.0
-"""A slot is waited for in pieces of this length, between which is asked whether it is lost, or still wanted."""
+"""A slot is waited for in pieces of this length, between which is asked whether it is lost, or
+still wanted.
+"""
 
 Parse = Callable[[bytes], Parsed]
 """Parses a group's bytes beside training."""
@@ -84,7 +94,8 @@ class GroupsNotPassed(PaNpuError):
 class ReplicaLinks:
     """Connections of one replica's ranks for groups.
 
-    replica: all its ranks, made for this alone; its first member is the reader. None where a replica is one rank.
+    replica: all its ranks, made for this alone; its first member is the reader. None where a
+    replica is one rank.
     tensor: ranks that take microbatches in step, None where a stage has one. mesh: of the trainers.
     stream: entered by the feed's thread, see Platform.detached_stream.
     """
@@ -104,13 +115,17 @@ class ReplicaLinks:
 
     @property
     def ahead(self) -> int:
-        """Groups that a rank may hold beyond the one it trains: the first stage is as far in front of the last one."""
+        """Groups that a rank may hold beyond the one it trains: the first stage is as far in front
+        of the last one.
+        """
         return self.mesh.pipeline
 
 
 @dataclass(eq=False, repr=False)
 class ReplicaFeed:
-    """groups: the iteration's, of this replica. traffic: of the groups taken so far, equal on all ranks of the replica."""
+    """groups: the iteration's, of this replica. traffic: of the groups taken so far, equal on all
+    ranks of the replica.
+    """
 
     buffer: RolloutBuffer
     links: ReplicaLinks
@@ -131,13 +146,17 @@ class ReplicaFeed:
         self._passing: int | None = None  # the slot that is in the buffer and on its way
         self._closed = False
         # no executor's thread: the end of the program would wait for a feed whose peer is gone
-        threading.Thread(target=self._run, name=f"groups of iteration {self.iteration}", daemon=True).start()
+        threading.Thread(
+            target=self._run, name=f"groups of iteration {self.iteration}", daemon=True
+        ).start()
 
     def take(self, slot: int, wait: bool) -> tuple[Parsed, float] | None:
-        """The slot's group, and how long this rank stood still for it; slots in order, by one thread.
+        """The slot's group, and how long this rank stood still for it; slots in order, by one
+        thread.
 
-        Without `wait` None where it has not arrived, on all ranks of a tensor-parallel group alike. Raises DeadlineExceeded (no
-        group in time), GroupFormatError (damaged bytes), GroupsNotPassed (a rank is gone).
+        Without `wait` None where it has not arrived, on all ranks of a tensor-parallel group alike.
+        Raises DeadlineExceeded (no group in time), GroupFormatError (damaged bytes),
+        GroupsNotPassed (a rank is gone).
         """
         if not wait and not self._leader_finds(slot):
             return None
@@ -158,7 +177,9 @@ class ReplicaFeed:
         while True:
             left_s = deadline_s - time.monotonic()
             with self._changed:
-                if self._changed.wait_for(lambda: slot in self._arrived, min(left_s, LONGEST_WAIT_S)):
+                if self._changed.wait_for(
+                    lambda: slot in self._arrived, min(left_s, LONGEST_WAIT_S)
+                ):
                     return
                 if left_s <= 0:
                     self._closed = True
@@ -172,7 +193,9 @@ class ReplicaFeed:
             self._changed.notify_all()
 
     def _leader_finds(self, slot: int) -> bool:
-        """Whether the tensor-parallel leader finds the slot filled: a collective of the thread that trains."""
+        """Whether the tensor-parallel leader finds the slot filled: a collective of the thread that
+        trains.
+        """
         group = self.links.tensor
         leads = group is None or dist.get_rank(group) == 0
         with self._changed:
@@ -201,10 +224,13 @@ class ReplicaFeed:
             self._changed.wait_for(lambda: self._closed or slot - self._next <= self.links.ahead)
         while not self._closed:
             try:
-                self.buffer.wait(self.iteration, self.replica, slot, min(self.timeout_s, LONGEST_WAIT_S))
+                self.buffer.wait(
+                    self.iteration, self.replica, slot, min(self.timeout_s, LONGEST_WAIT_S)
+                )
                 return True
             except DeadlineExceeded:
-                continue  # nobody may be waiting for it yet: the deadline is that of the thread that trains
+                # nobody may be waiting for it yet: the deadline is that of the thread that trains
+                continue
         return False
 
     def _hand_over(self, slot: int, arrived: tuple[Parsed, Traffic] | Exception) -> None:
@@ -230,8 +256,9 @@ class ReplicaFeed:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise GroupsNotPassed(
-                f"the group of slot {slot}, replica {self.replica}, iteration {self.iteration} could not be passed between the "
-                f"replica's ranks ({reason}); one of them has probably ended, see the trainers' logs"
+                f"the group of slot {slot}, replica {self.replica}, iteration {self.iteration} "
+                f"could not be passed between the replica's ranks ({reason}); one of them has "
+                "probably ended, see the trainers' logs"
             ) from error
         passed = (sizes.nbytes + num_bytes) * (links.size - 1)
         return self.parse(data), Traffic(1, num_bytes, from_head, passed)
@@ -250,7 +277,8 @@ class ReplicaFeed:
         limit = f"deadline of {self.timeout_s:g} s reached"
         if self._passing == slot:
             return DeadlineExceeded(
-                f"waited for {what}, which is in the buffer, to be read and passed between the replica's ranks: {limit}; one of "
-                f"them has probably ended or hangs, see the trainers' logs"
+                f"waited for {what}, which is in the buffer, to be read and passed between the "
+                f"replica's ranks: {limit}; one of them has probably ended or hangs, see the "
+                "trainers' logs"
             )
         return DeadlineExceeded(f"waited for {what}, from the coordinator: {limit}")

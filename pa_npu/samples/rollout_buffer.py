@@ -1,24 +1,28 @@
-"""RolloutBuffer: where the coordinator puts groups and the trainer's replicas take them, slot by slot.
+"""RolloutBuffer: where the coordinator puts groups and the trainer's replicas take them, slot by
+slot.
 
 Life of a slot (iteration, replica, slot):
 
     coordinator   put ------------.
-    every rank              wait -+-> [the replica's reader reads, and passes it to the others] -> done
+    every rank              wait -+-> [the replica's reader reads, and passes it to the others] ->
+                            done
     last rank                                                                                      done -> key removed
 
-All ranks of a replica wait for the key, so the key may go only when each of them has seen it: `readers` is the number
-of ranks of a replica (tensor x pipeline parallel), and every rank calls `done` once per slot, after it has the group.
+All ranks of a replica wait for the key, so the key may go only when each of them has seen it:
+`readers` is the number of ranks of a replica (tensor x pipeline parallel), and every rank calls
+`done` once per slot, after it has the group.
 
-What is filled, and who is done, is always in the store that the launcher hosts on the head. The groups themselves lie there too, or
-in shards on the nodes, as buffer.shards says. A shard is in the memory of the process that reads it, the first rank of the replica
-that trains its groups:
+What is filled, and who is done, is always in the store that the launcher hosts on the head. The
+groups themselves lie there too, or in shards on the nodes, as buffer.shards says. A shard is in the
+memory of the process that reads it, the first rank of the replica that trains its groups:
 
     coordinator ──groups──> shard of replica r ──> reader of replica r ──collectives──> its other ranks
          └──the groups' sizes──> store on the head <──who waits, and who is done── all ranks of replica r
 
-A shard is a c10d store that the reader hosts, so that it needs no process of its own and nobody to watch over it: it ends with a
-trainer rank, and then coordinator and trainers start again from the newest checkpoint, as whenever a rank ends. The groups that
-were in it are generated again, or come back from the checkpoint. Every attempt of a run has shards of its own.
+A shard is a c10d store that the reader hosts, so that it needs no process of its own and nobody to
+watch over it: it ends with a trainer rank, and then coordinator and trainers start again from the
+newest checkpoint, as whenever a rank ends. The groups that were in it are generated again, or come
+back from the checkpoint. Every attempt of a run has shards of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +36,14 @@ import torch.distributed as dist
 
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
-from pa_npu.control.channel import BoundedCalls, NoAnswer, StoreChannel, StoreError, connect, host_store
+from pa_npu.control.channel import (
+    BoundedCalls,
+    NoAnswer,
+    StoreChannel,
+    StoreError,
+    connect,
+    host_store,
+)
 from pa_npu.control.messages import SHARD, ShardAddress
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
 from pa_npu.samples.columns import LOGPROBS, NONE, Column, RunColumns
@@ -55,10 +66,14 @@ class BufferFailed(PaNpuError):
 class RolloutBuffer:
     """The data plane on the c10d store, for the coordinator (put) and trainer ranks (all others).
 
-    run_id separates attempts of one run, so that a restarted trainer never sees what a killed one left behind.
-    readers: ranks of a replica, i.e. tensor_parallel x pipeline_parallel (the coordinator's value is not used).
-    ahead: how many newer iterations may have begun when a group is put. payloads: where groups lie; None: in the store.
-    columns: those of the run, and which of them are read here. head_bytes: read from the store on the head so far.
+    run_id separates attempts of one run, so that a restarted trainer never sees what a killed one
+    left behind.
+    readers: ranks of a replica, i.e. tensor_parallel x pipeline_parallel (the coordinator's value
+    is not used).
+    ahead: how many newer iterations may have begun when a group is put. payloads: where groups lie;
+    None: in the store.
+    columns: those of the run, and which of them are read here. head_bytes: read from the store on
+    the head so far.
     """
 
     channel: StoreChannel
@@ -71,16 +86,21 @@ class RolloutBuffer:
 
     def __post_init__(self) -> None:
         if self.readers < 1:
-            raise ValueError(f"readers: {self.readers} must be at least 1, the number of ranks of a replica")
+            raise ValueError(
+                f"readers: {self.readers} must be at least 1, the number of ranks of a replica"
+            )
         self._filled: dict[int, dict[tuple[int, int], int]] = {}  # by iteration
         self._newest = 0
 
     def put(self, group: Group, replica: int, slot: int) -> None:
-        """Makes a group available to a replica as its slot-th group of `group.iteration`, with the columns that the coordinator
-        makes. Each slot once (I2). Raises GroupFormatError for a column that is missing or unknown."""
+        """Makes a group available to a replica as its slot-th group of `group.iteration`, with the
+        columns that the coordinator makes. Each slot once (I2). Raises GroupFormatError for a
+        column that is missing or unknown."""
         if group.iteration > self._newest:
             self._newest = group.iteration
-            self._filled = {i: filled for i, filled in self._filled.items() if i >= self._newest - self.ahead}
+            self._filled = {
+                i: filled for i, filled in self._filled.items() if i >= self._newest - self.ahead
+            }
         key = self._key(group.iteration, replica, slot)
         filled = self._filled.setdefault(group.iteration, {})
         too_late = group.iteration < self._newest - self.ahead
@@ -101,11 +121,14 @@ class RolloutBuffer:
         filled[replica, slot] = group.index
 
     def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
-        """Waits until the slot is filled, returns the seconds waited; raises DeadlineExceeded after timeout_s."""
+        """Waits until the slot is filled, returns the seconds waited; raises DeadlineExceeded after
+        timeout_s.
+        """
         return self.channel.wait(
             self._key(iteration, replica, slot),
             timeout_s,
-            f"the group of slot {slot}, replica {replica}, iteration {iteration}, from the coordinator",
+            f"the group of slot {slot}, replica {replica}, iteration {iteration}, from the "
+            "coordinator",
         )
 
     def ready(self, iteration: int, replica: int, slot: int) -> bool:
@@ -121,7 +144,10 @@ class RolloutBuffer:
             return said
         data = self.payloads.get(key, replica)
         if len(data) != int(said):
-            raise BufferFailed(f"the shard of replica {replica} has {len(data)} bytes of {key}, expected {int(said)}")
+            raise BufferFailed(
+                f"the shard of replica {replica} has {len(data)} bytes of {key}, expected "
+                f"{int(said)}"
+            )
         return data
 
     def read(self, iteration: int, replica: int, slot: int) -> Group:
@@ -138,8 +164,12 @@ class RolloutBuffer:
                 self.payloads.drop(key, replica)
 
     def written(self, version: int) -> RolloutBuffer:
-        """Beside this, in the same place: what has been written before `version`, slot by dispatch index, for one rank to take."""
-        return RolloutBuffer(self.channel, f"written-{version}", 1, payloads=self.payloads, columns=self.columns)
+        """Beside this, in the same place: what has been written before `version`, slot by dispatch
+        index, for one rank to take.
+        """
+        return RolloutBuffer(
+            self.channel, f"written-{version}", 1, payloads=self.payloads, columns=self.columns
+        )
 
     def _key(self, iteration: int, replica: int, slot: int) -> str:
         return f"buffer/{self.run_id}/{iteration}/{replica}/{slot}"
@@ -167,13 +197,20 @@ def open_buffer(
 
 
 def run_columns(config: Config) -> RunColumns:
-    """The run's routes, and the columns that its algorithm reads. Raises ConfigError for those that no run can have."""
+    """The run's routes, and the columns that its algorithm reads.
+
+    Raises ConfigError for those that no run can have.
+    """
     algorithm = build_algorithm(config)
-    return RunColumns.of_columns([*algorithm.loss_columns, *algorithm.credit_columns, *_route_columns(config)])
+    return RunColumns.of_columns(
+        [*algorithm.loss_columns, *algorithm.credit_columns, *_route_columns(config)]
+    )
 
 
 def trained_columns(config: Config) -> RunColumns:
-    """The same for trainers, who leave out columns that only credit reads, unless they make some column."""
+    """The same for trainers, who leave out columns that only credit reads, unless they make some
+    column.
+    """
     columns = run_columns(config)
     if any(column.filled_by == "trainers" for column in columns.declared):
         return columns
@@ -185,7 +222,9 @@ def _route_columns(config: Config) -> Sequence[Column]:
     return tuple(getattr(routes_of(config), "columns", ()))
 
 
-def payloads(config: Config, channel: StoreChannel, own: OwnShard | None = None) -> ShardPayloads | None:
+def payloads(
+    config: Config, channel: StoreChannel, own: OwnShard | None = None
+) -> ShardPayloads | None:
     """Opens the place that groups lie in; None is the store itself."""
     return ShardPayloads(channel, _SHARD_TIMEOUT_S, own) if config.has_shards else None
 
@@ -199,7 +238,8 @@ class OwnShard:
 
 
 def host_shard(channel: StoreChannel, replica: int, address: str) -> OwnShard:
-    """For the groups of the replica that this process reads for. channel: to the run's store. address: of this node.
+    """For the groups of the replica that this process reads for. channel: to the run's store.
+    address: of this node.
 
     Raises BufferFailed where nothing can listen there.
     """
@@ -207,21 +247,26 @@ def host_shard(channel: StoreChannel, replica: int, address: str) -> OwnShard:
         server = host_store(address, 0)
     except OSError as error:
         raise BufferFailed(
-            f"the shard of replica {replica} cannot listen on {address} ({error.strerror}); set buffer.shards=head, or "
-            f"correct this node's address in the cluster"
+            f"the shard of replica {replica} cannot listen on {address} ({error.strerror}); set "
+            "buffer.shards=head, or correct this node's address in the cluster"
         ) from None
     SHARD.put(channel, ShardAddress(address, server.port), replica=replica)
     return OwnShard(replica, server)
 
 
 class ShardPayloads:
-    """The groups of one attempt of a run in the shards of its replicas: one put under a key is there for `get` until `drop`.
+    """The groups of one attempt of a run in the shards of its replicas: one put under a key is
+    there for `get` until `drop`.
 
-    channel: to the run's store, which knows where shards are. timeout_s: of finding a shard, and of every call to it.
-    replica, everywhere: that trains the group. All raise BufferFailed where a shard does not answer in time, or has lost the key.
+    channel: to the run's store, which knows where shards are. timeout_s: of finding a shard, and of
+    every call to it.
+    replica, everywhere: that trains the group. All raise BufferFailed where a shard does not answer
+    in time, or has lost the key.
     """
 
-    def __init__(self, channel: StoreChannel, timeout_s: float, own: OwnShard | None = None) -> None:
+    def __init__(
+        self, channel: StoreChannel, timeout_s: float, own: OwnShard | None = None
+    ) -> None:
         self._channel = channel
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -253,12 +298,17 @@ class ShardPayloads:
         try:
             return bounded(lambda: call(shard))
         except NoAnswer as error:
-            reason = f"it does not answer within {self._timeout_s:g} s" if error.asked else str(error)
+            reason = (
+                f"it does not answer within {self._timeout_s:g} s" if error.asked else str(error)
+            )
             raise BufferFailed(
-                f"the shard of replica {replica} was asked {what}: {reason}; its trainer rank hangs, see the trainers' logs"
+                f"the shard of replica {replica} was asked {what}: {reason}; its trainer rank "
+                "hangs, see the trainers' logs"
             ) from None
         except StoreError as error:
-            raise BufferFailed(f"the shard of replica {replica} was asked {what}: {error}") from error
+            raise BufferFailed(
+                f"the shard of replica {replica} was asked {what}: {error}"
+            ) from error
 
     def _client(self, replica: int) -> tuple[StoreChannel, Callable[[Callable[[], Any]], Any]]:
         with self._lock:
@@ -268,8 +318,9 @@ class ShardPayloads:
                     store = connect(where.host, where.port, self._timeout_s)
                 except DeadlineExceeded:
                     raise BufferFailed(
-                        f"the shard of replica {replica} at {where.host}:{where.port} cannot be reached within "
-                        f"{self._timeout_s:g} s; does its trainer rank still run, and can this machine reach that node?"
+                        f"the shard of replica {replica} at {where.host}:{where.port} cannot be "
+                        f"reached within {self._timeout_s:g} s; does its trainer rank still run, "
+                        "and can this machine reach that node?"
                     ) from None
                 calls = BoundedCalls(f"shard of replica {replica}", self._timeout_s)
                 self._clients[replica] = StoreChannel(store, ""), calls

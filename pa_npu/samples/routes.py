@@ -1,4 +1,6 @@
-"""Routes: the experts that engines sent each token to, layer by layer, as a column of the sample (algorithm.router_replay)."""
+"""Routes: the experts that engines sent each token to, layer by layer, as a column of the sample
+(algorithm.router_replay).
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ _MOST_IN_A_BYTE = 255
 
 @dataclass(frozen=True)
 class Routes:
-    """column: [tokens, layers with experts, experts per token], experts by their numbers in the checkpoint; `elsewhere`, which is
-    none, stands in all places of a token that nobody recorded. num_experts: of a layer. layers: those that have experts."""
+    """column: [tokens, layers with experts, experts per token], experts by their numbers in the
+    checkpoint; `elsewhere`, which is none, stands in all places of a token that nobody recorded.
+    num_experts: of a layer. layers: those that have experts."""
 
     column: Column
     num_experts: int

@@ -1,4 +1,6 @@
-"""Sampling seeds: one per group and one per later turn, derived from what says which tokens these are."""
+"""Sampling seeds: one per group and one per later turn, derived from what says which tokens these
+are.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,22 @@ import struct
 def group_seed(run_seed: int, iteration: int, index: int) -> int:
     """31-bit seed of group `index` of `iteration`; the first turn of its sample i uses seed + i.
 
-    A hash rather than a sum, so that neighbouring groups, iterations and runs share no seeds. It depends on nothing
-    that timing could change, which is half of what makes sync and periodic runs sample the same tokens (I4).
+    A hash rather than a sum, so that neighbouring groups, iterations and runs share no seeds. It
+    depends on nothing that timing could change, which is half of what makes sync and periodic runs
+    sample the same tokens (I4).
     """
     return _seed(struct.pack("<QQQ", run_seed, iteration, index), b"pa_npu.rollout")
 
 
 def turn_seed(group: int, sample: int, turn: int) -> int:
-    """31-bit seed of a sample's turn, from its group's seed: seed + sample for the first (0), a hash for later ones."""
-    return group + sample if turn == 0 else _seed(struct.pack("<QQQ", group, sample, turn), b"pa_npu.turn")
+    """31-bit seed of a sample's turn, from its group's seed: seed + sample for the first (0), a
+    hash for later ones.
+    """
+    return (
+        group + sample
+        if turn == 0
+        else _seed(struct.pack("<QQQ", group, sample, turn), b"pa_npu.turn")
+    )
 
 
 def _seed(identity: bytes, purpose: bytes) -> int:

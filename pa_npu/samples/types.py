@@ -1,14 +1,16 @@
-"""The datum: a Sample is one token sequence with what training needs of every token; SampleBuilder puts one together.
+"""The datum: a Sample is one token sequence with what training needs of every token; SampleBuilder
+puts one together.
 
     tokens     p0 p1 p2 a0 a1 e0 e1 b0      prompt, what the policy wrote, what the environment answered, what the policy wrote
     component   0  0  0  1  1  0  0  1      the part of the loss that trains the token; 0: none
     versions   -1 -1 -1  4  4 -1 -1  4      the weight version that generated the token; -1 where none did
 
-What is trained and where it comes from are two things: a component may train tokens that the policy did not write, such as the
-environment's. Log-probs and versions are those of tokens that it wrote, and of no others.
+What is trained and where it comes from are two things: a component may train tokens that the policy
+did not write, such as the environment's. Log-probs and versions are those of tokens that it wrote,
+and of no others.
 
-A single turn is the case with one prompt and one run of trained tokens. Nothing behind this file assumes it.
-Whatever else a feature needs of every token is a declared column (samples/columns.py).
+A single turn is the case with one prompt and one run of trained tokens. Nothing behind this file
+assumes it. Whatever else a feature needs of every token is a declared column (samples/columns.py).
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ from pa_npu.samples.columns import NO_VERSION, Column, GroupFormatError, Values
 class SampleTurn:
     """A turn of the policy in a sample that is a branch of a session, for records.
 
-    session: the attempt's number in its group. number: of the turn in its session; where several samples share it, it is the same.
-    shown: the text before it. written: how many tokens it has. trained: in this sample. reward: its own, if it was given one.
+    session: the attempt's number in its group. number: of the turn in its session; where several
+    samples share it, it is the same.
+    shown: the text before it. written: how many tokens it has. trained: in this sample. reward: its
+    own, if it was given one.
     """
 
     session: int
@@ -45,11 +49,14 @@ class SampleTurn:
 class Sample:
     """One sequence from its prompt to its end, read only. T tokens; arrays are numpy [T].
 
-    tokens: int32. component: uint8, by which part of the loss a token is trained; 0 for the first one, and where it is not.
-    logprobs: float32, of the distribution that the policy sampled a token from. versions: int32, the weight version that
-    sampled it, NO_VERSION where the policy did not. weight: float32, of trained tokens; None where all have 1.
+    tokens: int32. component: uint8, by which part of the loss a token is trained; 0 for the first
+    one, and where it is not.
+    logprobs: float32, of the distribution that the policy sampled a token from. versions: int32,
+    the weight version that sampled it, NO_VERSION where the policy did not. weight: float32, of
+    trained tokens; None where all have 1.
     reward: what the environment gave; None leaves it to the reward functions.
-    finished: ended by itself, not cut at a limit. text: what follows the prompt, for reward functions and records.
+    finished: ended by itself, not cut at a limit. text: what follows the prompt, for reward
+    functions and records.
     columns: the declared ones, each [T, *shape]. turns: of a branch of a session.
     """
 
@@ -85,17 +92,20 @@ class Sample:
 
     @cached_property
     def prompt_length(self) -> int:
-        """Tokens before the first one that the policy wrote; without any, before the first trained one."""
+        """Tokens before the first one that the policy wrote; without any, before the first trained
+        one.
+        """
         first = int(self.written.argmax())
         return first if self.written[first] else int(self.trained.argmax())
 
 
 @dataclass(frozen=True, eq=False)
 class SampleRow:
-    """Arrays [T] of Sample for some samples, one after another: what a group of them is made of without another copy.
+    """Arrays [T] of Sample for some samples, one after another: what a group of them is made of
+    without another copy.
 
-    ends: where each sample ends. prompt: the tokens of each that are not trained, where these are its first and the policy wrote
-    all others; None: whatever the arrays say.
+    ends: where each sample ends. prompt: the tokens of each that are not trained, where these are
+    its first and the policy wrote all others; None: whatever the arrays say.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -112,10 +122,21 @@ class SampleRow:
         samples = []
         for number, (start, end) in enumerate(pairwise([0, *self.ends])):
             span = slice(start, end)
-            arrays = self.tokens[span], self.component[span], self.logprobs[span], self.versions[span]
+            arrays = (
+                self.tokens[span],
+                self.component[span],
+                self.logprobs[span],
+                self.versions[span],
+            )
             weight = None if self.weight is None else self.weight[span]
-            columns = {column: values[span] for column, values in self.columns.items()} if self.columns else {}
-            sample = Sample(*arrays, finished[number], texts[number], columns=columns, weight=weight)
+            columns = (
+                {column: values[span] for column, values in self.columns.items()}
+                if self.columns
+                else {}
+            )
+            sample = Sample(
+                *arrays, finished[number], texts[number], columns=columns, weight=weight
+            )
             sample._place = self, number
             if self.prompt is not None:  # else found when it is asked for
                 sample.prompt_length = self.prompt
@@ -149,18 +170,26 @@ class SampleRow:
 def _joined_weights(samples: Sequence[Sample]) -> npt.NDArray[np.float32] | None:
     if all(sample.weight is None for sample in samples):
         return None
-    weights = [np.ones(len(s.tokens), np.float32) if s.weight is None else s.weight for s in samples]
+    weights = [
+        np.ones(len(s.tokens), np.float32) if s.weight is None else s.weight for s in samples
+    ]
     return np.concatenate(weights)
 
 
 def group_lengths(samples: Sequence[Sample]) -> tuple[int, list[int]]:
-    """The shortest prompt of these samples and what each has behind that, in tokens: what training them costs by (GroupWork).
+    """The shortest prompt of these samples and what each has behind that, in tokens: what training
+    them costs by (GroupWork).
 
-    A branch of a session has there what it does not share with the sample before it, which is computed once for both.
+    A branch of a session has there what it does not share with the sample before it, which is
+    computed once for both.
     """
     prompt = min([sample.prompt_length for sample in samples])
-    shared = [max(prompt, num_common(one, two)) if two.turns else prompt for one, two in pairwise(samples)]
-    return prompt, [len(sample.tokens) - start for sample, start in zip(samples, [prompt, *shared], strict=True)]
+    shared = [
+        max(prompt, num_common(one, two)) if two.turns else prompt for one, two in pairwise(samples)
+    ]
+    return prompt, [
+        len(sample.tokens) - start for sample, start in zip(samples, [prompt, *shared], strict=True)
+    ]
 
 
 def num_common(one: Sample, two: Sample) -> int:
@@ -173,9 +202,10 @@ def num_common(one: Sample, two: Sample) -> int:
 class SampleBuilder:
     """Puts a sample together turn by turn: what the policy is shown, and what it writes.
 
-    component, weight, everywhere here: by which part of the loss the given tokens are trained, and with what weight.
-    columns, everywhere here: declared columns of the tokens that are given with them, [len(tokens), *shape]; those of context
-    of all tokens so far, of which each keeps the first value that it is given.
+    component, weight, everywhere here: by which part of the loss the given tokens are trained, and
+    with what weight. columns, everywhere here: declared columns of the tokens that are given with
+    them, [len(tokens), *shape]; those of context of all tokens so far, of which each keeps the
+    first value that it is given.
     """
 
     def __init__(self, prompt: npt.NDArray[np.int32], columns: Values | None = None) -> None:
@@ -208,7 +238,10 @@ class SampleBuilder:
         self._parts.append(np.asarray(tokens, np.int32))
         for column, values in (columns or {}).items():
             first = 0 if column.tokens == "context" else start
-            part = slice(first, self._length), checked(column, values, self._length - first, "column")
+            part = (
+                slice(first, self._length),
+                checked(column, values, self._length - first, "column"),
+            )
             self._columns.setdefault(column, []).append(part)
 
     def write(
@@ -221,7 +254,8 @@ class SampleBuilder:
         component: int = 1,
         weight: float = 1.0,
     ) -> None:
-        """Tokens of the policy, as the engine returned them. logprobs: one each, or [0] where none were asked for.
+        """Tokens of the policy, as the engine returned them. logprobs: one each, or [0] where none
+        were asked for.
 
         version: of all, or of each.
         """
@@ -233,11 +267,23 @@ class SampleBuilder:
         self._written.append((slice(start, self._length), logprobs, version))
 
     def finish(
-        self, finished: bool, text: str, reward: float | None = None, turns: Sequence[SampleTurn] = ()
+        self,
+        finished: bool,
+        text: str,
+        reward: float | None = None,
+        turns: Sequence[SampleTurn] = (),
     ) -> Sample:
-        """The sample. Raises GroupFormatError where a column has values for some of the policy's tokens and not for others."""
+        """The sample.
+
+        Raises GroupFormatError where a column has values for some of the policy's tokens and not
+        for others.
+        """
         component = np.zeros(self._length, np.uint8)
-        weight = np.ones(self._length, np.float32) if any(part[2] != 1 for part in self._trained) else None
+        weight = (
+            np.ones(self._length, np.float32)
+            if any(part[2] != 1 for part in self._trained)
+            else None
+        )
         logprobs = np.zeros(self._length, np.float32)
         versions = np.empty(self._length, np.int32)
         versions.fill(NO_VERSION)
@@ -272,25 +318,42 @@ class SampleBuilder:
             values[span], given[span] = part, True
         if missing := int(np.count_nonzero(written & ~given)):
             raise GroupFormatError(
-                f"column {column.name}: {missing} of {np.count_nonzero(written)} tokens of the policy have no value; give one each "
-                f"with every write"
+                f"column {column.name}: {missing} of {np.count_nonzero(written)} tokens of the "
+                "policy have no value; give one each with every write"
             )
         return values
 
 
 def checked(column: Column, values: Any, num_tokens: int, what: object) -> np.ndarray:
-    """The values, where they are an array [num_tokens, *shape] of the type. Raises GroupFormatError."""
-    fits = isinstance(values, np.ndarray) and values.dtype == column.type and values.ndim == 1 + len(column.shape)
+    """The values, where they are an array [num_tokens, *shape] of the type.
+
+    Raises GroupFormatError.
+    """
+    fits = (
+        isinstance(values, np.ndarray)
+        and values.dtype == column.type
+        and values.ndim == 1 + len(column.shape)
+    )
     if not fits or values.shape[1:] != column.shape:
-        found = f"{values.dtype} {list(values.shape)}" if isinstance(values, np.ndarray) else type(values).__name__
+        found = (
+            f"{values.dtype} {list(values.shape)}"
+            if isinstance(values, np.ndarray)
+            else type(values).__name__
+        )
         wanted = ", ".join(["n", *map(str, column.shape)])
-        raise GroupFormatError(f"{what} {column.name}: must be a {column.dtype} array [{wanted}], found {found}")
+        raise GroupFormatError(
+            f"{what} {column.name}: must be a {column.dtype} array [{wanted}], found {found}"
+        )
     if len(values) != num_tokens:
-        raise GroupFormatError(f"{what} {column.name}: {len(values)} values for {num_tokens} tokens; give one each")
+        raise GroupFormatError(
+            f"{what} {column.name}: {len(values)} values for {num_tokens} tokens; give one each"
+        )
     return values
 
 
 def check_one_each(tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> None:
     """Raises ValueError unless every token that was written has a log-prob, or none has."""
     if len(logprobs) not in (0, len(tokens)):
-        raise ValueError(f"write: {len(logprobs)} log-probs for {len(tokens)} tokens; give one each, or none")
+        raise ValueError(
+            f"write: {len(logprobs)} log-probs for {len(tokens)} tokens; give one each, or none"
+        )

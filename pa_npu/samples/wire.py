@@ -1,13 +1,16 @@
 """The bytes in which a group travels from coordinator to trainers.
 
-Little endian: a 16-byte envelope - magic `PAGR`, format version u16, reserved u16, CRC-32 of the rest u32, reserved u32 -
-followed by a safetensors file. What samples share is sent once, what only trained tokens have is sent for these alone, and
-what stays the same along a run of trained tokens once per run. A run is one sample's: its first token is never trained.
+Little endian: a 16-byte envelope - magic `PAGR`, format version u16, reserved u16, CRC-32 of the
+rest u32, reserved u32 - followed by a safetensors file. What samples share is sent once, what only
+trained tokens have is sent for these alone, and what stays the same along a run of trained tokens
+once per run. A run is one sample's: its first token is never trained.
 
     numbers    int64 [5 or 7]    run_seed, iteration, index, prompt_id, and G, the number of samples; where several replicas train
-                                 the group, also which samples this one trains, from one number to before another
+                                 the group, also which samples this one trains, from one number to
+                                 before another
     spans      int32 [G + R, 3]  of each sample: its tokens, how many of them it shares with the one before it, finished;
-                                 of each run: its first token in the group, its tokens, the weight version
+                                 of each run: its first token in the group, its tokens, the weight
+                                 version
     values     float32 [G + R]   each sample's reward, each run's advantage
     tokens     int32             of each sample, those that it does not share
     logprobs   float32           of the trained tokens; 0 of one that the policy did not write, whose run has the version -1
@@ -16,9 +19,9 @@ what stays the same along a run of trained tokens once per run. A run is one sam
     NAME       its dtype         every declared column: of the trained tokens, of all, or of context, of those that a sample does
                                  not share (samples/columns.py)
 
-Shared are leading tokens before the first that the policy wrote. A reader that names the columns of its task gets those and no
-others. The envelope makes every damaged or foreign payload a GroupFormatError before anything is parsed. There is no pickle
-anywhere.
+Shared are leading tokens before the first that the policy wrote. A reader that names the columns of
+its task gets those and no others. The envelope makes every damaged or foreign payload a
+GroupFormatError before anything is parsed. There is no pickle anywhere.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ from pa_npu.samples.group import IDENTITY, Group
 
 FORMAT_VERSION = 4
 _READABLE = (3, 4)
-"""3 had neither components nor weight, and is otherwise the same: checkpoints of earlier releases have groups in it."""
+"""3 had neither components nor weight, and is otherwise the same: checkpoints of earlier releases
+have groups in it.
+"""
 _MAGIC = b"PAGR"
 _ENVELOPE = struct.Struct("<4sHHII")
 _SPAN_NUMBERS = 3
@@ -83,7 +88,8 @@ def to_bytes(group: Group, columns: RunColumns = NONE) -> bytes:
     own = [slice(start + shared, end) for (start, end), shared in places]
     tensors = {
         "numbers": np.array(
-            [*(getattr(group, name) for name in IDENTITY), group.num_samples, *(group.part or ())], "<i8"
+            [*(getattr(group, name) for name in IDENTITY), group.num_samples, *(group.part or ())],
+            "<i8",
         ),
         "spans": spans,
         "values": np.concatenate([group.rewards, group.advantages[starts]]),
@@ -110,13 +116,23 @@ def _sent(column: Column, values: np.ndarray, trained: np.ndarray, own: list[sli
 
 
 def _framed(tensors: Tensors) -> bytes:
-    """The safetensors file is written here, and copied once: safetensors' own `save` takes twice as long, and copies it twice."""
+    """The safetensors file is written here, and copied once: safetensors' own `save` takes twice as
+    long, and copies it twice.
+    """
     header, end = {}, 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _STORED[tensor.dtype], "shape": tensor.shape, "data_offsets": (start, end)}
+        header[name] = {
+            "dtype": _STORED[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (start, end),
+        }
     head = msgspec.json.encode(header)
-    pieces: list[bytes | memoryview] = [struct.pack("<Q", len(head)), head, *(t.data for t in tensors.values())]
+    pieces: list[bytes | memoryview] = [
+        struct.pack("<Q", len(head)),
+        head,
+        *(t.data for t in tensors.values()),
+    ]
     checksum = 0
     for piece in pieces:
         checksum = zlib.crc32(piece, checksum)
@@ -126,37 +142,46 @@ def _framed(tensors: Tensors) -> bytes:
 def from_bytes(data: bytes | bytearray | memoryview, columns: RunColumns = NONE) -> Group:
     """Parses and validates; the arrays are writable and do not alias `data`.
 
-    Raises GroupFormatError, and nothing else, for any bytes that `to_bytes` of a readable version did not write. columns: what the
-    run declares; those that the task does not read are left out.
+    Raises GroupFormatError, and nothing else, for any bytes that `to_bytes` of a readable version
+    did not write. columns: what the run declares; those that the task does not read are left out.
     """
     return _group(*_read(data, columns), columns)
 
 
-def _read(data: bytes | bytearray | memoryview, columns: RunColumns) -> tuple[Tensors, dict[Column, np.ndarray]]:
+def _read(
+    data: bytes | bytearray | memoryview, columns: RunColumns
+) -> tuple[Tensors, dict[Column, np.ndarray]]:
     """The arrays of the frame, and the columns that the task reads."""
     view = memoryview(data)
     if len(view) < _ENVELOPE.size:
-        raise GroupFormatError(f"group bytes: {len(view)} bytes are shorter than the envelope of {_ENVELOPE.size}")
+        raise GroupFormatError(
+            f"group bytes: {len(view)} bytes are shorter than the envelope of {_ENVELOPE.size}"
+        )
     magic, version, flags, checksum, reserved = _ENVELOPE.unpack_from(view)
     if magic != _MAGIC:
-        raise GroupFormatError(f"group bytes: start with {magic!r} instead of {_MAGIC!r}, this is no group")
+        raise GroupFormatError(
+            f"group bytes: start with {magic!r} instead of {_MAGIC!r}, this is no group"
+        )
     if version not in _READABLE or flags or reserved:
         raise GroupFormatError(
-            f"group bytes: format version {version} ({flags}, {reserved}), this program reads versions "
-            f"{' and '.join(map(str, _READABLE))}; run coordinator and trainers from the same installation, and a run from the "
-            f"checkpoint of one that is not newer"
+            f"group bytes: format version {version} ({flags}, {reserved}), this program reads "
+            f"versions {' and '.join(map(str, _READABLE))}; run coordinator and trainers from the "
+            "same installation, and a run from the checkpoint of one that is not newer"
         )
     payload = bytes(view[_ENVELOPE.size :])
     if zlib.crc32(payload) != checksum:
         raise GroupFormatError(
-            f"group bytes: checksum of {len(payload)} payload bytes does not match, they are damaged"
+            f"group bytes: checksum of {len(payload)} payload bytes does not match, they are "
+            "damaged"
         )
     try:
         tensors = dict(safetensors.deserialize(payload))
     except safetensors.SafetensorError as error:
         raise GroupFormatError(f"group bytes: payload is not safetensors ({error})") from error
     frame = {one.name: _array(one, tensors.pop(one.name)) for one in _FRAME if one.name in tensors}
-    optional = {name: _array(one, tensors.pop(name)) for name, one in _OPTIONAL.items() if name in tensors}
+    optional = {
+        name: _array(one, tensors.pop(name)) for name, one in _OPTIONAL.items() if name in tensors
+    }
     found = {columns.named(name, "group bytes"): tensor for name, tensor in tensors.items()}
     # in the order of their declaration: safetensors gives them in none
     named = [(column, found[column]) for column in (LOGPROBS, *columns.carried) if column in found]
@@ -166,12 +191,15 @@ def _read(data: bytes | bytearray | memoryview, columns: RunColumns) -> tuple[Te
 
 
 def _shared(group: Group) -> list[int]:
-    """[G]: how many tokens before the first that the policy wrote each sample has in common with the one before it."""
+    """[G]: how many tokens before the first that the policy wrote each sample has in common with
+    the one before it.
+    """
     offsets, prompts = group.offsets().tolist(), group.prompt_lengths()
     shared, before = [0], group.tokens[: prompts[0]].tobytes()
     for start, length in zip(offsets[1:], prompts[1:], strict=False):
         prompt = group.tokens[start : start + length].tobytes()
-        shared.append(length if prompt == before else _common(before, prompt))  # nearly always the same prompt
+        # nearly always the same prompt
+        shared.append(length if prompt == before else _common(before, prompt))
         before = prompt
     return shared
 
@@ -187,18 +215,22 @@ def _array(column: Column, tensor: dict[str, Any]) -> np.ndarray:
     shape = tensor["shape"]
     if tensor["dtype"] != STORED[column.dtype] or not shape or tuple(shape[1:]) != column.shape:
         wanted = f"{STORED[column.dtype]} [{', '.join(['n', *map(str, column.shape)])}]"
-        raise GroupFormatError(f"group bytes: {column.name} is {tensor['dtype']} {shape}, expected {wanted}")
+        raise GroupFormatError(
+            f"group bytes: {column.name} is {tensor['dtype']} {shape}, expected {wanted}"
+        )
     return np.frombuffer(tensor["data"], column.type).reshape(shape)
 
 
 def _checked(frame: Tensors) -> Tensors:
     if len(frame) != len(_FRAME):
         raise GroupFormatError(
-            f"group bytes: tensors {sorted(frame)}, expected {sorted(column.name for column in _FRAME)}"
+            f"group bytes: tensors {sorted(frame)}, expected "
+            f"{sorted(column.name for column in _FRAME)}"
         )
     if len(frame["numbers"]) not in (len(IDENTITY) + 1, len(IDENTITY) + 3):
         raise GroupFormatError(
-            f"group bytes: numbers has {len(frame['numbers'])} values, expected {len(IDENTITY) + 1} or {len(IDENTITY) + 3}"
+            f"group bytes: numbers has {len(frame['numbers'])} values, expected "
+            f"{len(IDENTITY) + 1} or {len(IDENTITY) + 3}"
         )
     return frame
 
@@ -206,13 +238,21 @@ def _checked(frame: Tensors) -> Tensors:
 def _group(arrays: Tensors, of_tokens: Mapping[Column, np.ndarray], columns: RunColumns) -> Group:
     """Undoes what `to_bytes` left out."""
     numbers = arrays["numbers"].tolist()
-    identity, num_samples, part = numbers[: len(IDENTITY)], numbers[len(IDENTITY)], tuple(numbers[len(IDENTITY) + 1 :])
+    identity, num_samples, part = (
+        numbers[: len(IDENTITY)],
+        numbers[len(IDENTITY)],
+        tuple(numbers[len(IDENTITY) + 1 :]),
+    )
     spans, values = arrays["spans"], arrays["values"]
     if not 0 < num_samples <= len(spans) or len(values) != len(spans):
-        raise GroupFormatError(f"group bytes: {len(spans)} spans and {len(values)} values for {num_samples} samples")
+        raise GroupFormatError(
+            f"group bytes: {len(spans)} spans and {len(values)} values for {num_samples} samples"
+        )
     lengths, finished = spans[:num_samples, 0].copy(), spans[:num_samples, 2]
     if ((finished != 0) & (finished != 1)).any():
-        raise GroupFormatError(f"group bytes: finished must be 0 or 1, found {finished.tolist()[:8]}")
+        raise GroupFormatError(
+            f"group bytes: finished must be 0 or 1, found {finished.tolist()[:8]}"
+        )
     shared = spans[:num_samples, 1].tolist()
     tokens = _all_tokens("tokens", lengths.tolist(), shared, arrays["tokens"])
     rows, run_lengths = _trained_rows(spans[num_samples:], len(tokens))
@@ -220,7 +260,9 @@ def _group(arrays: Tensors, of_tokens: Mapping[Column, np.ndarray], columns: Run
     component[rows] = 1
     if (components := arrays.get(_COMPONENTS.name)) is not None:
         if len(components) != len(run_lengths):
-            raise GroupFormatError(f"group bytes: {len(components)} components for {len(run_lengths)} runs")
+            raise GroupFormatError(
+                f"group bytes: {len(components)} components for {len(run_lengths)} runs"
+            )
         component[rows] = np.repeat(components, run_lengths)
     weight = arrays.get(WEIGHT.name)
     sampled: dict[Column, Any] = {
@@ -235,7 +277,9 @@ def _group(arrays: Tensors, of_tokens: Mapping[Column, np.ndarray], columns: Run
         else _full(column, found, len(tokens), rows)
         for column, found in sampled.items()
     }
-    fixed: dict[str, Any] = {column.name: full.pop(column) for column in (LOGPROBS, VERSIONS, ADVANTAGES)}
+    fixed: dict[str, Any] = {
+        column.name: full.pop(column) for column in (LOGPROBS, VERSIONS, ADVANTAGES)
+    }
     group = Group(
         **dict(zip(IDENTITY, identity, strict=True)),
         lengths=lengths,
@@ -253,11 +297,14 @@ def _group(arrays: Tensors, of_tokens: Mapping[Column, np.ndarray], columns: Run
 
 
 def _full(column: Column, values: np.ndarray, num_tokens: int, rows: np.ndarray) -> np.ndarray:
-    """[num_tokens, *shape]. values: of the trained tokens, which are at `rows`, one for all of them, or of all tokens."""
+    """[num_tokens, *shape]. values: of the trained tokens, which are at `rows`, one for all of
+    them, or of all tokens.
+    """
     wanted = len(rows) if column.tokens == "trained" else num_tokens
     if values.ndim and len(values) != wanted:
         raise GroupFormatError(
-            f"group bytes: {column.name} has {len(values)} values for {wanted} {column.tokens} tokens"
+            f"group bytes: {column.name} has {len(values)} values for {wanted} {column.tokens} "
+            "tokens"
         )
     if column.tokens == "all":
         return values.copy()
@@ -267,19 +314,22 @@ def _full(column: Column, values: np.ndarray, num_tokens: int, rows: np.ndarray)
 
 
 def _all_tokens(name: str, lengths: list[int], shared: list[int], own: np.ndarray) -> np.ndarray:
-    """[sum of lengths, ...]: each sample's tokens, or a column of them, from those that only it has."""
+    """[sum of lengths, ...]: each sample's tokens, or a column of them, from those that only it
+    has.
+    """
     before = 0
     for length, common in zip(lengths, shared, strict=True):
         if not 0 <= common <= min(before, length):
             raise GroupFormatError(
-                f"group bytes: shared {shared[:8]} does not fit to lengths {lengths[:8]}: a sample of {length} tokens, after one "
-                f"of {before}, shares {common}"
+                f"group bytes: shared {shared[:8]} does not fit to lengths {lengths[:8]}: a sample "
+                f"of {length} tokens, after one of {before}, shares {common}"
             )
         before = length
     total = sum(lengths)
     if total > _MOST_TOKENS or total - sum(shared) != len(own):
         raise GroupFormatError(
-            f"group bytes: {len(own)} {name}, but samples of {total} tokens that share {sum(shared)} need {total - sum(shared)}"
+            f"group bytes: {len(own)} {name}, but samples of {total} tokens that share "
+            f"{sum(shared)} need {total - sum(shared)}"
         )
     tokens = np.empty((total, *own.shape[1:]), own.dtype)
     before = start = taken = 0
@@ -295,9 +345,16 @@ def _trained_rows(runs: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.nda
     """(int64 [N] where the runs' tokens are in the group, int64 [R] their numbers)."""
     starts, lengths = runs[:, 0].astype(np.int64), runs[:, 1].astype(np.int64)
     ends = starts + lengths
-    if not len(runs) or (lengths < 1).any() or starts[0] < 0 or (starts[1:] < ends[:-1]).any() or ends[-1] > num_tokens:
+    if (
+        not len(runs)
+        or (lengths < 1).any()
+        or starts[0] < 0
+        or (starts[1:] < ends[:-1]).any()
+        or ends[-1] > num_tokens
+    ):
         raise GroupFormatError(
-            f"group bytes: runs {runs[:8, :2].tolist()} of trained tokens must follow one another within {num_tokens} tokens"
+            f"group bytes: runs {runs[:8, :2].tolist()} of trained tokens must follow one another "
+            f"within {num_tokens} tokens"
         )
     taken = np.cumsum(lengths)
     return np.arange(taken[-1]) + np.repeat(starts - taken + lengths, lengths), lengths

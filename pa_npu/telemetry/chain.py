@@ -1,6 +1,7 @@
 """The chain: RUN/chain.jsonl, one line an iteration that says by digests what was computed.
 
-    {"iteration": 7, "before": <digest of iteration 6's line>, ..., "digest": <of all that stands before it in this line>}
+    {"iteration": 7, "before": <digest of iteration 6's line>, ..., "digest": <of all that stands
+    before it in this line>}
 
 A line has digests of the configuration and of where the data stood, the software's versions,
 digests of the groups that were trained, the gradient norms' bits, and digests of the weights before
@@ -41,7 +42,8 @@ NUMBERS = {
     "advantage": "<f4",
 }
 """The numbers of a response, each of 4 bytes: CRC-32 of its trained tokens (int32) and of the
-engine's log-probs of them (float32), how many there are, the log-probs' sum, its reward and advantage."""
+engine's log-probs of them (float32), how many there are, the log-probs' sum, its reward and
+advantage."""
 _ROWS = {name: row for row, name in enumerate(NUMBERS)}
 _LONGEST_LINE_BYTES = 64 << 20
 
@@ -73,7 +75,8 @@ class Link:
     and nothing else, by name. software: versions, and devices, by name. model: fingerprint of
     model.path. data: of the position in the data before the iteration. prompts, context, tokens,
     logprobs, rewards, advantages: of all groups by dispatch index; places: of their replicas and
-    slots. responses: numbers of each response, see `table`. gradient_norms: float.hex of each update's.
+    slots. responses: numbers of each response, see `table`. gradient_norms: float.hex of each
+    update's.
     weights_before, weights_after: of all ranks' shares, hence comparable between equal layouts of
     trainers; empty where no trainer said it. record, samples: of the iteration's lines in
     metrics.jsonl and samples.jsonl. checkpoints: by version, the digest in pa_npu.json of those
@@ -113,7 +116,8 @@ class Link:
 
 @dataclass(frozen=True, eq=False)
 class Responses:
-    """The responses of an iteration. indices, prompts: of groups, by dispatch index; starts: the row
+    """The responses of an iteration. indices, prompts: of groups, by dispatch index; starts: the
+    row
     of each group's first response; all int64 [groups]. rows: NUMBERS, each [responses]."""
 
     indices: np.ndarray
@@ -148,7 +152,9 @@ def lines_digest(lines: Sequence[str]) -> str:
 def group_fields(groups: Sequence[GroupDigest]) -> dict[str, Any]:
     """The fields of a Link that follow from its groups."""
     ordered = sorted(groups, key=lambda group: group.index)
-    heads = np.array([(group.index, group.prompt, group.responses.shape[1]) for group in ordered], "<i8")
+    heads = np.array(
+        [(group.index, group.prompt, group.responses.shape[1]) for group in ordered], "<i8"
+    )
     heads = heads.reshape(-1, 3).T
     none = np.empty((len(NUMBERS), 0), "<u4")
     numbers = np.concatenate([none, *(group.responses for group in ordered)], axis=1)
@@ -174,10 +180,13 @@ def unpack(text: str, groups: int, what: str) -> Responses:
         indices, prompts, sizes = np.frombuffer(data[:end], "<i8", 3 * groups).reshape(3, groups)
         numbers = np.frombuffer(data[end:], "<u4").reshape(len(NUMBERS), -1)
     except ValueError as error:
-        raise DataError(f"{CHAIN}: {what}: its responses cannot be read ({error}); the line is damaged") from None
+        raise DataError(
+            f"{CHAIN}: {what}: its responses cannot be read ({error}); the line is damaged"
+        ) from None
     if (sizes < 1).any() or int(sizes.sum()) != numbers.shape[1]:
         raise DataError(
-            f"{CHAIN}: {what}: {numbers.shape[1]} responses are not those of {groups} groups; the line is damaged"
+            f"{CHAIN}: {what}: {numbers.shape[1]} responses are not those of {groups} groups; the "
+            "line is damaged"
         )
     rows = {name: numbers[row].view(NUMBERS[name]) for name, row in _ROWS.items()}
     return Responses(indices, prompts, np.cumsum(sizes) - sizes, rows)
@@ -234,11 +243,13 @@ def read_chain(run_dir: Path | str) -> Iterator[Link]:
                     yield _link(line, f"{path}:{number}")
                 elif len(line) == _LONGEST_LINE_BYTES:
                     raise DataError(
-                        f"{path}:{number}: is longer than {_LONGEST_LINE_BYTES} bytes, so it is no line of a chain"
+                        f"{path}:{number}: is longer than {_LONGEST_LINE_BYTES} bytes, so it is no "
+                        "line of a chain"
                     )
     except OSError as error:
         raise DataError(
-            f"{path}: cannot be read ({reason(error)}); give the directory of a run, which writes it with its first iteration"
+            f"{path}: cannot be read ({reason(error)}); give the directory of a run, which writes "
+            "it with its first iteration"
         ) from None
 
 
@@ -259,7 +270,10 @@ def fault(before: Link | None, link: Link) -> str:
         return f"from iteration {link.iteration} on it is of another configuration or model"
     same_layout = link.arrangement == before.arrangement
     if same_layout and link.weights_before != before.weights_after:
-        return f"iteration {link.iteration} begins with other weights than iteration {before.iteration} ended with"
+        return (
+            f"iteration {link.iteration} begins with other weights than iteration "
+            f"{before.iteration} ended with"
+        )
     return ""
 
 
@@ -267,6 +281,10 @@ def _link(line: bytes, where: str) -> Link:
     try:
         values = json.loads(line)
         digest = values.pop("digest")
-        return msgspec.convert({**values, "digest": digest, "actual": digest_of(json.dumps(values).encode())}, Link)
+        return msgspec.convert(
+            {**values, "digest": digest, "actual": digest_of(json.dumps(values).encode())}, Link
+        )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{where}: is no line of a chain ({error}); it was changed, or is of another release") from None
+        raise DataError(
+            f"{where}: is no line of a chain ({error}); it was changed, or is of another release"
+        ) from None

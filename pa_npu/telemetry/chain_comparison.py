@@ -55,7 +55,8 @@ class Rounding:
 
 
 ROUNDING = {"fp32": Rounding(1e-4, 1e-3, 0.05), "bf16": Rounding(5e-2, 1e-1, 0.5)}
-"""By model.dtype. Adam divides a gradient by its own size, so that elements whose true gradient is 0,
+"""By model.dtype. Adam divides a gradient by its own size, so that elements whose true gradient is
+0,
 such as biases of keys, move by their rounding: hence the large share for weights."""
 
 
@@ -100,7 +101,9 @@ class Comparison:
         return "undecided" if self.causes and self.last[0].aspect == "responses" else "different"
 
 
-def compare_chains(first: Iterable[Link], second: Iterable[Link], begin: int = 0, end: int | None = None) -> Comparison:
+def compare_chains(
+    first: Iterable[Link], second: Iterable[Link], begin: int = 0, end: int | None = None
+) -> Comparison:
     """Compares iterations from `begin` to before `end` that both have, up to the first that
     differs.
 
@@ -124,7 +127,9 @@ def compare_chains(first: Iterable[Link], second: Iterable[Link], begin: int = 0
     return Comparison(start, count, tuple(causes), differences, (), rounding)
 
 
-def _pairs(first: Iterable[Link], second: Iterable[Link], begin: int, end: int | None) -> Iterator[tuple[Link, Link]]:
+def _pairs(
+    first: Iterable[Link], second: Iterable[Link], begin: int, end: int | None
+) -> Iterator[tuple[Link, Link]]:
     """Lines of equal iterations. Both chains are in order, and only a line of each is held."""
     left, right = iter(first), iter(second)
     link, peer = next(left, None), next(right, None)
@@ -165,7 +170,9 @@ def _own_causes(arrangement: dict[str, Any]) -> list[str]:
     if not arrangement.get("run.deterministic"):
         causes.append("run.deterministic=false")
     if not _engines_are_functions(arrangement):
-        causes.append("rollout.batch_invariant=false, so that a response depends on those beside it")
+        causes.append(
+            "rollout.batch_invariant=false, so that a response depends on those beside it"
+        )
     return causes
 
 
@@ -177,7 +184,9 @@ def _engines_are_functions(arrangement: dict[str, Any]) -> bool:
     return is_exact or bool(arrangement.get("rollout.batch_invariant"))
 
 
-def compare_links(link: Link, peer: Link, rounding: Rounding | None, is_first: bool = False) -> Iterator[Difference]:
+def compare_links(
+    link: Link, peer: Link, rounding: Rounding | None, is_first: bool = False
+) -> Iterator[Difference]:
     """The differences of an iteration, causes first. rounding: None where bits must be equal."""
     iteration = link.iteration
     same_layout = all(link.arrangement.get(key) == peer.arrangement.get(key) for key in _LAYOUT)
@@ -186,10 +195,15 @@ def compare_links(link: Link, peer: Link, rounding: Rounding | None, is_first: b
     if link.model != peer.model:
         yield Difference(iteration, "model", "the runs began with other models")
     if is_first and same_layout and link.weights_before != peer.weights_before:
-        text = f"the weights before it have the digests {link.weights_before} and {peer.weights_before}"
+        text = (
+            f"the weights before it have the digests {link.weights_before} and "
+            f"{peer.weights_before}"
+        )
         yield Difference(iteration, "weights before", text)
     if link.data != peer.data:
-        yield Difference(iteration, "data", "it begins at another position of the data, or with other data")
+        yield Difference(
+            iteration, "data", "it begins at another position of the data, or with other data"
+        )
     if link.prompts != peer.prompts:
         yield _prompts(link, peer)
         return
@@ -203,7 +217,9 @@ def compare_links(link: Link, peer: Link, rounding: Rounding | None, is_first: b
         yield Difference(iteration, "places", text, within=rounding is not None)
     yield from _gradient(link, peer, rounding)
     if same_layout and link.weights_after != peer.weights_after:
-        text = f"the weights after it have the digests {link.weights_after} and {peer.weights_after}"
+        text = (
+            f"the weights after it have the digests {link.weights_after} and {peer.weights_after}"
+        )
         yield Difference(iteration, "weights", text, within=rounding is not None)
 
 
@@ -214,7 +230,10 @@ def _prompts(link: Link, peer: Link) -> Difference:
     for place in range(min(link.groups, peer.groups)):
         number = int(mine.indices[place])
         if mine.prompts[place] != theirs.prompts[place]:
-            text = f"group {number} is of prompt {mine.prompts[place]} and of prompt {theirs.prompts[place]}"
+            text = (
+                f"group {number} is of prompt {mine.prompts[place]} and of prompt "
+                f"{theirs.prompts[place]}"
+            )
             break
         if sizes[0][place] != sizes[1][place]:
             text = f"group {number} has {sizes[0][place]} and {sizes[1][place]} responses"
@@ -230,11 +249,15 @@ def _responses(link: Link, peer: Link, mine: Responses, theirs: Responses) -> It
         place = mine.where(row)
         lengths = f"{mine.rows['length'][row]} and {theirs.rows['length'][row]} of them"
         text = (
-            f"{_named(place)} has other tokens, {lengths}; {np.count_nonzero(differs)} of {len(differs)} responses do"
+            f"{_named(place)} has other tokens, {lengths}; {np.count_nonzero(differs)} of "
+            f"{len(differs)} responses do"
         )
         yield Difference(link.iteration, "responses", text, response=place)
     elif link.context != peer.context:
-        text = "prompts, which tokens are trained, the versions that wrote them, or further columns differ"
+        text = (
+            "prompts, which tokens are trained, the versions that wrote them, or further "
+            "columns differ"
+        )
         yield Difference(link.iteration, "context", text)
 
 
@@ -245,17 +268,29 @@ def _logprobs(
         return
     differs = mine.rows["logprobs"] != theirs.rows["logprobs"]
     row = int(differs.argmax())
-    sums = mine.rows["logprob_sum"].astype(np.float64), theirs.rows["logprob_sum"].astype(np.float64)
+    sums = (
+        mine.rows["logprob_sum"].astype(np.float64),
+        theirs.rows["logprob_sum"].astype(np.float64),
+    )
     apart = np.abs(sums[0] - sums[1]) / np.maximum(mine.rows["length"], 1)
     responses, others = _named(mine.where(row)), int(np.count_nonzero(differs)) - 1
     if others:
         responses += f" and of {counted(others, 'other')}"
-    text = f"engines' log-probs of {responses} differ; by {apart.max():.2g} a token on average where they do most"
-    within = rounding is not None and link.tokens == peer.tokens and bool(apart.max() <= rounding.logprob)
+    text = (
+        f"engines' log-probs of {responses} differ; by {apart.max():.2g} a token on average "
+        "where they do most"
+    )
+    within = (
+        rounding is not None
+        and link.tokens == peer.tokens
+        and bool(apart.max() <= rounding.logprob)
+    )
     yield Difference(link.iteration, "log-probs", text, within, mine.where(row))
 
 
-def _values(iteration: int, aspect: str, mine: Responses, theirs: Responses) -> Iterator[Difference]:
+def _values(
+    iteration: int, aspect: str, mine: Responses, theirs: Responses
+) -> Iterator[Difference]:
     """Rewards or advantages, which have no rounding."""
     values, others = mine.rows[aspect], theirs.rows[aspect]
     differs = values.view("<u4") != others.view("<u4")
@@ -281,7 +316,9 @@ def _gradient(link: Link, peer: Link, rounding: Rounding | None) -> Iterator[Dif
     pairs = zip(link.gradient_norms, peer.gradient_norms, strict=True)
     norms = [(_norm(mine, link), _norm(theirs, peer)) for mine, theirs in pairs]
     update = next(number for number, (mine, theirs) in enumerate(norms) if mine != theirs)
-    relative = max(abs(mine - theirs) / max(abs(mine), abs(theirs)) for mine, theirs in norms if mine != theirs)
+    relative = max(
+        abs(mine - theirs) / max(abs(mine), abs(theirs)) for mine, theirs in norms if mine != theirs
+    )
     text = (
         f"the gradient's norm in update {update} is {norms[update][0]!r} and {norms[update][1]!r}, "
         f"{relative:.2g} apart, relatively"
@@ -295,7 +332,8 @@ def _norm(text: str, link: Link) -> float:
         return float.fromhex(text)
     except (ValueError, OverflowError):
         raise DataError(
-            f"{CHAIN}: iteration {link.iteration}: {text!r:.40} is no gradient norm; the line is damaged"
+            f"{CHAIN}: iteration {link.iteration}: {text!r:.40} is no gradient norm; the line is "
+            "damaged"
         ) from None
 
 

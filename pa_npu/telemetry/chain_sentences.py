@@ -1,4 +1,6 @@
-"""Says in sentences how two chains compare: `pa-npu diff` and `verify` print them, and the viewer's page shows them."""
+"""Says in sentences how two chains compare: `pa-npu diff` and `verify` print them, and the viewer's
+page shows them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ def sentences(comparison: Comparison) -> list[str]:
     lines = [f"bits may differ: {cause}" for cause in comparison.causes]
     verdict, differences, last = comparison.verdict, comparison.differences, comparison.last
     if verdict == "equal":
-        return [*lines, "equal to the bit: data, responses, log-probs, rewards, gradients and weights"]
+        return [
+            *lines,
+            "equal to the bit: data, responses, log-probs, rewards, gradients and weights",
+        ]
     if verdict == "rounding":
         return lines + _since("the first bits differ", differences)
     if differences[0].iteration < last[0].iteration:

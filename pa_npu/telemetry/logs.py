@@ -1,6 +1,8 @@
-"""Logging of one process: stdout, one format, the process named in every line (the launcher puts it into a file).
+"""Logging of one process: stdout, one format, the process named in every line (the launcher puts it
+into a file).
 
-The last error goes into memory that the launcher shares too (LAST_ERROR), as the file may be on a disk that is full.
+The last error goes into memory that the launcher shares too (LAST_ERROR), as the file may be on a
+disk that is full.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from pa_npu.errors import printable
 _FORMAT = "%(asctime)s.%(msecs)03d %(levelname).1s {process_name} %(name)s: %(message)s"
 _CLOCK = "%Y-%m-%d %H:%M:%S"
 LAST_ERROR = "PA_NPU_LAST_ERROR"
-"""The variable with the number of an open file, which holds the process's last line of level error and nothing else."""
+"""The variable with the number of an open file, which holds the process's last line of level error
+and nothing else.
+"""
 
 
 class _Formatter(logging.Formatter):
@@ -40,11 +44,15 @@ class _LastError(logging.Handler):
 
 
 def setup_logging(process_name: str, level: int = logging.INFO) -> None:
-    """Replaces the root handlers by one on stdout; call it again after a library that installs its own (MindSpeed)."""
+    """Replaces the root handlers by one on stdout; call it again after a library that installs its
+    own (MindSpeed).
+    """
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
     if descriptor := os.environ.get(LAST_ERROR):
         handlers.append(_LastError(int(descriptor)))
     for handler in handlers:
-        handler.setFormatter(_Formatter(_FORMAT.format(process_name=process_name.replace("%", "%%")), _CLOCK))
+        handler.setFormatter(
+            _Formatter(_FORMAT.format(process_name=process_name.replace("%", "%%")), _CLOCK)
+        )
     logging.basicConfig(level=level, handlers=handlers, force=True)
     logging.captureWarnings(True)

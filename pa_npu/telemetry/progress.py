@@ -8,14 +8,17 @@ from typing import Any
 
 # The launcher relays the coordinator's lines that start with this to the console.
 PREFIX = "| "
-# The median of a few iterations follows growing response lengths and ignores a checkpoint or evaluation in between.
+# The median of a few iterations follows growing response lengths and ignores a checkpoint or
+# evaluation in between.
 _RECENT_ITERATIONS = 8
 
 
 def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float | None) -> str:
-    """One line from an iteration record; every field keeps its width, what a run does not have shows as `-`.
+    """One line from an iteration record; every field keeps its width, what a run does not have
+    shows as `-`.
 
-    The iteration has the number that it has in files and in the viewer, from 0; in brackets is how many are done.
+    The iteration has the number that it has in files and in the viewer, from 0; in brackets is how
+    many are done.
 
     | iteration  2 ( 3/20) | reward  0.512 acc 0.481 | loss  0.0123 KL  0.00012 entropy  1.234 grad   0.451 | ...
     """
@@ -28,7 +31,8 @@ def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float
         return f"{value * scale:{layout}}"
 
     fields = [
-        f"iteration {record['iteration']:{width}d} ({record['iteration'] + 1:{width}d}/{total_iterations})",
+        f"iteration {record['iteration']:{width}d} "
+        f"({record['iteration'] + 1:{width}d}/{total_iterations})",
         f"reward {show('reward_mean', '6.3f')} acc {show('accuracy', '5.3f')}",
         f"loss {show('loss', '8.4f')} KL {show('kl', '8.5f')} entropy {show('entropy', '6.3f')} "
         f"grad {show('grad_norm', '7.3f')}",
@@ -36,20 +40,24 @@ def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float
         f"TPSPD {show('tpspd', '8.1f')}",
         f"idle device {show('device_idle', '3.0f', 100)}%"
         if "device_idle" in record
-        else f"idle trainer {show('trainer_idle', '3.0f', 100)}% engine {show('engine_idle', '3.0f', 100)}%",
+        else f"idle trainer {show('trainer_idle', '3.0f', 100)}% engine "
+        f"{show('engine_idle', '3.0f', 100)}%",
         f"publish {show('publish_s', '6.2f')} s",
         f"ETA {format_duration(eta_s):>7}",
     ]
     return PREFIX + " | ".join(fields)
 
 
-# Fields of the line, by their first word, in the order in which a narrow terminal can do without them.
+# Fields of the line, by their first word, in the order in which a narrow terminal can do without
+# them.
 _LEAVE_OUT = ("publish", "loss", "length", "TPSPD", "idle", "reward")
 _SEPARATOR = " | "
 
 
 def fitted(line: str, columns: int) -> str:
-    """A progress line without the fields that do not fit into so many columns; other lines as they are."""
+    """A progress line without the fields that do not fit into so many columns; other lines as they
+    are.
+    """
     fields = line.split(_SEPARATOR)
     if not fields[0].startswith("iteration ") or len(fields) == 1:
         return line

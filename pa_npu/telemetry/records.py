@@ -1,7 +1,9 @@
-"""Records: RUN/metrics.jsonl (one object per iteration), RUN/evaluations.jsonl, and files of records that never end a run.
+"""Records: RUN/metrics.jsonl (one object per iteration), RUN/evaluations.jsonl, and files of
+records that never end a run.
 
-What cannot be written is one line in the log and a count: a full disk, or a directory that is gone, costs records. Half a line is
-taken back, so that what follows it, when there is room again, is whole.
+What cannot be written is one line in the log and a count: a full disk, or a directory that is gone,
+costs records. Half a line is taken back, so that what follows it, when there is room again, is
+whole.
 """
 
 from __future__ import annotations
@@ -35,22 +37,26 @@ _said: set[str] = set()
 class MetricsWriter:
     """Appends records; owner closes it (context manager).
 
-    first_iteration: the iteration a resumed run continues with. Records of it and later ones, which the killed run
-    wrote after its last checkpoint, are removed, so that the file reads like that of a run that was never killed (I6).
+    first_iteration: the iteration a resumed run continues with. Records of it and later ones, which
+    the killed run wrote after its last checkpoint, are removed, so that the file reads like that of
+    a run that was never killed (I6).
     """
 
     def __init__(self, run_dir: Path | str, first_iteration: int = 0) -> None:
         self.run_dir = Path(run_dir)
         drop_records(self.run_dir / METRICS, "iteration", first_iteration)
-        # The evaluation of version v comes before iteration v; the checkpoint that is resumed holds version v.
+        # The evaluation of version v comes before iteration v; the checkpoint that is resumed holds
+        # version v.
         drop_records(self.run_dir / EVALUATIONS, "version", first_iteration)
         self._metrics = RecordFile(self.run_dir / METRICS)
         self._evaluations = RecordFile(self.run_dir / EVALUATIONS)
 
     def write(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """One iteration, returned as written. Numbers that are not finite become null and are named under `non_finite`.
+        """One iteration, returned as written. Numbers that are not finite become null and are named
+        under `non_finite`.
 
-        What cannot be written is lost, said once in the log, and counted under `records_lost` of what can be written again.
+        What cannot be written is lost, said once in the log, and counted under `records_lost` of
+        what can be written again.
         """
         lost = lost_records()
         clean = _json_ready({**record, "records_lost": lost} if lost else record)
@@ -58,8 +64,8 @@ class MetricsWriter:
         return clean
 
     def write_evaluation(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """One evaluation, returned as written: {version, accuracy, questions, seconds, time, sets}; version v is before
-        iteration v."""
+        """One evaluation, returned as written: {version, accuracy, questions, seconds, time, sets};
+        version v is before iteration v."""
         clean = _json_ready(record)
         self._evaluations.write(json_line(clean))
         return clean
@@ -76,13 +82,22 @@ class MetricsWriter:
 
 
 def read_records(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The iteration records of a run, in order. Raises DataError with file:line if there are none or one is broken."""
+    """The iteration records of a run, in order.
+
+    Raises DataError with file:line if there are none or one is broken.
+    """
     path = Path(run_dir) / METRICS
     if not path.exists():
-        raise DataError(f"{run_dir}: has no {METRICS}, so it is no run directory, or its first iteration has not ended")
+        raise DataError(
+            f"{run_dir}: has no {METRICS}, so it is no run directory, or its first iteration has "
+            "not ended"
+        )
     records = _read_lines(path, "iteration")
     if not records:
-        raise DataError(f"{path}: is empty, the run ended before its first iteration; see {Path(run_dir) / 'logs'}")
+        raise DataError(
+            f"{path}: is empty, the run ended before its first iteration; see "
+            f"{Path(run_dir) / 'logs'}"
+        )
     return records
 
 
@@ -93,11 +108,16 @@ def read_evaluations(run_dir: Path | str) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path, key: str) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, up to a last line that is torn. Raises DataError with file:line of another one."""
+    """The objects of a file of JSON lines, up to a last line that is torn.
+
+    Raises DataError with file:line of another one.
+    """
     try:
         text = read_plain(path, _LARGEST_BYTES).decode("utf-8", "replace")
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({reason(error)}); give the directory of a run") from None
+        raise DataError(
+            f"{path}: cannot be read ({reason(error)}); give the directory of a run"
+        ) from None
     records = []
     lines = text.splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
@@ -108,13 +128,17 @@ def _read_lines(path: Path, key: str) -> list[dict[str, Any]]:
                 break  # a run that was killed, or that is writing it, has not written it to its end
             raise DataError(f"{path}:{number}: is not JSON ({error}); remove the line") from error
         if not _has_index(record, key):
-            raise DataError(f"{path}:{number}: is no object with an integer {key!r} of at least 0; remove the line")
+            raise DataError(
+                f"{path}:{number}: is no object with an integer {key!r} of at least 0; remove the "
+                "line"
+            )
         records.append(record)
     return records
 
 
 def iterations_of(file: BinaryIO) -> Iterator[tuple[int, str]]:
-    """The lines of records that carry the number of their iteration, with it; half a line at the end is left out.
+    """The lines of records that carry the number of their iteration, with it; half a line at the
+    end is left out.
 
     Raises DataError where a line has none.
     """
@@ -134,7 +158,9 @@ def iterations_of(file: BinaryIO) -> Iterator[tuple[int, str]]:
 
 
 class JsonLines:
-    """The objects of a file of JSON lines that may still grow; what is no object, such as half a line at its end, is left out."""
+    """The objects of a file of JSON lines that may still grow; what is no object, such as half a
+    line at its end, is left out.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -150,7 +176,10 @@ class JsonLines:
             return self._records
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Those since the last look. A file that is shorter than it was, as after a resume, is read again from its beginning."""
+        """Those since the last look.
+
+        A file that is shorter than it was, as after a resume, is read again from its beginning.
+        """
         with contextlib.suppress(OSError), open_plain(self._path) as file:
             if file.seek(0, os.SEEK_END) < self._offset:
                 self._offset, self._records = 0, []
@@ -165,7 +194,10 @@ class JsonLines:
 
 
 def parse_object(line: bytes) -> dict[str, Any] | None:
-    """The object of a line of JSON; None where the line is none. Numbers that cannot be calculated with are null."""
+    """The object of a line of JSON; None where the line is none.
+
+    Numbers that cannot be calculated with are null.
+    """
     try:
         record = json.loads(line.decode("utf-8", "replace"), **_READABLE)
     except (ValueError, RecursionError):
@@ -187,7 +219,8 @@ _READABLE: dict[str, Any] = {
 
 
 def drop_records(path: Path, key: str, first: int) -> None:
-    """Keep the records whose `key` is below `first`, as a run that is resumed there needs it; lines that are none go too.
+    """Keep the records whose `key` is below `first`, as a run that is resumed there needs it; lines
+    that are none go too.
 
     Such as a last one that a kill cut short.
     """
@@ -213,7 +246,9 @@ def drop_records(path: Path, key: str, first: int) -> None:
 
 
 def _cut_after(path: Path, kept: Sequence[str]) -> None:
-    """Cuts the file behind the kept records that stand first in it, if there is no room for a second file."""
+    """Cuts the file behind the kept records that stand first in it, if there is no room for a
+    second file.
+    """
     end = 0
     with contextlib.suppress(OSError):
         with path.open("rb") as file:
@@ -239,7 +274,9 @@ def _json_ready(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, path: str, non_finite: list[str]) -> Any:
-    """Plain JSON types: numpy and torch scalars unpacked, numbers that JSON cannot hold replaced and named."""
+    """Plain JSON types: numpy and torch scalars unpacked, numbers that JSON cannot hold replaced
+    and named.
+    """
     if isinstance(value, Mapping):
         return {str(key): _plain(item, f"{path}.{key}", non_finite) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -286,7 +323,8 @@ def say(line: str) -> None:
 def json_line(record: Any) -> str:
     """One line of JSON in which no character is one that a terminal or a page would obey.
 
-    Letters of all scripts stay readable; control characters, direction marks and other characters without a picture are escapes.
+    Letters of all scripts stay readable; control characters, direction marks and other characters
+    without a picture are escapes.
     """
     return "".join(
         character if character.isprintable() else _escaped(character)
@@ -338,7 +376,9 @@ class RecordFile:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(
-                self._path, os.O_WRONLY | os.O_NONBLOCK | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
+                self._path,
+                os.O_WRONLY | os.O_NONBLOCK | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC,
+                0o666,
             )
         except OSError as error:
             note_lost(self._path, error)

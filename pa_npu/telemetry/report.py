@@ -1,11 +1,14 @@
-"""Throughput: TPSPD of an iteration and of runs side by side, as a table and as JSON; and the text that a run ends with.
+"""Throughput: TPSPD of an iteration and of runs side by side, as a table and as JSON; and the text
+that a run ends with.
 
-    TPSPD = sum over trained samples of (prompt + response tokens), the prompt counted once per sample
+    TPSPD = sum over trained samples of (prompt + response tokens), the prompt counted once per
+    sample
             / wall seconds from one completed weight publish to the next
             / number of ALL devices, trainers and engines
 
-This is the end-to-end figure of MindSpeed-RL, (mean response + mean prompt) x samples / devices / iteration seconds.
-Evaluation and checkpoints inside an iteration are inside its seconds; they are reported beside it, not subtracted.
+This is the end-to-end figure of MindSpeed-RL, (mean response + mean prompt) x samples / devices /
+iteration seconds. Evaluation and checkpoints inside an iteration are inside its seconds; they are
+reported beside it, not subtracted.
 """
 
 from __future__ import annotations
@@ -23,9 +26,13 @@ from pa_npu.errors import DataError
 from pa_npu.telemetry.records import EVALUATIONS, METRICS, read_evaluations, read_records
 
 WARMUP_ITERATIONS = 1
-"""Iterations at a run's start that summaries leave out: kernels are compiled and caches filled in the first."""
+"""Iterations at a run's start that summaries leave out: kernels are compiled and caches filled in
+the first.
+"""
 _LARGEST = 1e15
-"""Bound of every number of a record: far above what a run can count, and far below where arithmetic overflows."""
+"""Bound of every number of a record: far above what a run can count, and far below where arithmetic
+overflows.
+"""
 _TOKENS = ("tokens_prompt", "tokens_response", "tokens_computed")
 _MEANS = {
     "iteration_s": None,
@@ -47,7 +54,9 @@ PEAKS = {
     "memory_coordinator_bytes": "coordinator",
 }
 LEARNED = {"reward_mean": "reward", "accuracy": "accuracy"}
-"""Numbers of a record whose mean over the last quarter of the iterations says what the run has come to."""
+"""Numbers of a record whose mean over the last quarter of the iterations says what the run has come
+to.
+"""
 _MIB = 2**20
 _COLUMN_WIDTH = 24
 _FIGURES = {
@@ -90,18 +99,22 @@ _WRITTEN = (
 
 
 def throughput(tokens: Mapping[str, float], seconds: float, devices: int) -> dict[str, float]:
-    """Tokens per second per device by name: of samples, of their responses alone, and of tokens that were computed.
+    """Tokens per second per device by name: of samples, of their responses alone, and of tokens
+    that were computed.
 
     Raises ValueError on non-positive seconds or devices.
 
     Args:
-        tokens: tokens_prompt, the prompt once per sample; tokens_response; tokens_computed, those that went through the trainer, a
+        tokens: tokens_prompt, the prompt once per sample; tokens_response; tokens_computed, those
+        that went through the trainer, a
             shared prompt once.
         seconds: from publish to publish.
         devices: trainers and engines together.
     """
     if not seconds > 0 or devices < 1:
-        raise ValueError(f"throughput needs seconds > 0 and devices >= 1, found {seconds} s, {devices} devices")
+        raise ValueError(
+            f"throughput needs seconds > 0 and devices >= 1, found {seconds} s, {devices} devices"
+        )
     device_seconds = seconds * devices
     return {
         "tpspd": (tokens["tokens_prompt"] + tokens["tokens_response"]) / device_seconds,
@@ -110,18 +123,24 @@ def throughput(tokens: Mapping[str, float], seconds: float, devices: int) -> dic
     }
 
 
-def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int) -> dict[str, float | None]:
-    """Numbers of a run from its iteration records, the first `warmup_iterations` of them left out, by name.
+def run_throughput(
+    records: Sequence[Mapping[str, Any]], warmup_iterations: int
+) -> dict[str, float | None]:
+    """Numbers of a run from its iteration records, the first `warmup_iterations` of them left out,
+    by name.
 
-    Rates (tpspd and its kin) come from sums, seconds are means per iteration, ratios are means weighted by the iterations' seconds.
-    tail_waste, replica_imbalance: None where records do not have them. Of a run with iterations of both kinds only the periodic
-    ones count; synchronous_s is the mean of the others, which are there for comparison.
-    Raises DataError when nothing is left, a record lacks a number, or the number of devices changed on the way.
+    Rates (tpspd and its kin) come from sums, seconds are means per iteration, ratios are means
+    weighted by the iterations' seconds. tail_waste, replica_imbalance: None where records do not
+    have them. Of a run with iterations of both kinds only the periodic ones count; synchronous_s is
+    the mean of the others, which are there for comparison.
+    Raises DataError when nothing is left, a record lacks a number, or the number of devices changed
+    on the way.
     """
     kept = records[warmup_iterations:]
     if not kept:
         raise DataError(
-            f"{counted(len(records), 'iteration')}, all within the warm-up of {warmup_iterations}; use a shorter warm-up"
+            f"{counted(len(records), 'iteration')}, all within the warm-up of {warmup_iterations}; "
+            "use a shorter warm-up"
         )
     apart = [record for record in kept if record.get("periodic") is False]
     if len(apart) < len(kept):
@@ -130,12 +149,18 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
         apart = []  # a synchronous run
     devices = {int(number(record, "devices")) for record in kept}
     if len(devices) > 1:
-        raise DataError(f"the number of devices changed during the run: {sorted(devices)}; report its parts separately")
+        raise DataError(
+            f"the number of devices changed during the run: {sorted(devices)}; report its parts "
+            "separately"
+        )
     if min(devices) < 1:
         raise DataError(f"the number of devices is {min(devices)}, which cannot be")
     seconds = sum(number(record, "iteration_s") for record in kept)
     if seconds <= 0:
-        raise DataError(f"iteration_s adds up to {seconds} s over {counted(len(kept), 'iteration')}, which cannot be")
+        raise DataError(
+            f"iteration_s adds up to {seconds} s over {counted(len(kept), 'iteration')}, which "
+            "cannot be"
+        )
     tokens = {name: sum(number(record, name) for record in kept) for name in _TOKENS}
     found: dict[str, float | None] = {**throughput(tokens, seconds, min(devices))}
     for name, default in _MEANS.items():
@@ -145,7 +170,9 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
         weighted = (number(record, name) * number(record, "iteration_s") for record in kept)
         found[name] = None if missing else sum(weighted) / seconds
     return found | {
-        "synchronous_s": sum(number(record, "iteration_s") for record in apart) / len(apart) if apart else None,
+        "synchronous_s": sum(number(record, "iteration_s") for record in apart) / len(apart)
+        if apart
+        else None,
         "devices": min(devices),
         "iterations": len(kept),
         "dropped_iterations": len(records) - len(kept) - len(apart),
@@ -153,23 +180,28 @@ def run_throughput(records: Sequence[Mapping[str, Any]], warmup_iterations: int)
 
 
 def number(record: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A number of a record; `default` stands for what an iteration did not do (no evaluation, no checkpoint)."""
+    """A number of a record; `default` stands for what an iteration did not do (no evaluation, no
+    checkpoint).
+    """
     value = record.get(key)
     if value is None and default is not None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _LARGEST:
         raise DataError(
-            f"iteration {record.get('iteration')}: {key} is {value!r:.40}, expected a number from 0 to {_LARGEST:g}"
+            f"iteration {record.get('iteration')}: {key} is {value!r:.40}, expected a number from "
+            f"0 to {_LARGEST:g}"
         )
     return value
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """Throughput of one run. `device` is the configured kind (npu, cuda, cpu), None if the run has no config.yaml.
+    """Throughput of one run. `device` is the configured kind (npu, cuda, cpu), None if the run has
+    no config.yaml.
 
-    values: numbers of run_throughput, and those of LEARNED and PEAKS that the run has. engines: on what those run of which the
-    configuration says it (rollout.engine_settings), in words. records: of all iterations.
+    values: numbers of run_throughput, and those of LEARNED and PEAKS that the run has. engines: on
+    what those run of which the configuration says it (rollout.engine_settings), in words. records:
+    of all iterations.
     """
 
     name: str
@@ -183,7 +215,9 @@ def load_report(run_dir: Path | str, warmup_iterations: int = WARMUP_ITERATIONS)
     """The report of a run directory. DataError names the directory."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
-        raise DataError(f"{run_dir}: is not a directory; give run directories, as in runs/grpo_tiny")
+        raise DataError(
+            f"{run_dir}: is not a directory; give run directories, as in runs/grpo_tiny"
+        )
     records = read_records(run_dir)
     config = read_config(run_dir)
     try:
@@ -198,13 +232,18 @@ def load_report(run_dir: Path | str, warmup_iterations: int = WARMUP_ITERATIONS)
 
 
 def named_devices(config: Mapping[str, Any]) -> str:
-    """Names single engines' devices in words; empty if the configuration names none. config: plain values, of any version."""
+    """Names single engines' devices in words; empty if the configuration names none. config: plain
+    values, of any version.
+    """
     rollout = config.get("rollout")
     entries = rollout.get("engine_settings") if isinstance(rollout, dict) else None
     said = [
-        f"{entry['device']} (engine{'s' if len(entry['engines']) > 1 else ''} {', '.join(map(str, entry['engines']))})"
+        f"{entry['device']} (engine{'s' if len(entry['engines']) > 1 else ''} "
+        f"{', '.join(map(str, entry['engines']))})"
         for entry in (entries if isinstance(entries, list) else [])
-        if isinstance(entry, dict) and entry.get("device") and isinstance(entry.get("engines"), list)
+        if isinstance(entry, dict)
+        and entry.get("device")
+        and isinstance(entry.get("engines"), list)
     ]
     return ", ".join(said)
 
@@ -212,18 +251,28 @@ def named_devices(config: Mapping[str, Any]) -> str:
 def learned(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """By names of LEARNED, the mean over the last quarter of the iterations."""
     last = records[-max(1, len(records) // 4) :]
-    found = {name: [record[name] for record in last if isinstance(record.get(name), (int, float))] for name in LEARNED}
+    found = {
+        name: [record[name] for record in last if isinstance(record.get(name), (int, float))]
+        for name in LEARNED
+    }
     return {name: fmean(values) for name, values in found.items() if values}
 
 
 def memory_peaks(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """By names of PEAKS, the mean over the iterations' records of what was needed at most, in bytes."""
-    found = {name: [number(record, name) for record in records if record.get(name) is not None] for name in PEAKS}
+    """By names of PEAKS, the mean over the iterations' records of what was needed at most, in
+    bytes.
+    """
+    found = {
+        name: [number(record, name) for record in records if record.get(name) is not None]
+        for name in PEAKS
+    }
     return {name: fmean(values) for name, values in found.items() if values}
 
 
 def each_run(reports: Sequence[RunReport]) -> list[RunReport]:
-    """The reports under the names that they have in a table: directory names, numbered where two runs share one."""
+    """The reports under the names that they have in a table: directory names, numbered where two
+    runs share one.
+    """
     names = [report.name for report in reports]
     return [
         replace(report, name=f"{report.name} #{number}") if names.count(report.name) > 1 else report
@@ -255,7 +304,12 @@ def render_text(reports: Sequence[RunReport]) -> str:
 def as_json(reports: Sequence[RunReport]) -> dict[str, Any]:
     """One object per run with plain numbers, `ratio` to the first run."""
     runs = [
-        {"run": report.name, "device": report.device, **report.values, "ratio": _ratio(report, reports)}
+        {
+            "run": report.name,
+            "device": report.device,
+            **report.values,
+            "ratio": _ratio(report, reports),
+        }
         for report in reports
     ]
     return {"runs": runs, "notes": notes(reports)}
@@ -263,26 +317,36 @@ def as_json(reports: Sequence[RunReport]) -> dict[str, Any]:
 
 def notes(reports: Sequence[RunReport]) -> list[str]:
     """Explains the numbers to a reader: definition, device unit, dropped iterations."""
-    units = sorted({_DEVICE_UNITS.get(report.device or "", "one device of the run") for report in reports})
+    units = sorted(
+        {_DEVICE_UNITS.get(report.device or "", "one device of the run") for report in reports}
+    )
     dropped = [f"{report.name} {report.values['dropped_iterations']}" for report in reports]
-    named = [f"Engines of {report.name} by device: {report.engines}." for report in reports if report.engines]
+    named = [
+        f"Engines of {report.name} by device: {report.engines}."
+        for report in reports
+        if report.engines
+    ]
     return [
-        f"TPSPD: trained prompt + response tokens (prompt once per sample) / seconds between publishes / all devices, "
-        f"trainers and engines; a device is {' or '.join(units)}.",
-        "Tail waste: share of the engines' places that are idle in a generation because nothing is left to dispatch. Replica "
-        "imbalance: work of the busiest replica over the mean, minus 1.",
-        "Reward and accuracy (of trained responses): means over the last quarter of the iterations. Synchronous iterations between "
-        "periodic ones are in no other row than their own.",
-        f"Warm-up iterations dropped: {', '.join(dropped)}. Seconds are means per iteration; evaluation and "
-        f"checkpoint are part of the iteration.",
-        "Memory: what an iteration needed at most, border included, the mean over iterations; of the fullest engine and trainer "
-        "rank. Host memory is resident, a sum over processes that counts what they share for each.",
+        "TPSPD: trained prompt + response tokens (prompt once per sample) / seconds between "
+        f"publishes / all devices, trainers and engines; a device is {' or '.join(units)}.",
+        "Tail waste: share of the engines' places that are idle in a generation because nothing is "
+        "left to dispatch. Replica imbalance: work of the busiest replica over the mean, minus 1.",
+        "Reward and accuracy (of trained responses): means over the last quarter of the "
+        "iterations. Synchronous iterations between periodic ones are in no other row than their "
+        "own.",
+        f"Warm-up iterations dropped: {', '.join(dropped)}. Seconds are means per iteration; "
+        "evaluation and checkpoint are part of the iteration.",
+        "Memory: what an iteration needed at most, border included, the mean over iterations; of "
+        "the fullest engine and trainer rank. Host memory is resident, a sum over processes that "
+        "counts what they share for each.",
         *named,
     ]
 
 
 def table_rows(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
-    """(title, a cell per run) of every figure; those that no run has are left out, where they are optional."""
+    """(title, a cell per run) of every figure; those that no run has are left out, where they are
+    optional.
+    """
     found = [{**report.values, "ratio": _ratio(report, reports)} for report in reports]
     rows = [
         (name, title, [_cell(name, values.get(name), layout) for values in found])
@@ -291,7 +355,8 @@ def table_rows(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
     return [
         (title, cells)
         for name, title, cells in rows
-        if (name not in _OPTIONAL or any(cell != "-" for cell in cells)) and (name != "ratio" or len(reports) > 1)
+        if (name not in _OPTIONAL or any(cell != "-" for cell in cells))
+        and (name != "ratio" or len(reports) > 1)
     ]
 
 
@@ -306,7 +371,9 @@ def _ratio(report: RunReport, reports: Sequence[RunReport]) -> float:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The run's resolved configuration as plain values, not validated: a report must read runs of older versions."""
+    """The run's resolved configuration as plain values, not validated: a report must read runs of
+    older versions.
+    """
     path = run_dir / "config.yaml"
     if not path.exists():
         return {}
@@ -325,29 +392,41 @@ def summarise(run_dir: Path | str) -> str:
         parts.append(render_text(each_run([load_report(run_dir)])))
     except DataError as error:
         parts.append(f"Throughput: none ({error})")
-    listing = [f"  {run_dir / name!s:<40} {meaning}" for name, meaning in _WRITTEN if (run_dir / name).exists()]
+    listing = [
+        f"  {run_dir / name!s:<40} {meaning}"
+        for name, meaning in _WRITTEN
+        if (run_dir / name).exists()
+    ]
     parts.append("\n".join(["Written:", *listing]))
-    lines = (nothing_learned_line(records, run_dir), overlap_line(records), saved_publishes_line(records))
+    lines = (
+        nothing_learned_line(records, run_dir),
+        overlap_line(records),
+        saved_publishes_line(records),
+    )
     parts += [line for line in lines if line]
     return "\n\n".join(parts)
 
 
 def nothing_learned_line(records: Sequence[Mapping[str, Any]], run_dir: Path) -> str | None:
-    """Says that no iteration of the run had anything to learn from, and where to look; None where one had.
+    """Says that no iteration of the run had anything to learn from, and where to look; None where
+    one had.
 
-    A policy learns from the differences of rewards inside a group: where there are none, all advantages are zero.
+    A policy learns from the differences of rewards inside a group: where there are none, all
+    advantages are zero.
     """
     if not records or any(record.get("reward_std") != 0 for record in records):
         return None
     look = f"look at responses in {run_dir / 'samples.jsonl'}"
     if all(record.get("reward_mean") == 0 for record in records):
         return (
-            f"Note: every reward of the run is 0, so that nothing was learned from rewards; {look}: whether they end within "
-            f"rollout.max_response_tokens and state their answer as reward.functions reads it (docs/rewards.md)."
+            "Note: every reward of the run is 0, so that nothing was learned from rewards; "
+            f"{look}: whether they end within rollout.max_response_tokens and state their answer "
+            "as reward.functions reads it (docs/rewards.md)."
         )
     return (
-        f"Note: all rewards inside each group were equal, so that nothing was learned from them; {look}: the questions are too "
-        f"easy or too hard for the model, or reward.functions tells no response from another."
+        "Note: all rewards inside each group were equal, so that nothing was learned from them; "
+        f"{look}: the questions are too easy or too hard for the model, or reward.functions tells "
+        "no response from another."
     )
 
 
@@ -356,16 +435,20 @@ def saved_publishes_line(records: list[dict[str, Any]]) -> str | None:
     borders = [record for record in records if record.get("publish_skipped") is not None]
     if not borders:
         return None
-    kls = [number(record, "publish_kl") for record in borders if record.get("publish_kl") is not None]
+    kls = [
+        number(record, "publish_kl") for record in borders if record.get("publish_kl") is not None
+    ]
     skipped = sum(bool(record["publish_skipped"]) for record in borders)
     largest = f"; KL from the engines' policy up to {max(kls):.3g} nats a token" if kls else ""
     return f"Publishes saved: {skipped} of {len(borders)}{largest}."
 
 
 def overlap_line(records: list[dict[str, Any]]) -> str | None:
-    """Compares synchronous with periodic iterations, if a run has two or more of each in turn; otherwise None.
+    """Compares synchronous with periodic iterations, if a run has two or more of each in turn;
+    otherwise None.
 
-    Only the last stretch in which they take turns is compared: before it the schedule was still being learned.
+    Only the last stretch in which they take turns is compared: before it the schedule was still
+    being learned.
     """
     start = len(records) - 1
     while start > 0 and records[start].get("periodic") is not records[start - 1].get("periodic"):
@@ -375,14 +458,19 @@ def overlap_line(records: list[dict[str, Any]]) -> str | None:
     if min(len(sync), len(periodic)) < _LEAST_COMPARED:
         return None
     seconds = [
-        median(number(r, "iteration_s") - number(r, "evaluation_s", 0.0) for r in some) for some in (sync, periodic)
+        median(number(r, "iteration_s") - number(r, "evaluation_s", 0.0) for r in some)
+        for some in (sync, periodic)
     ]
-    generate_s, train_s = (median(number(r, name) for r in sync) for name in ("generate_s", "train_s"))
+    generate_s, train_s = (
+        median(number(r, name) for r in sync) for name in ("generate_s", "train_s")
+    )
     gain, bound = seconds[0] / seconds[1], (generate_s + train_s) / max(generate_s, train_s)
     return (
-        f"Synchronous iterations take {seconds[0]:.2f} s (generation {generate_s:.2f} s, then training {train_s:.2f} s), periodic "
-        f"ones {seconds[1]:.2f} s (medians of {len(sync)} and {len(periodic)} in turn):\n"
-        f"{gain:.2f}x as fast, of a possible {bound:.2f}x if the two overlapped completely: {gain / bound:.0%} of it."
+        f"Synchronous iterations take {seconds[0]:.2f} s (generation {generate_s:.2f} s, then "
+        f"training {train_s:.2f} s), periodic ones {seconds[1]:.2f} s (medians of {len(sync)} and "
+        f"{len(periodic)} in turn):\n"
+        f"{gain:.2f}x as fast, of a possible {bound:.2f}x if the two overlapped completely: "
+        f"{gain / bound:.0%} of it."
     )
 
 
@@ -394,4 +482,7 @@ def _accuracy_line(records: list[dict[str, Any]], iterations: int) -> str:
     label = "Greedy accuracy on the held-out questions:"
     if first_version == last_version:
         return f"{label} {first:.3f} at version {first_version}; {counted(iterations, 'iteration')}"
-    return f"{label} {first:.3f} before (version {first_version}), {last:.3f} after (version {last_version})"
+    return (
+        f"{label} {first:.3f} before (version {first_version}), {last:.3f} after (version "
+        f"{last_version})"
+    )

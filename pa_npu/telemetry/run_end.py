@@ -1,6 +1,8 @@
-"""How a run began and ended, as events of its launcher's timeline: the launcher writes them, who shows the run reads them.
+"""How a run began and ended, as events of its launcher's timeline: the launcher writes them, who
+shows the run reads them.
 
-A launcher that is killed records no end. So the begin says which process it is: a reader on the same machine sees that it is gone.
+A launcher that is killed records no end. So the begin says which process it is: a reader on the
+same machine sees that it is gone.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _LONGEST_LINE = 500
 
 @dataclass(frozen=True)
 class RunEnd:
-    """outcome: finished, failed by itself, or stopped by a signal. cause: in words; empty where it finished.
+    """outcome: finished, failed by itself, or stopped by a signal. cause: in words; empty where it
+    finished.
 
     process: the one to blame, if one is. lines: the last of its log.
     """
@@ -63,13 +66,17 @@ def record_end(timeline: Timeline, start_s: float, end: RunEnd) -> None:
 
 
 def record_engines(timeline: Timeline, urls: Sequence[str]) -> None:
-    """Records under which address each engine of the attempt answers, in the order of their numbers."""
+    """Records under which address each engine of the attempt answers, in the order of their
+    numbers.
+    """
     moment_s = now()
     timeline.complete(ENGINES, moment_s, moment_s, _LANE, urls=list(urls))
 
 
 def engine_names(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Address to name (engine-0, ...) of all engines that the launcher has recorded, in any attempt."""
+    """Address to name (engine-0, ...) of all engines that the launcher has recorded, in any
+    attempt.
+    """
     names: dict[str, str] = {}
     for event in events:
         urls = _arguments(event).get("urls") if event.get("name") == ENGINES else None
@@ -88,7 +95,10 @@ def last_attempt(events: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, A
 
 
 def read_end(events: Sequence[Mapping[str, Any]]) -> RunEnd | None:
-    """The end of the last attempt; None while it has none. One without an outcome is an earlier version's, of a good end."""
+    """The end of the last attempt; None while it has none.
+
+    One without an outcome is an earlier version's, of a good end.
+    """
     for event in reversed(last_attempt(events)):
         if event.get("name") == END:
             return _end_of(_arguments(event))
@@ -108,7 +118,9 @@ def _end_of(arguments: Mapping[str, Any]) -> RunEnd:
 
 
 def owner_is_gone(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the launcher of the last attempt ran in this machine's process space and runs there no more."""
+    """Whether the launcher of the last attempt ran in this machine's process space and runs there
+    no more.
+    """
     for event in reversed(last_attempt(events)):
         if event.get("name") == BEGIN:
             return _is_gone(_arguments(event).get("owner"))
@@ -116,7 +128,10 @@ def owner_is_gone(events: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def owner_mark() -> dict[str, Any] | None:
-    """Names this process among all that have its number: number, start, boot, process space. None where the system has no /proc."""
+    """Names this process among all that have its number: number, start, boot, process space.
+
+    None where the system has no /proc.
+    """
     number = os.getpid()
     started, place = _start_of(number), _place()
     if started is None or place is None:
@@ -129,7 +144,12 @@ def _is_gone(mark: Any) -> bool:
         return False
     place, number = _place(), mark.get("pid")
     is_here = place is not None and all(mark.get(key) == value for key, value in place.items())
-    if not is_here or not isinstance(number, int) or isinstance(number, bool) or not 0 < number < 2**31:
+    if (
+        not is_here
+        or not isinstance(number, int)
+        or isinstance(number, bool)
+        or not 0 < number < 2**31
+    ):
         return False
     try:
         os.kill(number, 0)

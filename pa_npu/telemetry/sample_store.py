@@ -1,8 +1,10 @@
-"""Kept samples: RUN/samples/iteration_NNNNNN.parquet with one row per response, tokens and their log-probs included.
+"""Kept samples: RUN/samples/iteration_NNNNNN.parquet with one row per response, tokens and their
+log-probs included.
 
-`pandas.read_parquet("RUN/samples")` and `datasets.load_dataset("parquet", data_dir="RUN/samples")` read all iterations. The
-trainers put their log-probs of the same tokens into RUN/samples_trainer, one file per iteration and rank; `read_samples` joins
-them. A file that cannot be written costs its rows, never the run.
+`pandas.read_parquet("RUN/samples")` and `datasets.load_dataset("parquet", data_dir="RUN/samples")`
+read all iterations. The trainers put their log-probs of the same tokens into RUN/samples_trainer,
+one file per iteration and rank; `read_samples` joins them. A file that cannot be written costs its
+rows, never the run.
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ _FILE = re.compile(r"iteration_(\d{6,10})(?:\.\w+)?\.parquet")
 
 @dataclass(frozen=True)
 class KeptResponse:
-    """One response of a group that was trained. Lists have one entry per token that the policy wrote.
+    """One response of a group that was trained. Lists have one entry per token that the policy
+    wrote.
 
-    index: the group's dispatch index in the iteration; response: the response's number in it. tokens: ids; logprobs: of the
-    distribution that the engine sampled from. rewards: of each function, unweighted; reward: their weighted sum. advantage: as
-    trained. version: of the newest weights that wrote a token. errors: of reward functions, for the whole group.
+    index: the group's dispatch index in the iteration; response: the response's number in it.
+    tokens: ids; logprobs: of the distribution that the engine sampled from. rewards: of each
+    function, unweighted; reward: their weighted sum. advantage: as trained. version: of the newest
+    weights that wrote a token. errors: of reward functions, for the whole group.
     turns: of a branch of a session, as samples.types.SampleTurn has them.
     """
 
@@ -70,7 +74,10 @@ def kept_groups(setting: int | Literal["all"]) -> float:
 
 
 class _Tables:
-    """Writes a directory's files in a thread of its own. Owner closes it, which waits for what is being written."""
+    """Writes a directory's files in a thread of its own.
+
+    Owner closes it, which waits for what is being written.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -93,10 +100,13 @@ class _Tables:
 class SampleStore(_Tables):
     """Writes the coordinator's files.
 
-    first_iteration: files of it and later ones, of an earlier attempt, are removed. piece: the text of one token.
+    first_iteration: files of it and later ones, of an earlier attempt, are removed. piece: the text
+    of one token.
     """
 
-    def __init__(self, run_dir: Path | str, first_iteration: int, piece: Callable[[int], str]) -> None:
+    def __init__(
+        self, run_dir: Path | str, first_iteration: int, piece: Callable[[int], str]
+    ) -> None:
         super().__init__(Path(run_dir) / SAMPLES_DIRECTORY)
         self._piece = functools.cache(piece)
         for directory in (self.directory, Path(run_dir) / TRAINER_DIRECTORY):
@@ -108,16 +118,21 @@ class SampleStore(_Tables):
         """All kept responses of an iteration; returns at once."""
         if rows:
             kept = list(rows)
-            self.submit(_file(iteration), lambda: ([self._row(row) for row in kept], _schema(reward_names(kept))))
+            self.submit(
+                _file(iteration),
+                lambda: ([self._row(row) for row in kept], _schema(reward_names(kept))),
+            )
 
     def _row(self, row: KeptResponse) -> dict[str, Any]:
         return {**asdict(row), "pieces": [self._piece(token) for token in row.tokens]}
 
 
 class TrainerLogprobs(_Tables):
-    """Adds one trainer rank's log-probs to the kept samples: of their tokens, under the weights that wrote them.
+    """Adds one trainer rank's log-probs to the kept samples: of their tokens, under the weights
+    that wrote them.
 
-    groups: as kept_groups. Tensors stay on the device until `write`, and training does not wait for the disk.
+    groups: as kept_groups. Tensors stay on the device until `write`, and training does not wait for
+    the disk.
     """
 
     def __init__(self, run_dir: Path | str, rank: int, groups: float) -> None:
@@ -127,8 +142,16 @@ class TrainerLogprobs(_Tables):
         self._iteration = -1
         self._rows: list[tuple[int, int, Any]] = []
 
-    def add(self, iteration: int, sources: Sequence[tuple[int, int]], lengths: Sequence[int], logprobs: Any) -> None:
-        """One microbatch. sources: (group, response) of each sample; lengths: its tokens; logprobs: float [sum of lengths]."""
+    def add(
+        self,
+        iteration: int,
+        sources: Sequence[tuple[int, int]],
+        lengths: Sequence[int],
+        logprobs: Any,
+    ) -> None:
+        """One microbatch. sources: (group, response) of each sample; lengths: its tokens; logprobs:
+        float [sum of lengths].
+        """
         if iteration != self._iteration:
             self._iteration, self._rows = iteration, []
         end = 0
@@ -154,15 +177,22 @@ def sample_iterations(run_dir: Path | str) -> list[int]:
 
 
 def read_samples(
-    run_dir: Path | str, iteration: int, *, group: int | None = None, columns: Sequence[str] | None = None
+    run_dir: Path | str,
+    iteration: int,
+    *,
+    group: int | None = None,
+    columns: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of an iteration as plain values, by group and response; with `trainer_logprobs`, None where there are none.
+    """The rows of an iteration as plain values, by group and response; with `trainer_logprobs`,
+    None where there are none.
 
     group: its rows alone. columns: as read_table has them.
     Raises DataError where the file cannot be read.
     """
     only = None if group is None else ("index", group)
-    rows = read_table(Path(run_dir) / SAMPLES_DIRECTORY / _file(iteration), columns=columns, only=only)
+    rows = read_table(
+        Path(run_dir) / SAMPLES_DIRECTORY / _file(iteration), columns=columns, only=only
+    )
     if columns is None:
         trained: dict[tuple[int, int], Any] = {}
         for number, file in _files(Path(run_dir) / TRAINER_DIRECTORY):
@@ -171,16 +201,25 @@ def read_samples(
                     trained[_place(row)] = row.get("logprobs")
         for row in rows:
             found, logprobs = trained.get(_place(row)), row.get("logprobs")
-            equal = isinstance(found, list) and isinstance(logprobs, list) and len(found) == len(logprobs)
+            equal = (
+                isinstance(found, list)
+                and isinstance(logprobs, list)
+                and len(found) == len(logprobs)
+            )
             row["trainer_logprobs"] = found if equal else None
     for row in rows:
-        if isinstance(row.get("rewards"), dict):  # the table has every name that any of its groups was rewarded by
-            row["rewards"] = {name: value for name, value in row["rewards"].items() if value is not None}
+        # the table has every name that any of its groups was rewarded by
+        if isinstance(row.get("rewards"), dict):
+            row["rewards"] = {
+                name: value for name, value in row["rewards"].items() if value is not None
+            }
     return sorted(rows, key=_place)
 
 
 def _place(row: Mapping[str, Any]) -> tuple[int, int]:
-    """The group and the response; a row without them, which this program has not written, comes first."""
+    """The group and the response; a row without them, which this program has not written, comes
+    first.
+    """
     index, response = (row.get(name) for name in ("index", "response"))
     return index if isinstance(index, int) else -1, response if isinstance(response, int) else -1
 
@@ -189,7 +228,9 @@ def read_prompts(run_dir: Path | str, iteration: int) -> dict[str, int]:
     """Prompt to group of an iteration. Raises DataError."""
     file = Path(run_dir) / SAMPLES_DIRECTORY / _file(iteration)
     rows = read_table(file, columns=("index", "prompt"))
-    return {str(row.get("prompt")): row["index"] for row in rows if isinstance(row.get("index"), int)}
+    return {
+        str(row.get("prompt")): row["index"] for row in rows if isinstance(row.get("index"), int)
+    }
 
 
 def _file(iteration: int, part: str = "") -> str:
@@ -218,13 +259,17 @@ def _schema(rewards: Sequence[str]) -> Any:
         "logprobs": pa.list_(pa.float32()),
         "turns": pa.list_(pa.struct(turn)),
     }
-    return pa.schema({field.name: plain.get(str(field.type)) for field in fields(KeptResponse)} | others)
+    return pa.schema(
+        {field.name: plain.get(str(field.type)) for field in fields(KeptResponse)} | others
+    )
 
 
 def _trainer_schema() -> Any:
     import pyarrow as pa
 
-    return pa.schema([("index", pa.int32()), ("response", pa.int32()), ("logprobs", pa.list_(pa.float32()))])
+    return pa.schema(
+        [("index", pa.int32()), ("response", pa.int32()), ("logprobs", pa.list_(pa.float32()))]
+    )
 
 
 def write_table(path: Path, rows: list[dict[str, Any]], schema: Any) -> None:
@@ -235,7 +280,9 @@ def write_table(path: Path, rows: list[dict[str, Any]], schema: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     try:
-        pyarrow.parquet.write_table(pa.Table.from_pylist(_encodable(rows), schema), partial, compression="zstd")
+        pyarrow.parquet.write_table(
+            pa.Table.from_pylist(_encodable(rows), schema), partial, compression="zstd"
+        )
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -257,8 +304,8 @@ def read_table(
 ) -> list[dict[str, Any]]:
     """The rows of a file. Raises DataError where it cannot be read.
 
-    columns: these alone, as far as the file has them; `length` is the number of a row's tokens. only: a column, and the value that
-    it has in the rows that are wanted.
+    columns: these alone, as far as the file has them; `length` is the number of a row's tokens.
+    only: a column, and the value that it has in the rows that are wanted.
     """
     import pyarrow as pa
     import pyarrow.compute as compute

@@ -1,8 +1,9 @@
-"""The one list of what is secret, and the one function that hides it, for whatever shows a run's configuration, arguments or logs.
+"""The one list of what is secret, and the one function that hides it, for whatever shows a run's
+configuration, arguments or logs.
 
-A value is hidden by its name, where names are the user's own (environment variables, options), and by its form: the password in a
-URL, what follows Bearer, X-Api-Key:, --api-key or TOKEN=, keys with a known beginning. What is secret in a configuration is so in
-all texts of its run.
+A value is hidden by its name, where names are the user's own (environment variables, options), and
+by its form: the password in a URL, what follows Bearer, X-Api-Key:, --api-key or TOKEN=, keys with
+a known beginning. What is secret in a configuration is so in all texts of its run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _VARIABLES = "rollout.env"
 _WORD = re.compile(
     ".*(?:password|passwd|passphrase|passcode|pwd|secret|credential|(?<!sa)cred|authorization|bearer|cookie|apikey|auth|webhook)s*"
 )
-# ... or its last word is one of these, or of those that are so common that they need a word before them.
+# ... or its last word is one of these, or of those that are so common that they need a word before
+# them.
 _LAST = {"key", "token", "pass", "pw", "jwt", "dsn", "sas", "otp"}
 _LAST_OF_SEVERAL = {"tok", "pat", "sig", "signature"}
 # What stands before the last word tells what is none.
@@ -54,11 +56,14 @@ _FORMS = [
         r"""\b(?:sshpass\s+-p|redis-cli\b[^\n|]{0,300}?\s-a)\s*(?:"([^"\n]+)|'([^'\n]+)|([^\s"']+))""",
     )
 ]
-_NAMED = re.compile(r"""(?<![\w.-])(?P<name>[\w.-]+)(?P<sign>\\*["']?[^\S\n]*(?:[:=]=?|=>)[^\S\n]*)""")
+_NAMED = re.compile(
+    r"""(?<![\w.-])(?P<name>[\w.-]+)(?P<sign>\\*["']?[^\S\n]*(?:[:=]=?|=>)[^\S\n]*)"""
+)
 _OPTION = re.compile(
     r"""(?<![\w-])(?P<name>--?[A-Za-z][\w-]+)(?P<sign>[^\S\n]+|\\*["'],\s*(?=[b\\]*["']))(?![b\\]*["']?-)"""
 )
-# What stands behind a name: quoted, listed or bare. A bare one has , ; & inside, unless another name follows.
+# What stands behind a name: quoted, listed or bare. A bare one has , ; & inside, unless another
+# name follows.
 _VALUE = re.compile(
     r"""\\+(?P<mark>["'])(?P<escaped>.*?)\\+(?P=mark)
     | b?(?P<quote>["'])(?P<quoted>(?:\\.|(?!(?P=quote))[^\\\n])*)
@@ -82,7 +87,9 @@ _NOTHING = frozenset(("", "none", "null", "true", "false"))
 
 @functools.lru_cache(4096)
 def is_secret(name: str) -> bool:
-    """Whether what has this name (one word of a dotted one, an option, a variable) is not to be shown."""
+    """Whether what has this name (one word of a dotted one, an option, a variable) is not to be
+    shown.
+    """
     words = [word.lower() for word in _NAME_SPLIT.split(name) if word]
     if words[-2:] == ["key", "id"]:
         words.pop()
@@ -96,7 +103,10 @@ def is_secret(name: str) -> bool:
     if last in _LAST or (before and last in _LAST_OF_SEVERAL):
         return not _NO_SECRET_BEFORE.fullmatch(before)
     return (
-        last.endswith(("pass", "token", "key", "pw")) and last not in _NO_SECRETS and last.isalpha() and _is_glued(last)
+        last.endswith(("pass", "token", "key", "pw"))
+        and last not in _NO_SECRETS
+        and last.isalpha()
+        and _is_glued(last)
     )
 
 
@@ -106,14 +116,18 @@ def _is_glued(word: str) -> bool:
 
 
 class Secrets:
-    """tree: the configuration with what is secret masked. config: its leaves by dotted name. hide: a text of the same run."""
+    """tree: the configuration with what is secret masked. config: its leaves by dotted name. hide:
+    a text of the same run.
+    """
 
     def __init__(self, tree: Mapping[str, Any], mask: Mask = lambda value: HIDDEN) -> None:
         self._found: set[str] = set()
         self._mask = mask
         self.tree = {key: self._shown(value, str(key)) for key, value in tree.items()}
         self.config = flat(self.tree)
-        known = sorted((value for value in self._found if len(value) >= _SHORTEST_VALUE), key=len, reverse=True)
+        known = sorted(
+            (value for value in self._found if len(value) >= _SHORTEST_VALUE), key=len, reverse=True
+        )
         self._values = re.compile("|".join(map(re.escape, known))) if known else None
 
     def hide(self, text: str) -> str:
@@ -125,13 +139,21 @@ class Secrets:
     def _shown(self, value: Any, name: str) -> Any:
         if isinstance(value, Mapping):
             return {key: self._shown(item, f"{name}.{key}") for key, item in value.items()}
-        users = next((name[len(prefix) :] for prefix in _OPEN if f"{name}.".startswith(f"{prefix}.")), None)
+        users = next(
+            (name[len(prefix) :] for prefix in _OPEN if f"{name}.".startswith(f"{prefix}.")), None
+        )
         if isinstance(value, list):  # in mappings of a list the names are the user's
             return list(self._items(value, _OPEN[0] if users is None else name))
         words = (users or "").split(".")
         # a shell's working directory is among variables, not among options
-        is_password = not name.startswith(_VARIABLES) and any(word.lower() == "pwd" for word in words)
-        if (is_password or any(map(is_secret, words))) and not isinstance(value, bool) and value not in (None, ""):
+        is_password = not name.startswith(_VARIABLES) and any(
+            word.lower() == "pwd" for word in words
+        )
+        if (
+            (is_password or any(map(is_secret, words)))
+            and not isinstance(value, bool)
+            and value not in (None, "")
+        ):
             return self._masked(str(value))
         if isinstance(value, str):
             self._found.update(value[start:end] for start, end in _secret_spans(value))
@@ -139,7 +161,9 @@ class Secrets:
         return value
 
     def _items(self, values: Sequence[Any], name: str) -> Iterator[Any]:
-        """Arguments of a command: what follows the name of an option is its value, up to the next option."""
+        """Arguments of a command: what follows the name of an option is its value, up to the next
+        option.
+        """
         is_value = False
         for value in values:
             is_option = isinstance(value, str) and value.startswith("-")
@@ -155,8 +179,14 @@ class Secrets:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of an environment without a secret: in their names, or in a value, such as a URL with a password."""
-    return {name: value for name, value in environment.items() if not is_secret(name) and hide(value) == value}
+    """The variables of an environment without a secret: in their names, or in a value, such as a
+    URL with a password.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if not is_secret(name) and hide(value) == value
+    }
 
 
 def hide(text: str, mask: Mask = lambda value: HIDDEN) -> str:
@@ -189,9 +219,17 @@ def _by_name(text: str) -> Iterator[tuple[int, int]]:
     for pattern in (_NAMED, _OPTION):
         done = 0
         for found in pattern.finditer(text):
-            name, is_plain = found["name"].strip("-.").lower(), pattern is _NAMED and found["sign"][0] in ": \t"
-            # in prose "pass: 3" and "key: x" are no secrets, "Authorization: x" and "api_key: x" are
-            if found.start() < done or not is_secret(found["name"]) or (is_plain and name in _NO_SECRETS):
+            name, is_plain = (
+                found["name"].strip("-.").lower(),
+                pattern is _NAMED and found["sign"][0] in ": \t",
+            )
+            # in prose "pass: 3" and "key: x" are no secrets, "Authorization: x" and "api_key: x"
+            # are
+            if (
+                found.start() < done
+                or not is_secret(found["name"])
+                or (is_plain and name in _NO_SECRETS)
+            ):
                 continue
             value = _LINE.match(text, found.end()) if name.endswith(_WHOLE_LINE) else None
             value = value or _VALUE.match(text, found.end())
@@ -200,13 +238,18 @@ def _by_name(text: str) -> Iterator[tuple[int, int]]:
             kind, done = str(value.lastgroup), value.end()
             if kind in ("listed", "mapped"):
                 items = _ITEM.finditer(text, *value.span(kind))
-                yield from (item.span(item.lastindex or 0) for item in items if item["is_key"] is None)
+                yield from (
+                    item.span(item.lastindex or 0) for item in items if item["is_key"] is None
+                )
             else:
                 yield value.span(kind)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted name: {"run": {"seed": 1}} is {"run.seed": 1}. An empty section is a leaf."""
+    """Leaves by dotted name: {"run": {"seed": 1}} is {"run.seed": 1}.
+
+    An empty section is a leaf.
+    """
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

@@ -1,10 +1,11 @@
 """Timeline: what every process did when, on one clock.
 
-Each process appends events to RUN/timeline/<process>.jsonl, one line each, so that a killed process loses at most its
-last line. `pa-npu view` draws them; chrome_trace.py merges them at the end of a run.
+Each process appends events to RUN/timeline/<process>.jsonl, one line each, so that a killed process
+loses at most its last line. `pa-npu view` draws them; chrome_trace.py merges them at the end of a
+run.
 
-The clock of all processes is wall time at import plus the monotonic time since then: comparable between processes and
-nodes as far as their wall clocks agree, and never running backwards.
+The clock of all processes is wall time at import plus the monotonic time since then: comparable
+between processes and nodes as far as their wall clocks agree, and never running backwards.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ def on_clock(perf_counter_s: float) -> float:
 
 
 class Timeline:
-    """Appends the events of one process; thread-safe. `Timeline(None, name)` records nothing and costs nothing.
+    """Appends the events of one process; thread-safe. `Timeline(None, name)` records nothing and
+    costs nothing.
 
-    A lane is a row under the process: things that happen one after another, inside each other, or side by side (requests).
+    A lane is a row under the process: things that happen one after another, inside each other, or
+    side by side (requests).
     """
 
     def __init__(self, path: Path | str | None, process_name: str) -> None:
@@ -51,7 +54,10 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, /, lane: str = "main", **args: Any) -> Iterator[dict[str, Any]]:
-        """Records the block's duration, also when it raises. Entries put into the yielded dict become arguments."""
+        """Records the block's duration, also when it raises.
+
+        Entries put into the yielded dict become arguments.
+        """
         if self._file is None:
             yield args
             return
@@ -64,9 +70,19 @@ class Timeline:
         finally:
             self.complete(name, start_s, now(), lane, **args)
 
-    def complete(self, name: str, start_s: float, end_s: float, /, lane: str = "main", **args: Any) -> None:
+    def complete(
+        self, name: str, start_s: float, end_s: float, /, lane: str = "main", **args: Any
+    ) -> None:
         """Records something that lasted from start_s to end_s, both from `now()`."""
-        self._write({"name": name, "lane": lane, "start": start_s, "end": end_s, **({"args": args} if args else {})})
+        self._write(
+            {
+                "name": name,
+                "lane": lane,
+                "start": start_s,
+                "end": end_s,
+                **({"args": args} if args else {}),
+            }
+        )
 
     def close(self) -> None:
         if self._file is not None:

@@ -1,4 +1,5 @@
-"""The trackers' libraries: a class for each, which starts a run, or goes on with one, and takes numbers and tables.
+"""The trackers' libraries: a class for each, which starts a run, or goes on with one, and takes
+numbers and tables.
 
 A library is imported where its run starts, in the thread of its tracker.
 """
@@ -16,7 +17,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Identity:
-    """id: of the run with the tracker; known: whether the tracker has it. iteration, version: the last that was given to it."""
+    """id: of the run with the tracker; known: whether the tracker has it. iteration, version: the
+    last that was given to it.
+    """
 
     id: str
     project: str
@@ -30,8 +33,8 @@ class Identity:
 class TrackedRun:
     """A run as a tracker is told of it.
 
-    identity: with the id that the run had with this tracker before, or a new one to use. directory: for what the tracker writes
-    locally. first_step: of this attempt. config: resolved, flat.
+    identity: with the id that the run had with this tracker before, or a new one to use. directory:
+    for what the tracker writes locally. first_step: of this attempt. config: resolved, flat.
     """
 
     identity: Identity
@@ -41,9 +44,11 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """One run with one tracker. Every method may raise anything, and may take as long as it likes: it is alone in its thread.
+    """One run with one tracker. Every method may raise anything, and may take as long as it likes:
+    it is alone in its thread.
 
-    id: names the run to the tracker. Given as Identity.id, it makes a later process go on with the run, where the tracker can.
+    id: names the run to the tracker. Given as Identity.id, it makes a later process go on with the
+    run, where the tracker can.
     """
 
     id: str
@@ -56,7 +61,9 @@ class Tracker(ABC):
         """Numbers of a step. Steps of training and of evaluations ascend each on their own."""
 
     @abstractmethod
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
         """Samples of a step: texts and numbers."""
 
     @abstractmethod
@@ -72,14 +79,18 @@ class TensorBoard(Tracker):
 
         self.id = run.identity.id
         # readers drop what earlier event files have of the purged step and later ones
-        self._writer = SummaryWriter(str(run.directory.parent / "tensorboard"), purge_step=run.first_step or None)
+        self._writer = SummaryWriter(
+            str(run.directory.parent / "tensorboard"), purge_step=run.first_step or None
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
         lines = [columns, ["---"] * len(columns), *rows]
         text = "\n".join("| " + " | ".join(map(_markdown_cell, line)) + " |" for line in lines)
         self._writer.add_text(name, text.encode("utf-8", "replace").decode(), step)
@@ -96,7 +107,9 @@ def _markdown_cell(value: Any) -> str:
 
 
 class _Logged(Tracker):
-    """Libraries that log a dictionary of numbers and tables. library: the module; run: what logs, which may be the module."""
+    """Libraries that log a dictionary of numbers and tables. library: the module; run: what logs,
+    which may be the module.
+    """
 
     _library: Any
     _run: Any
@@ -104,7 +117,9 @@ class _Logged(Tracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._put(step, dict(values))
 
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
         self._put(step, {name: self._made(list(columns), [list(row) for row in rows])})
 
     def finish(self) -> None:
@@ -118,10 +133,11 @@ class _Logged(Tracker):
 
 
 class WandB(_Logged):
-    """Weights & Biases: one run by its id; its files are in RUN/trackers/wandb. After WANDB_MODE=offline `wandb sync` sends them.
+    """Weights & Biases: one run by its id; its files are in RUN/trackers/wandb. After
+    WANDB_MODE=offline `wandb sync` sends them.
 
-    The axis of all curves is a number of ours: wandb's own step cannot go back, and an evaluation may come later than the
-    iteration after it.
+    The axis of all curves is a number of ours: wandb's own step cannot go back, and an evaluation
+    may come later than the iteration after it.
     """
 
     _STEP = "iteration"
@@ -149,7 +165,10 @@ class WandB(_Logged):
 
 
 class SwanLab(_Logged):
-    """One experiment by its id, its files in RUN/trackers/swanlab. After SWANLAB_MODE=offline `swanlab sync` sends them."""
+    """One experiment by its id, its files in RUN/trackers/swanlab.
+
+    After SWANLAB_MODE=offline `swanlab sync` sends them.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         import swanlab
@@ -175,7 +194,9 @@ class SwanLab(_Logged):
 
 
 class Trackio(_Logged):
-    """One run by its name; it keeps a database in RUN/trackers/trackio unless TRACKIO_DIR or a Space is named."""
+    """One run by its name; it keeps a database in RUN/trackers/trackio unless TRACKIO_DIR or a
+    Space is named.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         # read when the library is imported
@@ -184,7 +205,8 @@ class Trackio(_Logged):
 
         self._library = trackio
         identity = run.identity
-        self.id = identity.id if identity.known else f"{identity.name}-{identity.id[:6]}"  # known by its name alone
+        # known by its name alone
+        self.id = identity.id if identity.known else f"{identity.name}-{identity.id[:6]}"
         self._run = trackio.init(
             project=identity.project,
             name=self.id,
@@ -197,7 +219,8 @@ class Trackio(_Logged):
 
 
 class MLflow(Tracker):
-    """One run of an experiment; the store is MLFLOW_TRACKING_URI's, else a database in RUN/trackers.
+    """One run of an experiment; the store is MLFLOW_TRACKING_URI's, else a database in
+    RUN/trackers.
 
     A server cannot be told an id: it gives one, which is kept.
     """
@@ -222,14 +245,23 @@ class MLflow(Tracker):
             return
         place = {"artifact_location": (directory / "mlflow_artifacts").as_uri()} if local else {}
         found = self._client.get_experiment_by_name(identity.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(identity.project, **place)
+        experiment = (
+            found.experiment_id
+            if found
+            else self._client.create_experiment(identity.project, **place)
+        )
         own = {"pa_npu.id": identity.id}
-        self.id = str(self._client.create_run(experiment, run_name=identity.name, tags=own).info.run_id)
+        self.id = str(
+            self._client.create_run(experiment, run_name=identity.name, tags=own).info.run_id
+        )
         parameters = [
-            mlflow.entities.Param(key, str(value)[: self._LONGEST_VALUE]) for key, value in run.config.items()
+            mlflow.entities.Param(key, str(value)[: self._LONGEST_VALUE])
+            for key, value in run.config.items()
         ]
         for first in range(0, len(parameters), self._PARAMETERS_AT_ONCE):
-            self._client.log_batch(self.id, params=parameters[first : first + self._PARAMETERS_AT_ONCE])
+            self._client.log_batch(
+                self.id, params=parameters[first : first + self._PARAMETERS_AT_ONCE]
+            )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now_ms = self._library.utils.time.get_current_time_millis()
@@ -237,7 +269,9 @@ class MLflow(Tracker):
         metrics = [metric(self._named(name), value, now_ms, step) for name, value in values.items()]
         self._client.log_batch(self.id, metrics=metrics)
 
-    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    def table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    ) -> None:
         data = {column: [row[number] for row in rows] for number, column in enumerate(columns)}
         self._client.log_table(self.id, data, f"{name}/iteration_{step:06d}.json")
 
@@ -256,4 +290,7 @@ TRACKERS: dict[str, tuple[type[Tracker], str]] = {
     "mlflow": (MLflow, "mlflow>=3,<4"),
     "trackio": (Trackio, "trackio>=0.43,<1"),
 }
-"""Each tracker with its package. The extras of setup.py with the same names install it, and give the reasons of the ranges."""
+"""Each tracker with its package.
+
+The extras of setup.py with the same names install it, and give the reasons of the ranges.
+"""

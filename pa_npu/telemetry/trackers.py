@@ -1,12 +1,14 @@
-"""Experiment trackers: the iteration records and samples of a run in TensorBoard, wandb, SwanLab, MLflow or trackio.
+"""Experiment trackers: the iteration records and samples of a run in TensorBoard, wandb, SwanLab,
+MLflow or trackio.
 
 RunRecords ──append──> RUN/trackers/records.jsonl ──read──> thread of a tracker ──> its library (tracker_libraries.py)
 
-Nothing that a library does holds or ends the run. The file is the queue, so no record waits in memory. A record that a tracker
-fails to take is counted (records_lost), and the first loss of each is said in the log and on the console. Threads are daemons,
-which the end of the run waits for with one deadline; the coordinator's process then ends without what libraries do at exit. What
-a tracker was not given stays in the file, and a resumed run gives it first. What it was given is not given again, except to
-TensorBoard, which can take back.
+Nothing that a library does holds or ends the run. The file is the queue, so no record waits in
+memory. A record that a tracker fails to take is counted (records_lost), and the first loss of each
+is said in the log and on the console. Threads are daemons, which the end of the run waits for with
+one deadline; the coordinator's process then ends without what libraries do at exit. What a tracker
+was not given stays in the file, and a resumed run gives it first. What it was given is not given
+again, except to TensorBoard, which can take back.
 """
 
 from __future__ import annotations
@@ -23,27 +25,41 @@ from typing import Any, TypeVar
 import msgspec
 
 from pa_npu.config.sections.operation import TelemetryConfig
-from pa_npu.telemetry.records import JsonLines, RecordFile, attempt, drop_records, json_line, note_lost, say
+from pa_npu.telemetry.records import (
+    JsonLines,
+    RecordFile,
+    attempt,
+    drop_records,
+    json_line,
+    note_lost,
+    say,
+)
 from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse, reward_names
 from pa_npu.telemetry.secrets import flat
 from pa_npu.telemetry.tracker_libraries import TRACKERS, Identity, TrackedRun, Tracker
 
 DIRECTORY = "trackers"
 RECORDS = "records.jsonl"
-"""The file in DIRECTORY that is read: {"kind": iteration or version, "step": its number, "log": ..., "table": ...}."""
+"""The file in DIRECTORY that is read: {"kind": iteration or version, "step": its number, "log":
+..., "table": ...}.
+"""
 
 ANSWER_TIMEOUT_S = 60.0
-"""Deadline of a tracker's answer, and at the end of the run of all it still has to take; then the run ends without it."""
+"""Deadline of a tracker's answer, and at the end of the run of all it still has to take; then the
+run ends without it.
+"""
 LONGEST_TEXT = 4096  # characters of a prompt or a response in a table
-FAILED_RUN_S = 2.0  # how long a run that has failed, and is to be started again, waits for its trackers
+# how long a run that has failed, and is to be started again, waits for its trackers
+FAILED_RUN_S = 2.0
 _LOOK_S = 0.2
 _LONGEST_REASON = 300  # characters
 _CAN_TAKE_BACK = frozenset({"tensorboard"})
 _ID_CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _ID_LENGTH = 21  # within what each of the trackers takes
 
-# Names of numbers in trackers, by field of the iteration record: as TRL's GRPOTrainer or verl's PPO trainer calls them, or
-# pa_npu/FIELD; docs/trackers.md has the table. "a.*" is every field of a, whose name takes the place of the asterisk.
+# Names of numbers in trackers, by field of the iteration record: as TRL's GRPOTrainer or verl's PPO
+# trainer calls them, or pa_npu/FIELD; docs/trackers.md has the table. "a.*" is every field of a,
+# whose name takes the place of the asterisk.
 NAMES: Mapping[str, Mapping[str, str]] = {
     "trl": {
         "reward_mean": "train/reward",
@@ -100,13 +116,19 @@ T = TypeVar("T")
 
 
 class Trackers:
-    """All trackers of a run. Owner closes it (context manager). config: of the run, flat; values that are secret left out.
+    """All trackers of a run. Owner closes it (context manager). config: of the run, flat; values
+    that are secret left out.
 
-    first_iteration: as MetricsWriter's; what an earlier attempt appended of it and later ones is removed.
+    first_iteration: as MetricsWriter's; what an earlier attempt appended of it and later ones is
+    removed.
     """
 
     def __init__(
-        self, run_dir: Path | str, telemetry: TelemetryConfig, config: Mapping[str, Any], first_iteration: int = 0
+        self,
+        run_dir: Path | str,
+        telemetry: TelemetryConfig,
+        config: Mapping[str, Any],
+        first_iteration: int = 0,
     ) -> None:
         self._feeds: list[_Feed] = []
         self._names = telemetry.metric_names
@@ -115,12 +137,17 @@ class Trackers:
             drop_records(path, "step", first_iteration)
             self._file = RecordFile(path)
             self._feeds = [
-                _Feed(name, Path(run_dir), telemetry, config, first_iteration) for name in telemetry.trackers
+                _Feed(name, Path(run_dir), telemetry, config, first_iteration)
+                for name in telemetry.trackers
             ]
 
     def write_iteration(self, record: Mapping[str, Any], kept: Sequence[KeptResponse] = ()) -> None:
         """One finished iteration with its kept samples; returns at once."""
-        message = {"kind": "iteration", "step": int(record["iteration"]), "log": tracked(record, self._names)}
+        message = {
+            "kind": "iteration",
+            "step": int(record["iteration"]),
+            "log": tracked(record, self._names),
+        }
         if rows := [row for row in kept if row.index < SAMPLES_IN_SHORT]:
             message["table"] = _table(_SAMPLES_TABLE[self._names], record["iteration"], rows)
         self._write(message)
@@ -131,7 +158,9 @@ class Trackers:
         self._write({"kind": "version", "step": int(record["version"]), "log": log})
 
     def close(self, limit_s: float | None = None) -> None:
-        """Waits until everything is where it belongs, all trackers together at most ANSWER_TIMEOUT_S, or limit_s."""
+        """Waits until everything is where it belongs, all trackers together at most
+        ANSWER_TIMEOUT_S, or limit_s.
+        """
         deadline_s = time.monotonic() + (ANSWER_TIMEOUT_S if limit_s is None else limit_s)
         for feed in self._feeds:
             feed.end()
@@ -157,14 +186,22 @@ class _Feed:
     """The thread of one tracker. A tracker that cannot begin gets nothing in this attempt."""
 
     def __init__(
-        self, tracker: str, run_dir: Path, telemetry: TelemetryConfig, config: Mapping[str, Any], first: int
+        self,
+        tracker: str,
+        run_dir: Path,
+        telemetry: TelemetryConfig,
+        config: Mapping[str, Any],
+        first: int,
     ) -> None:
         self._tracker = tracker
         self._records = run_dir / DIRECTORY / RECORDS
         self._file = run_dir / DIRECTORY / f"{tracker}.json"
         self._identity = self._read(telemetry.project, run_dir.resolve().name)
         if tracker in _CAN_TAKE_BACK:
-            given = {key: min(getattr(self._identity, key), first - 1) for key in ("iteration", "version")}
+            given = {
+                key: min(getattr(self._identity, key), first - 1)
+                for key in ("iteration", "version")
+            }
             self._identity = replace(self._identity, **given)
         self._run = TrackedRun(self._identity, run_dir / DIRECTORY, first, config)
         self._ending = threading.Event()
@@ -206,7 +243,9 @@ class _Feed:
         self._since_s = time.monotonic()
         try:
             return call()
-        except BaseException as error:  # a library may raise anything, also SystemExit, where it finds no key
+        except (
+            BaseException
+        ) as error:  # a library may raise anything, also SystemExit, where it finds no key
             self._lose(" ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_REASON])
             return None
         finally:
@@ -216,17 +255,22 @@ class _Feed:
         """Yields all messages of the file, and those that are appended until the end."""
         file = JsonLines(self._records)
         while True:
-            ended = self._ending.wait(_LOOK_S)  # asked first: what was written before the end is read after it
+            # asked first: what was written before the end is read after it
+            ended = self._ending.wait(_LOOK_S)
             yield from file.new()
             if ended:
                 return
 
     def _read(self, project: str, name: str) -> Identity:
-        """Returns what an earlier attempt kept; a new run, or a file that cannot be read, gets a new id."""
+        """Returns what an earlier attempt kept; a new run, or a file that cannot be read, gets a
+        new id.
+        """
         try:
             return msgspec.json.decode(self._file.read_bytes(), type=Identity)
         except (OSError, msgspec.DecodeError):
-            return Identity("".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH)), project, name)
+            return Identity(
+                "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH)), project, name
+            )
 
     def _keep(self, **changes: Any) -> None:
         self._identity = replace(self._identity, **changes)
@@ -251,7 +295,9 @@ def _deliver(tracker: Tracker, message: Mapping[str, Any]) -> None:
 
 
 def tracked(record: Mapping[str, Any], names: str) -> dict[str, float]:
-    """The numbers of an iteration record under their names of NAMES; what is not a finite number is left out."""
+    """The numbers of an iteration record under their names of NAMES; what is not a finite number is
+    left out.
+    """
     found = {
         _named(field, NAMES[names]): float(value)
         for field, value in flat(record).items()
@@ -283,7 +329,17 @@ def _is_number(value: Any) -> bool:
 
 def _table(name: str, iteration: int, rows: Sequence[KeptResponse]) -> dict[str, Any]:
     functions = reward_names(rows)
-    columns = ["step", "prompt", "completion", "answer", *functions, "reward", "advantage", "correct", "tokens"]
+    columns = [
+        "step",
+        "prompt",
+        "completion",
+        "answer",
+        *functions,
+        "reward",
+        "advantage",
+        "correct",
+        "tokens",
+    ]
     cells = [
         [
             iteration,

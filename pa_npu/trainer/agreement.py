@@ -1,24 +1,29 @@
-"""Invariant I5 on a trainer rank: engine and trainer log-probs agree, judged after every publish and after every iteration.
+"""Invariant I5 on a trainer rank: engine and trainer log-probs agree, judged after every publish
+and after every iteration.
 
     version v: first group -> within the limits?   tokens of iteration v -> within the limits?
 
-Limits follow from a yardstick that no engine can move: the trainer's own rounding, measured over the first responses of the first
-iteration and of every YARDSTICK_EVERY-th. Nothing is learned from engines: a fault that is there from the start is not taken for
-noise, and a resumed run has nothing to remember.
+Limits follow from a yardstick that no engine can move: the trainer's own rounding, measured over
+the first responses of the first iteration and of every YARDSTICK_EVERY-th. Nothing is learned from
+engines: a fault that is there from the start is not taken for noise, and a resumed run has nothing
+to remember.
 
-Each comparison leaves a line in RUN/agreement/ with its sums, its yardstick and its limits, whatever the verdict, so that a stop
-can be judged afterwards. publish.only_logged names checks that warn and record, and end no run.
+Each comparison leaves a line in RUN/agreement/ with its sums, its yardstick and its limits,
+whatever the verdict, so that a stop can be judged afterwards. publish.only_logged names checks that
+warn and record, and end no run.
 
-The probe of version v is the first microbatch that each replica trains: a whole group's responses, compared before anything is
-learned from them, at the cost of one look at the device. Requests of its own it has where no group serves: before the first
-iteration, which may begin with another model altogether, after the last one, and where groups of older versions are trained. Such a
-probe is its own yardstick.
+The probe of version v is the first microbatch that each replica trains: a whole group's responses,
+compared before anything is learned from them, at the cost of one look at the device. Requests of
+its own it has where no group serves: before the first iteration, which may begin with another model
+altogether, after the last one, and where groups of older versions are trained. Such a probe is its
+own yardstick.
 
-Tokens of which the policy has moved on (schedule.max_staleness, or a later update without an old policy) differ by more than
-rounding. They are judged by what a moving policy does not do (algorithm/agreement.py), beside a probe of an equally old version.
+Tokens of which the policy has moved on (schedule.max_staleness, or a later update without an old
+policy) differ by more than rounding. They are judged by what a moving policy does not do
+(algorithm/agreement.py), beside a probe of an equally old version.
 
-Numbers of iterations and of probes with requests are equal on all ranks, so that all judge alike; of its first microbatch a replica
-judges alone.
+Numbers of iterations and of probes with requests are equal on all ranks, so that all judge alike;
+of its first microbatch a replica judges alone.
 """
 
 from __future__ import annotations
@@ -41,13 +46,15 @@ logger = logging.getLogger(__name__)
 
 DIRECTORY = "agreement"  # of a run, where every comparison is recorded
 
-# Iterations. A forward pass in fp32 takes a device about 16 times as long as in bf16: with 1,024 responses an iteration the
-# yardstick costs 0.5% of the trainers' time.
+# Iterations. A forward pass in fp32 takes a device about 16 times as long as in bf16: with 1,024
+# responses an iteration the yardstick costs 0.5% of the trainers' time.
 YARDSTICK_EVERY = 32
 YARDSTICK_RESPONSES = 32
-# Chance per iteration that chance alone exceeds the limits at a margin of 1, which are the wider the fewer responses are compared.
+# Chance per iteration that chance alone exceeds the limits at a margin of 1, which are the wider
+# the fewer responses are compared.
 FALSE_STOP_RATE = 1e-7
-# Where a device has no type wider than fp32: 7 times what fp32 against fp64 shows on models of 0.5 M parameters.
+# Where a device has no type wider than fp32: 7 times what fp32 against fp64 shows on models of 0.5
+# M parameters.
 _FP32_ROUNDING = DifferenceSums(
     responses=64,
     independent=64,
@@ -84,13 +91,17 @@ class Agreement:
             self._file.close()
 
     def measure(self, iteration: int, first: Callable[[int], list[Microbatch]]) -> None:
-        """Measure the trainer's rounding where that is due. Collective. first: gives the microbatches that are trained first."""
+        """Measure the trainer's rounding where that is due.
+
+        Collective. first: gives the microbatches that are trained first.
+        """
         due = self._yardstick is None or iteration - self._measured_at >= YARDSTICK_EVERY
         if self._margin is None or not due:
             return
         self._yardstick, self._measured_at = self._rounding(first(self._measured)), iteration
         logger.info(
-            "rounding of the trainer's log-probs, from %d responses: mean |difference| %.3g, of log-odds %.3g",
+            "rounding of the trainer's log-probs, from %d responses: mean |difference| %.3g, of "
+            "log-odds %.3g",
             self._yardstick.responses,
             self._yardstick.absolute_mean,
             self._yardstick.odds_mean,
@@ -99,21 +110,29 @@ class Agreement:
     def check_requests(self, version: int, microbatches: list[Microbatch]) -> DifferenceSums:
         """Compare a probe of requests of its own. Collective. Raises InvariantViolation."""
         probe = self._learner.probe(microbatches)
-        self.check_probe(version, probe, None if self._margin is None else self._rounding(microbatches))
+        self.check_probe(
+            version, probe, None if self._margin is None else self._rounding(microbatches)
+        )
         if self._config.schedule.max_staleness:
             self._aging.append((version, microbatches))
         return probe
 
-    def check_probe(self, version: int, probe: DifferenceSums, yardstick: DifferenceSums | None = None) -> None:
-        """Raises InvariantViolation where engines that have just loaded `version` compute other log-probs than the trainers.
+    def check_probe(
+        self, version: int, probe: DifferenceSums, yardstick: DifferenceSums | None = None
+    ) -> None:
+        """Raises InvariantViolation where engines that have just loaded `version` compute other
+        log-probs than the trainers.
 
-        probe: of its own requests, or of the first microbatch that came from them. yardstick: of the probe's own tokens.
+        probe: of its own requests, or of the first microbatch that came from them. yardstick: of
+        the probe's own tokens.
         """
         tolerance = self._config.publish.probe_tolerance
         subject = f"the probe after publishing version {version}"
         if tolerance is not None and not probe.largest <= tolerance:
             raise _disagreement(
-                subject, f"difference of {probe.largest:.4g}, more than publish.probe_tolerance = {tolerance:g}"
+                subject,
+                f"difference of {probe.largest:.4g}, more than publish.probe_tolerance = "
+                f"{tolerance:g}",
             )
         yardstick = yardstick or self._yardstick
         if self._margin is None or yardstick is None:
@@ -122,16 +141,23 @@ class Agreement:
         # a few responses say nothing about the tail of a square
         self._judge(subject, version, probe, replace(bound, square=float("inf")), yardstick)
 
-    def check_trained(self, iteration: int, exact: DifferenceSums, aged: DifferenceSums) -> AgreementReport:
+    def check_trained(
+        self, iteration: int, exact: DifferenceSums, aged: DifferenceSums
+    ) -> AgreementReport:
         """The same for all tokens of `iteration`. Collective.
 
-        exact: of tokens compared under the weights that sampled them. aged: of tokens of which the policy has moved on.
+        exact: of tokens compared under the weights that sampled them. aged: of tokens of which the
+        policy has moved on.
         """
         if self._margin is None:
             return AgreementReport()
         if aged.n:
-            bound = aged_limits(self._reference(iteration), aged, self._margin, self._rate, self._probes)
-            self._judge(f"the older tokens of training iteration {iteration}", iteration, aged, bound, None)
+            bound = aged_limits(
+                self._reference(iteration), aged, self._margin, self._rate, self._probes
+            )
+            self._judge(
+                f"the older tokens of training iteration {iteration}", iteration, aged, bound, None
+            )
         if not exact.n or self._yardstick is None:
             return AgreementReport()
         bound = limits(self._yardstick, exact, self._margin, self._rate, self._probes)
@@ -142,7 +168,9 @@ class Agreement:
         return self._learner.rounding(microbatches) or _FP32_ROUNDING
 
     def _reference(self, iteration: int) -> DifferenceSums | None:
-        """A probe that agreed when it was new, as old as the oldest tokens of `iteration`, under the weights of now."""
+        """A probe that agreed when it was new, as old as the oldest tokens of `iteration`, under
+        the weights of now.
+        """
         oldest = iteration - self._config.schedule.max_staleness
         while len(self._aging) > 1 and self._aging[1][0] <= oldest:
             self._aging.popleft()
@@ -158,17 +186,22 @@ class Agreement:
         bound: AgreementLimits,
         yardstick: DifferenceSums | None,
     ) -> None:
-        """Records the comparison. Raises InvariantViolation for the first limit that is broken and ends a run."""
+        """Records the comparison.
+
+        Raises InvariantViolation for the first limit that is broken and ends a run.
+        """
         broken = bound.broken(sums)
         self._record(subject, version, sums, bound, yardstick, list(broken))
         for check, reason in broken.items():
             text = f"{reason}, over {sums.n:.0f} tokens of {sums.responses:.0f} responses"
             if yardstick is not None:
                 text += (
-                    f"; publish.noise_margin = {self._margin:g} times the trainer's own rounding, mean |difference| of log-odds = "
-                    f"{yardstick.odds_mean:.3g}, is allowed"
+                    f"; publish.noise_margin = {self._margin:g} times the trainer's own rounding, "
+                    f"mean |difference| of log-odds = {yardstick.odds_mean:.3g}, is allowed"
                 )
-            error = _disagreement(subject, f"{text}; to go on in spite of it, publish.only_logged=[{check}]")
+            error = _disagreement(
+                subject, f"{text}; to go on in spite of it, publish.only_logged=[{check}]"
+            )
             if check not in self._config.publish.only_logged:
                 raise error
             logger.warning("%s", error)
@@ -182,7 +215,9 @@ class Agreement:
         yardstick: DifferenceSums | None,
         broken: list[str],
     ) -> None:
-        """Appends a line to this replica's file; nothing on ranks that do not compute log-probs, and none is lost by a stop."""
+        """Appends a line to this replica's file; nothing on ranks that do not compute log-probs,
+        and none is lost by a stop.
+        """
         place = self._learner.backend.place
         if not (place.is_last_stage and place.is_tensor_leader):
             return
@@ -192,16 +227,22 @@ class Agreement:
             "broken": broken,
             "margin": self._margin,
             "sums": asdict(sums),
-            "limits": {name: value if value < float("inf") else None for name, value in asdict(bound).items()},
+            "limits": {
+                name: value if value < float("inf") else None
+                for name, value in asdict(bound).items()
+            },
             "yardstick": None if yardstick is None else asdict(yardstick),
         }
         if self._file is None:
-            self._file = RecordFile(Path(self._config.run.dir) / DIRECTORY / f"replica_{place.replica:05d}.jsonl")
+            self._file = RecordFile(
+                Path(self._config.run.dir) / DIRECTORY / f"replica_{place.replica:05d}.jsonl"
+            )
         self._file.write(json_line(line))
 
 
 def _disagreement(subject: str, reason: str) -> InvariantViolation:
     return InvariantViolation(
-        f"I5 agreement: in {subject} engine and trainer log-probs have {reason}; the engines hold other weights than the trainers, "
-        f"or compute differently (look at the publishes in the logs, then at dtype, temperature and attention backend of both)"
+        f"I5 agreement: in {subject} engine and trainer log-probs have {reason}; the engines hold "
+        "other weights than the trainers, or compute differently (look at the publishes in the "
+        "logs, then at dtype, temperature and attention backend of both)"
     )

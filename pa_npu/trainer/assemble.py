@@ -1,4 +1,6 @@
-"""Assemble one trainer rank: its training backend, what publishes its weights, its border and its rollouts."""
+"""Assemble one trainer rank: its training backend, what publishes its weights, its border and its
+rollouts.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ from pa_npu.trainer.learner import Learner
 from pa_npu.trainer.loop import IterationChecks
 from pa_npu.weight_transfer.transport import HOST_BACKEND
 
-# A publish keeps up to four buckets in the leader's memory: two on the wire, two being gathered over TP. With this share
-# of the free memory for each they take a 64th. What is free is asked before the optimizer has made its state.
+# A publish keeps up to four buckets in the leader's memory: two on the wire, two being gathered
+# over TP. With this share of the free memory for each they take a 64th. What is free is asked
+# before the optimizer has made its state.
 SHARE_OF_FREE_MEMORY = 1 / 256
 SMALLEST_BUCKET_BYTES = 4 * 2**20
 
@@ -70,7 +73,10 @@ def assemble_rank(
     local_rank: int,
     timeline: Timeline,
 ) -> RankParts:
-    """Makes and joins all parts of a rank; collective. `store` is this process's client of the run's store."""
+    """Makes and joins all parts of a rank; collective.
+
+    `store` is this process's client of the run's store.
+    """
     platform.seed_all(config.run.seed)
     platform.set_deterministic(config.run.deterministic)
     group_store = dist.PrefixStore(f"{attempt_prefix()}trainer", store)
@@ -88,7 +94,9 @@ def assemble_rank(
     if weights is not None and late_weights is not None:
         publisher = make_publisher(config, platform, store, backend, weights)
         late_publisher = make_publisher(config, platform, store, backend, late_weights, late=True)
-        late = LateEngines(late_publisher, channel, learner.gate, platform, backend.place, config.publish.timeout_s)
+        late = LateEngines(
+            late_publisher, channel, learner.gate, platform, backend.place, config.publish.timeout_s
+        )
         if publisher.is_leader:
             stage = backend.place.stage
             LATE_MANIFEST.put(channel, late_publisher.manifest(), stage=stage)
@@ -101,7 +109,15 @@ def assemble_rank(
     agreement = Agreement(config, learner)
     border = Border(config, learner, channel, timeline, rank, agreement)
     checks = IterationChecks(config, channel, agreement, backend.place.replica)
-    return RankParts(learner, border, rollout_source(config, channel, learner, timeline), checks, publisher, late, kept)
+    return RankParts(
+        learner,
+        border,
+        rollout_source(config, channel, learner, timeline),
+        checks,
+        publisher,
+        late,
+        kept,
+    )
 
 
 def make_publisher(
@@ -112,7 +128,9 @@ def make_publisher(
     weights: WeightSource,
     late: bool = False,
 ) -> Publisher:
-    """Makes the sender of `weights`. late: for engines that come late, to which it sends beside training, through host memory."""
+    """Makes the sender of `weights`. late: for engines that come late, to which it sends beside
+    training, through host memory.
+    """
     return Publisher(
         weights,
         store_host=store.host,
@@ -125,7 +143,9 @@ def make_publisher(
 
 
 def bucket_bytes(platform: Platform, backend: TrainBackend) -> int:
-    """Bytes of a bucket of a publish, on which the ranks of a tensor-parallel group agree: a collective of theirs."""
+    """Bytes of a bucket of a publish, on which the ranks of a tensor-parallel group agree: a
+    collective of theirs.
+    """
     own = auto_bucket_bytes(platform.free_memory_bytes(), platform.largest_bucket_bytes)
     size = torch.tensor([own], dtype=torch.int64, device=backend.device)
     if backend.tensor_group is not None:
@@ -134,7 +154,9 @@ def bucket_bytes(platform: Platform, backend: TrainBackend) -> int:
 
 
 def auto_bucket_bytes(free_bytes: int, largest_bytes: int) -> int:
-    """The bucket of a publish on a device with `free_bytes`, where larger ones than `largest_bytes` gain nothing."""
+    """The bucket of a publish on a device with `free_bytes`, where larger ones than `largest_bytes`
+    gain nothing.
+    """
     return min(largest_bytes, max(SMALLEST_BUCKET_BYTES, int(free_bytes * SHARE_OF_FREE_MEMORY)))
 
 
@@ -157,7 +179,11 @@ def rollout_source(
     def size(iteration: int) -> int | None:
         if config.unequal_groups:
             dispatched = DISPATCHED.get_if_there(channel, iteration=iteration)
-            return None if dispatched is None else sum(group.replica == replica for group in dispatched.groups)
+            return (
+                None
+                if dispatched is None
+                else sum(group.replica == replica for group in dispatched.groups)
+            )
         found = UPDATE_SIZE.get_if_there(channel, iteration=iteration)
         return None if found is None else found.groups
 
@@ -189,11 +215,19 @@ def rollout_source(
     return microbatches
 
 
-def trainers_run_on(config: Config, spec: ModelSpec, platform: Platform, backend: TrainBackend) -> TrainersRunOn:
-    """Describes the software of trainers as this rank finds it; the others have the same installation."""
+def trainers_run_on(
+    config: Config, spec: ModelSpec, platform: Platform, backend: TrainBackend
+) -> TrainersRunOn:
+    """Describes the software of trainers as this rank finds it; the others have the same
+    installation.
+    """
     heads = spec.num_heads // config.trainer.tensor_parallel
     kernels = attention_kernels(
-        backend.device, DTYPES[config.model.dtype], heads, spec.head_dim, config.attention.implementation
+        backend.device,
+        DTYPES[config.model.dtype],
+        heads,
+        spec.head_dim,
+        config.attention.implementation,
     )
     return TrainersRunOn(
         ranks=config.trainer.devices,

@@ -1,14 +1,18 @@
-"""Invariant I7 from one end to the other, now and then: weights that move along the gradient change log-probs as it says.
+"""Invariant I7 from one end to the other, now and then: weights that move along the gradient change
+log-probs as it says.
 
     microbatches ──accumulate──> gradient G of the weights      predicted:  G · (w+ - w-)
     w+, w-       ──evaluate────> log-probs                      measured:   sum over tokens of g (log p(w+) - log p(w-))
 
-w+ and w- lie on both sides of the weights w, so that the difference is exact to the second order; g is the gradient at the
-log-probs that the algorithm's formula gives for the groups' rewards (algorithm/loss_gradient.py). So nothing that the gradient went
-through is taken on trust: the objective, the backward, the sum over microbatches and replicas. The weights are put back to the bit.
+w+ and w- lie on both sides of the weights w, so that the difference is exact to the second order; g
+is the gradient at the log-probs that the algorithm's formula gives for the groups' rewards
+(algorithm/loss_gradient.py). So nothing that the gradient went through is taken on trust: the
+objective, the backward, the sum over microbatches and replicas. The weights are put back to the
+bit.
 
-Elements move by a share of their size, in the direction of their own gradient's sign, in another half of the tensors every time;
-so many of them that the change is far above the rounding of log-probs, and small enough to be a straight line.
+Elements move by a share of their size, in the direction of their own gradient's sign, in another
+half of the tensors every time; so many of them that the change is far above the rounding of
+log-probs, and small enough to be a straight line.
 """
 
 from __future__ import annotations
@@ -34,18 +38,21 @@ from pa_npu.samples.replica_feed import Traffic
 from pa_npu.trainer.invariants import GradientSum
 from pa_npu.trainer.loss_checks import with_advantages
 
-# By model.dtype. The rounding of a token's log-prob, in nats; the change to aim at, as the root of the summed squares of tokens'
-# changes, at least; the share of its size by which an element moves, which in bf16 is some units of its last place.
+# By model.dtype. The rounding of a token's log-prob, in nats; the change to aim at, as the root of
+# the summed squares of tokens' changes, at least; the share of its size by which an element moves,
+# which in bf16 is some units of its last place.
 _ROUNDING = {"fp32": 1e-5, "bf16": 0.05}
 _CHANGE = {"fp32": 0.05, "bf16": 2.0}
 _SHARE = {"fp32": 2.0**-8, "bf16": 2.0**-5}
 _LARGEST_SHARE = 0.25
-# What is left of the third order, and in bf16 of rounding that tokens have in common, as a share of the change.
+# What is left of the third order, and in bf16 of rounding that tokens have in common, as a share of
+# the change.
 _TOLERANCE = {"fp32": 0.02, "bf16": 0.3}
 _DEVIATIONS = 8.0
 # Added to an element's size, so that biases and the B of adapters move from 0.
 _SIZE_OF_ZERO = 0.01
-# A change that differs more between its two sides is no straight line; then another try moves fewer elements.
+# A change that differs more between its two sides is no straight line; then another try moves fewer
+# elements.
 _BENT = 0.3
 _TRIES = 4
 _FEWER = 4
@@ -53,8 +60,9 @@ _FEWER = 4
 
 @dataclass(frozen=True)
 class FiniteDifference:
-    """What weights that moved changed. predicted: by their gradient; measured: by two passes. limit: of their difference, or None
-    where rounding or a bend hides too much to tell. tensors: how many moved."""
+    """What weights that moved changed. predicted: by their gradient; measured: by two passes.
+    limit: of their difference, or None where rounding or a bend hides too much to tell. tensors:
+    how many moved."""
 
     predicted: float
     measured: float
@@ -62,10 +70,14 @@ class FiniteDifference:
     tensors: int
 
     def __str__(self) -> str:
-        verdict = "which is too little to tell" if self.limit is None else f"they may differ by {self.limit:.3g}"
+        verdict = (
+            "which is too little to tell"
+            if self.limit is None
+            else f"they may differ by {self.limit:.3g}"
+        )
         return (
-            f"{self.tensors} tensors moved along their gradient change the objective by {self.measured:.6g}, where it says "
-            f"{self.predicted:.6g}; {verdict}"
+            f"{self.tensors} tensors moved along their gradient change the objective by "
+            f"{self.measured:.6g}, where it says {self.predicted:.6g}; {verdict}"
         )
 
 
@@ -100,7 +112,8 @@ class _Listed:
 class _Tokens:
     """The tokens of this rank that count: none where another rank has the same ones.
 
-    gradient, entropy_gradient: of the objective at their log-probs and entropies, fp64 [N]; logprobs: where nothing has moved.
+    gradient, entropy_gradient: of the objective at their log-probs and entropies, fp64 [N];
+    logprobs: where nothing has moved.
     """
 
     gradient: Values
@@ -108,7 +121,12 @@ class _Tokens:
     logprobs: Values
 
     @classmethod
-    def of(cls, objective: Objective, algorithm: Algorithm, advantages: Mapping[int, Sequence[np.ndarray]]) -> _Tokens:
+    def of(
+        cls,
+        objective: Objective,
+        algorithm: Algorithm,
+        advantages: Mapping[int, Sequence[np.ndarray]],
+    ) -> _Tokens:
         """What the objective was given, and the gradient that the algorithm's formula makes of it."""
         given = objective.given
         if not given:
@@ -135,7 +153,9 @@ class _Tokens:
         return cls(gradient, entropy_gradient, batch.logprobs.double().numpy())
 
     def change(self, first: _Scores, second: _Scores) -> float:
-        """By how much the objective changes from the first scores to the second, along its gradient at the log-probs."""
+        """By how much the objective changes from the first scores to the second, along its gradient
+        at the log-probs.
+        """
         by_logprobs = np.sum(self.gradient * (second.logprobs - first.logprobs))
         return float(by_logprobs + np.sum(self.entropy_gradient * (second.entropy - first.entropy)))
 
@@ -152,7 +172,8 @@ class _Scores:
 class _Moving:
     """Elements of a tensor at equal distances, as far as this rank has them.
 
-    memory: a view of what the model computes with. before: its bits. step: by how much it moves, fp32. gradient: fp32.
+    memory: a view of what the model computes with. before: its bits. step: by how much it moves,
+    fp32. gradient: fp32.
     share: see SteppedTensor.
     """
 
@@ -174,7 +195,9 @@ class WeightMoves:
         self._backend = backend
         self._dtype = DTYPES[config.model.dtype]
         self._seed = seed
-        every = [tensor for tensor in backend.stepped() if tensor.share and tensor.gradient is not None]
+        every = [
+            tensor for tensor in backend.stepped() if tensor.share and tensor.gradient is not None
+        ]
         half = [tensor for tensor in every if _digest(seed, tensor.name) % 2]
         self.reach = self._over_ranks(_reach(half))
         self._tensors = half
@@ -186,8 +209,15 @@ class WeightMoves:
 
     @contextmanager
     def chosen(self, share: float, distance: int) -> Iterator[list[_Moving]]:
-        """Elements that move by a `share` of their size, one in `distance` of each tensor. Puts them back to the bit."""
-        moving = [self._moving(tensor, share, distance) for tensor in self._tensors if tensor.weights.numel()]
+        """Elements that move by a `share` of their size, one in `distance` of each tensor.
+
+        Puts them back to the bit.
+        """
+        moving = [
+            self._moving(tensor, share, distance)
+            for tensor in self._tensors
+            if tensor.weights.numel()
+        ]
         try:
             yield moving
         finally:
@@ -202,9 +232,12 @@ class WeightMoves:
         self._backend.share_weights()
 
     def predicted(self, moving: Sequence[_Moving]) -> float:
-        """By how much the gradient says that the objective changes from one side to the other, on this rank."""
+        """By how much the gradient says that the objective changes from one side to the other, on
+        this rank.
+        """
         changes = [
-            part.share * torch.sum(part.gradient * (part.at(1, self._dtype) - part.at(-1, self._dtype)))
+            part.share
+            * torch.sum(part.gradient * (part.at(1, self._dtype) - part.at(-1, self._dtype)))
             for part in moving
         ]
         return float(torch.stack(changes).sum()) if changes else 0.0
@@ -228,7 +261,9 @@ def _digest(seed: int, name: str) -> int:
 
 
 def _reach(tensors: Sequence[SteppedTensor]) -> float:
-    """By how much the objective changes, to the first order, where all elements move by their size; on this rank."""
+    """By how much the objective changes, to the first order, where all elements move by their size;
+    on this rank.
+    """
     changes = []
     for tensor in tensors:
         if tensor.gradient is not None and tensor.weights.numel():
@@ -254,8 +289,8 @@ def finite_difference(
     advantages: Mapping[int, Sequence[np.ndarray]],
     seed: int,
 ) -> FiniteDifference | None:
-    """Compares the gradient of `microbatches` with what weights that move along it change. Collective; changes nothing but the
-    gradient.
+    """Compares the gradient of `microbatches` with what weights that move along it change.
+    Collective; changes nothing but the gradient.
 
     Args:
         backend: holds the policy that the microbatches are about to train.
@@ -287,10 +322,12 @@ def finite_difference(
     moves = WeightMoves(backend, config, seed)
     if not moves.reach:
         raise update.broken(
-            f"the gradient of every weight is exactly 0, while that of the log-probs has the norm {size:.6g}"
+            "the gradient of every weight is exactly 0, while that of the log-probs has the norm "
+            f"{size:.6g}"
         )
     start = _evaluated(backend, microbatches)
-    needed = _CHANGE[dtype] * size / moves.reach  # the share of their size by which all elements would move
+    # the share of their size by which all elements would move
+    needed = _CHANGE[dtype] * size / moves.reach
     for _ in range(_TRIES):
         distance = max(1, int(_SHARE[dtype] / needed)) | 1
         share = min(_LARGEST_SHARE, needed * distance)
@@ -301,25 +338,36 @@ def finite_difference(
                 moves.move(moving, side)
                 sides.append(_evaluated(backend, microbatches))
         plus, minus = sides
-        measured, bend = tokens.change(minus, plus), tokens.change(start, plus) + tokens.change(start, minus)
-        predicted, measured, bend = over_ranks(backend, [predicted, counts * measured, counts * bend])
+        measured, bend = (
+            tokens.change(minus, plus),
+            tokens.change(start, plus) + tokens.change(start, minus),
+        )
+        predicted, measured, bend = over_ranks(
+            backend, [predicted, counts * measured, counts * bend]
+        )
         if abs(bend) <= _BENT * max(abs(predicted), abs(measured)):
             break
         needed /= _FEWER
     rounding = _DEVIATIONS * math.sqrt(2.0) * _ROUNDING[dtype] * size
     limit = _TOLERANCE[dtype] * min(abs(predicted), abs(measured)) + rounding
-    if abs(bend) > _BENT * max(abs(predicted), abs(measured)) or rounding > _TOLERANCE[dtype] * abs(predicted):
+    if abs(bend) > _BENT * max(abs(predicted), abs(measured)) or rounding > _TOLERANCE[dtype] * abs(
+        predicted
+    ):
         return FiniteDifference(predicted, measured, None, len(moves))
     if not abs(measured - predicted) <= limit:
         raise update.broken(
-            f"weights that moved along the gradient in {len(moves)} tensors changed the objective by {measured:.6g}, where the "
-            f"gradient says {predicted:.6g}; they may differ by {limit:.3g} (schedule.finite_difference_every)"
+            f"weights that moved along the gradient in {len(moves)} tensors changed the objective "
+            f"by {measured:.6g}, where the gradient says {predicted:.6g}; they may differ by "
+            f"{limit:.3g} (schedule.finite_difference_every)"
         )
     return FiniteDifference(predicted, measured, limit, len(moves))
 
 
 def _evaluated(backend: TrainBackend, microbatches: Sequence[Microbatch]) -> _Scores:
-    """Log-probs and entropies of the policy as it is now, in the order of the microbatches. Collective."""
+    """Log-probs and entropies of the policy as it is now, in the order of the microbatches.
+
+    Collective.
+    """
     logprobs, entropies = [np.zeros(0)], [np.zeros(0)]
 
     def take(microbatch: Targets, outputs: Outputs) -> None:

@@ -1,4 +1,5 @@
-"""One rank's policy through its versions: updates by the objective over what the backend runs, copies, publishes, checkpoints.
+"""One rank's policy through its versions: updates by the objective over what the backend runs,
+copies, publishes, checkpoints.
 
 What every training backend needs alike stands here; TrainBackend is what is left to write for one.
 """
@@ -18,7 +19,14 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.algorithm.agreement import DifferenceSums
-from pa_npu.algorithm.objective import Objective, Outputs, PolicyState, Targets, TrainedResponse, measure
+from pa_npu.algorithm.objective import (
+    Objective,
+    Outputs,
+    PolicyState,
+    Targets,
+    TrainedResponse,
+    measure,
+)
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, MetricSums, Statistics, Totals
@@ -47,8 +55,9 @@ from pa_npu.trainer.step_replay import StepReplay
 class Update:
     """The result of an optimizer step, equal on all ranks.
 
-    differences: of its tokens' log-probs from the engines' (I5); exact: whether the weights that sampled them computed both; first:
-    differences in every replica's first microbatch. normaliser: what the gradient was divided by.
+    differences: of its tokens' log-probs from the engines' (I5); exact: whether the weights that
+    sampled them computed both; first: differences in every replica's first microbatch. normaliser:
+    what the gradient was divided by.
     """
 
     report: UpdateReport
@@ -58,16 +67,24 @@ class Update:
     normaliser: float
 
 
-# AdamW moves a weight by about the learning rate. With one below this the weights may differ and all log-probs in fp32 be equal.
+# AdamW moves a weight by about the learning rate. With one below this the weights may differ and
+# all log-probs in fp32 be equal.
 _LEAST_RATE = 1e-10
-# Of what a rank says of its optimizer for a checkpoint: two digests, its number and a share, as JSON.
+# Of what a rank says of its optimizer for a checkpoint: two digests, its number and a share, as
+# JSON.
 _DESCRIPTION_BYTES = 512
 
 
 class Learner:
-    """One rank's. Every method is collective. gate: guards the weights that late engines are sent; closed while they change."""
+    """One rank's.
 
-    def __init__(self, config: Config, backend: TrainBackend, platform: Platform, timeline: Timeline) -> None:
+    Every method is collective. gate: guards the weights that late engines are sent; closed while
+    they change.
+    """
+
+    def __init__(
+        self, config: Config, backend: TrainBackend, platform: Platform, timeline: Timeline
+    ) -> None:
         self._config = config
         self._algorithm = build_algorithm(config)
         self._models = trainer_models(config, self._algorithm)
@@ -78,11 +95,14 @@ class Learner:
         self.publisher: Publisher | None = None
         """`publish` sends through it; without one no engine is sent anything."""
         self.kept: TrainerLogprobs | None = None
-        """Gets the log-probs of what is trained from here on; of use on a last stage's tensor leader only."""
+        """Gets the log-probs of what is trained from here on; of use on a last stage's tensor
+        leader only.
+        """
         self._source: MicrobatchSource | None = None
         self._seen_traffic = Traffic()
         self._policy: PolicyState | None = None  # unknown until the first publish
-        self._reference_version = 0  # the policy's that the reference was last made equal to; 0 is the HF model
+        # the policy's that the reference was last made equal to; 0 is the HF model
+        self._reference_version = 0
         self._reference_digest: str | None = None
         self._replay = StepReplay(config, backend.place.rank)
         self._gradient_at_start: torch.Tensor | None = None
@@ -91,13 +111,17 @@ class Learner:
         platform.take_memory_peak()  # what loading took is no iteration's
 
     def accumulate(
-        self, microbatches: MicrobatchSource, judge_first: Callable[[DifferenceSums], None] | None = None
+        self,
+        microbatches: MicrobatchSource,
+        judge_first: Callable[[DifferenceSums], None] | None = None,
     ) -> list[TrainedResponse]:
-        """Forward and backward over one update's microbatches as they arrive; gradients stay unnormalised sums.
+        """Forward and backward over one update's microbatches as they arrive; gradients stay
+        unnormalised sums.
 
-        judge_first: called with this replica's first microbatch's differences before its backward, where log-probs are computed (on
-        the last pipeline stage); it may raise. Returns what this replica has trained, counted where gradients pass (I2). Raises
-        InvariantViolation where that is not what it was given (I7).
+        judge_first: called with this replica's first microbatch's differences before its backward,
+        where log-probs are computed (on the last pipeline stage); it may raise. Returns what this
+        replica has trained, counted where gradients pass (I2). Raises InvariantViolation where that
+        is not what it was given (I7).
         """
         keep = None if self.kept is None else self.kept.add
         self._first_sampled = self._replay.first_sampled % SAMPLED_EVERY
@@ -142,18 +166,22 @@ class Learner:
             divided = self.backend.gradient_size(self._first_sampled)
             self._sum.check_divided(float(before), float(divided), normaliser)
             tensors = self.backend.stepped()
-            begun = self._replay.before(self._where(), tensors, self.backend.reductions, self.backend.device)
+            begun = self._replay.before(
+                self._where(), tensors, self.backend.reductions, self.backend.device
+            )
             if self._models.published_source == "policy":
                 self.gate.close()
             # the weights that computed the log-probs, which the step changes
             self._computed_with = self.backend.digest() if self._gives_no_difference() else None
             step = self.backend.step()
-            if self._config.engines_sleep:  # on all ranks, before any says that it is ready to publish
+            # on all ranks, before any says that it is ready to publish
+            if self._config.engines_sleep:
                 self._platform.release_memory()
         if not math.isfinite(step.grad_norm):
             raise InvariantViolation(
-                f"gradient norm is {step.grad_norm}: the update would destroy the weights; lower optimizer.learning_rate, or look "
-                f"at the rewards and log-prob differences of the last iterations in metrics.jsonl"
+                f"gradient norm is {step.grad_norm}: the update would destroy the weights; lower "
+                "optimizer.learning_rate, or look at the rewards and log-prob differences of the "
+                "last iterations in metrics.jsonl"
             )
         if self._config.optimizer.offload or any(tensor.mean is None for tensor in tensors):
             tensors = self.backend.stepped()  # the step has moved them, or made their moments
@@ -164,19 +192,25 @@ class Learner:
         return update
 
     def probe(self, microbatches: list[Microbatch]) -> DifferenceSums:
-        """Log-probs of the current policy against the engines' for the same tokens, over all ranks; changes nothing."""
+        """Log-probs of the current policy against the engines' for the same tokens, over all ranks;
+        changes nothing.
+        """
         sums = MetricSums(self.backend.device)
 
         def take(microbatch: Targets, outputs: Outputs) -> None:
             sums.add(
-                {}, measure(microbatch, outputs.policy.values, outputs.entropy, self._config), microbatch.ages.max()
+                {},
+                measure(microbatch, outputs.policy.values, outputs.entropy, self._config),
+                microbatch.ages.max(),
             )
 
         self.backend.evaluate(microbatches, take)
         return sums.over_ranks(self.backend.reductions).all
 
     def rounding(self, microbatches: list[Microbatch]) -> DifferenceSums | None:
-        """How far the trainers' log-probs are from those in a wider type, over all ranks; None where the device has none."""
+        """How far the trainers' log-probs are from those in a wider type, over all ranks; None
+        where the device has none.
+        """
         sums = MetricSums(self.backend.device)
         entropies: list[torch.Tensor] = []
 
@@ -195,7 +229,8 @@ class Learner:
     def finite_difference(
         self, microbatches: Sequence[Microbatch], advantages: Mapping[int, Sequence[np.ndarray]]
     ) -> FiniteDifference | None:
-        """Compares the gradient of microbatches that are about to be trained with what weights that move along it change.
+        """Compares the gradient of microbatches that are about to be trained with what weights that
+        move along it change.
 
         Collective; changes no weight. advantages: as of LossGradient.check.
         Returns None where no token has a gradient. Raises InvariantViolation (I7).
@@ -210,10 +245,11 @@ class Learner:
         )
 
     def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
-        """Send the weights to all engines, if there are any, and freeze them as the old policy where needed.
+        """Send the weights to all engines, if there are any, and freeze them as the old policy
+        where needed.
 
-        Returns what this rank sent. Raises WeightSyncError on a leader that loses an engine; call it again, on all ranks, with the
-        members that are left.
+        Returns what this rank sent. Raises WeightSyncError on a leader that loses an engine; call
+        it again, on all ranks, with the members that are left.
         """
         if members is not None and members.delayed:
             self.skip_publish(version)
@@ -229,9 +265,11 @@ class Learner:
         return self.publisher.publish(version, members)
 
     def skip_publish(self, version: int) -> None:
-        """The policy is that of `version`: the old policy and the reference follow it where they are due.
+        """The policy is that of `version`: the old policy and the reference follow it where they
+        are due.
 
-        All of a publish where engines keep the version that was published last, and so do the trainers for engines that come late.
+        All of a publish where engines keep the version that was published last, and so do the
+        trainers for engines that come late.
         """
         self._name_policy(PolicyState(version))
         if "old" in self._models.computed:
@@ -243,7 +281,10 @@ class Learner:
             self._reference_digest = None
 
     def engines_swapped(self) -> None:
-        """Engines have swapped to what `publish` sent with PublishMembers.delayed. Before the next step, which changes it."""
+        """Engines have swapped to what `publish` sent with PublishMembers.delayed.
+
+        Before the next step, which changes it.
+        """
         self.gate.take_offer()
 
     def plan_save(self, directory: Path) -> PlannedSave:
@@ -252,11 +293,18 @@ class Learner:
         plan = self.backend.plan_save(directory, has_reference and version > 0)
         reference = {"version": version, "saved": version > 0} if has_reference else None
         optimizer = self._of_all_ranks(self._replay.saved(self.backend.stepped()))
-        plan.description |= {"layout": layout_of(self._config), "reference": reference, "optimizer": optimizer}
+        plan.description |= {
+            "layout": layout_of(self._config),
+            "reference": reference,
+            "optimizer": optimizer,
+        }
         return plan
 
     def load(self, directory: Path) -> int:
-        """See SavedState. Raises DataError where the optimizer's state is another one than was saved."""
+        """See SavedState.
+
+        Raises DataError where the optimizer's state is another one than was saved.
+        """
         meta = self.backend.load(directory)
         self._reference_version = meta.reference["version"] if meta.reference else 0
         self._name_reference()
@@ -274,7 +322,9 @@ class Learner:
 
     def _reference_state(self) -> PolicyState | None:
         """The weights that the reference is of; None where there is none."""
-        return PolicyState(self._reference_version) if "reference" in self._models.computed else None
+        return (
+            PolicyState(self._reference_version) if "reference" in self._models.computed else None
+        )
 
     def _name_reference(self) -> None:
         """The reference is what it has just been loaded as."""
@@ -287,11 +337,16 @@ class Learner:
         self._gradient_at_start = self.backend.gradient_size(self._first_sampled, SAMPLED_EVERY**2)
 
     def _of_all_ranks(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns every rank's description, by rank. Collective; as JSON, of which nothing but values can be made."""
+        """Returns every rank's description, by rank.
+
+        Collective; as JSON, of which nothing but values can be made.
+        """
         if not dist.is_initialized():
             return [own]
         text = json.dumps(own).encode()
-        mine = torch.frombuffer(bytearray(text.ljust(_DESCRIPTION_BYTES)), dtype=torch.uint8).to(self.backend.device)
+        mine = torch.frombuffer(bytearray(text.ljust(_DESCRIPTION_BYTES)), dtype=torch.uint8).to(
+            self.backend.device
+        )
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, mine)
         return [json.loads(bytes(part.cpu().tolist())) for part in gathered]
@@ -303,7 +358,10 @@ class Learner:
     def _where(self) -> str:
         if self._policy is None:
             return "an update of weights without a version"
-        return f"iteration {self._policy.version}, update {self._policy.updates}, replica {self.backend.place.replica}"
+        return (
+            f"iteration {self._policy.version}, update {self._policy.updates}, replica "
+            f"{self.backend.place.replica}"
+        )
 
     def _check(self, statistics: Statistics) -> None:
         """Checks the update's gradient, once its numbers have come from the device (I7)."""
@@ -320,9 +378,15 @@ class Learner:
         )
 
     def _check_reference(self, statistics: Statistics) -> None:
-        """A reference that gives the policy's own log-probs has the policy's weights, and none that were put there since (I7)."""
+        """A reference that gives the policy's own log-probs has the policy's weights, and none that
+        were put there since (I7).
+        """
         reference = self._reference_state()
-        if reference is None or self._policy is None or self._config.optimizer.learning_rate < _LEAST_RATE:
+        if (
+            reference is None
+            or self._policy is None
+            or self._config.optimizer.learning_rate < _LEAST_RATE
+        ):
             return
         if self._reference_digest is None:
             self._reference_digest = self.backend.digest("reference")
@@ -332,19 +396,27 @@ class Learner:
 
     def _has_moved_from_old(self) -> bool:
         """Whether an update of this iteration lies between the policy and the old policy."""
-        return self._policy is not None and self._policy.updates > 0 and "old" in self._models.computed
+        return (
+            self._policy is not None and self._policy.updates > 0 and "old" in self._models.computed
+        )
 
     def _gives_no_difference(self) -> bool:
-        """Whether a frozen model of other weights gave this rank the policy's own log-probs; on ranks that compute them."""
+        """Whether a frozen model of other weights gave this rank the policy's own log-probs; on
+        ranks that compute them.
+        """
         if not self._objective.entered or not self.backend.place.is_last_stage:
             return False
         reference = self._reference_state()
         is_other = reference is not None and reference != self._policy
         sums = self._objective.sums
-        return (self._has_moved_from_old() and not bool(sums.moved)) or (is_other and not bool(sums.apart))
+        return (self._has_moved_from_old() and not bool(sums.moved)) or (
+            is_other and not bool(sums.apart)
+        )
 
     def _partial_head_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which the gradient of what meets the LM head is summed later; None where each has all of it."""
+        """The ranks over which the gradient of what meets the LM head is summed later; None where
+        each has all of it.
+        """
         return self.backend.tensor_group
 
     def _over_replicas(self) -> tuple[Totals, Traffic]:
@@ -354,16 +426,24 @@ class Learner:
         split = len(astuple(Totals()))
         return Totals(*numbers[:split]), Traffic(*numbers[split:])
 
-    def _update(self, totals: Totals, traffic: Traffic, normaliser: float, step: Step, step_s: float) -> Update:
+    def _update(
+        self, totals: Totals, traffic: Traffic, normaliser: float, step: Step, step_s: float
+    ) -> Update:
         reductions, device = self.backend.reductions, self.backend.device
         statistics = self._objective.sums.over_ranks(reductions)
         self._check(statistics)
         peak = self._platform.take_memory_peak()
-        own = torch.tensor([self._wait_s, self._train_s + step_s, step_s], dtype=torch.float32, device=device)
+        own = torch.tensor(
+            [self._wait_s, self._train_s + step_s, step_s], dtype=torch.float32, device=device
+        )
         wait_s, train_s, step_s = (reductions.ranks(own) / self.backend.place.mesh.size).tolist()
-        fullest = torch.tensor([peak.host_bytes, peak.device_bytes or 0], dtype=torch.int64, device=device)
+        fullest = torch.tensor(
+            [peak.host_bytes, peak.device_bytes or 0], dtype=torch.int64, device=device
+        )
         host_bytes, device_bytes = reductions.ranks(fullest, largest=True).tolist()
-        routing: dict[str, Any] = {field.name: getattr(step.routing, field.name, None) for field in fields(Routing)}
+        routing: dict[str, Any] = {
+            field.name: getattr(step.routing, field.name, None) for field in fields(Routing)
+        }
         report = UpdateReport(
             **statistics.metrics(totals.tokens_leading, normaliser),
             **routing,

@@ -42,7 +42,9 @@ _SAME_WEIGHTS = {"fp32": 1e-3, "bf16": 0.05}
 class LossGradient:
     """Checks one update's on one rank. policy: the weights that were trained; None: nobody knows."""
 
-    def __init__(self, update: GradientSum, config: Config, algorithm: Algorithm, policy: PolicyState | None) -> None:
+    def __init__(
+        self, update: GradientSum, config: Config, algorithm: Algorithm, policy: PolicyState | None
+    ) -> None:
         self._update = update
         self._config = config
         self._algorithm = algorithm
@@ -65,7 +67,10 @@ class LossGradient:
         device = given[0].batch.logprobs.device
         batch = on_host(joined([microbatch.batch for microbatch in given]))
         none = [torch.zeros(len(one.batch.logprobs), device=device) for one in given]
-        gradients = [blank if one.gradient is None else one.gradient for one, blank in zip(given, none, strict=True)]
+        gradients = [
+            blank if one.gradient is None else one.gradient
+            for one, blank in zip(given, none, strict=True)
+        ]
         arrived = torch.cat(gradients).cpu().double().numpy()
         sources = [source for one in given for source in one.sources]
         lengths = np.array([length for one in given for length in one.lengths])
@@ -75,37 +80,54 @@ class LossGradient:
         self._check_head(given, arrived, (batch.logprobs + batch.entropy).double().numpy(), group)
 
     def _compare(
-        self, sources: Sequence[tuple[int, int]], lengths: np.ndarray, arrived: np.ndarray, expected: ExpectedGradient
+        self,
+        sources: Sequence[tuple[int, int]],
+        lengths: np.ndarray,
+        arrived: np.ndarray,
+        expected: ExpectedGradient,
     ) -> None:
         wrong = expected.is_sure & ~(np.abs(arrived - expected.values) <= expected.limit)
         if not wrong.any():
             return
-        error = np.where(wrong, np.abs(arrived - expected.values) / np.maximum(expected.limit, 1e-300), 0.0)
+        error = np.where(
+            wrong, np.abs(arrived - expected.values) / np.maximum(expected.limit, 1e-300), 0.0
+        )
         token = int(error.argmax())
         ends = np.cumsum(lengths)
         response = int(np.searchsorted(ends, token, side="right"))
         group, number = sources[response]
         place = token - int(ends[response]) + int(lengths[response])
         raise self._update.broken(
-            f"the gradient of the log-prob of token {place} of response {number} of group {group} is "
-            f"{arrived[token]:.6g}, where algorithm.loss = {self._config.algorithm.loss}, aggregation = "
-            f"{self._config.algorithm.aggregation} and the group's credit make {expected.values[token]:.6g}; "
-            f"{int(wrong.sum())} of {len(wrong)} tokens of the update differ"
+            f"the gradient of the log-prob of token {place} of response {number} of group {group} "
+            f"is {arrived[token]:.6g}, where algorithm.loss = {self._config.algorithm.loss}, "
+            f"aggregation = {self._config.algorithm.aggregation} and the group's credit make "
+            f"{expected.values[token]:.6g}; {int(wrong.sum())} of {len(wrong)} tokens of the "
+            "update differ"
         )
 
     def _check_same(self, apart: float, tokens: int) -> None:
         """Before an iteration's first update the old policy is the policy, so that ratios are 1."""
         begins = self._policy is not None and self._policy.updates == 0
-        if not begins or self._algorithm.ratio == "sampling" or self._config.schedule.max_staleness or not tokens:
+        if (
+            not begins
+            or self._algorithm.ratio == "sampling"
+            or self._config.schedule.max_staleness
+            or not tokens
+        ):
             return
         if not apart / tokens <= _SAME_WEIGHTS[self._config.model.dtype]:
             raise self._update.broken(
-                f"the old policy's log-probs differ from the policy's by {apart / tokens:.3g} in the mean, although both are the "
-                f"weights of version {self._policy.version if self._policy else 0}"
+                f"the old policy's log-probs differ from the policy's by {apart / tokens:.3g} in "
+                "the mean, although both are the weights of version "
+                f"{self._policy.version if self._policy else 0}"
             )
 
     def _check_head(
-        self, given: Sequence[GivenLoss], arrived: np.ndarray, surprise: np.ndarray, group: dist.ProcessGroup | None
+        self,
+        given: Sequence[GivenLoss],
+        arrived: np.ndarray,
+        surprise: np.ndarray,
+        group: dist.ProcessGroup | None,
     ) -> None:
         """surprise: log p + H of every token."""
         sums, rows, start, is_partial = [], [], 0, False
@@ -128,13 +150,15 @@ class LossGradient:
         products, sizes = both.cpu().double().numpy()
         expected = (arrived * surprise)[np.concatenate(rows)]
         dtype = self._config.model.dtype
-        slope = slope_of(products, expected, sizes, _MARGIN * _UNITS[dtype] / _LARGEST_SLOPE_ERRORS[dtype])
+        slope = slope_of(
+            products, expected, sizes, _MARGIN * _UNITS[dtype] / _LARGEST_SLOPE_ERRORS[dtype]
+        )
         if slope is None:
             return
         if abs(slope.value - 1.0) > max(_LARGEST_SLOPE_ERRORS[dtype], _DEVIATIONS * slope.error):
             raise self._update.broken(
-                f"the gradient that went on behind the log-probs is {slope.value:.4g} times the one that came to them, over "
-                f"{len(products)} tokens"
+                f"the gradient that went on behind the log-probs is {slope.value:.4g} times the "
+                f"one that came to them, over {len(products)} tokens"
             )
 
 
@@ -150,6 +174,8 @@ def with_advantages(
     values: list[np.ndarray] = []
     for (group, number), length in zip(sources, lengths.tolist(), strict=True):
         is_known = group in advantages
-        values.append(advantages[group][number] if is_known else np.full(length, np.nan, np.float32))
+        values.append(
+            advantages[group][number] if is_known else np.full(length, np.nan, np.float32)
+        )
     of_tokens = torch.from_numpy(np.concatenate(values))
     return replace(batch, advantages=torch.where(of_tokens.isnan(), batch.advantages, of_tokens))

@@ -1,7 +1,8 @@
 """Invariant I7 behind the gradient: a step makes of the weights what AdamW makes of them.
 
     end of step u - 1    choose elements for step u, remember their weights and moments
-    before step u        the same elements hold the same bits; tensors whose gradient is exactly 0 are named
+    before step u        the same elements hold the same bits; tensors whose gradient is exactly 0
+                         are named
     step u               the backend clips and applies
     after step u         replay in fp64 from gradient, moments, schedule, decay, clip and bias correction ──> compare
 
@@ -44,8 +45,8 @@ _RATE_ROUNDING = 1e-6
 class _Chosen:
     """Elements of each tensor, at equal distances from a random one on, in one order.
 
-    slices: (start, stop, distance) of each tensor. counts: int64 [tensors], of its elements; owner: int64 [n], each element's
-    tensor.
+    slices: (start, stop, distance) of each tensor. counts: int64 [tensors], of its elements; owner:
+    int64 [n], each element's tensor.
     """
 
     slices: list[tuple[int, int, int]]
@@ -59,7 +60,8 @@ class _Chosen:
         each = max(_OF_EACH, _ELEMENTS // max(1, int(np.count_nonzero(sizes))))
         counts = np.minimum(each, sizes)
         random = np.random.default_rng((seed, update, rank)).random((2, len(sizes)))
-        # up to the largest distance at which there are as many, so that no pattern of elements is at it every time
+        # up to the largest distance at which there are as many, so that no pattern of elements is
+        # at it every time
         largest = np.maximum(1, sizes // np.maximum(1, counts))
         distances = np.maximum(1, largest - (random[0] * largest / 4).astype(np.int64))
         room = sizes - np.maximum(0, counts - 1) * distances
@@ -81,13 +83,20 @@ class _Chosen:
 
 
 _Elements = list[torch.Tensor | Values | None]
-"""Views of the chosen elements of each tensor, in numpy where that is the host's memory in fp32; None where there are none."""
+"""Views of the chosen elements of each tensor, in numpy where that is the host's memory in fp32;
+None where there are none.
+"""
 
 
 def _views(tensors: Sequence[SteppedTensor], chosen: _Chosen, name: str) -> _Elements:
-    """An attribute of the chosen elements of each tensor. There are many tensors: one call for each."""
+    """An attribute of the chosen elements of each tensor.
+
+    There are many tensors: one call for each.
+    """
     views: _Elements = []
-    for tensor, (start, stop, distance), count in zip(tensors, chosen.slices, chosen.counts.tolist(), strict=True):
+    for tensor, (start, stop, distance), count in zip(
+        tensors, chosen.slices, chosen.counts.tolist(), strict=True
+    ):
         memory: torch.Tensor | None = getattr(tensor, name)
         if memory is None or not count:
             views.append(None)
@@ -100,7 +109,10 @@ def _views(tensors: Sequence[SteppedTensor], chosen: _Chosen, name: str) -> _Ele
 
 @torch.no_grad()
 def _read(columns: Sequence[tuple[_Chosen, _Elements]]) -> list[Values]:
-    """Reads columns of elements, fp64 [n] each; NaN where a tensor has none. One copy from each device for all of them."""
+    """Reads columns of elements, fp64 [n] each; NaN where a tensor has none.
+
+    One copy from each device for all of them.
+    """
     parts: list[Values | None] = []
     waiting: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
     for chosen, elements in columns:
@@ -121,7 +133,11 @@ def _read(columns: Sequence[tuple[_Chosen, _Elements]]) -> list[Values]:
 
 def _state(weights: Values, mean: Values, square: Values) -> dict[str, Values]:
     """Weights and moments by name. Moments that no step has made yet are 0."""
-    return {"weights": weights, "mean": np.nan_to_num(mean, nan=0.0), "square": np.nan_to_num(square, nan=0.0)}
+    return {
+        "weights": weights,
+        "mean": np.nan_to_num(mean, nan=0.0),
+        "square": np.nan_to_num(square, nan=0.0),
+    }
 
 
 class StepReplay:
@@ -138,10 +154,16 @@ class StepReplay:
     @property
     def first_sampled(self) -> int:
         """A number that is another one in every update, for samples at equal distances."""
-        return int(np.random.default_rng((self._config.run.seed, self._updates + 1)).integers(0, 2**31))
+        return int(
+            np.random.default_rng((self._config.run.seed, self._updates + 1)).integers(0, 2**31)
+        )
 
     def before(
-        self, where: str, tensors: Sequence[SteppedTensor], reductions: Reductions, device: torch.device
+        self,
+        where: str,
+        tensors: Sequence[SteppedTensor],
+        reductions: Reductions,
+        device: torch.device,
     ) -> BeforeStep:
         """Looks at what the step is about to change. Collective over replicas. Raises
         InvariantViolation.
@@ -154,7 +176,9 @@ class StepReplay:
         assert chosen is not None, "it has just been chosen"
         views = [_views(tensors, chosen, name) for name in ("gradient", *_STATE)]
         gradient, *columns = _read([(chosen, elements) for elements in views])
-        self._check_gradients(where, tensors, chosen.any_of_tensors(np.nan_to_num(gradient)), reductions, device)
+        self._check_gradients(
+            where, tensors, chosen.any_of_tensors(np.nan_to_num(gradient)), reductions, device
+        )
         state = _state(*columns)
         for name, values in state.items():
             differs = values != remembered[name]
@@ -162,15 +186,17 @@ class StepReplay:
                 place = int(differs.argmax())
                 raise _broken(
                     where,
-                    f"{_NAMES[name]} of an element of {tensors[chosen.owner[place]].name} is {values[place]:.9g} before the step, "
-                    f"and was {remembered[name][place]:.9g} after the last one; {int(differs.sum())} of {len(differs)} elements "
-                    f"have changed in between, when nothing may write them",
+                    f"{_NAMES[name]} of an element of {tensors[chosen.owner[place]].name} is "
+                    f"{values[place]:.9g} before the step, and was {remembered[name][place]:.9g} "
+                    f"after the last one; {int(differs.sum())} of {len(differs)} elements have "
+                    "changed in between, when nothing may write them",
                 )
         before = Elements(state["weights"], state["mean"], state["square"])
         return BeforeStep(where, chosen, before, gradient, tensors, views[1:])
 
     def after(self, begun: BeforeStep, tensors: Sequence[SteppedTensor], result: Step) -> None:
-        """Compares what the step made of the weights with the replay, and chooses the next elements. Raises InvariantViolation.
+        """Compares what the step made of the weights with the replay, and chooses the next
+        elements. Raises InvariantViolation.
 
         tensors: those that `before` was given, whose memory the step has written.
         """
@@ -191,7 +217,11 @@ class StepReplay:
         )
         following = _Chosen.of(tensors, self._config.run.seed, self._updates + 1, self._rank)
         # written by the step where it is the same memory
-        own = begun.views if tensors is begun.tensors else [_views(tensors, chosen, name) for name in _STATE]
+        own = (
+            begun.views
+            if tensors is begun.tensors
+            else [_views(tensors, chosen, name) for name in _STATE]
+        )
         columns = [(chosen, elements) for elements in own]
         columns += [(following, _views(tensors, following, name)) for name in _STATE]
         *read, model = _read([*columns, (chosen, _views(tensors, chosen, "model"))])
@@ -204,14 +234,18 @@ class StepReplay:
                 raise _broken(
                     where,
                     f"the step made {values[place]:.9g} of {_NAMES[name]} of an element of "
-                    f"{tensors[chosen.owner[place]].name}, where AdamW makes {expected[place]:.9g} with the rate "
-                    f"{rate:.6g}; {int(wrong.sum())} of {len(wrong)} elements differ (the weight was "
-                    f"{before.weights[place]:.9g}, its gradient {begun.gradient[place]:.6g}, its moments "
-                    f"{before.mean[place]:.6g} and {before.square[place]:.6g}, the gradient's norm "
-                    f"{result.grad_norm:.6g})",
+                    f"{tensors[chosen.owner[place]].name}, where AdamW makes {expected[place]:.9g} "
+                    f"with the rate {rate:.6g}; {int(wrong.sum())} of {len(wrong)} elements differ "
+                    f"(the weight was {before.weights[place]:.9g}, its gradient "
+                    f"{begun.gradient[place]:.6g}, its moments {before.mean[place]:.6g} and "
+                    f"{before.square[place]:.6g}, the gradient's norm {result.grad_norm:.6g})",
                 )
         self._check_mean_change(
-            where, before.weights, state["weights"], replayed.expected.weights, replayed.limit.weights
+            where,
+            before.weights,
+            state["weights"],
+            replayed.expected.weights,
+            replayed.limit.weights,
         )
         self._check_copies(where, chosen, tensors, state["weights"], model)
         self._next, self._remembered = following, next_state
@@ -222,7 +256,13 @@ class StepReplay:
             self._choose(tensors)
         return self._description(tensors)
 
-    def load(self, updates: int, tensors: Sequence[SteppedTensor], saved: dict[str, Any] | None, seed: int) -> str:
+    def load(
+        self,
+        updates: int,
+        tensors: Sequence[SteppedTensor],
+        saved: dict[str, Any] | None,
+        seed: int,
+    ) -> str:
         """Goes on after `updates`; returns what is wrong with the state that was loaded, or
         nothing.
 
@@ -237,13 +277,14 @@ class StepReplay:
             if saved["shape"] == loaded["shape"] and saved["rank"] == loaded["rank"]:
                 if saved["digest"] != loaded["digest"]:
                     wrong = (
-                        f"the optimizer's state of rank {self._rank} is not the one that was saved (the digest of a "
-                        f"sample differs)"
+                        f"the optimizer's state of rank {self._rank} is not the one that was saved "
+                        "(the digest of a sample differs)"
                     )
             elif saved["moving"] > 0.1 and loaded["moving"] == 0.0:
                 share = saved["moving"]
                 wrong = (
-                    f"the moments of AdamW are all 0 in a sample, where {share:.0%} of those that were saved are not"
+                    f"the moments of AdamW are all 0 in a sample, where {share:.0%} of those "
+                    "that were saved are not"
                 )
         self._choose(tensors)
         return wrong
@@ -254,39 +295,59 @@ class StepReplay:
             shape.update(f"{tensor.name} {tensor.weights.numel()} ".encode())
         for values in self._remembered.values():
             digest.update(values.tobytes())
-        moving = float(np.mean(self._remembered["square"] != 0)) if len(self._remembered["square"]) else 0.0
-        return {"rank": self._rank, "shape": shape.hexdigest(), "digest": digest.hexdigest(), "moving": moving}
+        moving = (
+            float(np.mean(self._remembered["square"] != 0))
+            if len(self._remembered["square"])
+            else 0.0
+        )
+        return {
+            "rank": self._rank,
+            "shape": shape.hexdigest(),
+            "digest": digest.hexdigest(),
+            "moving": moving,
+        }
 
     def _choose(self, tensors: Sequence[SteppedTensor], seed: int | None = None) -> None:
         """For the next step."""
         seed = self._config.run.seed if seed is None else seed
         self._next = _Chosen.of(tensors, seed, self._updates + 1, self._rank)
-        self._remembered = _state(*_read([(self._next, _views(tensors, self._next, name)) for name in _STATE]))
+        self._remembered = _state(
+            *_read([(self._next, _views(tensors, self._next, name)) for name in _STATE])
+        )
 
     def _decay(self, tensor: SteppedTensor) -> float:
         """Norms and biases are not decayed."""
         is_bias = tensor.dimensions <= 1 or tensor.name.endswith(".bias")
         return 0.0 if is_bias else self._config.optimizer.weight_decay
 
-    def _check_settings(self, where: str, tensors: Sequence[SteppedTensor], result: Step, rate: float) -> None:
+    def _check_settings(
+        self, where: str, tensors: Sequence[SteppedTensor], result: Step, rate: float
+    ) -> None:
         named = [("the step", result.learning_rate)]
         for tensor in tensors:
             if not tensor.weights.numel():
                 continue
             named.append((tensor.name, tensor.rate))
-            if abs(tensor.decay - self._decay(tensor)) > _RATE_ROUNDING * self._config.optimizer.weight_decay:
+            if (
+                abs(tensor.decay - self._decay(tensor))
+                > _RATE_ROUNDING * self._config.optimizer.weight_decay
+            ):
                 raise _broken(
                     where,
-                    f"the weight decay of {tensor.name}, of {tensor.dimensions} dimensions, is {tensor.decay:g} instead of "
-                    f"{self._decay(tensor):g}",
+                    f"the weight decay of {tensor.name}, of {tensor.dimensions} dimensions, is "
+                    f"{tensor.decay:g} instead of {self._decay(tensor):g}",
                 )
         for name, used in named:
             if not abs(used - rate) <= _RATE_ROUNDING * rate:
                 raise _broken(
-                    where, f"{name} has the learning rate {used:.9g}, where update {self._updates} has {rate:.9g}"
+                    where,
+                    f"{name} has the learning rate {used:.9g}, where update {self._updates} has "
+                    f"{rate:.9g}",
                 )
 
-    def _check_mean_change(self, where: str, before: Values, after: Values, expected: Values, limit: Values) -> None:
+    def _check_mean_change(
+        self, where: str, before: Values, after: Values, expected: Values, limit: Values
+    ) -> None:
         """Sees a factor that is too small for any single element's rounding."""
         change = expected - before
         size = float(np.sum(change**2))
@@ -295,12 +356,22 @@ class StepReplay:
         error = float(np.sum((after - expected) * change)) / size
         rounding = float(np.sqrt(np.sum((limit * change) ** 2))) / size
         if abs(error) > _DEVIATIONS * rounding + 1e-5:
-            raise _broken(where, f"the step changed its weights by {1 + error:.6g} times as much as AdamW does")
+            raise _broken(
+                where,
+                f"the step changed its weights by {1 + error:.6g} times as much as AdamW does",
+            )
 
     def _check_copies(
-        self, where: str, chosen: _Chosen, tensors: Sequence[SteppedTensor], weights: Values, model: Values
+        self,
+        where: str,
+        chosen: _Chosen,
+        tensors: Sequence[SteppedTensor],
+        weights: Values,
+        model: Values,
     ) -> None:
-        """The weights that the model computes with are those that were stepped, in the model's type."""
+        """The weights that the model computes with are those that were stepped, in the model's
+        type.
+        """
         narrow = [tensor.model is not None for tensor in tensors]
         if not any(narrow):
             return
@@ -311,8 +382,10 @@ class StepReplay:
             place = int(wrong.argmax())
             raise _broken(
                 where,
-                f"the model computes with {model[place]:.9g} in an element of {tensors[chosen.owner[place]].name}, whose weight in "
-                f"fp32 is {stepped[place]:.9g} in its type; {int(wrong.sum())} of {len(wrong)} elements differ",
+                f"the model computes with {model[place]:.9g} in an element of "
+                f"{tensors[chosen.owner[place]].name}, whose weight in fp32 is "
+                f"{stepped[place]:.9g} in its type; {int(wrong.sum())} of {len(wrong)} elements "
+                "differ",
             )
 
     def _check_gradients(
@@ -323,7 +396,8 @@ class StepReplay:
         reductions: Reductions,
         device: torch.device,
     ) -> None:
-        """Names tensors whose gradient is exactly 0, on all ranks that hold a part of them, while others' are not.
+        """Names tensors whose gradient is exactly 0, on all ranks that hold a part of them, while
+        others' are not.
 
         sampled: whether any chosen element of each tensor's gradient is not 0.
         """
@@ -355,7 +429,9 @@ class StepReplay:
 
 @dataclass(frozen=True, eq=False)
 class BeforeStep:
-    """What StepReplay.before saw. gradient: divided, not yet clipped, fp64 [n]. views: of the weights and moments of `tensors`."""
+    """What StepReplay.before saw. gradient: divided, not yet clipped, fp64 [n]. views: of the
+    weights and moments of `tensors`.
+    """
 
     where: str
     chosen: _Chosen
@@ -380,7 +456,9 @@ def _partner(name: str) -> str | None:
 
 
 def _waits_for_its_partner(name: str, weights: dict[str, float]) -> bool:
-    """Whether a tensor is multiplied by another one that is 0. weights: by name, whether any is not 0."""
+    """Whether a tensor is multiplied by another one that is 0. weights: by name, whether any is not
+    0.
+    """
     partner = _partner(name)
     return partner is not None and not weights.get(partner, 1.0)
 
@@ -389,8 +467,9 @@ def _waits_for_its_partner(name: str, weights: dict[str, float]) -> bool:
 def _any_gradient(
     tensors: Sequence[SteppedTensor], sampled: npt.NDArray[np.bool_]
 ) -> tuple[list[bool], list[bool], list[bool]]:
-    """Says of each tensor whether a gradient has come, whether any of its elements is not 0, and of B of an adapter whose A has
-    no gradient whether any weight is not. sampled: as of _check_gradients."""
+    """Says of each tensor whether a gradient has come, whether any of its elements is not 0, and of
+    B of an adapter whose A has no gradient whether any weight is not. sampled: as of
+    _check_gradients."""
     arrived = [tensor.gradient is not None for tensor in tensors]
     nonzero, weights = sampled.tolist(), [True] * len(tensors)
     # most rows of an embedding have no gradient, so that a sample that is 0 says nothing
@@ -399,12 +478,20 @@ def _any_gradient(
         for number, tensor in enumerate(tensors)
         if not nonzero[number] and tensor.gradient is not None
     ]
-    for (number, _), has_any in zip(unknown, _any([gradient for _, gradient in unknown]), strict=True):
+    for (number, _), has_any in zip(
+        unknown, _any([gradient for _, gradient in unknown]), strict=True
+    ):
         nonzero[number] = has_any
     still_zero = [tensors[number].name for number, _ in unknown if not nonzero[number]]
     waited_for = {_partner(name) for name in still_zero}
-    partners = [(number, tensor.weights) for number, tensor in enumerate(tensors) if tensor.name in waited_for]
-    for (number, _), has_any in zip(partners, _any([partner for _, partner in partners]), strict=True):
+    partners = [
+        (number, tensor.weights)
+        for number, tensor in enumerate(tensors)
+        if tensor.name in waited_for
+    ]
+    for (number, _), has_any in zip(
+        partners, _any([partner for _, partner in partners]), strict=True
+    ):
         weights[number] = has_any
     return arrived, nonzero, weights
 

@@ -1,6 +1,8 @@
-"""Advice in words, where the numbers of a run call for it: what was seen, why it matters, which key to change.
+"""Advice in words, where the numbers of a run call for it: what was seen, why it matters, which key
+to change.
 
-Each rule looks at the last iterations after the warm-up and yields nothing where its numbers are missing.
+Each rule looks at the last iterations after the warm-up and yields nothing where its numbers are
+missing.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from pa_npu.viewer.values import share as share_text
 Record = Mapping[str, Any]
 
 RECENT = 8
-"""Iterations that a rule looks back on: enough to even out one with a checkpoint or an evaluation in it."""
+"""Iterations that a rule looks back on: enough to even out one with a checkpoint or an evaluation
+in it.
+"""
 MUCH_IDLE = 0.35
 CLEARLY = 1.5
 """One side waits for the other when its idle share is so many times the other's."""
@@ -32,7 +36,9 @@ DRIFT = 0.5
 
 @dataclass(frozen=True)
 class Advice:
-    """level: act (something is lost), look (worth a look). topic: the metric it is about, which the page links to."""
+    """level: act (something is lost), look (worth a look). topic: the metric it is about, which the
+    page links to.
+    """
 
     level: Literal["act", "look"]
     topic: str
@@ -40,8 +46,12 @@ class Advice:
     text: str
 
 
-def advise(records: Sequence[Record], config: Mapping[str, Any], begun: Sequence[int] = ()) -> list[Advice]:
-    """Advice on a run, what costs most first. config: flat keys. begun: the first iteration of each attempt."""
+def advise(
+    records: Sequence[Record], config: Mapping[str, Any], begun: Sequence[int] = ()
+) -> list[Advice]:
+    """Advice on a run, what costs most first. config: flat keys. begun: the first iteration of each
+    attempt.
+    """
     kept = steady(records, begun)
     advice = [line for rule in RULES for line in rule(kept, config)] if kept else []
     return sorted(advice, key=lambda line: line.level != "act")
@@ -50,8 +60,9 @@ def advise(records: Sequence[Record], config: Mapping[str, Any], begun: Sequence
 def steady(records: Sequence[Record], begun: Sequence[int] = ()) -> list[Record]:
     """The iterations that tiles and advice look at.
 
-    Left out are the first of the run and of each further attempt, which compile kernels and fill caches, and of a periodic run the
-    synchronous ones, which are there for comparison. Where nothing else is left, all of them.
+    Left out are the first of the run and of each further attempt, which compile kernels and fill
+    caches, and of a periodic run the synchronous ones, which are there for comparison. Where
+    nothing else is left, all of them.
     """
     warm = {*begun, *range(WARMUP_ITERATIONS)}
     kept = [record for record in records if record.get("iteration") not in warm] or list(records)
@@ -68,54 +79,66 @@ def recent(records: Sequence[Record], key: str) -> float | None:
 
 def _idle(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
     trainer, engine = recent(records, "trainer_idle"), recent(records, "engine_idle")
-    if (device := recent(records, "device_idle")) is not None:  # no side has devices that the other could have
+    # no side has devices that the other could have
+    if (device := recent(records, "device_idle")) is not None:
         in_turns = config.get("schedule.stream") is False
         if device > MUCH_IDLE:
             yield Advice(
                 "act" if in_turns else "look",
                 "trainer_idle",
-                "Devices wait for the longest responses" if in_turns else "Devices wait, though roles follow the work",
-                f"In the last iterations devices neither decoded nor trained for {share_text(device)} of the time. "
+                "Devices wait for the longest responses"
+                if in_turns
+                else "Devices wait, though roles follow the work",
+                "In the last iterations devices neither decoded nor trained for "
+                f"{share_text(device)} of the time. "
                 + (
-                    "schedule.stream=true lets them train as soon as the rest fits on fewer; the update stays the same."
+                    "schedule.stream=true lets them train as soon as the rest fits on fewer; the "
+                    "update stays the same."
                     if in_turns
-                    else "More groups per iteration (schedule.prompts_per_iteration) leave more to train meanwhile."
+                    else "More groups per iteration (schedule.prompts_per_iteration) leave more to "
+                    "train meanwhile."
                 ),
             )
         return
     if trainer is None or engine is None:
         return
-    seen = f"In the last iterations trainers were idle for {share_text(trainer)} of the time and engines for {share_text(engine)}."
+    seen = (
+        f"In the last iterations trainers were idle for {share_text(trainer)} of the time and "
+        f"engines for {share_text(engine)}."
+    )
     if config.get("schedule.stream") is False and trainer > MUCH_IDLE:
         yield Advice(
             "act",
             "trainer_idle",
             "Trainers wait for the whole batch",
-            f"{seen} schedule.stream=true lets them train while engines generate; the update stays the same.",
+            f"{seen} schedule.stream=true lets them train while engines generate; the update stays "
+            "the same.",
         )
     elif trainer > MUCH_IDLE and trainer > CLEARLY * engine:
         yield Advice(
             "act",
             "trainer_idle",
             "Trainers wait for engines",
-            f"{seen} Generation is what takes the time: give devices from trainers to engines (rollout.engines, "
-            f"trainer.devices), or make responses shorter.",
+            f"{seen} Generation is what takes the time: give devices from trainers to engines "
+            "(rollout.engines, trainer.devices), or make responses shorter.",
         )
     elif engine > MUCH_IDLE and engine > CLEARLY * trainer:
         yield Advice(
             "act",
             "engine_idle",
             "Engines wait for trainers",
-            f"{seen} Training is what takes the time: give devices from engines to trainers (trainer.devices, "
-            f"rollout.engines), or look at trainer.recompute and microbatch.max_tokens.",
+            f"{seen} Training is what takes the time: give devices from engines to trainers "
+            "(trainer.devices, rollout.engines), or look at trainer.recompute and "
+            "microbatch.max_tokens.",
         )
     elif min(trainer, engine) > MUCH_IDLE:
         yield Advice(
             "look",
             "trainer_idle",
             "Engines and trainers wait for each other",
-            f"{seen} Little overlaps: more groups per iteration (schedule.prompts_per_iteration) or a smaller window make groups "
-            f"end one after another, so that training starts earlier.",
+            f"{seen} Little overlaps: more groups per iteration (schedule.prompts_per_iteration) "
+            "or a smaller window make groups end one after another, so that training starts "
+            "earlier.",
         )
 
 
@@ -126,8 +149,9 @@ def _truncated(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator
             "act" if share > 3 * MANY_TRUNCATED else "look",
             "truncated_ratio",
             "Responses are cut at the limit",
-            f"{share_text(share)} of responses reached rollout.max_response_tokens={config.get('rollout.max_response_tokens')} and "
-            f"were judged unfinished. Raise it, or add the overlong reward, which teaches to be shorter.",
+            f"{share_text(share)} of responses reached "
+            f"rollout.max_response_tokens={config.get('rollout.max_response_tokens')} and were "
+            "judged unfinished. Raise it, or add the overlong reward, which teaches to be shorter.",
         )
 
 
@@ -140,9 +164,9 @@ def _equal_groups(records: Sequence[Record], config: Mapping[str, Any]) -> Itera
         "look",
         "equal_reward_ratio",
         "Most groups teach nothing",
-        f"In {share_text(share)} of groups all responses had the same reward, mostly all {how}: their advantages are zero. "
-        f"{'Harder' if how == 'right' else 'Easier'} prompts help, more responses per prompt, or "
-        f"schedule.dynamic_sampling=true.",
+        f"In {share_text(share)} of groups all responses had the same reward, mostly all {how}: "
+        f"their advantages are zero. {'Harder' if how == 'right' else 'Easier'} prompts help, more "
+        "responses per prompt, or schedule.dynamic_sampling=true.",
     )
 
 
@@ -158,8 +182,9 @@ def _drift(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
                 "act",
                 "logodds_diff_mean",
                 "Engine and trainer log-probs drift apart",
-                f"Their {name} is {value:.2g}, {share_text(value / limit)} of the limit ({limit:.2g}) at which the run stops. "
-                f"Different kernels or types are the usual cause: see model.dtype, rollout.batch_invariant, the engine's version.",
+                f"Their {name} is {value:.2g}, {share_text(value / limit)} of the limit "
+                f"({limit:.2g}) at which the run stops. Different kernels or types are the usual "
+                "cause: see model.dtype, rollout.batch_invariant, the engine's version.",
             )
             return
 
@@ -167,13 +192,20 @@ def _drift(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
 def _entropy(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
     first, last = recent(records[:RECENT], "entropy"), recent(records, "entropy")
     solved = (recent(records, "accuracy") or 0.0) > 0.9
-    if first and last is not None and len(records) > RECENT and last < COLLAPSED_ENTROPY * first and not solved:
+    if (
+        first
+        and last is not None
+        and len(records) > RECENT
+        and last < COLLAPSED_ENTROPY * first
+        and not solved
+    ):
         yield Advice(
             "act",
             "entropy",
             "Entropy has collapsed",
-            f"It fell from {first:.3g} to {last:.3g} nats per token while the task is not solved: the policy explores little. "
-            f"Raise algorithm.clip_high (0.28, as DAPO), lower optimizer.learning_rate, or set algorithm.entropy_coef.",
+            f"It fell from {first:.3g} to {last:.3g} nats per token while the task is not solved: "
+            "the policy explores little. Raise algorithm.clip_high (0.28, as DAPO), lower "
+            "optimizer.learning_rate, or set algorithm.entropy_coef.",
         )
 
 
@@ -184,8 +216,9 @@ def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]
             "act",
             "reward_mean",
             "Reward functions fail",
-            f"{errors:.0f} groups of the last {min(RECENT, len(records))} iterations had a function that failed or ran into "
-            f"reward.timeout_s; its rewards were zero, or without a verdict those of the others. coordinator.log names them.",
+            f"{errors:.0f} groups of the last {min(RECENT, len(records))} iterations had a "
+            "function that failed or ran into reward.timeout_s; its rewards were zero, or without "
+            "a verdict those of the others. coordinator.log names them.",
         )
     missing: dict[str, float] = {}
     for record in records[-RECENT:]:
@@ -198,11 +231,13 @@ def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]
             "act",
             "reward_mean",
             "Responses have no verdict",
-            f"In the last {min(RECENT, len(records))} iterations: {names}. They had the mean of their group's others, so they "
-            f"taught nothing of it. coordinator.log has the reasons: a judge's server (reward.judge.timeout_s), the "
-            f"sandbox, or a row's tests.",
+            f"In the last {min(RECENT, len(records))} iterations: {names}. They had the mean of "
+            "their group's others, so they taught nothing of it. coordinator.log has the reasons: "
+            "a judge's server (reward.judge.timeout_s), the sandbox, or a row's tests.",
         )
-    failed = [version for record in records if (version := index(record, "checkpoint_failed")) is not None]
+    failed = [
+        version for record in records if (version := index(record, "checkpoint_failed")) is not None
+    ]
     if failed:
         yield Advice(
             "act",

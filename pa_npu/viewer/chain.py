@@ -1,4 +1,6 @@
-"""What the page shows of a run's chain: whether it is whole, its newest line, and since when other runs differ."""
+"""What the page shows of a run's chain: whether it is whole, its newest line, and since when other
+runs differ.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _MAX_KEPT = 4
 
 @dataclass(frozen=True)
 class _Kept:
-    """A view with the state of the files that it is of. made_s: when it was ready; took_s: to make it."""
+    """A view with the state of the files that it is of. made_s: when it was ready; took_s: to make
+    it.
+    """
 
     files: tuple[Any, ...]
     view: dict[str, Any]
@@ -101,7 +105,8 @@ def _difference(run: Path, other: Path) -> dict[str, Any]:
     name: the other run's. verdict: equal, rounding, undecided or different; None where they cannot
     be compared, and `problem` says why. iterations: those that were compared, in words. sentences:
     as `pa-npu diff` prints them. since: the first iteration in which something differs, or the one
-    that decides. group: dispatch index of the group that differs first in it, None where it is none.
+    that decides. group: dispatch index of the group that differs first in it, None where it is
+    none.
     """
     difference: dict[str, Any] = {"name": other.resolve().name, "verdict": None, "iterations": ""}
     difference |= {"sentences": [], "since": None, "group": None, "problem": ""}

@@ -1,4 +1,7 @@
-"""What a run is, in a few words of its configuration: model, algorithm, data, devices. For headers and tables."""
+"""What a run is, in a few words of its configuration: model, algorithm, data, devices.
+
+For headers and tables.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,9 @@ LONGEST = 120
 
 
 def facts(config: Mapping[str, Any]) -> dict[str, str]:
-    """By name; empty where the configuration does not say it. config: flat keys without secrets, of any version."""
+    """By name; empty where the configuration does not say it. config: flat keys without secrets, of
+    any version.
+    """
     return {
         "model": _name_of(config.get("model.path")),
         "algorithm": _algorithm(config),

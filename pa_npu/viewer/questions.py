@@ -1,4 +1,6 @@
-"""Evaluations question by question: what a version gained and lost against another, and the responses to one question."""
+"""Evaluations question by question: what a version gained and lost against another, and the
+responses to one question.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.errors import DataError
-from pa_npu.evaluation.results import GREEDY, SAMPLE, Judged, kept_versions, results_file, values_by_question
+from pa_npu.evaluation.results import (
+    GREEDY,
+    SAMPLE,
+    Judged,
+    kept_versions,
+    results_file,
+    values_by_question,
+)
 from pa_npu.telemetry.sample_store import read_table
 from pa_npu.viewer.values import index, number, text
 
@@ -25,10 +34,12 @@ def question_versions(run_dir: Path) -> list[int]:
 
 
 def compare_questions(run_dir: Path, version: int, before: int) -> dict[str, Any] | None:
-    """Every question of version `version` with its number before and now, by set: {version, before, sets, left_out, error}.
+    """Every question of version `version` with its number before and now, by set: {version, before,
+    sets, left_out, error}.
 
-    A set has the metric that is compared (greedy, or the mean of its samples) and rows of [question, prompt's beginning, before,
-    now]; a number is None where a version has not answered the question. None where the version is not kept.
+    A set has the metric that is compared (greedy, or the mean of its samples) and rows of
+    [question, prompt's beginning, before, now]; a number is None where a version has not answered
+    the question. None where the version is not kept.
     """
     if version not in kept_versions(run_dir):
         return None
@@ -36,26 +47,45 @@ def compare_questions(run_dir: Path, version: int, before: int) -> dict[str, Any
         now = _read(run_dir, version, columns=_NUMBERS)
         then = _read(run_dir, before, columns=_NUMBERS) if before in kept_versions(run_dir) else []
     except DataError as error:
-        return {"version": version, "before": before, "sets": [], "left_out": 0, "error": str(error)}
+        return {
+            "version": version,
+            "before": before,
+            "sets": [],
+            "left_out": 0,
+            "error": str(error),
+        }
     sets, left_out, room = [], 0, MAX_QUESTIONS
     for name in dict.fromkeys(response.name for response in now):
-        metric, values = _number_per_question([response for response in now if response.name == name])
-        known, earlier = _number_per_question([response for response in then if response.name == name])
+        metric, values = _number_per_question(
+            [response for response in now if response.name == name]
+        )
+        known, earlier = _number_per_question(
+            [response for response in then if response.name == name]
+        )
         prompts = {response.question: response.prompt for response in now if response.name == name}
         questions = sorted(values)
         left_out += max(0, len(questions) - room)
         questions = questions[:room]
         room -= len(questions)
         rows = [
-            [place, prompts[place][-PROMPT_CHARACTERS:], earlier.get(place) if known == metric else None, values[place]]
+            [
+                place,
+                prompts[place][-PROMPT_CHARACTERS:],
+                earlier.get(place) if known == metric else None,
+                values[place],
+            ]
             for place in questions
         ]
         sets.append({"name": name, "metric": metric, "rows": rows})
     return {"version": version, "before": before, "sets": sets, "left_out": left_out, "error": None}
 
 
-def question_answers(run_dir: Path, version: int, set_number: int, question: int) -> dict[str, Any] | None:
-    """A question with its responses by a version. set_number: in the order in which the sets appear in the version's results."""
+def question_answers(
+    run_dir: Path, version: int, set_number: int, question: int
+) -> dict[str, Any] | None:
+    """A question with its responses by a version. set_number: in the order in which the sets appear
+    in the version's results.
+    """
     if version not in kept_versions(run_dir):
         return None
     try:
@@ -82,9 +112,13 @@ def question_answers(run_dir: Path, version: int, set_number: int, question: int
         for row in rows[:MAX_RESPONSES]
     ]
     prompt, answer = text(rows[0], "prompt")[:LONGEST_TEXT], text(rows[0], "answer")
-    return {"version": version, "set": names[set_number], "question": question, "prompt": prompt, "answer": answer} | {
-        "answers": answers
-    }
+    return {
+        "version": version,
+        "set": names[set_number],
+        "question": question,
+        "prompt": prompt,
+        "answer": answer,
+    } | {"answers": answers}
 
 
 def _read(run_dir: Path, version: int, columns: Sequence[str]) -> list[Judged]:
@@ -114,7 +148,13 @@ def _judged(row: Mapping[str, Any]) -> Judged | None:
 
 
 def _number_per_question(responses: Sequence[Judged]) -> tuple[str, dict[int, float]]:
-    """Greedy where there is a greedy response, else the mean of the samples; its name and the number of every question."""
+    """Greedy where there is a greedy response, else the mean of the samples; its name and the
+    number of every question.
+    """
     values = values_by_question(responses)
-    metric = GREEDY if GREEDY in values else next((name for name in values if name.startswith("avg@")), "")
+    metric = (
+        GREEDY
+        if GREEDY in values
+        else next((name for name in values if name.startswith("avg@")), "")
+    )
     return metric, values.get(metric, {})

@@ -1,4 +1,6 @@
-"""Reads a run directory for the page: plain values, from its files only, as they grow and whatever state they are in."""
+"""Reads a run directory for the page: plain values, from its files only, as they grow and whatever
+state they are in.
+"""
 
 from __future__ import annotations
 
@@ -53,22 +55,31 @@ class RunDirectory:
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
         if not self.directory.is_dir():
-            raise UserError(f"{directory}: is not a directory; give a run directory, as in runs/grpo_tiny")
+            raise UserError(
+                f"{directory}: is not a directory; give a run directory, as in runs/grpo_tiny"
+            )
         if not is_run_directory(self.directory):
-            raise UserError(f"{directory}: holds no config.yaml, {METRICS} or logs, so it is no run directory")
+            raise UserError(
+                f"{directory}: holds no config.yaml, {METRICS} or logs, so it is no run directory"
+            )
         self._metrics = JsonLines(self.directory / METRICS)
         self._evaluations = JsonLines(self.directory / EVALUATIONS)
         self._timeline = RunTimeline(self.directory)
         self._chains = ChainViews(self.directory)
-        self._known: tuple[Any, Secrets] | None = None  # the configuration, and the state of the file that it is from
+        # the configuration, and the state of the file that it is from
+        self._known: tuple[Any, Secrets] | None = None
 
     @property
     def name(self) -> str:
         return self.directory.resolve().name
 
     def stamp(self) -> str:
-        """Changes when a file changes that the page is made from, and when the run's launcher is gone."""
-        watched = [self.directory / name for name in (_CONFIG, METRICS, EVALUATIONS, CHAIN, "runs_on.json")]
+        """Changes when a file changes that the page is made from, and when the run's launcher is
+        gone.
+        """
+        watched = [
+            self.directory / name for name in (_CONFIG, METRICS, EVALUATIONS, CHAIN, "runs_on.json")
+        ]
         watched += [self.directory / folder for folder in (SAMPLES_DIRECTORY, RESULTS)]
         for folder in ("logs", TIMELINE):
             watched += sorted((self.directory / folder).glob("*"))[:MAX_LOGS]
@@ -117,7 +128,9 @@ class RunDirectory:
             "advice": [asdict(advice) for advice in advise(records, config, begun)],
             "config": config,
             "facts": facts(config),
-            "defaults": {key.name: None if key.required else _plain(key.default) for key in all_keys()},
+            "defaults": {
+                key.name: None if key.required else _plain(key.default) for key in all_keys()
+            },
             "meaning": {key.name: key.description for key in all_keys()},
             "processes": self.processes(),
             "state": self.state(records, config),
@@ -126,7 +139,9 @@ class RunDirectory:
         }
 
     def state(
-        self, records: Sequence[Mapping[str, Any]] | None = None, config: Mapping[str, Any] | None = None
+        self,
+        records: Sequence[Mapping[str, Any]] | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """As pa_npu.viewer.state has it."""
         launcher = self._timeline.landmarks("launcher")
@@ -145,11 +160,18 @@ class RunDirectory:
         return columns(self.records(), first, last)
 
     def _newest(self) -> float:
-        written = [path for folder in ("logs", TIMELINE) for path in (self.directory / folder).glob("*")]
-        return max((status.st_mtime for status in _states([self.directory / METRICS, *written])), default=0.0)
+        written = [
+            path for folder in ("logs", TIMELINE) for path in (self.directory / folder).glob("*")
+        ]
+        return max(
+            (status.st_mtime for status in _states([self.directory / METRICS, *written])),
+            default=0.0,
+        )
 
     def processes(self) -> list[dict[str, Any]]:
-        """One entry per log or timeline: what it did last, when, how often it was started, what its log warns of."""
+        """One entry per log or timeline: what it did last, when, how often it was started, what its
+        log warns of.
+        """
         timelines = self._timeline.files()
         logs = {name.removesuffix(".log"): self.directory / "logs" / name for name in self._logs()}
         processes, secrets = [], self._secrets()
@@ -215,7 +237,10 @@ def _states(paths: Iterable[Path]) -> Iterator[os.stat_result]:
 
 
 def tail(path: Path, max_bytes: int) -> str:
-    """The last lines of a text file, whole ones. A link is not followed: whoever shows a run shows nothing else of the machine."""
+    """The last lines of a text file, whole ones.
+
+    A link is not followed: whoever shows a run shows nothing else of the machine.
+    """
     try:
         with open_plain(path, follow_links=False) as file:
             size = file.seek(0, 2)
@@ -236,34 +261,51 @@ def read_yaml(path: Path) -> dict[str, Any]:
         return {}
 
 
-def columns(records: Sequence[Mapping[str, Any]], first: int = 0, last: int = 2**31) -> dict[str, list[float | None]]:
-    """Numbers of the records by name, nested ones dotted; None where a record has none. Long runs are thinned out.
+def columns(
+    records: Sequence[Mapping[str, Any]], first: int = 0, last: int = 2**31
+) -> dict[str, list[float | None]]:
+    """Numbers of the records by name, nested ones dotted; None where a record has none. Long runs
+    are thinned out.
 
-    first, last: iterations. `tokens_total` is what the run has trained until the end of an iteration.
+    first, last: iterations. `tokens_total` is what the run has trained until the end of an
+    iteration.
     """
     total, totals = 0.0, {}
     for record in records:
-        total += (number(record, "tokens_prompt") or 0.0) + (number(record, "tokens_response") or 0.0)
+        total += (number(record, "tokens_prompt") or 0.0) + (
+            number(record, "tokens_response") or 0.0
+        )
         totals[record["iteration"]] = total
     records = [record for record in records if first <= record["iteration"] <= last]
     step = -(-len(records) // MAX_POINTS) or 1
-    kept = [record for place, record in enumerate(records) if place % step == 0 or place == len(records) - 1]
+    kept = [
+        record
+        for place, record in enumerate(records)
+        if place % step == 0 or place == len(records) - 1
+    ]
     rows = []
     for record in kept:
         leaves = flat({key: item for key, item in record.items() if key != "engines"})
         rows.append({name: value for name in leaves if (value := number(leaves, name)) is not None})
-    names = list(dict.fromkeys(name for row in rows for name in row if name not in _UNDRAWN))[:MAX_COLUMNS]
-    values: dict[str, list[float | None]] = {"iteration": [float(record["iteration"]) for record in kept]}
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in _UNDRAWN))[
+        :MAX_COLUMNS
+    ]
+    values: dict[str, list[float | None]] = {
+        "iteration": [float(record["iteration"]) for record in kept]
+    }
     values["time"] = [number(record, "time") for record in kept]
     values["tokens_total"] = [totals[record["iteration"]] for record in kept]
     return values | {name: [row.get(name) for row in rows] for name in names}
 
 
 def evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
-    """An evaluation with what the page shows of it and nothing else, whatever somebody has written in its place."""
+    """An evaluation with what the page shows of it and nothing else, whatever somebody has written
+    in its place.
+    """
     sets = mapping(record, "sets")
     shown: dict[str, Any] = {
-        name: number(record, name) for name in ("version", "accuracy", "questions", "planned", "seconds", "time")
+        name: number(record, name)
+        for name in ("version", "accuracy", "questions", "planned", "seconds", "time")
     }
     shown["sets"] = None
     if sets:
@@ -284,14 +326,26 @@ def evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = ("questions", "responses", "length_mean", "length_median", "length_95", "truncated_ratio")
-    return {name: number(summary, name) for name in numbers} | {"metrics": _estimates(mapping(summary, "metrics"))}
+    numbers = (
+        "questions",
+        "responses",
+        "length_mean",
+        "length_median",
+        "length_95",
+        "truncated_ratio",
+    )
+    return {name: number(summary, name) for name in numbers} | {
+        "metrics": _estimates(mapping(summary, "metrics"))
+    }
 
 
 def _estimates(metrics: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     """By metric; without those that have no value and interval."""
     estimates = {
-        str(name): {part: number(mapping(metrics, name), part) for part in ("value", "low", "high", "questions")}
+        str(name): {
+            part: number(mapping(metrics, name), part)
+            for part in ("value", "low", "high", "questions")
+        }
         for name in metrics
     }
     return {name: estimate for name, estimate in estimates.items() if None not in estimate.values()}
@@ -300,7 +354,9 @@ def _estimates(metrics: Mapping[str, Any]) -> dict[str, dict[str, float | None]]
 def by_index(records: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
     """Records with a number, by number; of several with one, the last."""
     valid = [record for record in records if index(record, key) is not None]
-    return sorted({record[key]: record for record in valid}.values(), key=lambda record: record[key])
+    return sorted(
+        {record[key]: record for record in valid}.values(), key=lambda record: record[key]
+    )
 
 
 def _plain(value: Any) -> Any:

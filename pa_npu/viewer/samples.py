@@ -1,7 +1,8 @@
-"""Kept samples for the page: an iteration in short, one group whole, and other runs' answers to the same prompt.
+"""Kept samples for the page: an iteration in short, one group whole, and other runs' answers to the
+same prompt.
 
-An iteration may hold thousands of responses. So texts are cut in the list, tokens are read of the group alone that is opened, and
-the search for a prompt in another run ends after a while.
+An iteration may hold thousands of responses. So texts are cut in the list, tokens are read of the
+group alone that is opened, and the search for a prompt in another run ends after a while.
 """
 
 from __future__ import annotations
@@ -27,23 +28,39 @@ _IN_SHORT = (
 
 
 def samples_in_short(run_dir: Path, iteration: int) -> dict[str, Any]:
-    """The kept groups of an iteration, their texts cut where they are many; `error`: why they cannot be read."""
+    """The kept groups of an iteration, their texts cut where they are many; `error`: why they
+    cannot be read.
+    """
     if iteration not in sample_iterations(run_dir):
         return {"iteration": iteration, "groups": [], "error": None, "cut": None, "left_out": 0}
     try:
         rows = read_samples(run_dir, iteration, columns=_IN_SHORT)
     except DataError as error:
-        return {"iteration": iteration, "groups": [], "error": str(error), "cut": None, "left_out": 0}
+        return {
+            "iteration": iteration,
+            "groups": [],
+            "error": str(error),
+            "cut": None,
+            "left_out": 0,
+        }
     left_out = max(0, len(rows) - MAX_RESPONSES)
     rows = rows[:MAX_RESPONSES]
-    whole = sum(len(text(row, "text")) for row in rows) + sum(len(text(row, "prompt")) for row in rows)
+    whole = sum(len(text(row, "text")) for row in rows) + sum(
+        len(text(row, "prompt")) for row in rows
+    )
     cut = None if whole <= MAX_TEXT else max(100, MAX_TEXT // (2 * len(rows)))
     groups = _groups(rows)
     for group in groups:
         group["prompt"] = group["prompt"][-cut:] if cut else group["prompt"]
         for response in group["responses"]:
             response["text"] = response["text"][:cut]
-    return {"iteration": iteration, "groups": groups, "error": None, "cut": cut, "left_out": left_out}
+    return {
+        "iteration": iteration,
+        "groups": groups,
+        "error": None,
+        "cut": cut,
+        "left_out": left_out,
+    }
 
 
 def whole_group(run_dir: Path, iteration: int, number_of_group: int) -> dict[str, Any] | None:
@@ -58,7 +75,10 @@ def whole_group(run_dir: Path, iteration: int, number_of_group: int) -> dict[str
 
 
 def same_prompt(run_dir: Path, iteration: int, prompt: str) -> dict[str, Any] | None:
-    """The newest answers of a run to a prompt: {iteration, group}. The iterations next to `iteration` are looked at first."""
+    """The newest answers of a run to a prompt: {iteration, group}.
+
+    The iterations next to `iteration` are looked at first.
+    """
     deadline_s = time.monotonic() + SEARCH_S
     for candidate in sorted(sample_iterations(run_dir), key=lambda known: abs(known - iteration)):
         if time.monotonic() > deadline_s:
@@ -68,7 +88,10 @@ def same_prompt(run_dir: Path, iteration: int, prompt: str) -> dict[str, Any] | 
         except DataError:
             continue
         if prompt in prompts:
-            return {"iteration": candidate, "group": whole_group(run_dir, candidate, prompts[prompt])}
+            return {
+                "iteration": candidate,
+                "group": whole_group(run_dir, candidate, prompts[prompt]),
+            }
     return None
 
 
@@ -126,17 +149,25 @@ def _rounded(values: Sequence[Any]) -> list[float]:
     return [round(number({"value": value}, "value") or 0.0, 7) for value in values]
 
 
-def _grow(sessions: list[dict[str, Any]], turns: Sequence[Mapping[str, Any]], response: int) -> None:
-    """Adds a branch to the trees of a group's sessions, whose turns are in the order in which they are drawn.
+def _grow(
+    sessions: list[dict[str, Any]], turns: Sequence[Mapping[str, Any]], response: int
+) -> None:
+    """Adds a branch to the trees of a group's sessions, whose turns are in the order in which they
+    are drawn.
 
-    A turn's tokens are those of the response that trains it, from `start` to `end`; responses: the branches that hold it.
+    A turn's tokens are those of the response that trains it, from `start` to `end`; responses: the
+    branches that hold it.
     """
     parent: int | None = None
     start = 0
     for turn in turns:
         if not isinstance(turn, Mapping):  # a record that this program has not written
             continue
-        place, written, session = index(turn, "number"), index(turn, "written"), index(turn, "session")
+        place, written, session = (
+            index(turn, "number"),
+            index(turn, "written"),
+            index(turn, "session"),
+        )
         if place is None or written is None:
             continue
         if not sessions or sessions[-1]["session"] != session:

@@ -1,6 +1,7 @@
 """The page of a run: served with its data on loopback, to read only, or written as one HTML file.
 
-Only this machine is answered, and only under a loopback name: a page of another site that has its name point here is refused.
+Only this machine is answered, and only under a loopback name: a page of another site that has its
+name point here is refused.
 """
 
 from __future__ import annotations
@@ -46,15 +47,25 @@ SCRIPTS = (
     "app.js",
 )
 MAX_COMPARED = 6
-_SIZES = {"samples": 1, "timeline": 1, "group": 2, "peers": 2, "columns": 2, "questions": 2, "question": 3}
+_SIZES = {
+    "samples": 1,
+    "timeline": 1,
+    "group": 2,
+    "peers": 2,
+    "columns": 2,
+    "questions": 2,
+    "question": 3,
+}
 """How many numbers follow a name in a path."""
 
 
 def answer(runs: Sequence[RunDirectory], path: str) -> Any:
-    """The data at a path, plain values; None where there is none. runs: the one that is viewed, then those it is compared with.
+    """The data at a path, plain values; None where there is none. runs: the one that is viewed,
+    then those it is compared with.
 
-    run, compare, chain, log/NAME, columns/FIRST/LAST, timeline/ITERATION, samples/ITERATION, group/ITERATION/GROUP,
-    peers/ITERATION/GROUP (other runs' answers to a group's prompt), questions/VERSION/BEFORE, question/VERSION/SET/QUESTION.
+    run, compare, chain, log/NAME, columns/FIRST/LAST, timeline/ITERATION, samples/ITERATION,
+    group/ITERATION/GROUP, peers/ITERATION/GROUP (other runs' answers to a group's prompt),
+    questions/VERSION/BEFORE, question/VERSION/SET/QUESTION.
     """
     run = runs[0]
     kind, _, rest = path.partition("/")
@@ -100,7 +111,9 @@ def _peers(runs: Sequence[RunDirectory], iteration: int, group: int) -> list[dic
     return [{"run": name, **peer} for name, peer in answers if peer is not None]
 
 
-def _question(runs: Sequence[RunDirectory], version: int, place: int, question: int) -> dict[str, Any] | None:
+def _question(
+    runs: Sequence[RunDirectory], version: int, place: int, question: int
+) -> dict[str, Any] | None:
     """The answers to a question, and those of the other runs' same version, or of their last one."""
     asked = runs[0].question(version, place, question)
     if asked is None:
@@ -111,13 +124,19 @@ def _question(runs: Sequence[RunDirectory], version: int, place: int, question: 
         if kept:
             known = version if version in kept else kept[-1]
             peer = other.question(known, place, question)
-            if peer is not None and (peer["set"], peer["prompt"]) == (asked["set"], asked["prompt"]):
+            if peer is not None and (peer["set"], peer["prompt"]) == (
+                asked["set"],
+                asked["prompt"],
+            ):
                 peers.append({"run": other.name, **peer})
     return {**asked, "peers": peers}
 
 
 def export(runs: Sequence[RunDirectory], file: Path) -> str:
-    """Writes the file; returns what was left out for its size, in words, or nothing. The newest iterations come first."""
+    """Writes the file; returns what was left out for its size, in words, or nothing.
+
+    The newest iterations come first.
+    """
     data: dict[str, Any] = {name: answer(runs, name) for name in ("run", "compare", "chain")}
     for process in data["run"]["processes"]:
         if process["log"]:
@@ -133,7 +152,9 @@ def export(runs: Sequence[RunDirectory], file: Path) -> str:
             paths = [f"{kind}/{iteration}"]
             if kind == "samples":
                 groups = [group["index"] for group in runs[0].samples(iteration)["groups"]]
-                paths += [f"{name}/{iteration}/{group}" for group in groups for name in ("group", "peers")]
+                paths += [
+                    f"{name}/{iteration}/{group}" for group in groups for name in ("group", "peers")
+                ]
             if not room.add(data, {path: answer(runs, path) for path in paths}):
                 break
             kept.append(iteration)
@@ -141,22 +162,34 @@ def export(runs: Sequence[RunDirectory], file: Path) -> str:
         if len(kept) < len(wanted):
             left_out[kind] = len(wanted) - len(kept)
     write_page(file, data)
-    return "".join(f"; {kind} of the {count} oldest iterations left out" for kind, count in left_out.items())
+    return "".join(
+        f"; {kind} of the {count} oldest iterations left out" for kind, count in left_out.items()
+    )
 
 
 def _export_questions(runs: Sequence[RunDirectory], data: dict[str, Any], room: _Room) -> None:
-    """The last evaluation against the first and against the one before, with the answers to what was gained and lost."""
+    """The last evaluation against the first and against the one before, with the answers to what
+    was gained and lost.
+    """
     versions = data["run"]["question_versions"]
     for before in dict.fromkeys([*versions[:1], *versions[-2:-1]]):
         last = versions[-1]
         compared = answer(runs, f"questions/{last}/{before}")
-        if before == last or compared is None or not room.add(data, {f"questions/{last}/{before}": compared}):
+        if (
+            before == last
+            or compared is None
+            or not room.add(data, {f"questions/{last}/{before}": compared})
+        ):
             continue
         for place, questions in enumerate(compared["sets"]):
-            changed = [row[0] for row in questions["rows"] if row[2] is not None and row[2] != row[3]]
+            changed = [
+                row[0] for row in questions["rows"] if row[2] is not None and row[2] != row[3]
+            ]
             for question in changed:
                 paths = [f"question/{version}/{place}/{question}" for version in (last, before)]
-                if not room.add(data, {path: answer(runs, path) for path in paths if path not in data}):
+                if not room.add(
+                    data, {path: answer(runs, path) for path in paths if path not in data}
+                ):
                     return
 
 
@@ -170,7 +203,9 @@ def write_page(file: Path, data: dict[str, Any]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(page(json.loads(_json(data))), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--export {file}: cannot be written ({error.strerror}); choose another file") from None
+        raise UserError(
+            f"--export {file}: cannot be written ({error.strerror}); choose another file"
+        ) from None
 
 
 _NOTHING = object()
@@ -196,10 +231,11 @@ def _json(value: Any) -> str:
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves runs, the first of them compared with the others, or a folder of runs. port 0 takes a free one.
+    """Serves runs, the first of them compared with the others, or a folder of runs. port 0 takes a
+    free one.
 
-    Of a folder, / is the table, and /NAME/ the page of a run; ?with=OTHER (several times) compares it. Raises UserError where the
-    port is taken.
+    Of a folder, / is the table, and /NAME/ the page of a run; ?with=OTHER (several times) compares
+    it. Raises UserError where the port is taken.
     """
 
     daemon_threads = True
@@ -210,7 +246,9 @@ class ViewServer(ThreadingHTTPServer):
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
-            raise UserError(f"--port {port}: cannot be listened on ({error.strerror}); choose another") from None
+            raise UserError(
+                f"--port {port}: cannot be listened on ({error.strerror}); choose another"
+            ) from None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A page that is closed while it is answered is not worth a word."""
@@ -222,7 +260,9 @@ class ViewServer(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}/"
 
     def find(self, path: str, query: str) -> tuple[Sequence[RunDirectory], str]:
-        """The runs that a path is about and the path within them; of a folder's own page there are none."""
+        """The runs that a path is about and the path within them; of a folder's own page there are
+        none.
+        """
         if self.shelf is None:
             return self.runs, path
         name, slash, rest = path.partition("/")
@@ -230,7 +270,11 @@ class ViewServer(ThreadingHTTPServer):
         if run is None:
             return (), path
         wanted = parse_qs(query).get("with", [])[:MAX_COMPARED]
-        others = [other for other in map(self.shelf.open, wanted) if other is not None and other is not run]
+        others = [
+            other
+            for other in map(self.shelf.open, wanted)
+            if other is not None and other is not run
+        ]
         return (run, *others), rest
 
 
@@ -252,7 +296,11 @@ class _Handler(BaseHTTPRequestHandler):
             data = self._data(runs, path.removeprefix("api/"), parts.query)
         except ConnectionError:
             raise  # the page was closed
-        except (OSError, UserError, ValueError) as error:  # a directory is gone, or its disk; or it is no address
+        except (
+            OSError,
+            UserError,
+            ValueError,
+        ) as error:  # a directory is gone, or its disk; or it is no address
             return self._send(503, "text/plain", f"cannot be read ({reason(error)})\n".encode())
         if data is None:
             return self._send(404, "application/json", b"null")
@@ -288,16 +336,19 @@ class _Handler(BaseHTTPRequestHandler):
 def page(data: dict[str, Any] | None = None) -> str:
     """The page as one HTML text: markup, style and script in one, nothing loaded from anywhere.
 
-    A policy in the page itself allows exactly this style and this script, by their hashes, and no address but its own server; so
-    texts that a model wrote cannot become anything else, and an exported page asks for nothing at all. data: what the server would
-    answer, by path, for a page without one (exported); None for a page that asks a server.
+    A policy in the page itself allows exactly this style and this script, by their hashes, and no
+    address but its own server; so texts that a model wrote cannot become anything else, and an
+    exported page asks for nothing at all. data: what the server would answer, by path, for a page
+    without one (exported); None for a page that asks a server.
     """
     style = (PAGE / "page.css").read_text(encoding="utf-8")
-    script = '"use strict";\n' + "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    script = '"use strict";\n' + "\n".join(
+        (PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS
+    )
     connect = "'self'" if data is None else "'none'"
     policy = (
-        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; connect-src {connect}; img-src data:; "
-        f"base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+        f"connect-src {connect}; img-src data:; base-uri 'none'; form-action 'none'"
     )
     html = (PAGE / "index.html").read_text(encoding="utf-8")
     for mark, text in (
@@ -311,7 +362,9 @@ def page(data: dict[str, Any] | None = None) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON that can stand in a script element: no text in it can end the element or begin a comment."""
+    """JSON that can stand in a script element: no text in it can end the element or begin a
+    comment.
+    """
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -1,4 +1,6 @@
-"""A folder of runs: one row per run for the table, from the ends of its files, and the runs that are opened."""
+"""A folder of runs: one row per run for the table, from the ends of its files, and the runs that
+are opened.
+"""
 
 from __future__ import annotations
 
@@ -37,17 +39,22 @@ class Shelf:
         self._open: dict[str, RunDirectory] = {}
         self._rows: dict[str, tuple[Any, dict[str, Any]]] = {}
         if not self.names()[0]:
-            raise UserError(f"{folder}: holds no run directory; give one, or a folder of them, as in runs")
+            raise UserError(
+                f"{folder}: holds no run directory; give one, or a folder of them, as in runs"
+            )
 
     @property
     def name(self) -> str:
         return self.folder.resolve().name
 
     def names(self) -> tuple[list[str], int]:
-        """The names of the runs, those that were written to last first, and how many further ones there are."""
+        """The names of the runs, those that were written to last first, and how many further ones
+        there are.
+        """
         dated = []
         for path in _children(self.folder):
-            with contextlib.suppress(OSError):  # one that may not be read is none, and hides no other
+            # one that may not be read is none, and hides no other
+            with contextlib.suppress(OSError):
                 if path.is_dir() and is_run_directory(path):
                     dated.append((_newest_s(path), path.name))
         dated.sort(key=lambda item: (-item[0], item[1]))
@@ -95,7 +102,9 @@ def run_row(directory: Path) -> dict[str, Any]:
     total = secrets.config.get("schedule.iterations")
     state = run_state(launcher, records, total, _newest_s(directory), secrets)
     kept = steady(records)
-    accuracies = [value for record in evaluations if (value := _accuracy(evaluation(record))) is not None]
+    accuracies = [
+        value for record in evaluations if (value := _accuracy(evaluation(record))) is not None
+    ]
     return {
         "name": directory.name,
         "state": {key: state[key] for key in _STATE},
@@ -111,7 +120,9 @@ def _accuracy(record: Mapping[str, Any]) -> float | None:
     if record["accuracy"] is not None:
         return float(record["accuracy"])
     sets = (record["sets"] or {}).values()
-    values = [next(iter(summary["metrics"].values()))["value"] for summary in sets if summary["metrics"]]
+    values = [
+        next(iter(summary["metrics"].values()))["value"] for summary in sets if summary["metrics"]
+    ]
     return statistics.fmean(values) if values else None
 
 
@@ -134,7 +145,8 @@ def _children(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except OSError as error:
         raise UserError(
-            f"{folder}: cannot be read ({error.strerror}); give a run directory, or a folder of them"
+            f"{folder}: cannot be read ({error.strerror}); give a run directory, or a folder of "
+            "them"
         ) from None
 
 

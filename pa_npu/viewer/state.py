@@ -1,4 +1,5 @@
-"""Whether a run is at work, finished, failed or stopped, and by what; and where it was started again or wrote a checkpoint.
+"""Whether a run is at work, finished, failed or stopped, and by what; and where it was started
+again or wrote a checkpoint.
 
 finished   its launcher says so
 failed     its launcher says so, with the process that is to blame, or was killed itself
@@ -24,7 +25,9 @@ SILENT_S = 120.0
 MAX_MARKS = 400
 _RECENT = 8
 """Iterations whose median says how long the next ones take."""
-_KILLED = RunEnd("failed", "the launcher was killed, or ran out of memory: it is gone and could record no end")
+_KILLED = RunEnd(
+    "failed", "the launcher was killed, or ran out of memory: it is gone and could record no end"
+)
 
 
 def run_state(
@@ -34,17 +37,25 @@ def run_state(
     newest_s: float,
     secrets: Secrets,
 ) -> dict[str, Any]:
-    """Plain values. launcher: the landmarks of its timeline. records: the last ones at least. newest_s: of the last write."""
+    """Plain values. launcher: the landmarks of its timeline. records: the last ones at least.
+    newest_s: of the last write.
+    """
     end = read_end(launcher)
     if end is None and owner_is_gone(launcher):
         end = _KILLED
     iterations = records[-1]["iteration"] + 1 if records else 0
-    seconds = [value for record in records[-_RECENT:] if (value := number(record, "iteration_s")) is not None]
+    seconds = [
+        value
+        for record in records[-_RECENT:]
+        if (value := number(record, "iteration_s")) is not None
+    ]
     typical_s = statistics.median(seconds) if seconds else None
     word = end.outcome if end is not None else _by_writes(newest_s, typical_s)
     total = total if isinstance(total, int) and not isinstance(total, bool) else None
     started = [
-        at for event in starts([dict(event) for event in launcher]) if (at := number(event, "start")) is not None
+        at
+        for event in starts([dict(event) for event in launcher])
+        if (at := number(event, "start")) is not None
     ]
     left_s = None
     if typical_s is not None and total is not None and word == "running":
@@ -65,7 +76,9 @@ def run_state(
 
 
 def _by_writes(newest_s: float, typical_s: float | None) -> str:
-    """Without a recorded end only the time of the last write tells a run that works from one that does not."""
+    """Without a recorded end only the time of the last write tells a run that works from one that
+    does not.
+    """
     patience_s = max(SILENT_S, 5 * (typical_s or 0.0))
     return "running" if newest_s and time.time() - newest_s < patience_s else "silent"
 
@@ -76,7 +89,8 @@ def _ended_s(launcher: Sequence[Mapping[str, Any]], newest_s: float) -> float:
 
 
 def marks(attempts: Sequence[Attempt], checkpoints: Sequence[int]) -> list[dict[str, Any]]:
-    """Where the run was started again, and of which versions it wrote checkpoints: {kind, iteration, text}.
+    """Where the run was started again, and of which versions it wrote checkpoints: {kind,
+    iteration, text}.
 
     A checkpoint of version v is written between iterations v - 1 and v.
     """

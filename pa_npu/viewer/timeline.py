@@ -1,4 +1,5 @@
-"""One iteration as rows of bars: what each process did between two publishes, and who waited for whom for how long.
+"""One iteration as rows of bars: what each process did between two publishes, and who waited for
+whom for how long.
 
 Idle shares are those of pa_npu.telemetry.idle, here from the spans of each process.
 """
@@ -20,7 +21,9 @@ MAX_PROCESSES = 32
 MAX_BARS = 12_000
 MAX_FILES = 600
 _MARGIN_S = 60.0
-"""How long behind an iteration a span of it may end at least: groups that are generated ahead, checkpoints that are written."""
+"""How long behind an iteration a span of it may end at least: groups that are generated ahead,
+checkpoints that are written.
+"""
 KINDS = {
     "wait for trainers": "wait",
     "wait for engines": "wait",
@@ -43,8 +46,8 @@ AROUND = frozenset({"produce", "iteration", "run", "begin", "engines"})
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time of a process. kind: generate, train, reward, wait, publish, evaluate, step, checkpoint. ranks: of the
-    trainers whose devices have a role."""
+    """A stretch of time of a process. kind: generate, train, reward, wait, publish, evaluate, step,
+    checkpoint. ranks: of the trainers whose devices have a role."""
 
     lane: str
     kind: str
@@ -56,7 +59,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Coordinator and trainers of one start. resumed: by somebody who started the run again, not by its own launcher.
+    """Coordinator and trainers of one start. resumed: by somebody who started the run again, not by
+    its own launcher.
 
     first: its first iteration; None until its first publish.
     """
@@ -85,10 +89,11 @@ class RunTimeline:
         return file.landmarks() if file is not None else []
 
     def bounds(self) -> dict[int, tuple[float, float | None]]:
-        """Iteration to the ends of the publishes around it, on the timeline's clock; None while the second has not ended.
+        """Iteration to the ends of the publishes around it, on the timeline's clock; None while the
+        second has not ended.
 
-        Both publishes are of one attempt: the time in which a run was down belongs to no iteration. Of several attempts at an
-        iteration the last counts.
+        Both publishes are of one attempt: the time in which a run was down belongs to no iteration.
+        Of several attempts at an iteration the last counts.
         """
         bounds: dict[int, tuple[float, float | None]] = {}
         before: int | None = None
@@ -101,16 +106,26 @@ class RunTimeline:
             if event.get("name") != "publish" or version is None or end_s is None:
                 continue
             if version <= newest:  # a resumed run does again what came after its checkpoint
-                bounds = {iteration: pair for iteration, pair in bounds.items() if iteration < version}
+                bounds = {
+                    iteration: pair for iteration, pair in bounds.items() if iteration < version
+                }
             if before is not None and before == version - 1:
                 bounds[before] = (bounds[before][0], end_s)
             bounds[version] = (end_s, None)
             before = newest = version
-        return {iteration: pair for iteration, pair in bounds.items() if pair[1] is not None or iteration == newest}
+        return {
+            iteration: pair
+            for iteration, pair in bounds.items()
+            if pair[1] is not None or iteration == newest
+        }
 
     def attempts(self) -> list[Attempt]:
         """The starts of coordinator and trainers in the order of time."""
-        launched = [at for event in starts(self.landmarks("launcher")) if (at := number(event, "start")) is not None]
+        launched = [
+            at
+            for event in starts(self.landmarks("launcher"))
+            if (at := number(event, "start")) is not None
+        ]
         attempts: list[Attempt] = []
         used = 0
         for event in self.landmarks("coordinator"):
@@ -121,17 +136,26 @@ class RunTimeline:
                 used = known
             elif event.get("name") == "publish" and attempts and attempts[-1].first is None:
                 last = attempts[-1]
-                attempts[-1] = Attempt(last.start_s, index(mapping(event, "args"), "version"), last.resumed)
+                attempts[-1] = Attempt(
+                    last.start_s, index(mapping(event, "args"), "version"), last.resumed
+                )
         return attempts
 
     def checkpoints(self) -> list[int]:
         """Versions of which a checkpoint was begun."""
         events = self.landmarks("trainer-0")
-        versions = [index(mapping(event, "args"), "version") for event in events if event.get("name") == "checkpoint"]
+        versions = [
+            index(mapping(event, "args"), "version")
+            for event in events
+            if event.get("name") == "checkpoint"
+        ]
         return sorted({version for version in versions if version is not None})
 
     def iteration(self, iteration: int) -> dict[str, Any] | None:
-        """Rows and waits of an iteration as plain values; seconds since its beginning. None where it has not begun."""
+        """Rows and waits of an iteration as plain values; seconds since its beginning.
+
+        None where it has not begun.
+        """
         bounds = self.bounds().get(iteration)
         if bounds is None:
             return None
@@ -145,7 +169,9 @@ class RunTimeline:
             if process != "launcher"
         }
         if end_s is None:
-            end_s = max((span.end_s for spans in inside.values() for span in spans), default=start_s)
+            end_s = max(
+                (span.end_s for spans in inside.values() for span in spans), default=start_s
+            )
         rows, left_out = _rows(inside, start_s, end_s)
         return {
             "iteration": iteration,
@@ -184,20 +210,28 @@ def _owner(process: str, lane: str) -> tuple[int, str]:
     """Returns a row's place on the page and its name: coordinator, engines, rewards, trainers."""
     if process != "coordinator":
         return 3, process
-    places = {"main": (0, "coordinator"), "evaluation": (0, "evaluation"), "rewards": (2, "rewards")}
+    places = {
+        "main": (0, "coordinator"),
+        "evaluation": (0, "evaluation"),
+        "rewards": (2, "rewards"),
+    }
     return places.get(lane, (1, lane))
 
 
 def _rows(
     processes: Mapping[str, Sequence[Span]], start_s: float, end_s: float
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Rows of bars: [track, start, length, kind, name], tracks so that no two bars of a row overlap in one."""
+    """Rows of bars: [track, start, length, kind, name], tracks so that no two bars of a row overlap
+    in one.
+    """
     owners: dict[tuple[int, str], list[Span]] = {}
     for process, spans in processes.items():
         for span in spans:
             owners.setdefault(_owner(process, span.lane), []).append(span)
     left_out = {"rows": max(0, len(owners) - MAX_PROCESSES), "bars": 0}
-    drawn = sorted(owners.items(), key=lambda item: (item[0][0], _natural(item[0][1])))[:MAX_PROCESSES]
+    drawn = sorted(owners.items(), key=lambda item: (item[0][0], _natural(item[0][1])))[
+        :MAX_PROCESSES
+    ]
     rows, room = [], MAX_BARS
     for (_, name), unsorted in drawn:
         spans = sorted(unsorted, key=lambda span: (span.start_s, -span.end_s))
@@ -207,10 +241,20 @@ def _rows(
         ends: list[float] = []
         bars = []
         for span in spans:
-            track = next((n for n, last_s in enumerate(ends) if last_s <= span.start_s + 1e-9), len(ends))
+            track = next(
+                (n for n, last_s in enumerate(ends) if last_s <= span.start_s + 1e-9), len(ends)
+            )
             ends[track : track + 1] = [span.end_s]
             first_s, last_s = max(span.start_s, start_s), min(span.end_s, end_s)
-            bars.append([track, round(first_s - start_s, 6), round(last_s - first_s, 6), span.kind, span.name])
+            bars.append(
+                [
+                    track,
+                    round(first_s - start_s, 6),
+                    round(last_s - first_s, 6),
+                    span.kind,
+                    span.name,
+                ]
+            )
         rows.append({"name": name, "tracks": max(1, len(ends)), "bars": bars})
     return rows, left_out
 
@@ -220,8 +264,13 @@ def _natural(name: str) -> tuple[str, int]:
     return (head, int(last)) if last.isdecimal() and len(last) < 10 else (name, 0)
 
 
-def _waits(processes: Mapping[str, Sequence[Span]], start_s: float, end_s: float) -> list[dict[str, Any]]:
-    """Per engine, trainer and shared device: the seconds of each doing, and its idle share. Time that is left is other work."""
+def _waits(
+    processes: Mapping[str, Sequence[Span]], start_s: float, end_s: float
+) -> list[dict[str, Any]]:
+    """Per engine, trainer and shared device: the seconds of each doing, and its idle share.
+
+    Time that is left is other work.
+    """
     total_s = max(end_s - start_s, 1e-6)
 
     def seconds(spans: Iterable[Span]) -> float:
@@ -231,7 +280,9 @@ def _waits(processes: Mapping[str, Sequence[Span]], start_s: float, end_s: float
     coordinator = processes.get("coordinator", ())
     publish = [span for span in coordinator if span.kind == "publish"]
     evaluate = [span for span in coordinator if span.kind == "evaluate"]
-    generate = [span for span in coordinator if span.kind == "generate" and not span.lane.startswith(ROLES)]
+    generate = [
+        span for span in coordinator if span.kind == "generate" and not span.lane.startswith(ROLES)
+    ]
     for engine in sorted({span.lane for span in generate}, key=_natural):
         groups = [span for span in generate if span.lane == engine]
         busy_s = seconds([*groups, *evaluate])
@@ -247,13 +298,23 @@ def _waits(processes: Mapping[str, Sequence[Span]], start_s: float, end_s: float
         waiting = [span for span in spans if span.kind == "wait"]
         parts = {
             "train": seconds(span for span in spans if span.kind in ("train", "step")),
-            "wait for groups": seconds(span for span in waiting if span.name.startswith("wait for group")),
-            "wait for engines": seconds(span for span in waiting if span.name == "wait for engines"),
+            "wait for groups": seconds(
+                span for span in waiting if span.name.startswith("wait for group")
+            ),
+            "wait for engines": seconds(
+                span for span in waiting if span.name == "wait for engines"
+            ),
             "publish": seconds(span for span in spans if span.kind == "publish"),
             "checkpoint": seconds(span for span in spans if span.name == "checkpoint"),
         }
-        waits.append(_wait(process, "trainer", parts, idle.trainer_idle(seconds(waiting), total_s), total_s))
-        decodes = [span for span in coordinator if span.name == "decodes" and _natural(process)[1] in span.ranks]
+        waits.append(
+            _wait(process, "trainer", parts, idle.trainer_idle(seconds(waiting), total_s), total_s)
+        )
+        decodes = [
+            span
+            for span in coordinator
+            if span.name == "decodes" and _natural(process)[1] in span.ranks
+        ]
         if decodes:
             wait_s = seconds([*waiting, *decodes])
             share = idle.device_idle(wait_s, seconds(decodes), total_s)
@@ -262,7 +323,9 @@ def _waits(processes: Mapping[str, Sequence[Span]], start_s: float, end_s: float
     return waits[: 2 * MAX_PROCESSES]
 
 
-def _wait(name: str, role: str, parts: Mapping[str, float], share: float, total_s: float) -> dict[str, Any]:
+def _wait(
+    name: str, role: str, parts: Mapping[str, float], share: float, total_s: float
+) -> dict[str, Any]:
     other_s = max(0.0, total_s - sum(parts.values()))
     return {"name": name, "role": role, "parts": dict(parts), "idle": share, "other": other_s}
 

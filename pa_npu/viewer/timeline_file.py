@@ -1,7 +1,8 @@
-"""One process's timeline as it grows: what it did last, the events that a run is divided by, and any stretch of it on demand.
+"""One process's timeline as it grows: what it did last, the events that a run is divided by, and
+any stretch of it on demand.
 
-A long run writes millions of events. All of them are looked at once, as bytes; kept are landmarks, and a place in the file for
-every few thousand events.
+A long run writes millions of events. All of them are looked at once, as bytes; kept are landmarks,
+and a place in the file for every few thousand events.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class TimelineFile:
         self._landmarks: list[dict[str, Any]] = []
         self._last: dict[str, Any] | None = None
         self._latest_s = 0.0
-        self._places: list[tuple[int, float]] = []  # offset, and the latest end of any event before it
+        # offset, and the latest end of any event before it
+        self._places: list[tuple[int, float]] = []
 
     def landmarks(self) -> list[dict[str, Any]]:
         """The starts of the process and the events of LANDMARKS, in the order of the file."""
@@ -57,7 +59,10 @@ class TimelineFile:
             return (name if isinstance(name, str) else None), self._latest_s or None
 
     def between(self, start_s: float, end_s: float, margin_s: float) -> list[dict[str, Any]]:
-        """Events that overlap the stretch. They are written when they end: those that end within `margin_s` behind it are seen."""
+        """Events that overlap the stretch.
+
+        They are written when they end: those that end within `margin_s` behind it are seen.
+        """
         with self._lock:
             self._scan()
             first = 0
@@ -65,17 +70,27 @@ class TimelineFile:
                 if latest_s >= start_s:
                     break
                 first = offset
-            final = next((offset for offset, latest_s in self._places if latest_s > end_s + margin_s), self._offset)
+            final = next(
+                (offset for offset, latest_s in self._places if latest_s > end_s + margin_s),
+                self._offset,
+            )
         return list(self._overlapping(first, final, start_s, end_s))
 
-    def _overlapping(self, first: int, final: int, start_s: float, end_s: float) -> Iterator[dict[str, Any]]:
+    def _overlapping(
+        self, first: int, final: int, start_s: float, end_s: float
+    ) -> Iterator[dict[str, Any]]:
         count = 0
         for _, line in self._lines(first, final):
             event = parse_object(line)
             if event is None:
                 continue
             event_start_s, event_end_s = number(event, "start"), number(event, "end")
-            if event_start_s is None or event_end_s is None or event_end_s <= start_s or event_start_s >= end_s:
+            if (
+                event_start_s is None
+                or event_end_s is None
+                or event_end_s <= start_s
+                or event_start_s >= end_s
+            ):
                 continue
             yield event
             count += 1
@@ -108,7 +123,9 @@ class TimelineFile:
         with contextlib.suppress(OSError), open_plain(self._path) as file:
             file.seek(first)
             offset = first
-            while (final is None or offset < final) and (line := file.readline(_LONGEST_LINE_BYTES)):
+            while (final is None or offset < final) and (
+                line := file.readline(_LONGEST_LINE_BYTES)
+            ):
                 if not line.endswith(b"\n"):
                     if len(line) < _LONGEST_LINE_BYTES:
                         return

@@ -1,4 +1,6 @@
-"""Values of records that anybody may have written: numbers, texts, lists and mappings, or nothing in their place."""
+"""Values of records that anybody may have written: numbers, texts, lists and mappings, or nothing
+in their place.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_NUMBER = 1e15
-"""Bound of every number: far above what a run can count, and far below where arithmetic overflows."""
+"""Bound of every number: far above what a run can count, and far below where arithmetic overflows.
+"""
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
@@ -19,7 +22,9 @@ def number(record: Mapping[str, Any], key: str) -> float | None:
 
 
 def share(value: float) -> str:
-    """A share in words, with the digits that the page gives it: one more where it is near all or nothing."""
+    """A share in words, with the digits that the page gives it: one more where it is near all or
+    nothing.
+    """
     percent = 100 * value
     is_near = abs(percent) % 100 != 0 and (abs(percent) < 10 or abs(percent) > 90)
     scale = 10 if is_near else 1
@@ -30,7 +35,11 @@ def share(value: float) -> str:
 def index(record: Mapping[str, Any], key: str) -> int | None:
     """A number that counts, from 0."""
     value = record.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31 else None
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+        else None
+    )
 
 
 def text(record: Mapping[str, Any], key: str) -> str:

@@ -1,8 +1,10 @@
-"""What a model's modules compute with beside their weights, as numbers that trainers and engines can compare (invariant I5).
+"""What a model's modules compute with beside their weights, as numbers that trainers and engines
+can compare (invariant I5).
 
-Both read one config.json, but each makes of it what its own code does: a rotary base or scaling that a release reads from another
-key, an attention scale, an epsilon, a router's number of experts. In bf16 an error of some percent in one of them drowns in the
-rounding of log-probs. So each end says what its live modules hold, and the two must agree before the first iteration.
+Both read one config.json, but each makes of it what its own code does: a rotary base or scaling
+that a release reads from another key, an attention scale, an epsilon, a router's number of experts.
+In bf16 an error of some percent in one of them drowns in the rounding of log-probs. So each end
+says what its live modules hold, and the two must agree before the first iteration.
 
 Imports torch and msgspec only, because it runs inside engines.
 """
@@ -26,9 +28,11 @@ _RELATIVE_TOLERANCE = 1e-5
 class Computation(msgspec.Struct, frozen=True, omit_defaults=True):
     """Every field is empty where an end does not say it, and is not compared then.
 
-    rotations: by position, the cosines and then the sines of every rotated pair, scaled as they are applied.
+    rotations: by position, the cosines and then the sines of every rotated pair, scaled as they are
+    applied.
     attention_scales, norm_epsilons: distinct values over all modules, rising.
-    experts_per_token: distinct values over all routers. renormalises: whether routers scale the chosen weights to a sum of 1.
+    experts_per_token: distinct values over all routers. renormalises: whether routers scale the
+    chosen weights to a sum of 1.
     """
 
     rotations: dict[int, list[float]] = {}
@@ -41,7 +45,9 @@ class Computation(msgspec.Struct, frozen=True, omit_defaults=True):
 def rotations_of(
     inverse_frequencies: torch.Tensor, scale: float = 1.0, num_positions: int | None = None
 ) -> dict[int, list[float]]:
-    """Returns Computation.rotations. inverse_frequencies: [pairs]. num_positions: of the model; None where it has no limit."""
+    """Returns Computation.rotations. inverse_frequencies: [pairs]. num_positions: of the model;
+    None where it has no limit.
+    """
     rotations: dict[int, list[float]] = {}
     for position in POSITIONS:
         if num_positions is not None and position >= num_positions:
@@ -64,12 +70,16 @@ def computation_of(modules: Iterable[torch.nn.Module]) -> Computation:
         if "RMSNorm" in name:
             epsilons |= _numbers(module, "variance_epsilon", "eps")
         if "Attention" in name:
-            scales |= _numbers(getattr(module, "impl", None), "scale") or _numbers(module, "scaling")
+            scales |= _numbers(getattr(module, "impl", None), "scale") or _numbers(
+                module, "scaling"
+            )
         if not rotations and "Rotary" in name:
             rotations = _rotations(module)
         if _is_router(module):
             experts.add(int(module.top_k))  # type: ignore[arg-type]
-            renormalises |= {bool(value) for value in _values(module, "norm_topk_prob", "renormalize")}
+            renormalises |= {
+                bool(value) for value in _values(module, "norm_topk_prob", "renormalize")
+            }
     return Computation(
         rotations=rotations,
         attention_scales=sorted(scales),
@@ -80,7 +90,9 @@ def computation_of(modules: Iterable[torch.nn.Module]) -> Computation:
 
 
 def disagreements(trainers: Computation, engine: Computation) -> list[str]:
-    """Returns in words what the two compute with differently; empty where they agree in all that both say."""
+    """Returns in words what the two compute with differently; empty where they agree in all that
+    both say.
+    """
     found: list[str] = []
     for position in sorted(trainers.rotations.keys() & engine.rotations.keys()):
         ours, theirs = trainers.rotations[position], engine.rotations[position]
@@ -89,7 +101,10 @@ def disagreements(trainers: Computation, engine: Computation) -> list[str]:
             break
         largest = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
         if not largest <= _ROTATION_TOLERANCE * max(1.0, max(map(abs, ours))):
-            found.append(f"rotary embedding: cosines and sines of position {position} differ by up to {largest:.3g}")
+            found.append(
+                f"rotary embedding: cosines and sines of position {position} differ by up to "
+                f"{largest:.3g}"
+            )
             break
     values: dict[str, tuple[Sequence[float], Sequence[float]]] = {
         "attention scale": (trainers.attention_scales, engine.attention_scales),
@@ -99,18 +114,24 @@ def disagreements(trainers: Computation, engine: Computation) -> list[str]:
     }
     for name, (of_trainers, of_engine) in values.items():
         if of_trainers and of_engine and not _equal(of_trainers, of_engine):
-            found.append(f"{name}: {_listed(of_trainers)} of trainers, {_listed(of_engine)} of the engine")
+            found.append(
+                f"{name}: {_listed(of_trainers)} of trainers, {_listed(of_engine)} of the engine"
+            )
     return found
 
 
 def _equal(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     if len(ours) != len(theirs):
         return False
-    return all(math.isclose(a, b, rel_tol=_RELATIVE_TOLERANCE) for a, b in zip(ours, theirs, strict=True))
+    return all(
+        math.isclose(a, b, rel_tol=_RELATIVE_TOLERANCE) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def _listed(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values[:4])
+    return ", ".join(
+        f"{value:g}" if isinstance(value, float) else str(value) for value in values[:4]
+    )
 
 
 def _values(module: Any, *names: str) -> list[Any]:
@@ -127,15 +148,24 @@ def _numbers(module: Any, *names: str) -> set[float]:
 
 
 def _is_router(module: Any) -> bool:
-    """Whether a module chooses experts: those of transformers have top_k, those of vLLM too, and number their experts."""
+    """Whether a module chooses experts: those of transformers have top_k, those of vLLM too, and
+    number their experts.
+    """
     counts = ("num_experts", "global_num_experts")
-    return isinstance(getattr(module, "top_k", None), int) and any(hasattr(module, name) for name in counts)
+    return isinstance(getattr(module, "top_k", None), int) and any(
+        hasattr(module, name) for name in counts
+    )
 
 
 def _rotations(module: Any) -> dict[int, list[float]]:
     cache = getattr(module, "cos_sin_cache", None)
-    if isinstance(cache, torch.Tensor) and cache.dim() == 2:  # vLLM's, [positions, cosines then sines]
-        return {position: cache[position].float().tolist() for position in POSITIONS if position < len(cache)}
+    # vLLM's, [positions, cosines then sines]
+    if isinstance(cache, torch.Tensor) and cache.dim() == 2:
+        return {
+            position: cache[position].float().tolist()
+            for position in POSITIONS
+            if position < len(cache)
+        }
     frequencies = getattr(module, "inv_freq", None)
     if isinstance(frequencies, torch.Tensor) and frequencies.dim() == 1:  # transformers'
         return rotations_of(frequencies, float(getattr(module, "attention_scaling", 1.0)))

@@ -1,18 +1,22 @@
-"""Digests of weights, exact on every device: each end computes one per bucket as it handles it, and they must be equal (I5).
+"""Digests of weights, exact on every device: each end computes one per bucket as it handles it, and
+they must be equal (I5).
 
-A bucket's bytes are read as whole numbers b of 0 to 255, in rows of 256, in blocks of 1 MiB; a short end counts as zeros.
+A bucket's bytes are read as whole numbers b of 0 to 255, in rows of 256, in blocks of 1 MiB; a
+short end counts as zeros.
 
     row    r_c = sum over j of w_jc * b_j         eight columns c of fixed numbers w of 1 to 255, as one fp32 matrix product
     block  s_i = sum over rows and columns of v_i * r_c           two sums i, fixed numbers v of less than 2^24, int64
     bucket BLAKE2b, 8 bytes, over its blocks' sums, on the host
 
-Every term of a row's sum is a whole number and the sum is at most 256 * 255 * 255 < 2^24, so that fp32 is exact in any order of
-addition; w and b fit also into bf16, TF32 and HF32, whose products devices may take. A block's sums stay below 2^63. Hence no
-tolerance, and no dependence on the device.
+Every term of a row's sum is a whole number and the sum is at most 256 * 255 * 255 < 2^24, so that
+fp32 is exact in any order of addition; w and b fit also into bf16, TF32 and HF32, whose products
+devices may take. A block's sums stay below 2^63. Hence no tolerance, and no dependence on the
+device.
 
-A change that does not know w and v is missed with a probability of 255^-8 per row that changes (all rows must be missed), 2^-48
-per block and 2^-64 per bucket: less than 1e-14 together. Cost: about nine bytes of memory traffic per byte of weights (the bytes,
-and their fp32 copy once written and once read) and 10 MiB of memory; a core of a CPU does about 1 GB/s.
+A change that does not know w and v is missed with a probability of 255^-8 per row that changes (all
+rows must be missed), 2^-48 per block and 2^-64 per bucket: less than 1e-14 together. Cost: about
+nine bytes of memory traffic per byte of weights (the bytes, and their fp32 copy once written and
+once read) and 10 MiB of memory; a core of a CPU does about 1 GB/s.
 
 Imports torch only.
 """
@@ -33,7 +37,9 @@ _SEPARATOR = " "
 
 
 class Digests:
-    """One digest per tensor, in the order they are added; the device is asked for the values only by `read`."""
+    """One digest per tensor, in the order they are added; the device is asked for the values only
+    by `read`.
+    """
 
     def __init__(self) -> None:
         self._sums: list[torch.Tensor] = []
@@ -63,7 +69,9 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def first_difference(one: str, other: str) -> int | None:
-    """Index of the first tensor whose digest differs, or that only one side has; None where all are equal."""
+    """Index of the first tensor whose digest differs, or that only one side has; None where all are
+    equal.
+    """
     if one == other:
         return None
     left, right = one.split(), other.split()
@@ -91,7 +99,8 @@ def _numbers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _mixed() -> Iterator[int]:
-    """Numbers of 40 bits, the same in every version of every library: the upper bits of a linear congruential generator.
+    """Numbers of 40 bits, the same in every version of every library: the upper bits of a linear
+    congruential generator.
 
     Multiplier and increment are Knuth's (MMIX).
     """

@@ -1,6 +1,7 @@
 """A pipeline stage's part of a publish: its tensors, cut into buckets, and their reassembly.
 
-The manifest goes ahead as JSON and says which segments of which tensors a bucket has, so that nothing but data crosses the wire.
+The manifest goes ahead as JSON and says which segments of which tensors a bucket has, so that
+nothing but data crosses the wire.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One broadcast: segments of one dtype (torch name without prefix, e.g. bfloat16), one after another."""
+    """One broadcast: segments of one dtype (torch name without prefix, e.g. bfloat16), one after
+    another.
+    """
 
     dtype: str
     segments: tuple[Segment, ...]
@@ -52,7 +55,8 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The weights that one stage sends: shapes of its HF tensors, and its buckets in order. `model`: sizes that engines compare.
+    """The weights that one stage sends: shapes of its HF tensors, and its buckets in order.
+    `model`: sizes that engines compare.
 
     base: the weights that the tensors sent are adapters of; None where they are the weights.
     """
@@ -66,7 +70,9 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def loaded(self) -> set[str]:
         """HF names of the weights that an engine has in the end."""
-        return set(self.shapes) if self.base is None else {weight.name for weight in self.base.weights}
+        return (
+            set(self.shapes) if self.base is None else {weight.name for weight in self.base.weights}
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -88,7 +94,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
             manifest = msgspec.convert(raw, cls)
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise WeightSyncError(
-                f"weight manifest is malformed ({error}); trainer and engine must run the same pa_npu"
+                f"weight manifest is malformed ({error}); trainer and engine must run the same "
+                "pa_npu"
             ) from None
         manifest._check()
         return manifest
@@ -98,15 +105,18 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         for bucket in self.buckets:
             if not all(segment.size for segment in bucket.segments) or not bucket.segments:
                 raise WeightSyncError(
-                    f"weight manifest of stage {self.stage}: a bucket or a segment of one is empty; trainer and engine must run "
-                    f"the same pa_npu"
+                    f"weight manifest of stage {self.stage}: a bucket or a segment of one is "
+                    "empty; trainer and engine must run the same pa_npu"
                 )
             if not isinstance(getattr(torch, bucket.dtype, None), torch.dtype):
                 raise WeightSyncError(
-                    f"weight manifest of stage {self.stage}: unknown dtype {bucket.dtype!r}; update torch in the engine"
+                    f"weight manifest of stage {self.stage}: unknown dtype {bucket.dtype!r}; "
+                    "update torch in the engine"
                 )
             for segment in bucket.segments:
-                covered.setdefault(segment.name, []).append((segment.start, segment.start + segment.size))
+                covered.setdefault(segment.name, []).append(
+                    (segment.start, segment.start + segment.size)
+                )
         for name, ranges in covered.items():
             end = 0
             for start, stop in sorted(ranges):
@@ -115,8 +125,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
                 end = stop
             if name not in self.shapes or end != math.prod(self.shapes[name]):
                 raise WeightSyncError(
-                    f"weight manifest of stage {self.stage}: the segments of {name} do not cover shape "
-                    f"{self.shapes.get(name)} exactly once"
+                    f"weight manifest of stage {self.stage}: the segments of {name} do not cover "
+                    f"shape {self.shapes.get(name)} exactly once"
                 )
 
 
@@ -129,7 +139,10 @@ class Assembler:
         self._remaining: dict[str, int] = {}
 
     def buffer(self, bucket: Bucket, device: torch.device) -> torch.Tensor:
-        """Memory to receive a bucket in. Where the bucket is one piece of a tensor, it is the tensor's own memory."""
+        """Memory to receive a bucket in.
+
+        Where the bucket is one piece of a tensor, it is the tensor's own memory.
+        """
         segment = bucket.segments[0]
         if len(bucket.segments) == 1 and segment.size < self._size(segment.name):
             return self._place(segment, bucket.torch_dtype, device)
@@ -138,7 +151,8 @@ class Assembler:
     def take(self, bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that `buffer`, filled with `bucket`, completes.
 
-        One that came in one piece is a view of the buffer, which must not be reused while the tensor is needed.
+        One that came in one piece is a view of the buffer, which must not be reused while the
+        tensor is needed.
         """
         offset = 0
         for segment in bucket.segments:
@@ -156,7 +170,9 @@ class Assembler:
                 yield name, self._open.pop(name).view(shape)
 
     def _place(self, segment: Segment, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The view of its tensor in which a segment lies; the tensor's memory is made when the first comes."""
+        """The view of its tensor in which a segment lies; the tensor's memory is made when the
+        first comes.
+        """
         if segment.name not in self._open:
             size = self._size(segment.name)
             self._open[segment.name] = torch.empty(size, dtype=dtype, device=device)

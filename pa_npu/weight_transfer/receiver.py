@@ -1,8 +1,9 @@
-"""The engine's end of a publish: join the stages' groups, receive every bucket in order, and hand out HF tensors.
+"""The engine's end of a publish: join the stages' groups, receive every bucket in order, and hand
+out HF tensors.
 
-Knows nothing of any engine: what runs inside one calls it and gives the tensors to its loader. A version may also arrive beside
-what the engine does, in memory of its own, as many bytes as the weights have, until the engine swaps to it. Imports torch and
-msgspec only.
+Knows nothing of any engine: what runs inside one calls it and gives the tensors to its loader. A
+version may also arrive beside what the engine does, in memory of its own, as many bytes as the
+weights have, until the engine swaps to it. Imports torch and msgspec only.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ Received = tuple[list[tuple[str, torch.Tensor]], tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Message:
-    """One broadcast of a stage: its header (no bucket) or one bucket; `buffer` is filled once it has arrived."""
+    """One broadcast of a stage: its header (no bucket) or one bucket; `buffer` is filled once it
+    has arrived.
+    """
 
     manifest: Manifest
     assembler: Assembler
@@ -71,22 +74,38 @@ class Receiver:
 
     @classmethod
     def join(
-        cls, joined: Mapping[str, Any], worker: int, device: torch.device, model: object, directory: str
+        cls,
+        joined: Mapping[str, Any],
+        worker: int,
+        device: torch.device,
+        model: object,
+        directory: str,
     ) -> Receiver:
         """Join one group per stage; blocks until the stages' leaders are there.
 
         Args:
             joined: pa_npu.engines.protocol.WeightGroups as JSON.
             worker: of the engine, from 0 on.
-            model: what the engine knows of its model, with the names of HF's config.json as attributes.
-            directory: of the engine's model, into whose weights adapters that are sent alone are merged.
-        Raises WeightSyncError where that is another model or the groups cannot be joined, and DeadlineExceeded.
+            model: what the engine knows of its model, with the names of HF's config.json as
+            attributes.
+            directory: of the engine's model, into whose weights adapters that are sent alone are
+            merged.
+        Raises WeightSyncError where that is another model or the groups cannot be joined, and
+        DeadlineExceeded.
         """
         manifests = [Manifest.from_json(stage["manifest"]) for stage in joined["stages"]]
         check_model(manifests, model)
-        bases = [BaseDirectory(manifest.base, directory, device) for manifest in manifests if manifest.base is not None]
+        bases = [
+            BaseDirectory(manifest.base, directory, device)
+            for manifest in manifests
+            if manifest.base is not None
+        ]
         names = [str(stage["name"]) for stage in joined["stages"]]
-        rank, backend, timeout_s = joined["first_rank"] + worker, joined["backend"], joined["timeout_s"]
+        rank, backend, timeout_s = (
+            joined["first_rank"] + worker,
+            joined["backend"],
+            joined["timeout_s"],
+        )
         host, port = joined["store"]
         groups: list[Any] = []
         try:
@@ -109,13 +128,18 @@ class Receiver:
                 transport.drop_group(group, device)
             raise
         abandonments = [Abandonment(host, port, name) for name in names]
-        # an engine on a trainer's device receives in host memory, from where its loader takes tensors as from a file
+        # an engine on a trainer's device receives in host memory, from where its loader takes
+        # tensors as from a file
         memory = torch.device("cpu") if backend == transport.HOST_BACKEND else device
-        return cls(manifests, groups, rank, memory, timeout_s, abandonments, bases[0] if bases else None)
+        return cls(
+            manifests, groups, rank, memory, timeout_s, abandonments, bases[0] if bases else None
+        )
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Digests of every bucket that the last `receive` handed out, one text per stage, in stage order (Digests.read)."""
+        """Digests of every bucket that the last `receive` handed out, one text per stage, in stage
+        order (Digests.read).
+        """
         return tuple(digests.read() for digests in self._digests)
 
     @property
@@ -128,16 +152,24 @@ class Receiver:
         """Whether what the trainers send is merged into weights that the engine has."""
         return self._base is not None
 
-    def whole(self, received: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, tensor) of all weights, as an engine loads them: what was received, or what it is merged into."""
+    def whole(
+        self, received: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, tensor) of all weights, as an engine loads them: what was received, or what it
+        is merged into.
+        """
         return iter(received) if self._base is None else self._base.merged(received)
 
-    def receive(self, version: int, *, begins_within_s: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, tensor) of all that is sent (`whole` makes weights of it). Each may be kept: buffers are not used again.
+    def receive(
+        self, version: int, *, begins_within_s: float | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """(HF name, tensor) of all that is sent (`whole` makes weights of it). Each may be kept:
+        buffers are not used again.
 
-        begins_within_s: how long the trainers may take until they send; the deadline of the publish counts from there. None: they
-        are about to. A bucket's digest is of what is handed to the engine's loader; what that makes of it (vLLM packs weights for
-        its kernels) only log-probs show.
+        begins_within_s: how long the trainers may take until they send; the deadline of the publish
+        counts from there. None: they are about to. A bucket's digest is of what is handed to the
+        engine's loader; what that makes of it (vLLM packs weights for its kernels) only log-probs
+        show.
         """
         if begins_within_s is not None:
             self._wait_for_begin(version, begins_within_s)
@@ -154,25 +186,38 @@ class Receiver:
         self._unfinished = False
 
     def prepare(self, version: int) -> None:
-        """Receive `version` in a thread, which ends by the publish's deadline or abandonment. Raises WeightSyncError while another
-        one is under way."""
+        """Receive `version` in a thread, which ends by the publish's deadline or abandonment.
+        Raises WeightSyncError while another one is under way."""
         if self._prepared is not None and not self._prepared[1].done():
-            raise WeightSyncError(f"weight version {self._prepared[0]} is still being received; one at a time")
+            raise WeightSyncError(
+                f"weight version {self._prepared[0]} is still being received; one at a time"
+            )
         arriving: Future[Received] = Future()
         self._prepared = version, arriving
         threading.Thread(
-            target=self._keep, args=(version, arriving), name=f"weight version {version}", daemon=True
+            target=self._keep,
+            args=(version, arriving),
+            name=f"weight version {version}",
+            daemon=True,
         ).start()
 
     def prepared(self, version: int) -> tuple[str, ...] | None:
-        """Digests of what each stage sent, once all of `version` is here; None before. Raises what went wrong with it."""
+        """Digests of what each stage sent, once all of `version` is here; None before.
+
+        Raises what went wrong with it.
+        """
         last, arriving = self._prepared or (None, None)
         if last != version or arriving is None:
-            raise WeightSyncError(f"weight version {version} was never asked for, or given up; the last one is {last}")
+            raise WeightSyncError(
+                f"weight version {version} was never asked for, or given up; the last one is {last}"
+            )
         return arriving.result()[1] if arriving.done() else None
 
     def take(self, version: int) -> Received:
-        """Hand out what was prepared, which is the caller's from here on. Raises WeightSyncError until it is here."""
+        """Hand out what was prepared, which is the caller's from here on.
+
+        Raises WeightSyncError until it is here.
+        """
         if self.prepared(version) is None:
             raise WeightSyncError(f"weight version {version} is still being received")
         assert self._prepared is not None
@@ -182,7 +227,8 @@ class Receiver:
     @torch.no_grad()
     def _keep(self, version: int, arriving: Future[Received]) -> None:
         try:
-            # memory of their own, aligned as an engine's, so that kernels compute the same bits whichever way a version came
+            # memory of their own, aligned as an engine's, so that kernels compute the same bits
+            # whichever way a version came
             weights = [(name, tensor.clone()) for name, tensor in self.receive(version)]
             arriving.set_result((weights, self.digests))
         except Exception as error:  # for whoever asks
@@ -197,12 +243,16 @@ class Receiver:
         self._groups = []
 
     def _wait_for_begin(self, version: int, within_s: float) -> None:
-        """Until the first stage is about to send. Raises DeadlineExceeded, or WeightSyncError where the publish is given up."""
+        """Until the first stage is about to send.
+
+        Raises DeadlineExceeded, or WeightSyncError where the publish is given up.
+        """
         transport.until(
             lambda: transport.has_begun(self._groups[0], version),
             Deadline(within_s, self._given_up),
             _OF_THE_BEGINNING,
-            f"engine worker {self._rank} waits for the trainers to begin with weight version {version}",
+            f"engine worker {self._rank} waits for the trainers to begin with weight version "
+            f"{version}",
             "look at the trainers' logs, or raise trainer.wait_timeout_s",
             late=lambda: "they did not",
         )
@@ -211,7 +261,9 @@ class Receiver:
         return next((reason for one in self._abandonments if (reason := one.reason())), None)
 
     def _messages(self, version: int, deadline: Deadline) -> Iterator[Message]:
-        """Header and buckets of each stage, in the order they are sent, always with the next ones already posted."""
+        """Header and buckets of each stage, in the order they are sent, always with the next ones
+        already posted.
+        """
         pending: deque[tuple[dist.Work, Message]] = deque()
         for group, manifest in zip(self._groups, self._manifests, strict=True):
             assembler = Assembler(manifest)
@@ -223,18 +275,29 @@ class Receiver:
                     name = f"stage {manifest.stage}, header"
                     buffer = torch.empty(2, dtype=torch.int64, device=self._device)
                 else:
-                    name = f"stage {manifest.stage}, bucket {index} of {len(manifest.buckets)} ({bucket.summary})"
+                    name = (
+                        f"stage {manifest.stage}, bucket {index} of {len(manifest.buckets)} "
+                        f"({bucket.summary})"
+                    )
                     buffer = assembler.buffer(bucket, self._device)
-                pending.append((transport.broadcast(group, buffer), Message(manifest, assembler, bucket, buffer, name)))
+                pending.append(
+                    (
+                        transport.broadcast(group, buffer),
+                        Message(manifest, assembler, bucket, buffer, name),
+                    )
+                )
         while pending:
             yield self._arrived(*pending.popleft(), version, deadline)
 
-    def _arrived(self, work: dist.Work, message: Message, version: int, deadline: Deadline) -> Message:
+    def _arrived(
+        self, work: dist.Work, message: Message, version: int, deadline: Deadline
+    ) -> Message:
         transport.wait(
             work,
             deadline,
             f"engine worker {self._rank} waits for weight version {version}, {message.name}",
-            "check in the trainer's logs that the leader of this stage is alive and publishing, or raise publish.timeout_s",
+            "check in the trainer's logs that the leader of this stage is alive and publishing, or "
+            "raise publish.timeout_s",
         )
         return message
 
@@ -242,30 +305,33 @@ class Receiver:
         sent_version, digest = header.tolist()
         if sent_version != version:
             raise WeightSyncError(
-                f"trainer stage {manifest.stage} sent weight version {sent_version} to engine worker {self._rank}, "
-                "which was asked to "
-                f"load version {version}; publishes and pa_receive calls must come in the same order"
+                f"trainer stage {manifest.stage} sent weight version {sent_version} to engine "
+                f"worker {self._rank}, which was asked to load version {version}; publishes and "
+                "pa_receive calls must come in the same order"
             )
         if digest != manifest.digest:
             raise WeightSyncError(
-                f"trainer stage {manifest.stage} sends other buckets than the manifest that engine worker {self._rank} "
-                "was given; "
-                f"call pa_connect with the manifest of this run"
+                f"trainer stage {manifest.stage} sends other buckets than the manifest that engine "
+                f"worker {self._rank} was given; call pa_connect with the manifest of this run"
             )
 
 
 def check_model(manifests: list[Manifest], hf_config: Any) -> None:
-    """Raises WeightSyncError unless trainer and engine hold the same model and no tensor comes from two stages."""
+    """Raises WeightSyncError unless trainer and engine hold the same model and no tensor comes from
+    two stages.
+    """
     names = [name for manifest in manifests for name in manifest.shapes]
     if len(names) != len(set(names)):
         twice = next(name for name in names if names.count(name) > 1)
         raise WeightSyncError(
-            f"weight tensor {twice} is announced by two trainer stages; give each stage's manifest once"
+            f"weight tensor {twice} is announced by two trainer stages; give each stage's manifest "
+            "once"
         )
     for manifest in manifests:
         for key, value in manifest.model.items():
             if int(getattr(hf_config, key, value)) != value:
                 raise WeightSyncError(
-                    f"trainer stage {manifest.stage} has {key}={value}, the engine's model {getattr(hf_config, key)}; "
-                    f"engine and trainer must be given the same model directory"
+                    f"trainer stage {manifest.stage} has {key}={value}, the engine's model "
+                    f"{getattr(hf_config, key)}; engine and trainer must be given the same model "
+                    "directory"
                 )

@@ -1,19 +1,24 @@
-"""The groups through which weights travel, and waits with a deadline, which both ends of a publish share. Imports torch only.
+"""The groups through which weights travel, and waits with a deadline, which both ends of a publish
+share. Imports torch only.
 
-One group per pipeline stage: rank 0 is the stage's tensor-parallel leader, ranks 1.. are the workers of all engines.
-Everything flows from rank 0 by broadcast. A publish is, in each stage's group and in this order on every rank:
+One group per pipeline stage: rank 0 is the stage's tensor-parallel leader, ranks 1.. are the
+workers of all engines. Everything flows from rank 0 by broadcast. A publish is, in each stage's
+group and in this order on every rank:
 
     header       int64 [2]: weight version, digest of the manifest
-    bucket 0..n  one flat tensor each; its segments, laid out one after another, are pieces of flattened HF tensors
+    bucket 0..n  one flat tensor each; its segments, laid out one after another, are pieces of
+                 flattened HF tensors
 
-Engines on the trainers' devices, where the backend does not let two ranks of a group share one, are in a second group of each
-stage, to which the same leader sends the same messages in another way (Way):
+Engines on the trainers' devices, where the backend does not let two ranks of a group share one, are
+in a second group of each stage, to which the same leader sends the same messages in another way
+(Way):
 
     group     the usual one
     host      a torch group through host memory (HOST_BACKEND)
 
-Keys under a group's own prefix in the store: `member/RANK` (it is about to join), `abandoned` (it is given up, and why), and
-`begun/VERSION` (it is about to be sent). What backends of collectives do differently is in pa_npu.weight_transfer.collectives.
+Keys under a group's own prefix in the store: `member/RANK` (it is about to join), `abandoned` (it
+is given up, and why), and `begun/VERSION` (it is about to be sent). What backends of collectives do
+differently is in pa_npu.weight_transfer.collectives.
 """
 
 from __future__ import annotations
@@ -39,8 +44,8 @@ from pa_npu.weight_transfer import collectives
 
 logger = logging.getLogger(__name__)
 
-# The pause between polls grows with the time waited, so that a short wait ends promptly and a long one costs nothing: the longest
-# pause, and the share of the time waited.
+# The pause between polls grows with the time waited, so that a short wait ends promptly and a long
+# one costs nothing: the longest pause, and the share of the time waited.
 Polls = tuple[float, float]
 _SHORTEST_POLL_S = 0.0001
 _OF_A_BROADCAST: Polls = (0.005, 0.002)
@@ -53,22 +58,27 @@ HOST_BACKEND = "gloo"
 """Backend of groups that go through host memory."""
 Way = Literal["group", "host"]
 T = TypeVar("T")
-# Groups that were dropped, and threads that never came back from making one: the end of the interpreter would wait for them.
+# Groups that were dropped, and threads that never came back from making one: the end of the
+# interpreter would wait for them.
 _left_behind: list[object] = []
 # The backend's own timeout comes after ours, whose message says more.
 _BACKEND_MARGIN_S = 15.0
 
 
 class WeightSyncError(PaNpuError):
-    """Trainer and engine disagree about the weights to exchange, or their connection broke; the message names both."""
+    """Trainer and engine disagree about the weights to exchange, or their connection broke; the
+    message names both.
+    """
 
 
 class Abandonment:
-    """The key under which a group's publish is given up, because a member is gone: whoever still waits must stop.
+    """The key under which a group's publish is given up, because a member is gone: whoever still
+    waits must stop.
 
-    A name a/b/c also stops with a/b and with a: everything of one attempt of a run can be given up at once, and all groups of an
-    epoch (group_name).
-    A backend may not notice a dead member (NCCL and HCCL wait for it), so both ends ask, through a store client of their own.
+    A name a/b/c also stops with a/b and with a: everything of one attempt of a run can be given up
+    at once, and all groups of an epoch (group_name).
+    A backend may not notice a dead member (NCCL and HCCL wait for it), so both ends ask, through a
+    store client of their own.
     """
 
     def __init__(self, host: str, port: int, name: str) -> None:
@@ -93,12 +103,16 @@ class Abandonment:
     def _client(self) -> dist.Store:
         if self._store is None:
             timeout = timedelta(seconds=_ABANDONED_CONNECT_S)
-            self._store = dist.TCPStore(*self._address, is_master=False, wait_for_workers=False, timeout=timeout)
+            self._store = dist.TCPStore(
+                *self._address, is_master=False, wait_for_workers=False, timeout=timeout
+            )
         return self._store
 
 
 class Deadline:
-    """A point in time that several waits share; given_up says why they should end before it, if they should."""
+    """A point in time that several waits share; given_up says why they should end before it, if
+    they should.
+    """
 
     def __init__(self, seconds: float, given_up: Callable[[], str | None] = lambda: None) -> None:
         self.seconds = seconds
@@ -122,7 +136,8 @@ def until(
     remedy: str,
     late: Callable[[], str] = lambda: "not done",
 ) -> None:
-    """Poll until `done`. Raises DeadlineExceeded, and WeightSyncError when it is given up meanwhile.
+    """Poll until `done`. Raises DeadlineExceeded, and WeightSyncError when it is given up
+    meanwhile.
 
     what, late, remedy: of the message of an error: "WHAT: LATE within 3 s; REMEDY".
     """
@@ -142,22 +157,30 @@ def wait(
     what: str,
     remedy: str,
 ) -> None:
-    """Wait for a collective of any backend. Raises as `until`, and WeightSyncError when the connection broke.
+    """Wait for a collective of any backend. Raises as `until`, and WeightSyncError when the
+    connection broke.
 
-    Polls, because Work.wait's timeout differs by backend (gloo: give up; NCCL, HCCL: none unless in blocking mode).
+    Polls, because Work.wait's timeout differs by backend (gloo: give up; NCCL, HCCL: none unless in
+    blocking mode).
     """
     until(work.is_completed, deadline, _OF_A_BROADCAST, what, remedy)
     try:
         work.wait()
     except RuntimeError as error:
-        why = f"{_reason(error)}; given up: {given_up}" if (given_up := _given_up_after(deadline)) else _reason(error)
+        why = (
+            f"{_reason(error)}; given up: {given_up}"
+            if (given_up := _given_up_after(deadline))
+            else _reason(error)
+        )
         raise WeightSyncError(
             f"{what}: the connection broke after {deadline.elapsed_s:.1f} s ({why}); {remedy}"
         ) from error
 
 
 def _given_up_after(deadline: Deadline) -> str | None:
-    """Whether a connection broke because the publish was given up, which is said beside it and may be seen later."""
+    """Whether a connection broke because the publish was given up, which is said beside it and may
+    be seen later.
+    """
     time.sleep(_ABANDONED_POLL_S)
     try:
         return deadline.given_up()
@@ -166,7 +189,9 @@ def _given_up_after(deadline: Deadline) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    """The informative part of torch's message: without source file in front and general advice behind."""
+    """The informative part of torch's message: without source file in front and general advice
+    behind.
+    """
     first_line = (str(error) or type(error).__name__).splitlines()[0]
     return first_line.split("] ", 1)[-1].split(". This is typically")[0]
 
@@ -188,13 +213,15 @@ def join_group(
         host, port: of any c10d TCPStore that all members reach; each uses a client of its own.
         timeout_s: until all members are there, communicator included; and of one publish.
         device: of the tensors that will be sent.
-    Raises DeadlineExceeded, with the ranks that are missing, or WeightSyncError, also when the group is abandoned meanwhile.
+    Raises DeadlineExceeded, with the ranks that are missing, or WeightSyncError, also when the
+    group is abandoned meanwhile.
     """
     timeout = timedelta(seconds=timeout_s + _BACKEND_MARGIN_S)
     deadline = Deadline(timeout_s, Abandonment(host, port, name).reason)
     try:
         store = dist.PrefixStore(
-            name, dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+            name,
+            dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout),
         )
         rules = collectives.rules(backend)
         if problem := rules.check():
@@ -203,9 +230,9 @@ def join_group(
         group = _make_group(store, name, rank, size, backend, timeout, device, deadline, describe)
     except (RuntimeError, ValueError) as error:
         raise WeightSyncError(
-            f"{describe}: could not join the group of {size} members through the store at {host}:{port} "
-            f"({_reason(error)}); check that the store is that of this run, that {backend} is available, and "
-            f"that the members reach each other over the network"
+            f"{describe}: could not join the group of {size} members through the store at "
+            f"{host}:{port} ({_reason(error)}); check that the store is that of this run, that "
+            f"{backend} is available, and that the members reach each other over the network"
         ) from error
     c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
     return group
@@ -222,11 +249,18 @@ def _make_group(
     deadline: Deadline,
     describe: str,
 ) -> dist.ProcessGroup:
-    """The group, its communicator included. Both are made in a thread: neither call can be told our deadline."""
+    """The group, its communicator included.
+
+    Both are made in a thread: neither call can be told our deadline.
+    """
     rules = collectives.rules(backend)
     # torch's public API makes groups only inside the default group; this helper makes one beside it
     helper = c10d._new_process_group_helper
-    options = "backend_options" if "backend_options" in inspect.signature(helper).parameters else "pg_options"
+    options = (
+        "backend_options"
+        if "backend_options" in inspect.signature(helper).parameters
+        else "pg_options"
+    )
     arguments: dict[str, Any] = {"group_name": name, "timeout": timeout, options: None}
     index = _device_index(device)
     made: list[dist.ProcessGroup] = []
@@ -241,7 +275,10 @@ def _make_group(
             first.append(made[0].broadcast(torch.zeros(1, device=device), 0))
 
     what = f"{describe}: making the communicator of group {name} of {size} members"
-    remedy = "look at the logs of its members for one that died or cannot be reached, or raise publish.timeout_s"
+    remedy = (
+        "look at the logs of its members for one that died or cannot be reached, or raise "
+        "publish.timeout_s"
+    )
     try:
         _within(make, deadline, what, remedy)
         for work in first:
@@ -254,7 +291,8 @@ def _make_group(
 
 
 def _within(call: Callable[[], T], deadline: Deadline, what: str, remedy: str) -> T:
-    """`call` in a thread, for calls that block as long as they like. The thread stays behind where it is given up.
+    """`call` in a thread, for calls that block as long as they like. The thread stays behind where
+    it is given up.
 
     Raises what it raises, and as `until`.
     """
@@ -282,8 +320,11 @@ def _device_index(device: torch.device) -> int | None:
     return device.index if device.index is not None else torch.accelerator.current_device_index()
 
 
-def wait_for_members(store: dist.Store, rank: int, size: int, terms: str, deadline: Deadline, describe: str) -> None:
-    """Meet in the store first: the backends' own waits cannot tell who is missing, and take long on the first to come.
+def wait_for_members(
+    store: dist.Store, rank: int, size: int, terms: str, deadline: Deadline, describe: str
+) -> None:
+    """Meet in the store first: the backends' own waits cannot tell who is missing, and take long on
+    the first to come.
 
     terms: what must be equal on all members (Gloo.terms).
     """
@@ -296,20 +337,32 @@ def wait_for_members(store: dist.Store, rank: int, size: int, terms: str, deadli
         missing = [member for member in missing if not store.check([f"member/{member}"])]
         return not missing
 
-    remedy = "rank 0 sends, the others are engine workers; check that they are alive and were given this run's store and manifests"
-    until(all_there, deadline, _OF_JOINING, describe, remedy, lambda: f"ranks {missing} of {size} did not join")
+    remedy = (
+        "rank 0 sends, the others are engine workers; check that they are alive and were "
+        "given this run's store and manifests"
+    )
+    until(
+        all_there,
+        deadline,
+        _OF_JOINING,
+        describe,
+        remedy,
+        lambda: f"ranks {missing} of {size} did not join",
+    )
     if not terms:
         return
     for member in members:
         if (others := store.get(f"member/{member}").decode()) != terms:
             raise WeightSyncError(
-                f"{describe}: rank {member} has {others or 'none of it'}, this process {terms}; set it alike in the environments "
-                f"of engines and trainers"
+                f"{describe}: rank {member} has {others or 'none of it'}, this process {terms}; "
+                "set it alike in the environments of engines and trainers"
             )
 
 
 def epoch_name(name: str, epoch: int) -> str:
-    """The name of all groups that form after the `epoch`-th change of their members; they are given up by it together."""
+    """The name of all groups that form after the `epoch`-th change of their members; they are given
+    up by it together.
+    """
     return f"{name}/{epoch}"
 
 
@@ -321,7 +374,8 @@ def group_name(name: str, epoch: int, way: Way = "group") -> str:
 def announce_begin(group: dist.ProcessGroup, version: int, before: int | None) -> None:
     """The sender is about to send `version`, and was at `before` the last time.
 
-    Receivers that were asked to load ahead of time wait for it with no collective open, whose own timeout would run meanwhile.
+    Receivers that were asked to load ahead of time wait for it with no collective open, whose own
+    timeout would run meanwhile.
     """
     store = _group_store(group)
     store.set(_begun(version), "")
@@ -351,11 +405,15 @@ def leave_group(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(group)
 
 
-def drop_group(group: dist.ProcessGroup, device: torch.device = _CPU, reason: str = "it lost a member") -> None:
-    """Stop using a group made by join_group in which a member is gone or hangs: end what is pending, where the backend can.
+def drop_group(
+    group: dist.ProcessGroup, device: torch.device = _CPU, reason: str = "it lost a member"
+) -> None:
+    """Stop using a group made by join_group in which a member is gone or hangs: end what is
+    pending, where the backend can.
 
-    Where it cannot, as gloo, the group's destructor would wait for it, with Python's lock held, until the group's timeout: so the
-    object stays until the process ends, which run_and_exit is for.
+    Where it cannot, as gloo, the group's destructor would wait for it, with Python's lock held,
+    until the group's timeout: so the object stays until the process ends, which run_and_exit is
+    for.
     """
     _left_behind.append(group)
     backend, _ = c10d._world.pg_map.get(group, ("gloo", None))
@@ -372,8 +430,9 @@ def drop_group(group: dist.ProcessGroup, device: torch.device = _CPU, reason: st
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with main()'s code, and at once, where the end of the interpreter would wait for what is pending in dropped
-    groups and for what libraries do at exit, and would abort over a thread that waits in a store."""
+    """Ends the process with main()'s code, and at once, where the end of the interpreter would wait
+    for what is pending in dropped groups and for what libraries do at exit, and would abort over a
+    thread that waits in a store."""
     try:
         code = main()
     except Exception:

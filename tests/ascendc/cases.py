@@ -15,7 +15,9 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 @dataclass(frozen=True)
 class Merge:
-    """One merge: six tensors in the order of lse_merge_, the rows, and the sequences of the two attention calls."""
+    """One merge: six tensors in the order of lse_merge_, the rows, and the sequences of the two
+    attention calls.
+    """
 
     tensors: Tensors
     intervals: tuple[tuple[int, int], ...]
@@ -23,7 +25,9 @@ class Merge:
     part_segments: tuple[int, ...]
 
     def clone(self) -> Tensors:
-        out, maximum, total, part_out, part_max, part_sum = (tensor.clone() for tensor in self.tensors)
+        out, maximum, total, part_out, part_max, part_sum = (
+            tensor.clone() for tensor in self.tensors
+        )
         return out, maximum, total, part_out, part_max, part_sum
 
     @property
@@ -36,9 +40,11 @@ class Merge:
         return self.tensors[3].shape[0] * self.tensors[3].shape[1]
 
 
-def random_merge(tokens: int, heads: int, dim: int, dtype: torch.dtype, seed: int = 0, min_rows: int = 0) -> Merge:
-    """Random values, intervals (some touching, some empty) and sequences (some empty) over `tokens` rows, of which at
-    least `min_rows` are merged."""
+def random_merge(
+    tokens: int, heads: int, dim: int, dtype: torch.dtype, seed: int = 0, min_rows: int = 0
+) -> Merge:
+    """Random values, intervals (some touching, some empty) and sequences (some empty) over `tokens`
+    rows, of which at least `min_rows` are merged."""
     rng = random.Random(seed)
     rows = -1
     while rows < min_rows:

@@ -1,4 +1,6 @@
-"""The build of the operators: skipped with a reason where something is missing, told the right things where not."""
+"""The build of the operators: skipped with a reason where something is missing, told the right
+things where not.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from ops.ascendc import build
 
 HELPER = Path(build.CMAKE_HELPERS[1]) / "ascendc.cmake"
 
-# Stands for CANN's CMake functions: a library of the kernel's name, and the include directories of its target. The
-# variable is what CANN's own sets.
+# Stands for CANN's CMake functions: a library of the kernel's name, and the include directories of
+# its target. The variable is what CANN's own sets.
 FAKE_CANN_CMAKE = """
 set(CMAKE_SKIP_RPATH TRUE)
 function(ascendc_library name type)
@@ -89,7 +91,9 @@ def test_without_cann_nothing_is_built_and_the_reason_is_logged(
 
 def test_without_torch_npu_the_reason_names_it(cann: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(build.NotBuildable, match=r"torch cannot be imported by .*; install it first"):
+    with pytest.raises(
+        build.NotBuildable, match=r"torch cannot be imported by .*; install it first"
+    ):
         build.find_toolchain(environment(cann))
 
 
@@ -98,11 +102,15 @@ def test_the_build_can_be_skipped(cann: Path, packages: Path) -> None:
         build.find_toolchain({**environment(cann), "PA_NPU_SKIP_ASCENDC": "1"})
 
 
-def test_both_libraries_are_built_and_put_into_the_package(cann: Path, packages: Path, tmp_path: Path) -> None:
+def test_both_libraries_are_built_and_put_into_the_package(
+    cann: Path, packages: Path, tmp_path: Path
+) -> None:
     record = fake_cmake(tmp_path / "bin", build.LIBRARIES)
     output = tmp_path / "package" / build.PACKAGE_LIBRARIES
     environ = {**environment(cann, tmp_path / "bin"), "SOC_VERSION": "ascend910b4"}
-    library = build.build_operators(output, build_directory=tmp_path / "build", environ=environ, log=lambda line: None)
+    library = build.build_operators(
+        output, build_directory=tmp_path / "build", environ=environ, log=lambda line: None
+    )
     assert library == output / "libpa_npu_ascendc.so"
     assert sorted(path.name for path in output.iterdir()) == sorted(build.LIBRARIES)
     configure, compile_ = record.read_text().splitlines()
@@ -189,19 +197,29 @@ def test_setup_builds_for_a_wheel_and_leaves_editable_installs_to_the_command(
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
 def test_the_cmake_project_configures(cann: Path, packages: Path, tmp_path: Path) -> None:
     toolchain = build.find_toolchain(environment(cann))
-    command = ["cmake", "-S", str(build.SOURCE), "-B", str(tmp_path / "build"), *toolchain.definitions()]
+    command = [
+        "cmake",
+        "-S",
+        str(build.SOURCE),
+        "-B",
+        str(tmp_path / "build"),
+        *toolchain.definitions(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(
-    any(shutil.which(tool) is None for tool in ("cmake", "g++", "readelf")), reason="cmake, g++ or readelf is missing"
+    any(shutil.which(tool) is None for tool in ("cmake", "g++", "readelf")),
+    reason="cmake, g++ or readelf is missing",
 )
 @pytest.mark.parametrize(("generator", "tool"), [("Unix Makefiles", "make"), ("Ninja", "ninja")])
 def test_the_operators_find_the_kernels_beside_them(
     generator: str, tool: str, cann: Path, packages: Path, tmp_path: Path
 ) -> None:
-    """The project as it is, with sources that need no device; loaded from another directory, as torch does."""
+    """The project as it is, with sources that need no device; loaded from another directory, as
+    torch does.
+    """
     if shutil.which(tool) is None:
         pytest.skip(f"{tool} is not installed")
     source = tmp_path / "ascendc"
@@ -219,7 +237,15 @@ def test_the_operators_find_the_kernels_beside_them(
     ):
         directory.mkdir(parents=True)
         for name in names:
-            shared = ["g++", "-shared", "-x", "c++", "/dev/null", "-o", str(directory / f"lib{name}.so")]
+            shared = [
+                "g++",
+                "-shared",
+                "-x",
+                "c++",
+                "/dev/null",
+                "-o",
+                str(directory / f"lib{name}.so"),
+            ]
             subprocess.run(shared, check=True, timeout=60)
     built = str(tmp_path / "build")
     configure = [
@@ -235,7 +261,9 @@ def test_the_operators_find_the_kernels_beside_them(
         done = subprocess.run(["cmake", *command], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout + done.stderr
     operators, kernels = (Path(built) / "lib" / name for name in build.LIBRARIES)
-    dynamic = subprocess.run(["readelf", "-d", str(operators)], capture_output=True, text=True, check=True).stdout
+    dynamic = subprocess.run(
+        ["readelf", "-d", str(operators)], capture_output=True, text=True, check=True
+    ).stdout
     assert f"[{kernels.name}]" in dynamic
     assert [line.split("[")[1] for line in dynamic.splitlines() if "PATH)" in line] == ["$ORIGIN]"]
     moved = tmp_path / "package" / "lib"
@@ -243,7 +271,9 @@ def test_the_operators_find_the_kernels_beside_them(
     for library in (operators, kernels):
         library.rename(moved / library.name)
     program = f"import ctypes; print(ctypes.CDLL({str(moved / operators.name)!r}).uses_kernels())"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert loaded.stdout == "0\n", loaded.stderr
 
 

@@ -1,4 +1,6 @@
-"""The Ascend C kernel under the CPU model gives the torch oracle's numbers, and breaks no rule of the hardware."""
+"""The Ascend C kernel under the CPU model gives the torch oracle's numbers, and breaks no rule of
+the hardware.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def merge_on_model(
     if segments is not None:
         maximum, total = to_ntd(maximum, segments), to_ntd(total, segments)
     if part_segments is not None:
-        part_maximum, part_total = to_ntd(part_maximum, part_segments), to_ntd(part_total, part_segments)
+        part_maximum, part_total = (
+            to_ntd(part_maximum, part_segments),
+            to_ntd(part_total, part_segments),
+        )
     tokens, heads, dim = merge.shape
     table = model.table(
         merge.intervals,
@@ -57,7 +62,9 @@ def oracle(merge: Merge) -> Result:
 
 
 def assert_equal_to_oracle(actual: Result, merge: Merge) -> None:
-    """Statistics and fp32 outputs to round-off, 16-bit outputs to one unit in the last place, other rows untouched."""
+    """Statistics and fp32 outputs to round-off, 16-bit outputs to one unit in the last place, other
+    rows untouched.
+    """
     expected = oracle(merge)
     dtype = merge.tensors[0].dtype
     tolerance = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
@@ -74,7 +81,9 @@ def assert_equal_to_oracle(actual: Result, merge: Merge) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dim", [16, 64, 80, 128, 576])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_kernel_equals_oracle(model: LseMergeModel, dtype: torch.dtype, dim: int, layout: str) -> None:
+def test_kernel_equals_oracle(
+    model: LseMergeModel, dtype: torch.dtype, dim: int, layout: str
+) -> None:
     merge = random_merge(tokens=70, heads=3, dim=dim, dtype=dtype, seed=dim, min_rows=25)
     actual, counters = merge_on_model(model, merge, layout, layout, max_cores=5)
     assert_equal_to_oracle(actual, merge)
@@ -82,7 +91,9 @@ def test_kernel_equals_oracle(model: LseMergeModel, dtype: torch.dtype, dim: int
 
 
 @pytest.mark.parametrize(("layout", "part_layout"), [("TND", "NTD"), ("NTD", "TND")])
-def test_the_two_sides_may_have_different_layouts(model: LseMergeModel, layout: str, part_layout: str) -> None:
+def test_the_two_sides_may_have_different_layouts(
+    model: LseMergeModel, layout: str, part_layout: str
+) -> None:
     merge = random_merge(tokens=60, heads=5, dim=32, dtype=torch.bfloat16, seed=3, min_rows=20)
     actual, _ = merge_on_model(model, merge, layout, part_layout, max_cores=4)
     assert_equal_to_oracle(actual, merge)
@@ -99,7 +110,10 @@ def test_one_head_and_more_heads_than_rows(model: LseMergeModel, heads: int, lay
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_result_does_not_depend_on_the_number_of_cores(model: LseMergeModel, layout: str) -> None:
     merge = random_merge(tokens=150, heads=4, dim=48, dtype=torch.bfloat16, seed=5, min_rows=60)
-    results = [merge_on_model(model, merge, layout, layout, max_cores=cores)[0] for cores in (1, 2, 3, 7, 20, 48)]
+    results = [
+        merge_on_model(model, merge, layout, layout, max_cores=cores)[0]
+        for cores in (1, 2, 3, 7, 20, 48)
+    ]
     assert_equal_to_oracle(results[0], merge)
     for result in results[1:]:
         for actual, first in zip(result, results[0], strict=True):
@@ -107,7 +121,9 @@ def test_result_does_not_depend_on_the_number_of_cores(model: LseMergeModel, lay
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_head_dimensions_beyond_one_tile_are_cut_into_columns(model: LseMergeModel, dtype: torch.dtype) -> None:
+def test_head_dimensions_beyond_one_tile_are_cut_into_columns(
+    model: LseMergeModel, dtype: torch.dtype
+) -> None:
     merge = random_merge(tokens=9, heads=2, dim=2064, dtype=dtype, seed=1, min_rows=4)
     for layout in LAYOUTS:
         actual, counters = merge_on_model(model, merge, layout, layout, max_cores=2)
@@ -154,20 +170,26 @@ def test_empty_sides(model: LseMergeModel, dtype: torch.dtype, lowest: float) ->
     maximum[10:15], total[10:15], part_maximum[10:15], part_total[10:15] = lowest, 0, lowest, 0
     (merged, merged_max, merged_sum), _ = merge_on_model(model, merge, "TND", "TND", max_cores=3)
     assert_equal_to_oracle((merged, merged_max, merged_sum), merge)
-    assert torch.equal(merged[0:5], part_out[0:5]) and torch.equal(merged_max[0:5], part_maximum[0:5])
+    assert torch.equal(merged[0:5], part_out[0:5]) and torch.equal(
+        merged_max[0:5], part_maximum[0:5]
+    )
     assert torch.equal(merged[5:10], out[5:10]) and torch.equal(merged_sum[5:10], total[5:10])
     assert torch.equal(merged[10:15], torch.zeros_like(out[10:15])) and not merged_sum[10:15].any()
 
 
 @pytest.mark.parametrize("intervals", [(), ((4, 4),), ((0, 0), (9, 9))])
-def test_nothing_to_merge_launches_no_core(model: LseMergeModel, intervals: tuple[tuple[int, int], ...]) -> None:
+def test_nothing_to_merge_launches_no_core(
+    model: LseMergeModel, intervals: tuple[tuple[int, int], ...]
+) -> None:
     table = model.table(intervals, tokens=9, heads=2, dim=16, dtype=torch.float32, max_cores=8)
     assert table[NUM_CORES_WORD] == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_byte_moves_once(model: LseMergeModel, layout: str) -> None:
-    """In place without gather or scatter copies: reads both sides once, writes the merged rows once."""
+    """In place without gather or scatter copies: reads both sides once, writes the merged rows
+    once.
+    """
     dim, element = 128, 2
     merge = random_merge(tokens=100, heads=4, dim=dim, dtype=torch.bfloat16, seed=2, min_rows=40)
     _, counters = merge_on_model(model, merge, layout, layout, max_cores=1)
@@ -189,9 +211,13 @@ def test_tile_fills_the_unified_buffer(model: LseMergeModel) -> None:
     cores=st.integers(1, 48),
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_cores_get_equal_shares(model: LseMergeModel, intervals: list[int], heads: int, cores: int) -> None:
+def test_cores_get_equal_shares(
+    model: LseMergeModel, intervals: list[int], heads: int, cores: int
+) -> None:
     spans = list(pairwise(intervals))[::2]
-    table = model.table(spans, tokens=5000, heads=heads, dim=64, dtype=torch.bfloat16, max_cores=cores)
+    table = model.table(
+        spans, tokens=5000, heads=heads, dim=64, dtype=torch.bfloat16, max_cores=cores
+    )
     used = int(table[NUM_CORES_WORD])
     shares = table[HEADER_WORDS : HEADER_WORDS + CORE_WORDS * used].view(-1, CORE_WORDS)[:, 2]
     total = heads * sum(end - start for start, end in spans)
@@ -217,7 +243,9 @@ def test_cores_get_equal_shares(model: LseMergeModel, intervals: list[int], head
         ({"heads": 1 << 12, "dim": 1 << 20}, "exceeds 32 bits"),
     ],
 )
-def test_invalid_merge_is_refused_by_the_host(model: LseMergeModel, change: dict[str, object], message: str) -> None:
+def test_invalid_merge_is_refused_by_the_host(
+    model: LseMergeModel, change: dict[str, object], message: str
+) -> None:
     problem: dict[str, object] = {
         "intervals": [(2, 5), (7, 9)],
         "tokens": 10,

@@ -44,7 +44,9 @@ def test_merging_equals_attention_over_all_keys(dtype: torch.dtype, tolerance: f
     torch.testing.assert_close(total[rows], expected_sum, rtol=tolerance, atol=0)
     others = torch.tensor([row for row in range(12) if row not in rows])
     assert torch.equal(out[others], own_out[others]) and torch.equal(total[others], own_sum[others])
-    assert (expected_out - own_out[rows]).abs().max() > 0.1, "the prefix must matter for this test to mean anything"
+    assert (expected_out - own_out[rows]).abs().max() > 0.1, (
+        "the prefix must matter for this test to mean anything"
+    )
 
 
 def test_order_of_merging_does_not_matter() -> None:
@@ -66,7 +68,10 @@ def test_both_layouts_give_the_same() -> None:
     lse_merge_(*plain, merge.intervals)
     out, maximum, total, part_out, part_max, part_sum = merge.clone()
     maximum, total = to_ntd(maximum, merge.segments), to_ntd(total, merge.segments)
-    part_max, part_sum = to_ntd(part_max, merge.part_segments), to_ntd(part_sum, merge.part_segments)
+    part_max, part_sum = (
+        to_ntd(part_max, merge.part_segments),
+        to_ntd(part_sum, merge.part_segments),
+    )
     lse_merge_(
         out,
         maximum,
@@ -84,7 +89,11 @@ def test_both_layouts_give_the_same() -> None:
 
 
 def test_a_side_without_keys_has_no_weight() -> None:
-    running = (torch.zeros(2, 1, 16), torch.full((2, 1, WIDTH), -torch.inf), torch.zeros(2, 1, WIDTH))
+    running = (
+        torch.zeros(2, 1, 16),
+        torch.full((2, 1, WIDTH), -torch.inf),
+        torch.zeros(2, 1, WIDTH),
+    )
     part = (torch.randn(2, 1, 16), torch.randn(2, 1, WIDTH), torch.rand(2, 1, WIDTH) + 1)
     nothing = copy(running)
     lse_merge_(*running, *part, [(0, 2)])

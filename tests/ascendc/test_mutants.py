@@ -26,7 +26,9 @@ def library(cache: Path) -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows of 3 heads with empty sides: many tiles per core, strided pieces, or rows cut into columns."""
+    """Rows of 3 heads with empty sides: many tiles per core, strided pieces, or rows cut into
+    columns.
+    """
 
     dtype: torch.dtype
     dim: int
@@ -60,12 +62,21 @@ def run(library: ctypes.CDLL, model: LseMergeModel, index: int, problem: Problem
     part_segments = None
     if problem.part_layout == "NTD":
         part_segments = merge.part_segments
-        tensors = (*tensors[:4], to_ntd(tensors[4], part_segments), to_ntd(tensors[5], part_segments))
+        tensors = (
+            *tensors[:4],
+            to_ntd(tensors[4], part_segments),
+            to_ntd(tensors[5], part_segments),
+        )
     tokens, heads, dim = merge.shape
-    table = model.table(merge.intervals, tokens, heads, dim, problem.dtype, part_segments=part_segments, max_cores=2)
+    table = model.table(
+        merge.intervals, tokens, heads, dim, problem.dtype, part_segments=part_segments, max_cores=2
+    )
     run_kernel(library.RunMutant, tensors, table, index)
     ulp = torch.finfo(problem.dtype).eps
-    return all(torch.allclose(a, b, rtol=ulp, atol=ulp) for a, b in zip(tensors[:3], expected[:3], strict=True))
+    return all(
+        torch.allclose(a, b, rtol=ulp, atol=ulp)
+        for a, b in zip(tensors[:3], expected[:3], strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", [mutant.name for mutant in MUTANTS if mutant.rules])
@@ -77,7 +88,11 @@ def test_mutant_breaks_a_rule(library: ctypes.CDLL, model: LseMergeModel, name: 
             run(library, model, INDICES[name], problem)
         except RuleViolation as violation:
             messages.append(str(violation))
-    rules = {match.group(1) for message in messages if (match := re.match(r"\[([a-z-]+)\] core ", message))}
+    rules = {
+        match.group(1)
+        for message in messages
+        if (match := re.match(r"\[([a-z-]+)\] core ", message))
+    }
     assert rules, f"{name}: no rule broken"
     assert rules <= set(mutant.rules), f"{name}: expected {mutant.rules}, the model said {messages}"
 

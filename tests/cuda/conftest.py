@@ -1,4 +1,7 @@
-"""Tests on one real NVIDIA GPU: `python -m pytest tests/cuda`. Without one they are skipped, in one line that says so."""
+"""Tests on one real NVIDIA GPU: `python -m pytest tests/cuda`.
+
+Without one they are skipped, in one line that says so.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,10 @@ def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def inputs(layout: PrefixLayout, dtype: torch.dtype, head_dim: int) -> list[torch.Tensor]:
     """q, k, v and a gradient: 8 query heads, 2 of keys and values."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(layout.total, heads, head_dim, generator=generator).to("cuda", dtype) for heads in (8, 2, 2, 8)]
+    return [
+        torch.randn(layout.total, heads, head_dim, generator=generator).to("cuda", dtype)
+        for heads in (8, 2, 2, 8)
+    ]
 
 
 def worst(ours: torch.Tensor, exact: torch.Tensor) -> float:
@@ -42,7 +45,11 @@ def worst(ours: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", list(BOUNDS), ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_values_and_gradients_equal_dense_attention_in_fp64(
-    layout: PrefixLayout, dtype: torch.dtype, form: Callable[..., torch.Tensor], merges_with: str, monkeypatch
+    layout: PrefixLayout,
+    dtype: torch.dtype,
+    form: Callable[..., torch.Tensor],
+    merges_with: str,
+    monkeypatch,
 ) -> None:
     if merges_with == "torch":
         monkeypatch.setattr(cuda, "_triton_merge", lambda: None)
@@ -61,7 +68,10 @@ def test_values_and_gradients_equal_dense_attention_in_fp64(
         assert worst(ours.grad, reference.grad) < BOUNDS[dtype], name
     # negative control: responses that do not see their prompt are far outside of the bound
     alone = PrefixLayout(layout.lengths, (-1,) * len(layout.lengths))
-    assert worst(shared_prompt_attention(*wide, alone, scale=0.125, impl="dense"), exact.detach()) > 0.1
+    assert (
+        worst(shared_prompt_attention(*wide, alone, scale=0.125, impl="dense"), exact.detach())
+        > 0.1
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -82,19 +92,33 @@ def test_two_passes_give_the_same_bits(dtype: torch.dtype) -> None:
 
 
 def test_the_triton_merge_equals_the_formula_in_fp64() -> None:
-    """Thousands of rows too: with few of them the warps of a program run in step, and a race between them does not show."""
+    """Thousands of rows too: with few of them the warps of a program run in step, and a race
+    between them does not show.
+    """
     pytest.importorskip("triton")
     from ops.triton.lse_merge import lse_merge_
 
     torch.manual_seed(0)
     for dtype, bound in ((torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
-        for head_dim, spans in ((64, [(5, 42)]), (48, [(1, 7), (9, 30)]), (128, [(0, 4000), (4096, 5000)])):
+        for head_dim, spans in (
+            (64, [(5, 42)]),
+            (48, [(1, 7), (9, 30)]),
+            (128, [(0, 4000), (4096, 5000)]),
+        ):
             rows = Rows.of(spans)
-            count, total = sum(end - start for start, end in spans), 50 if spans[-1][1] < 50 else 5000
-            out, part = (torch.randn(n, 3, head_dim, device="cuda").to(dtype) for n in (total, count))
+            count, total = (
+                sum(end - start for start, end in spans),
+                50 if spans[-1][1] < 50 else 5000,
+            )
+            out, part = (
+                torch.randn(n, 3, head_dim, device="cuda").to(dtype) for n in (total, count)
+            )
             lse, part_lse = (3 * torch.randn(3, n, device="cuda") for n in (total, count))
             wide_out, wide_lse = out.double(), lse.double()
             merge_lse(wide_out, wide_lse.t(), part.double(), part_lse.double().t(), rows)
             lse_merge_(out, lse, part, part_lse, rows)
-            assert (out.double() - wide_out).abs().max() < bound * wide_out.abs().max(), (dtype, head_dim)
+            assert (out.double() - wide_out).abs().max() < bound * wide_out.abs().max(), (
+                dtype,
+                head_dim,
+            )
             assert (lse - wide_lse).abs().max() < 2e-6

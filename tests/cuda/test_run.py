@@ -1,4 +1,5 @@
-"""Whole runs on one GPU, engine and trainer on it in turn (placement.colocate), weights between them by CUDA's IPC handles.
+"""Whole runs on one GPU, engine and trainer on it in turn (placement.colocate), weights between
+them by CUDA's IPC handles.
 
 The engine is the transformers one, which needs nothing that trainers do not need.
 """
@@ -51,7 +52,9 @@ def launch(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lau
             "optimizer__learning_rate": "1e-3",
         }
         directory = tmp_path_factory.mktemp("run")
-        started.append(Launched(directory, "run", *settings(tiny, directory / "run", **(keys | others))))
+        started.append(
+            Launched(directory, "run", *settings(tiny, directory / "run", **(keys | others)))
+        )
         return started[-1]
 
     yield start
@@ -72,15 +75,22 @@ def in_bf16(launch: Launch) -> Result:
 def ended(run: Launched) -> Result:
     """Its records and its last weights."""
     directory = run.output_file.parent / "run"
-    logs = "".join(f"\n--- {file.name}\n{file.read_text()[-3000:]}" for file in sorted(directory.glob("logs/*.log")))
+    logs = "".join(
+        f"\n--- {file.name}\n{file.read_text()[-3000:]}"
+        for file in sorted(directory.glob("logs/*.log"))
+    )
     assert run.popen.wait(TIMEOUT_S) == 0, run.output + logs
     return read_records(directory), load_file(directory / "hf" / "model.safetensors")
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-4), ("bf16", 5e-2)])
-def test_engine_and_trainer_agree_on_one_gpu(dtype: str, bound: float, request: pytest.FixtureRequest) -> None:
+def test_engine_and_trainer_agree_on_one_gpu(
+    dtype: str, bound: float, request: pytest.FixtureRequest
+) -> None:
     records, _ = request.getfixturevalue(f"in_{dtype}")
-    assert len(records) == ITERATIONS and len({record["loss"] for record in records}) > 1, "there is something to learn"
+    assert len(records) == ITERATIONS and len({record["loss"] for record in records}) > 1, (
+        "there is something to learn"
+    )
     for record in records:
         assert record["devices"] == 1
         assert 0 <= record["logprob_diff_mean"] < bound, "both compute with the same weights"
@@ -99,5 +109,7 @@ def test_an_engine_that_is_killed_changes_nothing(launch: Launch, in_fp32: Resul
     assert engine is not None
     os.kill(engine, signal.SIGKILL)
     records, weights = ended(run)
-    assert len(records) == ITERATIONS and "engine-0: killed by SIGKILL; started again" in run.output, run.output
+    assert (
+        len(records) == ITERATIONS and "engine-0: killed by SIGKILL; started again" in run.output
+    ), run.output
     assert all(torch.equal(weights[name], tensor) for name, tensor in in_fp32[1].items())

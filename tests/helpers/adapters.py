@@ -27,7 +27,13 @@ def plain(model: Path, dtype: torch.dtype = torch.float32) -> Any:
 def make_adapter(model: Path, directory: Path, /, seed: int = 3, **options: Any) -> Path:
     """Let peft write an adapter whose A and B are random, and return its directory."""
     torch.manual_seed(seed)
-    given = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options}
+    given = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": "all-linear",
+        "task_type": "CAUSAL_LM",
+        **options,
+    }
     policy = get_peft_model(plain(model), LoraConfig(**given))
     with torch.no_grad():
         for name, weight in policy.named_parameters():
@@ -38,10 +44,16 @@ def make_adapter(model: Path, directory: Path, /, seed: int = 3, **options: Any)
 
 
 def peft_model(model: Path, directory: Path) -> Any:
-    """peft's model to train, with the weights of a directory; peft 0.19's own loading wants no process group to be there."""
+    """peft's model to train, with the weights of a directory; peft 0.19's own loading wants no
+    process group to be there.
+    """
     policy = get_peft_model(plain(model), PeftConfig.from_pretrained(directory))
     stored = load_file(directory / "adapter_model.safetensors")
-    own = {name.replace(".default.", "."): weight for name, weight in policy.named_parameters() if ".lora_" in name}
+    own = {
+        name.replace(".default.", "."): weight
+        for name, weight in policy.named_parameters()
+        if ".lora_" in name
+    }
     assert own.keys() == stored.keys()
     for name, weight in own.items():
         weight.data.copy_(stored[name])
@@ -84,7 +96,10 @@ def merged_by_hand(
     for name, weight in state.items():
         if ".lora_" in name:
             continue
-        short, module = name.removeprefix("base_model.model."), name.removesuffix(".base_layer.weight")
+        short, module = (
+            name.removeprefix("base_model.model."),
+            name.removesuffix(".base_layer.weight"),
+        )
         down, up = (state.get(f"{module}.lora_{part}.default.weight") for part in "AB")
         wide = weight.double()
         if down is not None and up is not None:

@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """truth: whether the response's final answer equals the reference. prompt: what the response was written to, if it matters."""
+    """truth: whether the response's final answer equals the reference. prompt: what the response
+    was written to, if it matters.
+    """
 
     section: str
     response: str
@@ -31,7 +33,9 @@ def _read() -> tuple[Row, ...]:
             continue
         truth, reference, response, *prompt = line.split("\t")
         response, prompt_text = (text.replace("⏎", "\n") for text in (response, "".join(prompt)))
-        rows.append(Row(section, response, reference, {"right": True, "wrong": False}[truth], prompt_text))
+        rows.append(
+            Row(section, response, reference, {"right": True, "wrong": False}[truth], prompt_text)
+        )
     return tuple(rows)
 
 
@@ -44,13 +48,16 @@ def math_verify_alone(response: str, reference: str) -> bool:
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     expected, found = (
-        math_verify.parse(text, parsing_timeout=_PATIENCE_S) for text in (f"\\boxed{{{reference}}}", response)
+        math_verify.parse(text, parsing_timeout=_PATIENCE_S)
+        for text in (f"\\boxed{{{reference}}}", response)
     )
     return bool(math_verify.verify(expected, found, timeout_seconds=_PATIENCE_S))
 
 
 def table() -> list[str]:
-    """Lines of markdown: per section the pairs, and the false positives and false negatives of both judges."""
+    """Lines of markdown: per section the pairs, and the false positives and false negatives of both
+    judges.
+    """
     from pa_npu.rewards.answers import is_correct
 
     def ours(row: Row) -> bool:
@@ -65,7 +72,10 @@ def table() -> list[str]:
 
     def line(name: str, rows: list[Row]) -> str:
         right = sum(row.truth for row in rows)
-        return f"| {name} | {right} | {len(rows) - right} | {wrong(ours, rows)} | {wrong(theirs, rows)} |"
+        return (
+            f"| {name} | {right} | {len(rows) - right} | {wrong(ours, rows)} | "
+            f"{wrong(theirs, rows)} |"
+        )
 
     sections = [(name, list(rows)) for name, rows in groupby(ANSWERS, key=lambda row: row.section)]
     head = [

@@ -29,7 +29,9 @@ class Source(Iterator[Microbatch]):
 
     advantages: Mapping[int, Sequence[np.ndarray]] = {}
 
-    def __init__(self, microbatches: Iterable[Microbatch], waited_s: float = 0.0, each: Traffic = NONE) -> None:
+    def __init__(
+        self, microbatches: Iterable[Microbatch], waited_s: float = 0.0, each: Traffic = NONE
+    ) -> None:
         """each: how every microbatch came."""
         self._microbatches = iter(microbatches)
         self.waited_s = waited_s
@@ -52,7 +54,9 @@ def make_learner(config: Config) -> tuple[Learner, TriModel]:
     return learner_of(stage, config, spec), stage
 
 
-def learner_of(stage: TriModel, config: Config, spec: ModelSpec, platform: Platform = PLATFORM) -> Learner:
+def learner_of(
+    stage: TriModel, config: Config, spec: ModelSpec, platform: Platform = PLATFORM
+) -> Learner:
     """A rank's, on this stage."""
     timeline = Timeline(None, "")
     backend = MegatronBackend(stage, config, spec, platform, platform.device(0), timeline)

@@ -1,8 +1,10 @@
-"""Conformance of training backends: every TrainBackend passes these on one rank; test_gradient_sum.py has more.
+"""Conformance of training backends: every TrainBackend passes these on one rank;
+test_gradient_sum.py has more.
 
-`make(config)` gives a Learner over a fresh backend with the weights of config.model.path, inside the one process group that the
-backend is content with. Numbers are compared with the same update by hand on the HF model: plain autograd and torch's AdamW.
-The suite is the list of what a backend must do: every member of TrainBackend and of BackendModule occurs in it.
+`make(config)` gives a Learner over a fresh backend with the weights of config.model.path, inside
+the one process group that the backend is content with. Numbers are compared with the same update by
+hand on the HF model: plain autograd and torch's AdamW. The suite is the list of what a backend must
+do: every member of TrainBackend and of BackendModule occurs in it.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ def config_of(model: Path, /, **sections: dict[str, Any]) -> Config:
         "publish": {"noise_margin": None},
     }
     return model_config(
-        model, **{name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}}
+        model,
+        **{name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}},
     )
 
 
@@ -105,13 +108,19 @@ def microbatches(groups: list[Group]) -> list[Microbatch]:
 
 
 def by_hand(policy: Any) -> list[dict[str, torch.Tensor]]:
-    """An HF model's weights after each of the two updates: the clip to the first weights, 0.1 K3 to the same."""
+    """An HF model's weights after each of the two updates: the clip to the first weights, 0.1 K3 to
+    the same.
+    """
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        trained, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0
+    )
 
     def logprobs(group: Group) -> list[torch.Tensor]:
         found = []
-        for tokens, trained in zip(group.sequences(), np.split(group.trained, group.offsets()[1:-1]), strict=True):
+        for tokens, trained in zip(
+            group.sequences(), np.split(group.trained, group.offsets()[1:-1]), strict=True
+        ):
             ids = torch.from_numpy(tokens.astype(np.int64))
             table = policy(ids[None]).logits[0, :-1].log_softmax(-1)
             found.append(table.gather(-1, ids[1:, None])[:, 0][torch.from_numpy(trained[1:])])
@@ -123,8 +132,12 @@ def by_hand(policy: Any) -> list[dict[str, torch.Tensor]]:
     for share in shares():
         terms = []
         for group in share:
-            advantages = np.split(group.advantages[group.trained], np.cumsum(group.trained_lengths)[:-1])
-            for new, old, advantage in zip(logprobs(group), first[group.index], advantages, strict=True):
+            advantages = np.split(
+                group.advantages[group.trained], np.cumsum(group.trained_lengths)[:-1]
+            )
+            for new, old, advantage in zip(
+                logprobs(group), first[group.index], advantages, strict=True
+            ):
                 value, ratio = torch.from_numpy(advantage), (new - old).exp()
                 kl = (old - new).exp() - 1 - (old - new)
                 terms.append(0.1 * kl - torch.minimum(ratio * value, ratio.clamp(0.8, 1.2) * value))
@@ -143,17 +156,25 @@ def save(learner: Learner, run: Path, version: int) -> None:
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in directory.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def made_and_left(name: str, config: Config, checkpoint: Path, output: Path) -> tuple[int, bool]:
-    """In a process of its own: a backend is made, says its place and leaves its groups; then a checkpoint is exported.
+    """In a process of its own: a backend is made, says its place and leaves its groups; then a
+    checkpoint is exported.
 
-    Returns the number of trainer ranks that the backend knows, and whether the process was in a group while it had it.
+    Returns the number of trainer ranks that the backend knows, and whether the process was in a
+    group while it had it.
     """
     module, platform = backend_module(name), platforms.get("cpu")
     config, _ = module.fit(config, ModelSpec.of(config))
-    backend = module.create(config, ModelSpec.of(config), platform, dist.HashStore(), 0, 0, Timeline(None, ""))
+    backend = module.create(
+        config, ModelSpec.of(config), platform, dist.HashStore(), 0, 0, Timeline(None, "")
+    )
     ranks, joined = backend.place.mesh.size, dist.is_initialized()
     backend.close()
     assert not dist.is_initialized()
@@ -163,7 +184,9 @@ def made_and_left(name: str, config: Config, checkpoint: Path, output: Path) -> 
 
 
 class BackendConformance:
-    """Subclass it as a test class with fixtures `make` and `model`, an HF directory, and the backend's name in the registry."""
+    """Subclass it as a test class with fixtures `make` and `model`, an HF directory, and the
+    backend's name in the registry.
+    """
 
     name: str
     offloads = True
@@ -186,18 +209,29 @@ class BackendConformance:
         return tensors_of(directory)
 
     def test_two_updates_are_those_by_hand(self, make: Make, model: Path, tmp_path: Path) -> None:
-        """Forward over packed prefixes, backward, division, the step, the old policy and the reference, and the export."""
+        """Forward over packed prefixes, backward, division, the step, the old policy and the
+        reference, and the export.
+        """
         learner = make(config_of(model))
         self.train(learner)
         weights, expected = self.exported(learner, tmp_path / "hf"), self.by_hand(model)
         assert weights.keys() <= expected[1].keys() and len(weights) > 10
         for name, tensor in weights.items():
             torch.testing.assert_close(
-                tensor.float(), expected[1][name], rtol=1e-3, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}"
+                tensor.float(),
+                expected[1][name],
+                rtol=1e-3,
+                atol=1e-5,
+                msg=lambda t, n=name: f"{n}: {t}",
             )
-        assert max((expected[1][name] - expected[0][name]).abs().max().item() for name in weights) > 1e-3
+        assert (
+            max((expected[1][name] - expected[0][name]).abs().max().item() for name in weights)
+            > 1e-3
+        )
 
-    def test_gradients_are_undivided_sums_from_zero_and_scale(self, make: Make, model: Path) -> None:
+    def test_gradients_are_undivided_sums_from_zero_and_scale(
+        self, make: Make, model: Path
+    ) -> None:
         config = config_of(model)
         learner = make(config)
         learner.publish(0)
@@ -211,7 +245,9 @@ class BackendConformance:
         step = backend.step()
         assert np.isfinite(step.grad_norm) and step.learning_rate == pytest.approx(LEARNING_RATE)
 
-    def test_what_is_written_where_the_optimizer_steps_is_computed_with(self, make: Make, model: Path) -> None:
+    def test_what_is_written_where_the_optimizer_steps_is_computed_with(
+        self, make: Make, model: Path
+    ) -> None:
         learner = make(config_of(model))
         some, backend = microbatches(shares()[0])[:1], learner.backend
         tensors = [tensor for tensor in backend.stepped() if tensor.weights.numel()]
@@ -226,7 +262,9 @@ class BackendConformance:
         assert not torch.allclose(seen[0], seen[1], atol=1e-3)
         torch.testing.assert_close(seen[0], seen[2], atol=1e-4, rtol=1e-4)
 
-    def test_copies_take_the_policys_weights_and_their_name_along(self, make: Make, model: Path) -> None:
+    def test_copies_take_the_policys_weights_and_their_name_along(
+        self, make: Make, model: Path
+    ) -> None:
         learner = make(config_of(model))
         self.train(learner)
         backend, seen = learner.backend, []
@@ -248,12 +286,22 @@ class BackendConformance:
     def test_it_says_where_and_what_it_is(self, make: Make, model: Path) -> None:
         backend = make(config_of(model)).backend
         assert backend.software and backend.place.mesh.size == 1 and backend.place.publishes
-        assert backend.tensor_group is None and backend.replica_links is None, "a replica is one rank"
+        assert backend.tensor_group is None and backend.replica_links is None, (
+            "a replica is one rank"
+        )
         own = torch.tensor([2.0, 3.0], device=backend.device)
-        assert backend.reductions.ranks(own).tolist() == backend.reductions.replicas(own).tolist() == [2.0, 3.0]
+        assert (
+            backend.reductions.ranks(own).tolist()
+            == backend.reductions.replicas(own).tolist()
+            == [2.0, 3.0]
+        )
 
-    def test_what_is_published_is_what_is_exported(self, make: Make, model: Path, tmp_path: Path) -> None:
-        """Bucket by bucket as an engine puts them together, each overwritten when the one after the next is asked for."""
+    def test_what_is_published_is_what_is_exported(
+        self, make: Make, model: Path, tmp_path: Path
+    ) -> None:
+        """Bucket by bucket as an engine puts them together, each overwritten when the one after the
+        next is asked for.
+        """
         learner = make(config_of(model))
         source = learner.backend.published_weights(BUCKET_BYTES)
         late = learner.backend.published_weights(BUCKET_BYTES, "old")
@@ -264,7 +312,9 @@ class BackendConformance:
             assert weights is not None and weights.is_leader
             manifest = Manifest.from_json(weights.manifest.to_json())
             rows = [shape[-1] * 4 for shape in manifest.shapes.values()]
-            assert len(manifest.buckets) > 3 and all(b.num_bytes <= max(BUCKET_BYTES, *rows) for b in manifest.buckets)
+            assert len(manifest.buckets) > 3 and all(
+                b.num_bytes <= max(BUCKET_BYTES, *rows) for b in manifest.buckets
+            )
             assembler, found = Assembler(manifest), {}
             for bucket, data in zip(manifest.buckets, weights.buckets(Deadline(30.0)), strict=True):
                 assert data is not None
@@ -276,8 +326,12 @@ class BackendConformance:
                 contents.add(name, tensor)
             assert weights.contents() == contents.read(), "summed up in the model"
 
-    def test_a_checkpoint_goes_on_as_if_nothing_had_been(self, make: Make, model: Path, tmp_path: Path) -> None:
-        """Weights, reference, optimizer and learning rate; and the same weights from an export of the checkpoint, on demand."""
+    def test_a_checkpoint_goes_on_as_if_nothing_had_been(
+        self, make: Make, model: Path, tmp_path: Path
+    ) -> None:
+        """Weights, reference, optimizer and learning rate; and the same weights from an export of
+        the checkpoint, on demand.
+        """
         keys = {"algorithm": {"reference_refresh_every": 1}, "trainer": {"backend": self.name}}
         keys |= {"optimizer": {"warmup_iterations": 3}}
         learner = make(config_of(model, **keys))
@@ -301,7 +355,8 @@ class BackendConformance:
         assert steps[0] == steps[1] and steps[0][1] != steps[0][0][0]
 
         processes = multiprocessing.get_context("forkserver")
-        processes.set_forkserver_preload([__name__])  # it imports once, whatever the number of backends
+        # it imports once, whatever the number of backends
+        processes.set_forkserver_preload([__name__])
         with ProcessPoolExecutor(1, processes) as alone:
             config = learner._config
             done = alone.submit(made_and_left, self.name, config, checkpoint, tmp_path / "hf")
@@ -316,7 +371,9 @@ class BackendConformance:
     def test_a_state_that_waits_on_the_host_steps_and_is_saved_to_the_same_bits(
         self, make: Make, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
     ) -> None:
-        """Memory that this test gives stands for the host's; the state is in it during passes, and nowhere else in a step."""
+        """Memory that this test gives stands for the host's; the state is in it during passes, and
+        nowhere else in a step.
+        """
         if not self.offloads:
             pytest.skip("it does not read the key")
         hosts: list[torch.Tensor] = []
@@ -355,25 +412,34 @@ class BackendConformance:
                 learner.step()
                 digests.append(backend.digest())
             note("pass")
-            assert seen == ({"pass": {True}, "step": {False}} if offload else {"pass": set(), "step": set()})
+            assert seen == (
+                {"pass": {True}, "step": {False}} if offload else {"pass": set(), "step": set()}
+            )
             return learner, digests
 
         learners, digests = zip(*(trained(offload, None) for offload in (False, True)), strict=True)
-        assert digests[0] == digests[1] and not len(hosts) > 3 * len(learners[1].backend._offloaded._parked)
+        assert digests[0] == digests[1] and not len(hosts) > 3 * len(
+            learners[1].backend._offloaded._parked
+        )
         after = []
-        for learner, offload in zip(learners, (True, False), strict=True):  # each goes on as the other began
+        # each goes on as the other began
+        for learner, offload in zip(learners, (True, False), strict=True):
             run = tmp_path / f"from_{not offload}"
             save(learner, run, 1)
             after.append(trained(offload, run / "checkpoints" / directory_name(1))[1])
         assert after[0] == after[1] and after[0][-1] != digests[0][-1]
 
-    def test_its_modules_compute_with_what_transformers_computes_with(self, make: Make, model: Path) -> None:
+    def test_its_modules_compute_with_what_transformers_computes_with(
+        self, make: Make, model: Path
+    ) -> None:
         learner = make(config_of(model))
         reference = computation_of(AutoModelForCausalLM.from_pretrained(model).modules())
         assert reference.rotations and reference.norm_epsilons and reference.attention_scales
         assert disagreements(learner.backend.computation(), reference) == []
 
-    def test_rounding_is_that_of_training_or_there_is_no_wider_type(self, make: Make, model: Path) -> None:
+    def test_rounding_is_that_of_training_or_there_is_no_wider_type(
+        self, make: Make, model: Path
+    ) -> None:
         learner = make(config_of(model))
         self.train(learner)
         before, seen, own = learner.backend.digest(), {}, {}
@@ -390,9 +456,16 @@ class BackendConformance:
         learner.backend.evaluate(some, lambda one, outputs: own.update({one.sources: outputs}))
         assert seen.keys() == own.keys() and len(seen) == 2
         for sources, (narrow, wide) in seen.items():
-            assert torch.equal(narrow, own[sources].frozen["old"].values), "of the iteration's version"
-            torch.testing.assert_close(wide.float(), own[sources].policy.values, rtol=1e-4, atol=1e-5)
-            assert not torch.equal(wide.float(), own[sources].policy.values) or wide.dtype != narrow.dtype
+            assert torch.equal(narrow, own[sources].frozen["old"].values), (
+                "of the iteration's version"
+            )
+            torch.testing.assert_close(
+                wide.float(), own[sources].policy.values, rtol=1e-4, atol=1e-5
+            )
+            assert (
+                not torch.equal(wide.float(), own[sources].policy.values)
+                or wide.dtype != narrow.dtype
+            )
 
     @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
     @pytest.mark.parametrize("fault", [name for name in faults_of(2, 1) if "buffer" not in name])
@@ -405,10 +478,14 @@ class BackendConformance:
         from pa_npu.trainer.invariants import check_normalisers
 
         for place, name in (
-            *((objectives.Objective, attribute) for attribute in ("normaliser", "_denominator", "loss")),
+            *(
+                (objectives.Objective, attribute)
+                for attribute in ("normaliser", "_denominator", "loss")
+            ),
             *((iterator, "pack"), (torch.autograd, "backward")),
         ):
-            monkeypatch.setattr(place, name, getattr(place, name))  # put back what the fault changes
+            # put back what the fault changes
+            monkeypatch.setattr(place, name, getattr(place, name))
         algorithm = {"clip_low": 0.3, "clip_high": 0.3}
         config = config_of(model, model={"dtype": dtype}, algorithm=algorithm)
         learner = make(config)
@@ -423,7 +500,11 @@ class BackendConformance:
                 source.advantages = {g.index: trained_advantages(g) for g in share}
                 learner.accumulate(source)
                 normalisers.append(learner.step().normaliser)
-            groups = [DispatchedGroup(g.index, 0, tuple(g.trained_lengths.tolist())) for s in shares() for g in s]
+            groups = [
+                DispatchedGroup(g.index, 0, tuple(g.trained_lengths.tolist()))
+                for s in shares()
+                for g in s
+            ]
             check_normalisers(Dispatched(0, tuple(groups)), normalisers, build_algorithm(config))
 
     @pytest.mark.parametrize(("fault", "dtype"), STEP_CASES)
@@ -442,7 +523,9 @@ class BackendConformance:
                 train_share(learner, share)
 
     @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-    def test_without_a_fault_the_same_updates_pass(self, dtype: str, make: Make, model: Path) -> None:
+    def test_without_a_fault_the_same_updates_pass(
+        self, dtype: str, make: Make, model: Path
+    ) -> None:
         learner = make(config_of(model, model={"dtype": dtype}, **step_faults.KEYS))
         for iteration in range(3):
             learner.publish(iteration)
@@ -489,7 +572,10 @@ class BackendConformance:
 
             monkeypatch.setattr(learner.backend, "accumulate", scaled)
         learner.publish(0)
-        with pytest.raises(InvariantViolation, match=r"I7 gradient: .* moved along the gradient .* the gradient says"):
+        with pytest.raises(
+            InvariantViolation,
+            match=r"I7 gradient: .* moved along the gradient .* the gradient says",
+        ):
             learner.finite_difference(microbatches(shares()[0])[:2], {})
 
     @pytest.mark.parametrize("lost", ["both moments", "the square moment", "weights", "nothing"])
@@ -508,7 +594,10 @@ class BackendConformance:
         def losing(directory: Path) -> Any:
             meta = load(directory)
             for tensor in resumed.backend.stepped():
-                parts = {"both moments": (tensor.mean, tensor.square), "the square moment": (tensor.square,)}
+                parts = {
+                    "both moments": (tensor.mean, tensor.square),
+                    "the square moment": (tensor.square,),
+                }
                 for part in parts.get(lost, (tensor.weights,) if lost == "weights" else ()):
                     assert part is not None
                     part.mul_(0.0 if "moment" in lost else 1.001)
@@ -521,7 +610,9 @@ class BackendConformance:
             resumed.publish(1)
             train_share(resumed, shares()[0])
         else:
-            with pytest.raises(DataError, match="the optimizer's state of rank 0 is not the one that was saved"):
+            with pytest.raises(
+                DataError, match="the optimizer's state of rank 0 is not the one that was saved"
+            ):
                 resumed.load(checkpoint)
 
 

@@ -1,4 +1,6 @@
-"""A headless Chromium driven by its DevTools protocol: open pages, press keys, evaluate scripts, take screenshots."""
+"""A headless Chromium driven by its DevTools protocol: open pages, press keys, evaluate scripts,
+take screenshots.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,16 @@ WAIT_S = 60.0
 
 def find_browser() -> str | None:
     """The program named by PA_NPU_BROWSER, or the first that is installed."""
-    return os.environ.get("PA_NPU_BROWSER") or next((found for name in NAMES if (found := shutil.which(name))), None)
+    return os.environ.get("PA_NPU_BROWSER") or next(
+        (found for name in NAMES if (found := shutil.which(name))), None
+    )
 
 
 class Browser:
-    """One browser with one page. Owner closes it. problems: errors and refused loads; requests: all addresses asked for."""
+    """One browser with one page.
+
+    Owner closes it. problems: errors and refused loads; requests: all addresses asked for.
+    """
 
     def __init__(self, program: str) -> None:
         self.problems: list[str] = []
@@ -41,8 +48,17 @@ class Browser:
                     "--disable-dev-shm-usage",
                     "--mute-audio",
                 ),
-                *("--no-first-run", "--disable-background-networking", "--disable-extensions", "--hide-scrollbars"),
-                *("--force-device-scale-factor=1", "--remote-debugging-port=0", f"--user-data-dir={self._directory}"),
+                *(
+                    "--no-first-run",
+                    "--disable-background-networking",
+                    "--disable-extensions",
+                    "--hide-scrollbars",
+                ),
+                *(
+                    "--force-device-scale-factor=1",
+                    "--remote-debugging-port=0",
+                    f"--user-data-dir={self._directory}",
+                ),
                 "about:blank",
             ],
             stdout=subprocess.DEVNULL,
@@ -71,14 +87,23 @@ class Browser:
 
     def look(self, width: int, height: int = 900, *, dark: bool = False) -> None:
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         scheme = "dark" if dark else "light"
-        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.call(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
+        )
 
     def evaluate(self, script: str) -> Any:
         """The value of an expression, awaited; raises what it raises."""
-        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        found = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in found:
             raise AssertionError(f"{script}: {json.dumps(found['exceptionDetails'])[:600]}")
         return found["result"].get("value")
@@ -86,22 +111,42 @@ class Browser:
     def wait_for(self, condition: str) -> None:
         deadline = time.monotonic() + WAIT_S
         while not self.evaluate(f"Boolean({condition})"):
-            assert time.monotonic() < deadline, f"{condition} did not come true; problems: {self.problems}"
+            assert time.monotonic() < deadline, (
+                f"{condition} did not come true; problems: {self.problems}"
+            )
 
     def press(self, *keys: str) -> None:
         """Keys by their DOM names: ArrowRight, Enter, a letter."""
-        codes = {"Enter": 13, "Tab": 9, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        codes = {
+            "Enter": 13,
+            "Tab": 9,
+            "Escape": 27,
+            "ArrowLeft": 37,
+            "ArrowUp": 38,
+            "ArrowRight": 39,
+            "ArrowDown": 40,
+        }
         for key in keys:
             code = codes.get(key, ord(key[0].upper()) if len(key) == 1 else 0)
-            text = {"text": "\r" if key == "Enter" else key} if len(key) == 1 or key == "Enter" else {}
-            self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text)
+            text = (
+                {"text": "\r" if key == "Enter" else key} if len(key) == 1 or key == "Enter" else {}
+            )
+            self.call(
+                "Input.dispatchKeyEvent",
+                type="keyDown",
+                key=key,
+                windowsVirtualKeyCode=code,
+                **text,
+            )
             self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
     def write(self, text: str) -> None:
         self.call("Input.insertText", text=text)
 
     def screenshot(self, file: Path, *, whole: bool = False) -> None:
-        """Writes the visible part of the page, or the whole of it, as a PNG or, by the file's name, a much smaller WebP."""
+        """Writes the visible part of the page, or the whole of it, as a PNG or, by the file's name,
+        a much smaller WebP.
+        """
         options: dict[str, Any] = {"format": "png"}
         if file.suffix == ".webp":
             options = {"format": "webp", "quality": 82}
@@ -120,14 +165,20 @@ class Browser:
         port_file = Path(self._directory) / "DevToolsActivePort"
         deadline = time.monotonic() + WAIT_S
         while not port_file.exists() or len(port_file.read_text().splitlines()) < 2:
-            assert self._process.poll() is None and time.monotonic() < deadline, "the browser did not start"
+            assert self._process.poll() is None and time.monotonic() < deadline, (
+                "the browser did not start"
+            )
             await asyncio.sleep(0.05)
         port, path = port_file.read_text().splitlines()[:2]
         self._session = aiohttp.ClientSession()
-        self._socket = await self._session.ws_connect(f"ws://127.0.0.1:{port}{path}", max_msg_size=0)
+        self._socket = await self._session.ws_connect(
+            f"ws://127.0.0.1:{port}{path}", max_msg_size=0
+        )
         self._reader = self._loop.create_task(self._read())
         target = await self._call("Target.createTarget", {"url": "about:blank"})
-        attached = await self._call("Target.attachToTarget", {"targetId": target["targetId"], "flatten": True})
+        attached = await self._call(
+            "Target.attachToTarget", {"targetId": target["targetId"], "flatten": True}
+        )
         self._page = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             await self._call(f"{domain}.enable", {})
@@ -156,8 +207,13 @@ class Browser:
                     future.set_result(message["result"])
             elif message["method"] == "Runtime.exceptionThrown":
                 details = message["params"]["exceptionDetails"]
-                self.problems.append(details.get("exception", {}).get("description") or details["text"])
-            elif message["method"] == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
+                self.problems.append(
+                    details.get("exception", {}).get("description") or details["text"]
+                )
+            elif (
+                message["method"] == "Log.entryAdded"
+                and message["params"]["entry"]["level"] == "error"
+            ):
                 self.problems.append(message["params"]["entry"]["text"])
             elif message["method"] == "Network.requestWillBeSent":
                 self.requests.append(message["params"]["request"]["url"])

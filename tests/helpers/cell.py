@@ -1,8 +1,10 @@
-"""Runs a program in a cell of the sandbox, as a process that has given up rights first. Reads the program, writes a JSON object.
+"""Runs a program in a cell of the sandbox, as a process that has given up rights first. Reads the
+program, writes a JSON object.
 
     python cell.py REQUEST      {"without": [...], "user": id | null, "limits": {...}, "landlock": newest version}
 
-without: "sys_admin" and "setfcap" are capabilities; "bubblewrap", "nsjail", "namespaces" and "landlock" are missing or refused.
+without: "sys_admin" and "setfcap" are capabilities; "bubblewrap", "nsjail", "namespaces" and
+"landlock" are missing or refused.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def give_up(without: list[str], user: int | None) -> None:
 def _refuses(*numbers: int) -> bytes:
     """Returns a filter that refuses these system calls, and new namespaces by clone."""
     _, machine, clone, _ = sandbox_walls._MACHINES[os.uname().machine]
-    answers = dict.fromkeys(numbers, sandbox_walls._REFUSE) | {_CLONE3: sandbox_walls._ERROR | sandbox_walls._ENOSYS}
+    answers = dict.fromkeys(numbers, sandbox_walls._REFUSE) | {
+        _CLONE3: sandbox_walls._ERROR | sandbox_walls._ENOSYS
+    }
     return b"".join(sandbox_walls._filter(machine, clone, answers, []))
 
 
@@ -60,12 +64,18 @@ def main() -> None:
     limits = sandbox.Limits(**request["limits"])
     try:
         outcome = asdict(
-            asyncio.run(sandbox.run(["{files}/program.py"], b"", limits, {"program.py": sys.stdin.read()}))
+            asyncio.run(
+                sandbox.run(["{files}/program.py"], b"", limits, {"program.py": sys.stdin.read()})
+            )
         )
     except sandbox.SandboxFailed as failed:
         outcome = {"failed": str(failed)}
     json.dump(
-        {key: value.decode() if isinstance(value, bytes) else value for key, value in outcome.items()}, sys.stdout
+        {
+            key: value.decode() if isinstance(value, bytes) else value
+            for key, value in outcome.items()
+        },
+        sys.stdout,
     )
 
 

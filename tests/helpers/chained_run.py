@@ -1,4 +1,6 @@
-"""A run directory with a chain, made up by the writers of a real run: samples, records and checkpoints, no process."""
+"""A run directory with a chain, made up by the writers of a real run: samples, records and
+checkpoints, no process.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from typing import Any
 import numpy as np
 
 from pa_npu.checkpoints import directories
-from pa_npu.checkpoints.provenance import arrangement_of, config_tree, model_fingerprint, trained_configuration
+from pa_npu.checkpoints.provenance import (
+    arrangement_of,
+    config_tree,
+    model_fingerprint,
+    trained_configuration,
+)
 from pa_npu.config.load import dump_config, load_config
 from pa_npu.config.schema import Config
 from pa_npu.samples.group import Group
@@ -61,7 +68,9 @@ def make_chained_run(
     software: Mapping[str, str] = SOFTWARE,
     **sections: dict[str, Any],
 ) -> Path:
-    """Writes the iterations from `first` on, as a run does that begins or goes on there; returns the directory."""
+    """Writes the iterations from `first` on, as a run does that begins or goes on there; returns
+    the directory.
+    """
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text("{}")
     values = {
@@ -81,10 +90,16 @@ def make_chained_run(
     store = SampleStore(directory, first, str)
     with MetricsWriter(directory, first) as metrics, ChainWriter(directory, first) as chain:
         for iteration, numbers in enumerate(steps, start=first):
-            record = json_line(metrics.write({"iteration": iteration, "reward_mean": float(numbers.rewards.mean())}))
+            record = json_line(
+                metrics.write(
+                    {"iteration": iteration, "reward_mean": float(numbers.rewards.mean())}
+                )
+            )
             short = json_line({"iteration": iteration, "index": 0})
             samples_file.write(short)
-            store.write(iteration, [row for index in range(2) for row in _kept(iteration, index, numbers)])
+            store.write(
+                iteration, [row for index in range(2) for row in _kept(iteration, index, numbers)]
+            )
             values = _values(tree, iteration, numbers)
             values |= {"software": dict(software), "model": model_fingerprint(model)}
             values |= {"record": lines_digest([record]), "samples": lines_digest([short])}
@@ -155,7 +170,12 @@ def _group(iteration: int, index: int, numbers: Step) -> Group:
         builder.write(tokens, logprobs, iteration)
         samples.append(builder.finish(True, ""))
     rewards = numbers.rewards[index]
-    identity = {"run_seed": 1, "iteration": iteration, "index": index, "prompt_id": GROUPS * iteration + index}
+    identity = {
+        "run_seed": 1,
+        "iteration": iteration,
+        "index": index,
+        "prompt_id": GROUPS * iteration + index,
+    }
     return Group.of_samples(samples, rewards, _advantages(rewards), **identity)
 
 

@@ -47,7 +47,10 @@ def take_the_shard_of_another_version(checkpoint: Path, shard: str = SHARD) -> N
 
 def lose_a_digest(checkpoint: Path) -> None:
     meta = store.read_meta(checkpoint)
-    rewrite(checkpoint, replace(meta, digests={name: d for name, d in meta.digests.items() if name != SHARD}))
+    rewrite(
+        checkpoint,
+        replace(meta, digests={name: d for name, d in meta.digests.items() if name != SHARD}),
+    )
 
 
 def change_the_data_position(checkpoint: Path) -> None:
@@ -79,7 +82,10 @@ def rewrite(checkpoint: Path, meta: store.CheckpointMeta) -> None:
 
 def sign_anew(checkpoint: Path) -> None:
     """As someone would who forges the whole directory."""
-    meta, files = json.loads((checkpoint / store.META_FILE).read_text()), store.list_files(checkpoint)
+    meta, files = (
+        json.loads((checkpoint / store.META_FILE).read_text()),
+        store.list_files(checkpoint),
+    )
     del meta["digest"]
     meta |= {"files": files, "digests": {name: digest_of(checkpoint / name) for name in files}}
     rewrite(checkpoint, store.CheckpointMeta(**meta))

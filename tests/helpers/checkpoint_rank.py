@@ -1,6 +1,8 @@
-"""One trainer rank that saves, loads and fails: `resume`, `faults` and `damage`, for tests/integration/test_checkpoints_trainer.py.
+"""One trainer rank that saves, loads and fails: `resume`, `faults` and `damage`, for
+tests/integration/test_checkpoints_trainer.py.
 
-python -m tests.helpers.checkpoint_rank JOB.json      started by trainer_rank.run_job, like that module
+python -m tests.helpers.checkpoint_rank JOB.json      started by trainer_rank.run_job, like that
+                                                      module
 """
 
 from __future__ import annotations
@@ -48,9 +50,13 @@ def main(job_file: str) -> None:
 
 
 class Attempt:
-    """A run from its objects on; several in one process stand for processes that were started again."""
+    """A run from its objects on; several in one process stand for processes that were started
+    again.
+    """
 
-    def __init__(self, config: Any, platform: Any, store: dist.TCPStore, rank: int, name: str) -> None:
+    def __init__(
+        self, config: Any, platform: Any, store: dist.TCPStore, rank: int, name: str
+    ) -> None:
         from pa_npu.backends.megatron.backend import MegatronBackend
         from pa_npu.backends.megatron.factory import load_stage
         from pa_npu.checkpoints.saving import Checkpointing
@@ -62,14 +68,20 @@ class Attempt:
         from pa_npu.trainer.learner import Learner
 
         self.config, self.rank = config, rank
-        spec, timeline, device = ModelSpec.read(config.model.path), Timeline(None, ""), platform.device(0)
+        spec, timeline, device = (
+            ModelSpec.read(config.model.path),
+            Timeline(None, ""),
+            platform.device(0),
+        )
         channel = StoreChannel(dist.PrefixStore(name, store))
         stage = load_stage(config, spec, platform)
         self.buffer = RolloutBuffer(channel, "run", readers=1)
         self.backend = MegatronBackend(stage, config, spec, platform, device, timeline)
         self.learner = Learner(config, self.backend, platform, timeline)
         self.rollouts = rollout_source(config, channel, self.learner, timeline)
-        self.checkpoints = Checkpointing(config, self.learner, partial(data_state, config), timeline)
+        self.checkpoints = Checkpointing(
+            config, self.learner, partial(data_state, config), timeline
+        )
 
     def train(self, iteration: int) -> dict[str, float]:
         from pa_npu.trainer.loop import consume
@@ -81,8 +93,12 @@ class Attempt:
         return numbers(consume(self.learner, self.rollouts(iteration), updates).report)
 
 
-def resume(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore, rank: int) -> list[dict[str, float]]:
-    """Load checkpoint.load, save it again at these sizes, go on to the end; then again from the version before the last."""
+def resume(
+    job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore, rank: int
+) -> list[dict[str, float]]:
+    """Load checkpoint.load, save it again at these sizes, go on to the end; then again from the
+    version before the last.
+    """
     first, last, directory = job["first"], job["last"], Path(config.run.dir)
     platform.seed_all(config.run.seed)
     run = Attempt(config, platform, store, rank, "first")
@@ -90,7 +106,8 @@ def resume(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore
     run.backend.export(directory / "loaded")
     run.checkpoints.finish(first)
     reports = [
-        run.train(iteration) | numbers(run.checkpoints.at_border(iteration + 1)) for iteration in range(first, last)
+        run.train(iteration) | numbers(run.checkpoints.at_border(iteration + 1))
+        for iteration in range(first, last)
     ]
     run.checkpoints.finish(last)
     run.backend.export(directory / "hf")
@@ -98,15 +115,22 @@ def resume(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore
     platform.seed_all(config.run.seed + 1)
     load = directory / "checkpoints" / f"iteration_{last - 1:06d}"
     checkpoint = config.checkpoint.model_copy(update={"load": str(load)})
-    again = Attempt(config.model_copy(update={"checkpoint": checkpoint}), platform, store, rank, "again")
+    again = Attempt(
+        config.model_copy(update={"checkpoint": checkpoint}), platform, store, rank, "again"
+    )
     assert again.checkpoints.load() == last - 1
     reports.append(again.train(last - 1))
     again.backend.export(directory / "resumed")
     return reports
 
 
-def faults(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore, rank: int) -> list[dict[str, float]]:
-    """Save versions 2, 4, 6, 8. While 4 is saved the last rank's disk is full; it is killed with its writer while it saves 8."""
+def faults(
+    job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore, rank: int
+) -> list[dict[str, float]]:
+    """Save versions 2, 4, 6, 8.
+
+    While 4 is saved the last rank's disk is full; it is killed with its writer while it saves 8.
+    """
     from pa_npu.backends.megatron.checkpoint import PlannedShards
 
     last_rank = rank == config.trainer.devices - 1
@@ -137,8 +161,12 @@ def faults(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore
     return reports
 
 
-def damage(job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore, rank: int) -> list[dict[str, Any]]:
-    """Save versions 1 and 2; what every rank says to version 2 after each kind of damage, and after none."""
+def damage(
+    job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore, rank: int
+) -> list[dict[str, Any]]:
+    """Save versions 1 and 2; what every rank says to version 2 after each kind of damage, and after
+    none.
+    """
     from pa_npu.errors import UserError
     from tests.helpers import checkpoint_damage as kinds
 

@@ -57,7 +57,9 @@ for _ in range(8): threading.Thread(target=serve).start()
 
 @dataclass(frozen=True)
 class Configuration:
-    """sections: given the directory of `inputs`. play: the whole run. holds: raises where the run is not what rows compare with."""
+    """sections: given the directory of `inputs`. play: the whole run. holds: raises where the run
+    is not what rows compare with.
+    """
 
     sections: Callable[[Path], Sections]
     play: Callable[[Run], None] = Run.play
@@ -72,18 +74,31 @@ def evaluated(inputs: Path) -> Sections:
 
 def saved(_: Path, order: str = "prompt", **schedule: Any) -> Sections:
     return {
-        "schedule": {"iterations": ITERATIONS, "prompts_per_iteration": GROUPS, "order": order, **schedule},
+        "schedule": {
+            "iterations": ITERATIONS,
+            "prompts_per_iteration": GROUPS,
+            "order": order,
+            **schedule,
+        },
         "checkpoint": {"every": SAVED},
     }
 
 
 def often_wrong(inputs: Path, **schedule: Any) -> Sections:
-    """About two of five groups of stand-in responses are all wrong: with dynamic sampling an iteration takes 20 prompts of 40."""
-    return {**saved(inputs, **schedule), "reward": {"functions": [{"name": "format", "pattern": "t77|t78"}]}}
+    """About two of five groups of stand-in responses are all wrong: with dynamic sampling an
+    iteration takes 20 prompts of 40.
+    """
+    return {
+        **saved(inputs, **schedule),
+        "reward": {"functions": [{"name": "format", "pattern": "t77|t78"}]},
+    }
 
 
 def with_skips(inputs: Path) -> Sections:
-    return {**often_wrong(inputs, dynamic_sampling=True, max_staleness=STALENESS), "publish": {"divergence": 0.1}}
+    return {
+        **often_wrong(inputs, dynamic_sampling=True, max_staleness=STALENESS),
+        "publish": {"divergence": 0.1},
+    }
 
 
 def delayed(inputs: Path) -> Sections:
@@ -95,8 +110,14 @@ def delayed(inputs: Path) -> Sections:
 
 
 def of_datasets(inputs: Path, order: str) -> Sections:
-    train = [{"path": str(inputs / f"{name}.jsonl"), "weight": weight} for name, weight in (("many", 1), ("few", 2))]
-    return {**saved(inputs, order), "data": {"train": train, "question_column": "q", "answer_column": "a.final"}}
+    train = [
+        {"path": str(inputs / f"{name}.jsonl"), "weight": weight}
+        for name, weight in (("many", 1), ("few", 2))
+    ]
+    return {
+        **saved(inputs, order),
+        "data": {"train": train, "question_column": "q", "answer_column": "a.final"},
+    }
 
 
 def of_agents(directory: Path, killed: Path) -> Sections:
@@ -115,7 +136,10 @@ def versions(groups: list[Group]) -> set[tuple[int, int]]:
 
 
 def asked_to_load(engines: list[Served], version: int) -> bool:
-    return all(any(n == "pa_receive" and a[0] == version for n, a in served.engine.calls) for served in engines)
+    return all(
+        any(n == "pa_receive" and a[0] == version for n, a in served.engine.calls)
+        for served in engines
+    )
 
 
 def play_two_iterations(run: Run) -> None:
@@ -123,14 +147,22 @@ def play_two_iterations(run: Run) -> None:
     for version in range(3):
         report = {"loss": 0.5 * version, "train_s": 1.0, "wait_s": 0.01, "tokens_computed": 1234}
         if version:  # while the trainers still train
-            run.wait_until(partial(asked_to_load, run.engines, version), "engines are asked to load")
-            assert not VERDICT.exists(run.channel, version=version, attempt=0), "which the trainers have not sent"
+            run.wait_until(
+                partial(asked_to_load, run.engines, version), "engines are asked to load"
+            )
+            assert not VERDICT.exists(run.channel, version=version, attempt=0), (
+                "which the trainers have not sent"
+            )
         done = run.publish(version, **report)
-        assert done["done"] and (done["epoch"], done["workers"]) == (0, 2), "the same two engines, every time"
+        assert done["done"] and (done["epoch"], done["workers"]) == (0, 2), (
+            "the same two engines, every time"
+        )
         if version == 1:
             assert done["probe"] is None, "the iteration's first groups are the probe"
         else:
-            assert [len(response["tokens"]) for response in done["probe"]["responses"]] == [5] * PROBE_RESPONSES
+            assert [len(response["tokens"]) for response in done["probe"]["responses"]] == [
+                5
+            ] * PROBE_RESPONSES
         if version < 2:
             run.consume(version)
     run.finish()
@@ -138,7 +170,9 @@ def play_two_iterations(run: Run) -> None:
 
 def everything_is_recorded(run: Run) -> None:
     for iteration, groups in run.trained.items():
-        assert {(group.iteration, *group.version_range) for group in groups} == {(iteration,) * 3}, "I1"
+        assert {(group.iteration, *group.version_range) for group in groups} == {
+            (iteration,) * 3
+        }, "I1"
         assert len(groups) == GROUPS and all(group.num_samples == RESPONSES for group in groups)
     prompt_ids = [group.prompt_id for groups in run.trained.values() for group in groups]
     assert len(set(prompt_ids)) == 2 * GROUPS, "40 prompts hold two iterations without repetition"
@@ -158,31 +192,53 @@ def everything_is_recorded(run: Run) -> None:
     assert [(record["iteration"], record["version"]) for record in records] == [(0, 0), (1, 1)]
     for record, groups, version in zip(records, run.trained.values(), (1, 2), strict=True):
         tokens = sum(group.num_trained for group in groups)
-        assert record["loss"] == 0.5 * version and record["train_s"] == 1.0, "the report of this iteration"
+        assert record["loss"] == 0.5 * version and record["train_s"] == 1.0, (
+            "the report of this iteration"
+        )
         assert record["trainer_idle"] == pytest.approx(0.01 / record["iteration_s"])
         assert record["tokens_response"] == tokens and record["groups"] == GROUPS
-        assert record["tokens_prompt"] == RESPONSES * sum(len(prompt_tokens(group)) for group in groups)
+        assert record["tokens_prompt"] == RESPONSES * sum(
+            len(prompt_tokens(group)) for group in groups
+        )
         assert record["tokens_computed"] == 1234, "the trainers know what they computed"
         assert record["devices"] == 4 and record["window"] == 8
-        assert record["tpspd"] == pytest.approx((tokens + record["tokens_prompt"]) / record["iteration_s"] / 4)
-        assert record["reward_mean"] == pytest.approx(sum(group.rewards.sum() for group in groups) / GROUPS / RESPONSES)
+        assert record["tpspd"] == pytest.approx(
+            (tokens + record["tokens_prompt"]) / record["iteration_s"] / 4
+        )
+        assert record["reward_mean"] == pytest.approx(
+            sum(group.rewards.sum() for group in groups) / GROUPS / RESPONSES
+        )
         assert 0 <= record["engine_idle"] <= 1 and 0 < record["generate_s"] <= record["iteration_s"]
         requests = [engine["requests"] for engine in record["engines"].values()]
-        assert sum(requests) >= GROUPS and min(requests) >= GROUPS // 4, f"both engines work: {requests}"
+        assert sum(requests) >= GROUPS and min(requests) >= GROUPS // 4, (
+            f"both engines work: {requests}"
+        )
     evaluations = run.lines("evaluations.jsonl")
-    assert [(evaluation["version"], evaluation["questions"]) for evaluation in evaluations] == [(0, 6), (2, 6)]
+    assert [(evaluation["version"], evaluation["questions"]) for evaluation in evaluations] == [
+        (0, 6),
+        (2, 6),
+    ]
     assert records[0]["eval_accuracy"] == evaluations[0]["accuracy"]
     samples = run.lines("samples.jsonl")
-    assert [(sample["iteration"], sample["index"]) for sample in samples] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(sample["iteration"], sample["index"]) for sample in samples] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
     progress = [line for line in run.output.splitlines() if line.startswith("| iteration")]
     assert len(progress) == 2 and "1/2" in progress[0] and "2/2" in progress[1]
 
 
 def some_groups_are_replaced(run: Run) -> None:
     dispatched = [run.records[i]["groups_dispatched"] for i in range(ITERATIONS)]
-    assert all(count > GROUPS for count in dispatched), "some groups were replaced in every iteration"
+    assert all(count > GROUPS for count in dispatched), (
+        "some groups were replaced in every iteration"
+    )
     for groups in run.trained.values():
-        assert len(groups) == GROUPS and all(len(set(group.rewards.tolist())) > 1 for group in groups)
+        assert len(groups) == GROUPS and all(
+            len(set(group.rewards.tolist())) > 1 for group in groups
+        )
 
 
 def prompts_go_on(run: Run) -> None:
@@ -199,7 +255,10 @@ def datasets_have_their_weights(run: Run) -> None:
     asked: list[int] = []
     for iteration, groups in run.trained.items():
         sources = run.records[iteration]["sources"]
-        assert [sources[name]["prompts"] for name in ("many", "few")] == [GROUPS // 3, 2 * GROUPS // 3]
+        assert [sources[name]["prompts"] for name in ("many", "few")] == [
+            GROUPS // 3,
+            2 * GROUPS // 3,
+        ]
         assert sources["few"]["share"] == pytest.approx(2 / 3)
         own = [float((group.rewards > 0).mean()) for group in groups if group.prompt_id >= 40]
         assert sources["few"]["accuracy"] == pytest.approx(sum(own) / len(own))
@@ -210,11 +269,15 @@ def datasets_have_their_weights(run: Run) -> None:
 def iterations_come_from_the_version_that_the_rule_names(run: Run) -> None:
     some_groups_are_replaced(run)
     for iteration, groups in run.trained.items():
-        assert versions(groups) == {(max(0, iteration - STALENESS),) * 2}, f"I1: who generated iteration {iteration}"
+        assert versions(groups) == {(max(0, iteration - STALENESS),) * 2}, (
+            f"I1: who generated iteration {iteration}"
+        )
 
 
 def engines_keep_a_version_that_is_not_skipped(run: Run) -> None:
-    """One iteration ahead: 0 and 1 are generated at the border of version 0, 2 at that of version 1, which keeps 0, and so on."""
+    """One iteration ahead: 0 and 1 are generated at the border of version 0, 2 at that of version
+    1, which keeps 0, and so on.
+    """
     generated = [versions(groups) for _, groups in sorted(run.trained.items())]
     assert generated == [{(0, 0)}, {(0, 0)}, {(0, 0)}, {(2, 2)}, {(2, 2)}]
     assert set(run.verdicts) == {0, 2, 4, 5}
@@ -229,7 +292,9 @@ def updates_have_their_tokens(run: Run) -> None:
     ages = set()
     for iteration, groups in run.trained.items():
         ages |= {iteration - version for group in groups for version in group.version_range}
-        assert sum(group.num_trained for group in groups) == run.records[iteration]["tokens_response"]
+        assert (
+            sum(group.num_trained for group in groups) == run.records[iteration]["tokens_response"]
+        )
         if iteration < ITERATIONS - 1:
             without = sum(group.num_trained for group in groups[:-REPLICAS])
             assert without < BUDGET, "no more groups than the budget asks for, one for each replica"
@@ -240,7 +305,9 @@ def updates_have_their_tokens(run: Run) -> None:
 def sessions_are_trained(run: Run) -> None:
     (groups,) = run.trained.values()
     assert len(groups) == NUM_TASKS and not (run.dir / GATEWAY_FILE).exists()
-    assert any(len(group.runs[0]) > group.num_samples for group in groups), "two turns in one sample"
+    assert any(len(group.runs[0]) > group.num_samples for group in groups), (
+        "two turns in one sample"
+    )
     assert any(len(set(group.rewards.tolist())) > 1 for group in groups)
     for group in groups:
         # an answer that ended by itself is no text to go on from: that session has two branches
@@ -253,7 +320,10 @@ def overlapping(run: Run) -> set[int]:
     return {
         new["version"]
         for new in run.requests
-        if any(old["version"] < new["version"] and old["end_s"] > new["begin_s"] for old in run.requests)
+        if any(
+            old["version"] < new["version"] and old["end_s"] > new["begin_s"]
+            for old in run.requests
+        )
     }
 
 
@@ -271,14 +341,22 @@ def sessions_of_nobody_killed(inputs: Path) -> Sections:
 
 
 CONFIGURATIONS = {
-    "synchronous": Configuration(evaluated, play_two_iterations, everything_is_recorded, speed=QUICK),
-    "agents": Configuration(sessions_of_nobody_killed, holds=sessions_are_trained, engines=1, speed=QUICK),
+    "synchronous": Configuration(
+        evaluated, play_two_iterations, everything_is_recorded, speed=QUICK
+    ),
+    "agents": Configuration(
+        sessions_of_nobody_killed, holds=sessions_are_trained, engines=1, speed=QUICK
+    ),
     **{
-        f"dynamic-{order}": Configuration(partial(often_wrong, order=order, dynamic_sampling=True), holds=prompts_go_on)
+        f"dynamic-{order}": Configuration(
+            partial(often_wrong, order=order, dynamic_sampling=True), holds=prompts_go_on
+        )
         for order in ("prompt", "completion")
     },
     **{
-        f"datasets-{order}": Configuration(partial(of_datasets, order=order), holds=datasets_have_their_weights)
+        f"datasets-{order}": Configuration(
+            partial(of_datasets, order=order), holds=datasets_have_their_weights
+        )
         for order in ("prompt", "completion")
     },
     "ahead": Configuration(
@@ -289,7 +367,10 @@ CONFIGURATIONS = {
         with_skips, partial(Run.play, skipped=SKIPPED), engines_keep_a_version_that_is_not_skipped
     ),
     "budget": Configuration(
-        partial(often_wrong, max_staleness=STALENESS, tokens_per_update=BUDGET), holds=updates_have_their_tokens
+        partial(often_wrong, max_staleness=STALENESS, tokens_per_update=BUDGET),
+        holds=updates_have_their_tokens,
     ),
-    "delayed": Configuration(delayed, play_with_a_slower_engine, no_version_overlaps, engines=3, speed=QUICK),
+    "delayed": Configuration(
+        delayed, play_with_a_slower_engine, no_version_overlaps, engines=3, speed=QUICK
+    ),
 }

@@ -1,4 +1,6 @@
-"""The real coordinator process over stand-in engines, with the trainers played by the test: the driver of all such tests."""
+"""The real coordinator process over stand-in engines, with the trainers played by the test: the
+driver of all such tests.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,28 @@ from pa_npu.checkpoints.provenance import config_tree
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, connect
-from pa_npu.control.messages import BORDER, DATA_POSITION, REPORT, TRAINERS_RUN_ON, UPDATE_SIZE, BorderReport
+from pa_npu.control.messages import (
+    BORDER,
+    DATA_POSITION,
+    REPORT,
+    TRAINERS_RUN_ON,
+    UPDATE_SIZE,
+    BorderReport,
+)
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.typed import Topic
 from pa_npu.coordinator import main as coordinator
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST, MEMBERS, READY, VERDICT, StageManifest, TrainersReady
+from pa_npu.publish.messages import (
+    LATE_MANIFEST,
+    MANIFEST,
+    MEMBERS,
+    READY,
+    VERDICT,
+    StageManifest,
+    TrainersReady,
+)
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.trainer.border import rollouts_ahead
@@ -54,7 +71,9 @@ def write_model(directory: Path) -> None:
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, 100)}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>").save_pretrained(directory)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(directory)
     model = {
         "model_type": "llama",  # transformers 5 replaces the pre-tokenizer of qwen2 models
         "num_hidden_layers": 2,
@@ -68,7 +87,11 @@ def write_model(directory: Path) -> None:
         "eos_token_id": 2,
     }
     (directory / "config.json").write_text(json.dumps(model))
-    weights = {"model.embed_tokens.weight": (100, 64), "model.norm.weight": (64,), "lm_head.weight": (100, 64)}
+    weights = {
+        "model.embed_tokens.weight": (100, 64),
+        "model.norm.weight": (64,),
+        "lm_head.weight": (100, 64),
+    }
     for layer in range(2):
         weights |= {
             f"model.layers.{layer}.{name}.weight": shape
@@ -89,13 +112,20 @@ def write_model(directory: Path) -> None:
 
 
 def write_inputs(directory: Path) -> Path:
-    """Writes model/, train.jsonl (40 questions), test.jsonl (6), and many.jsonl and few.jsonl (40 and 30) with other columns."""
+    """Writes model/, train.jsonl (40 questions), test.jsonl (6), and many.jsonl and few.jsonl (40
+    and 30) with other columns.
+    """
     write_model(directory / "model")
     for name, count in (("train", 40), ("test", 6)):
-        rows: list[dict[str, Any]] = [{"question": f"w{3 + i} w{4 + i}", "answer": f"#### {i}"} for i in range(count)]
+        rows: list[dict[str, Any]] = [
+            {"question": f"w{3 + i} w{4 + i}", "answer": f"#### {i}"} for i in range(count)
+        ]
         write_lines(directory / f"{name}.jsonl", rows)
     for name, numbers in (("many", range(40)), ("few", range(40, 70))):
-        write_lines(directory / f"{name}.jsonl", [{"q": f"w{3 + i} w{4 + i}", "a": {"final": str(i)}} for i in numbers])
+        write_lines(
+            directory / f"{name}.jsonl",
+            [{"q": f"w{3 + i} w{4 + i}", "a": {"final": str(i)}} for i in numbers],
+        )
     return directory
 
 
@@ -106,8 +136,8 @@ def write_lines(file: Path, rows: list[dict[str, Any]]) -> None:
 class Run:
     """A run directory, a store, and the coordinator as a child process.
 
-    engines: the stand-ins. trained: groups by iteration. verdicts: members and verdict by version. states: of the prompt stream
-    by version.
+    engines: the stand-ins. trained: groups by iteration. verdicts: members and verdict by version.
+    states: of the prompt stream by version.
     """
 
     def __init__(
@@ -152,7 +182,9 @@ class Run:
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.channel = StoreChannel(connect("127.0.0.1", self.server.port, 10.0))
         self.buffer = RolloutBuffer(self.channel, "run", readers=1)
-        self.roster = Roster(StoreChannel(connect("127.0.0.1", self.server.port, 10.0), ROSTER_PREFIX), API_KEY)
+        self.roster = Roster(
+            StoreChannel(connect("127.0.0.1", self.server.port, 10.0), ROSTER_PREFIX), API_KEY
+        )
         self.roster.publish_config(self.config.model_dump(mode="json"))
         for engine in engines[:known]:
             self.roster.announce(engine.url)
@@ -169,14 +201,19 @@ class Run:
         )
 
     def play(self, first: int = 0, skipped: frozenset[int] = frozenset()) -> None:
-        """Plays trainers from version `first` to the end. A run from version 0 leaves the first checkpoint that is due.
+        """Plays trainers from version `first` to the end. A run from version 0 leaves the first
+        checkpoint that is due.
 
         skipped: versions that they do not publish.
         """
         self.announce_weights()
         iterations = self.config.schedule.iterations
         for version in range(first, iterations + 1):
-            self.announce(version, None if version == first else {"loss": 0.0}, publishes=version not in skipped)
+            self.announce(
+                version,
+                None if version == first else {"loss": 0.0},
+                publishes=version not in skipped,
+            )
             if version not in skipped:
                 self.published(version)
             if not first and 0 < version == self.config.checkpoint.every:
@@ -193,11 +230,15 @@ class Run:
         return self.publish(0)
 
     def publish(self, version: int, **report: Any) -> dict[str, Any]:
-        """Plays a border; returns members and verdict. report: of the iteration before, as fields of UpdateReport."""
+        """Plays a border; returns members and verdict. report: of the iteration before, as fields
+        of UpdateReport.
+        """
         self.announce(version, {"loss": 0.0, **report} if version else None)
         return self.published(version)
 
-    def announce(self, version: int, report: dict[str, Any] | None, *, publishes: bool = True) -> None:
+    def announce(
+        self, version: int, report: dict[str, Any] | None, *, publishes: bool = True
+    ) -> None:
         if report is not None:
             REPORT.put(self.channel, iteration_report(version - 1, **report), iteration=version - 1)
         BORDER.put(self.channel, BorderReport(border_wait_s=0.0), version=version)
@@ -211,7 +252,9 @@ class Run:
     def published(self, version: int, attempt: int = 0) -> dict[str, Any]:
         """Members and verdict of an attempt."""
         place = {"version": version, "attempt": attempt}
-        self.verdicts[version] = asdict(self.message(MEMBERS, **place)) | asdict(self.message(VERDICT, **place))
+        self.verdicts[version] = asdict(self.message(MEMBERS, **place)) | asdict(
+            self.message(VERDICT, **place)
+        )
         return self.verdicts[version]
 
     def message(self, topic: Topic[T], **place: int) -> T:
@@ -230,12 +273,16 @@ class Run:
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + WAIT_S
         while not condition():
-            assert time.monotonic() < deadline and self.process.poll() is None, f"{what}: {self.end()}"
+            assert time.monotonic() < deadline and self.process.poll() is None, (
+                f"{what}: {self.end()}"
+            )
             time.sleep(0.05)
 
     def wait_for_group(self, engine: int = 0) -> None:
         """Waits until an engine has been asked for a group."""
-        assert self.engines[engine].wait_for_request(lambda request: request["n"] == RESPONSES, WAIT_S), self.end()
+        assert self.engines[engine].wait_for_request(
+            lambda request: request["n"] == RESPONSES, WAIT_S
+        ), self.end()
 
     def consume(self, iteration: int) -> list[Group]:
         """All groups of an iteration, slot by slot, as the replicas would."""
@@ -248,7 +295,9 @@ class Run:
                 self.buffer.wait(iteration, replica, slot, WAIT_S)
                 groups.append(self.buffer.read(iteration, replica, slot))
                 self.buffer.done(iteration, replica, slot)
-        assert sorted(group.index for group in groups) == list(range(len(groups))), "I2: every group exactly once"
+        assert sorted(group.index for group in groups) == list(range(len(groups))), (
+            "I2: every group exactly once"
+        )
         self.trained[iteration] = groups
         return groups
 
@@ -294,9 +343,13 @@ class Run:
         return self.directory / directory_name(self.config.checkpoint.every)
 
     def _save_checkpoint(self, version: int) -> None:
-        """Writes the part of a checkpoint that the coordinator reads, as trainers do: before anything of the version is trained."""
+        """Writes the part of a checkpoint that the coordinator reads, as trainers do: before
+        anything of the version is trained.
+        """
         self.checkpoint.mkdir()
-        write_ahead(self.checkpoint, rollouts_ahead(self.config, self.channel, self.buffer, version))
+        write_ahead(
+            self.checkpoint, rollouts_ahead(self.config, self.channel, self.buffer, version)
+        )
         meta = CheckpointMeta(
             version=version,
             updates=version,
@@ -323,9 +376,18 @@ def coordinator_run(
     variables: dict[str, str] | None = None,
     **sections: dict[str, Any],
 ) -> Iterator[Run]:
-    """Starts stand-in engines, of which the run is told of the first `known` (None: all), and the coordinator; ends them."""
+    """Starts stand-in engines, of which the run is told of the first `known` (None: all), and the
+    coordinator; ends them.
+    """
     with stand_in_engines(engines, speed) as served:
-        run = Run(directory, inputs, served, engines if known is None else known, variables or {}, sections)
+        run = Run(
+            directory,
+            inputs,
+            served,
+            engines if known is None else known,
+            variables or {},
+            sections,
+        )
         try:
             yield run
         finally:

@@ -1,4 +1,6 @@
-"""The commands that README and docs show, and for each: a test that runs it as it is written, or the reason why none does."""
+"""The commands that README and docs show, and for each: a test that runs it as it is written, or
+the reason why none does.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,20 @@ AS_WRITTEN = {
     "pa-npu --help": "evaluate",
     "pa-npu run --help all": "rollout.max_response_tokens",
     "pa-npu plan --config configs/grpo_qwen2.5_7b.yaml --device npu": "trainer ranks",
-    "pa-npu plan --config configs/grpo_qwen3_8b.yaml --device npu data.template_options.enable_thinking=false": "trainer ranks",
+    "pa-npu plan --config configs/grpo_qwen3_8b.yaml --device npu "
+    "data.template_options.enable_thinking=false": "trainer ranks",
     "pa-npu run --config configs/grpo_tiny.yaml --dry-run": "first prompt",
     "pa-npu doctor": "torch",
     "pa-npu report runs/grpo_tiny": "TPSPD",
     "pa-npu report runs/grpo_tiny runs/sync": "TPSPD",
-    "python tools/import_config.py --from verl run_qwen3_8b.sh --output ours.yaml": "not translated: trainer.total_epochs",
-    "python tools/import_config.py --from trl train.py --devices 8 --output ours.yaml": "not translated: reward_funcs",
-    "python tools/import_config.py --from trl grpo.yaml --output ours.yaml": "still needed: data.train",
-    "python tools/import_config.py --from verl ppo_trainer.yaml --output ours.yaml": "not translated: algorithm.adv_estimator",
+    "python tools/import_config.py --from verl run_qwen3_8b.sh --output ours.yaml": "not translated: "
+    "trainer.total_epochs",
+    "python tools/import_config.py --from trl train.py --devices 8 --output ours.yaml": "not translated: "
+    "reward_funcs",
+    "python tools/import_config.py --from trl grpo.yaml --output ours.yaml": "still needed: "
+    "data.train",
+    "python tools/import_config.py --from verl ppo_trainer.yaml --output ours.yaml": "not translated: "
+    "algorithm.adv_estimator",
     "pa-npu plan --config ours.yaml": "trainer ranks",
     "pa-npu evaluate --results runs/grpo_tiny/evaluations/version_000020.parquet --compare "
     "runs/grpo_tiny/evaluations/version_000000.parquet": "questions in both",
@@ -38,11 +45,14 @@ PLANNED = {
     "'reward.functions=[{name: math}, {name: "
     '"my_rewards:brevity", weight: 0.1}]\'': {"/models/Qwen2.5-0.5B-Instruct": ".cache/tiny/model"},
 }
-"""The same, with these names replaced, as a dry run: what they start is tested elsewhere with other keys."""
+"""The same, with these names replaced, as a dry run: what they start is tested elsewhere with other
+keys.
+"""
 
 _QUICK_START = "tests/integration/test_new_user.py::test_the_path_of_a_new_user"
 _LAUNCH_SCRIPT = (
-    "tests/integration/test_launch_scripts.py::test_environment_variables_name_model_and_data_and_the_command_line_wins"
+    "tests/integration/test_launch_scripts.py::"
+    "test_environment_variables_name_model_and_data_and_the_command_line_wins"
 )
 ELSEWHERE = {
     "bash launch/run_grpo_tiny.sh": _QUICK_START,
@@ -55,8 +65,8 @@ ELSEWHERE = {
     "pa-npu diff RUN1 RUN2": "tests/unit/test_launcher_verify.py::test_diff_names_the_token_that_differs_first",
     "pa-npu evaluate --model DIR --data NAME=FILE": "tests/unit/test_launcher_evaluation.py::"
     "test_a_model_is_evaluated_and_compared_by_question",
-    "pa-npu evaluate --model .cache/tiny/model --data sums=.cache/tiny/test.jsonl --device cpu model.dtype=fp32 "
-    "rollout.kv_cache_gib=0.25 evaluate.samples=4": _QUICK_START,
+    "pa-npu evaluate --model .cache/tiny/model --data sums=.cache/tiny/test.jsonl --device cpu "
+    "model.dtype=fp32 rollout.kv_cache_gib=0.25 evaluate.samples=4": _QUICK_START,
     "bash launch/run_grpo_tiny.sh schedule.iterations=5 schedule.stream=false run.dir=runs/sync": _QUICK_START,
     "pa-npu run --config ... checkpoint.every=10 checkpoint.resume=auto": "tests/integration/test_recovery.py::"
     "test_engines_trainers_coordinator_reward_workers_and_launcher_that_are_killed_whenever_change_nothing",
@@ -64,8 +74,8 @@ ELSEWHERE = {
     "test_exports_load_in_peft_and_transformers_and_give_the_trainers_logprobs",
     "pa-npu export --checkpoint RUN/checkpoints/iteration_000010 --output HF_DIR": "tests/integration/test_backends_hf_export.py::"
     "test_export_of_a_parallel_job_is_the_model",
-    "pa-npu run --config configs/grpo_tiny.yaml 'telemetry.trackers=[tensorboard, wandb]' telemetry.project=arithmetic "
-    "run.dir=runs/first": "tests/integration/test_trackers_offline.py",
+    "pa-npu run --config configs/grpo_tiny.yaml 'telemetry.trackers=[tensorboard, wandb]' "
+    "telemetry.project=arithmetic run.dir=runs/first": "tests/integration/test_trackers_offline.py",
     "python tools/check_equivalence.py": "tests/integration/test_check_equivalence.py",
     "pa-npu join HOST:PORT [--devices 6,7] [--host ADDRESS] [--python ENGINE_PYTHON]": "tests/integration/"
     "test_elastic_engines.py",
@@ -76,31 +86,37 @@ ELSEWHERE = {
 
 _CI = "it is what runs this test"
 _DEVICES = "needs devices, or packages of a vendor, that continuous integration has not"
-_RECORDS = "needs the records of a run of that model; tests/unit/test_planning_prediction.py makes some up"
+_RECORDS = (
+    "needs the records of a run of that model; tests/unit/test_planning_prediction.py makes some up"
+)
 NOT_RUN = {
     "bash tests/run.sh": _CI,
     "bash tests/run.sh unit": _CI,
     "bash launch/install_cpu.sh dev docs": _CI,
     "bash launch/run_grpo_7b.sh --device npu --backend fsdp --dry-run": "tests/integration/test_launch_scripts.py::"
     "test_the_recipe_script_plans_sharded_trainers",
-    "bash launch/run_grpo_tiny.sh trainer.backend=fsdp lora.rank=8 optimizer.learning_rate=2e-3": "slow; test_recovery trains "
-    "adapters",
+    "bash launch/run_grpo_tiny.sh trainer.backend=fsdp lora.rank=8 optimizer.learning_rate=2e-3": "slow; test_recovery "
+    "trains adapters",
     "bash launch/run_grpo_tiny.sh trainer.backend=fsdp": "slow; test_backends_fsdp trains on it",
-    "bash launch/run_grpo_tiny.sh rollout.backend=transformers run.dir=runs/slow": "slow; test_launcher_run has a smaller one",
+    "bash launch/run_grpo_tiny.sh rollout.backend=transformers run.dir=runs/slow": "slow; test_launcher_run "
+    "has a smaller one",
     "python tools/plan_cluster.py --from runs/grpo_qwen2.5_7b": _RECORDS,
-    "python tools/plan_cluster.py --from runs/grpo_qwen2.5_7b --devices 64 --model models/Qwen2.5-32B --json": _RECORDS,
-    "python tools/plan_cluster.py --config configs/grpo_qwen2.5_7b.yaml --devices 8..512 --hardware a3": "most of a minute; "
-    "tests/unit/test_planning_prediction.py has smaller ones",
-    "pa-npu plan --config configs/grpo_qwen2.5_7b.yaml --device npu rollout.engines=auto trainer.devices=auto "
-    "placement.colocate=auto placement.devices_per_node=8": "tests/unit/test_planning_automatic.py",
-    "python tools/make_tiny_model.py --out .cache/tiny": "the quick start's script makes this model",
-    "python tools/make_tiny_model.py --out .cache/tiny --seed 1": "the quick start's script makes this model",
+    "python tools/plan_cluster.py --from runs/grpo_qwen2.5_7b --devices 64 --model "
+    "models/Qwen2.5-32B --json": _RECORDS,
+    "python tools/plan_cluster.py --config configs/grpo_qwen2.5_7b.yaml --devices 8..512 "
+    "--hardware a3": "most of a minute; tests/unit/test_planning_prediction.py has smaller ones",
+    "pa-npu plan --config configs/grpo_qwen2.5_7b.yaml --device npu rollout.engines=auto "
+    "trainer.devices=auto placement.colocate=auto placement.devices_per_node=8": "tests/unit/test_planning_automatic.py",
+    "python tools/make_tiny_model.py --out .cache/tiny": "the quick start's script makes this "
+    "model",
+    "python tools/make_tiny_model.py --out .cache/tiny --seed 1": "the quick start's script makes "
+    "this model",
     "python tools/bench_agreement.py --model .cache/tiny/model": "minutes; "
     "tests/unit/test_trainer_agreement.py has the same faults",
     "bash launch/run_grpo_tiny_tools.sh": "test_tool_environment has such a run, smaller",
     "bash launch/run_grpo_7b.sh --device npu [--config OVERLAY.yaml ...] [key=value ...]": "a synopsis",
-    "docker build -f docker/cpu.Dockerfile -t pa_npu:cpu . && docker run --rm --shm-size 1g pa_npu:cpu": "needs docker; its "
-    "steps run in tests/unit/test_containers.py",
+    "docker build -f docker/cpu.Dockerfile -t pa_npu:cpu . && docker run --rm --shm-size 1g "
+    "pa_npu:cpu": "needs docker; its steps run in tests/unit/test_containers.py",
     "MINDSPEED_HOME=.../MindSpeed MEGATRON_LM_HOME=.../Megatron-LM python -m pytest tests/npu_sim": _CI,
 }
 PAGES_NOT_RUN = {
@@ -114,7 +130,9 @@ PAGES_NOT_RUN = {
 
 
 def documented() -> dict[str, list[str]]:
-    """Commands with the pages that show them: continued lines joined, comments and what only sets variables left out."""
+    """Commands with the pages that show them: continued lines joined, comments and what only sets
+    variables left out.
+    """
     found: dict[str, list[str]] = {}
     for page in PAGES:
         for command in commands(page.read_text(encoding="utf-8")):
@@ -123,7 +141,9 @@ def documented() -> dict[str, list[str]]:
 
 
 def commands(text: str) -> list[str]:
-    lines = [line for block in _FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    lines = [
+        line for block in _FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()
+    ]
     bare = [" ".join(re.sub(r"(^|\s)#\s.*$", "", line).split()) for line in lines]
     return [line for line in bare if line and not _SETS_SOMETHING.match(line)]
 

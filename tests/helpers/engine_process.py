@@ -1,4 +1,6 @@
-"""An engine of any kind as a process of a test, started with the command that a run would start it with."""
+"""An engine of any kind as a process of a test, started with the command that a run would start it
+with.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ START_S = 400.0
 
 
 class EngineProcess:
-    """On `model`, in a process group of its own. directory: for its log. rollout: keys of the configuration."""
+    """On `model`, in a process group of its own. directory: for its log. rollout: keys of the
+    configuration.
+    """
 
     def __init__(self, backend: str, model: Path, directory: Path, rollout: dict[str, Any]) -> None:
         config = Config.model_validate(

@@ -1,4 +1,6 @@
-"""An OpenAI-compatible server on a local port that answers as a test says, and notes what it was asked."""
+"""An OpenAI-compatible server on a local port that answers as a test says, and notes what it was
+asked.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from typing import Any
 
 @dataclass
 class Answer:
-    """The server's answer. text: as the message of a chat completion; body: in its place. hold: an event it waits for before."""
+    """The server's answer. text: as the message of a chat completion; body: in its place. hold: an
+    event it waits for before.
+    """
 
     text: str | None = "Score: 7"
     status: int = 200
@@ -24,7 +28,9 @@ class Answer:
 
 @dataclass
 class FakeJudge:
-    """asked: (user message, headers, body) of every request, in order. most_at_once: requests that were there together."""
+    """asked: (user message, headers, body) of every request, in order. most_at_once: requests that
+    were there together.
+    """
 
     answer: Callable[[str, int], Answer]
     asked: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)

@@ -1,7 +1,8 @@
-"""A stand-in for the library wandb that writes what it is told into a file, and misbehaves as FAKE_WANDB says.
+"""A stand-in for the library wandb that writes what it is told into a file, and misbehaves as
+FAKE_WANDB says.
 
-FAKE_WANDB: comma-separated kind:iteration, of raise and hang, which lasts until FAKE_WANDB_FILE.go is there; no_key,
-hang_at_finish, hang_at_exit. It is importable as wandb.
+FAKE_WANDB: comma-separated kind:iteration, of raise and hang, which lasts until FAKE_WANDB_FILE.go
+is there; no_key, hang_at_finish, hang_at_exit. It is importable as wandb.
 """
 
 import atexit
@@ -10,7 +11,9 @@ import os
 import threading
 import time
 
-WISHES = dict(part.partition(":")[::2] for part in os.environ.get("FAKE_WANDB", "").split(",") if part)
+WISHES = dict(
+    part.partition(":")[::2] for part in os.environ.get("FAKE_WANDB", "").split(",") if part
+)
 
 
 FILE = os.environ["FAKE_WANDB_FILE"]
@@ -40,7 +43,11 @@ class _Run:
 
     def log(self, values: dict) -> None:
         step = str(values["iteration"])
-        tables = {key: [value.columns, value.data] for key, value in values.items() if isinstance(value, Table)}
+        tables = {
+            key: [value.columns, value.data]
+            for key, value in values.items()
+            if isinstance(value, Table)
+        }
         if not tables:
             if WISHES.get("raise") == step:
                 raise ConnectionError("no route to host")

@@ -1,7 +1,8 @@
 """Puts a fault into the processes of a real run, before anything of the run is imported there.
 
-A run gets `variables(directory, fault)`: a sitecustomize that is found first imports this module, which waits for the module that
-the fault is in. Imports nothing of the run by itself, so that processes without the module are as ever.
+A run gets `variables(directory, fault)`: a sitecustomize that is found first imports this module,
+which waits for the module that the fault is in. Imports nothing of the run by itself, so that
+processes without the module are as ever.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ LAYER = "layers.1"
 SENT_OLD = "a tensor of a layer sent from an old copy"
 KEPT_OLD = "a tensor of a layer kept by the engine"
 PUBLISHES = {
-    SENT_OLD: r"I5: as weight version 1 the trainers sent other values than they train in 1 of .* still those of version 0",
+    SENT_OLD: r"I5: as weight version 1 the trainers sent other values than they train in 1 of .* "
+    r"still those of version 0",
     KEPT_OLD: r"I5: engine .* holds other values than were sent as weight version 1 in 1 of .*",
 }
 """Faults of a publish, and what the run's last lines say."""
 SESSIONS = {
-    "a turn of a session not trained": r"I2 exactly once: .* train \d+ tokens, where the turns of its sessions have",
+    "a turn of a session not trained": r"I2 exactly once: .* train \d+ tokens, where the turns of "
+    r"its sessions have",
     "a turn of a session trained in part": r"I2 exactly once: .* are no answers of an engine",
     "a session trained twice": r"I2 exactly once: .* it is trained a second time",
-    "a session's sample missing": r"I2 exactly once: .* train \d+ tokens, where the turns of its sessions have",
+    "a session's sample missing": r"I2 exactly once: .* train \d+ tokens, where the turns of its "
+    r"sessions have",
     "rewards of another session": r"I7 rewards: .* were given to other texts",
 }
 """Faults of groups of sessions, likewise."""
@@ -39,7 +43,9 @@ SESSIONS = {
 def variables(directory: Path, fault: str) -> dict[str, str]:
     """Returns the environment of a run with this fault. directory: one that this makes."""
     directory.mkdir()
-    (directory / "sitecustomize.py").write_text("from tests.helpers import fault_in_run\n\nfault_in_run.install()\n")
+    (directory / "sitecustomize.py").write_text(
+        "from tests.helpers import fault_in_run\n\nfault_in_run.install()\n"
+    )
     paths = [str(directory), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(path for path in paths if path), VARIABLE: fault}
 
@@ -68,7 +74,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         self._name = name
         self._inject = inject
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> Any:
         if name != self._name:
             return None
         sys.meta_path.remove(self)
@@ -103,8 +111,12 @@ def _send_old(module: ModuleType) -> None:
 
     def changed(self: Any, bucket: Any, parts: Any) -> Any:
         kept = vars(self).setdefault("_kept_by_test", {})
-        of_layer = [name for name in parts if LAYER in name and "down_proj" in name and "lora_A" not in name]
-        parts = {name: _Old(part, kept) if name == of_layer[0] else part for name, part in parts.items()}
+        of_layer = [
+            name for name in parts if LAYER in name and "down_proj" in name and "lora_A" not in name
+        ]
+        parts = {
+            name: _Old(part, kept) if name == of_layer[0] else part for name, part in parts.items()
+        }
         return start(self, bucket, parts)
 
     module.GatheredWeights._start = changed
@@ -146,7 +158,9 @@ def _into_sessions(fault: str, module: ModuleType) -> None:
     """Changes what leaves the coordinator, in iteration 1."""
     make = module.ScoredGroup.group
 
-    def changed(self: Any, run_seed: int, iteration: int, index: int, *rest: Any, **keys: Any) -> Any:
+    def changed(
+        self: Any, run_seed: int, iteration: int, index: int, *rest: Any, **keys: Any
+    ) -> Any:
         if iteration == 1 and index == 1:
             _change(fault, self)
         return make(self, run_seed, iteration, index, *rest, **keys)

@@ -1,4 +1,6 @@
-"""A run directory as a run leaves it, made up: curves that learn, two engines and two trainers on a clock, hostile texts."""
+"""A run directory as a run leaves it, made up: curves that learn, two engines and two trainers on a
+clock, hostile texts.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,21 @@ ITERATIONS, GROUPS, RESPONSES = 12, 6, 4
 ENGINES = ("http://127.0.0.1:8100", "http://127.0.0.1:8101")
 BEGAN_S = 1_790_000_000.0
 ITERATION_S = 10.0
-HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script></script><!--\u202eevil\u202c \x1b[31mred\x07 \x00'
+HOSTILE = (
+    "<img src=x "
+    'onerror="window.hacked=1"><script>window.hacked=2</script></script><!--\u202eevil\u202c '
+    "\x1b[31mred\x07 \x00"
+)
 SECRET = "hf_not_for_the_page"
 QUESTIONS = 10
 
 
 def templated(question: str) -> str:
     """The question as a chat template puts it."""
-    return f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    return (
+        "<|im_start|>system\nBe "
+        f"brief.<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def make_run(directory: Path, iterations: int = ITERATIONS, **sections: dict[str, Any]) -> Path:
@@ -37,7 +46,11 @@ def make_run(directory: Path, iterations: int = ITERATIONS, **sections: dict[str
             "run": {"dir": str(directory), "device": "cpu"},
             "model": {"path": "models/tiny"},
             "data": {"train": "train.jsonl", "test": "test.jsonl"},
-            "rollout": {"engines": 2, "max_response_tokens": 64, "env": {"HF_TOKEN": SECRET, "OMP_NUM_THREADS": "1"}},
+            "rollout": {
+                "engines": 2,
+                "max_response_tokens": 64,
+                "env": {"HF_TOKEN": SECRET, "OMP_NUM_THREADS": "1"},
+            },
             "trainer": {"devices": 2},
             "schedule": {"iterations": ITERATIONS, "prompts_per_iteration": GROUPS},
             **sections,
@@ -54,10 +67,15 @@ def make_run(directory: Path, iterations: int = ITERATIONS, **sections: dict[str
     logs = directory / "logs"
     logs.mkdir()
     (logs / "coordinator.log").write_text(
-        f"2026-01-01 00:00:00.000 I coordinator main: begun\n2026-01-01 00:00:01.000 W coordinator pool: slow {HOSTILE}\n"
+        "2026-01-01 00:00:00.000 I coordinator main: begun\n2026-01-01 00:00:01.000 W coordinator "
+        f"pool: slow {HOSTILE}\n"
     )
-    (logs / "launcher.log").write_text("2026-01-01 00:00:00 engine-0 on core 0\n2026-01-01 00:01:00 done\n")
-    (logs / "trainer-0.log").write_text("2026-01-01 00:00:00.000 E trainer-0 loop: something failed\n")
+    (logs / "launcher.log").write_text(
+        "2026-01-01 00:00:00 engine-0 on core 0\n2026-01-01 00:01:00 done\n"
+    )
+    (logs / "trainer-0.log").write_text(
+        "2026-01-01 00:00:00.000 E trainer-0 loop: something failed\n"
+    )
     return directory
 
 
@@ -70,8 +88,17 @@ def evaluation(version: int) -> dict[str, Any]:
 
     part = version / ITERATIONS
     lengths = {"length_mean": 40.0, "length_median": 38.0, "length_95": 60, "truncated_ratio": 0.02}
-    sampled = {"avg@8": share(0.1 + 0.3 * part), "pass@8": share(0.3 + 0.4 * part), "maj@8": share(0.15 + 0.35 * part)}
-    gained = {"value": 0.6 * part, "low": 0.6 * part - 0.04, "high": 0.6 * part + 0.04, "questions": 200}
+    sampled = {
+        "avg@8": share(0.1 + 0.3 * part),
+        "pass@8": share(0.3 + 0.4 * part),
+        "maj@8": share(0.15 + 0.35 * part),
+    }
+    gained = {
+        "value": 0.6 * part,
+        "low": 0.6 * part - 0.04,
+        "high": 0.6 * part + 0.04,
+        "questions": 200,
+    }
     since = {"gsm8k": {"greedy": gained}}
     return {
         "version": version,
@@ -81,17 +108,26 @@ def evaluation(version: int) -> dict[str, Any]:
         "planned": 400,
         "seconds": 1.5,
         "sets": {
-            "gsm8k": {"questions": 200, "responses": 200, "metrics": {"greedy": share(0.31 + 0.6 * part)}, **lengths},
+            "gsm8k": {
+                "questions": 200,
+                "responses": 200,
+                "metrics": {"greedy": share(0.31 + 0.6 * part)},
+                **lengths,
+            },
             "aime24": {"questions": 200, "responses": 1600, "metrics": sampled, **lengths},
         },
     }
 
 
 def judged(version: int) -> list[Judged]:
-    """Makes the greedy answers to gsm8k: version 12 has lost question 0 and gained 4 to 8; 1, 2, 3 are always right, 9 wrong."""
+    """Makes the greedy answers to gsm8k: version 12 has lost question 0 and gained 4 to 8; 1, 2, 3
+    are always right, 9 wrong.
+    """
 
     def is_right(question: int) -> bool:
-        return question < 4 + 5 * version // ITERATIONS and not (question == 0 and version == ITERATIONS)
+        return question < 4 + 5 * version // ITERATIONS and not (
+            question == 0 and version == ITERATIONS
+        )
 
     def response(question: int) -> Judged:
         final = str(question if is_right(question) else -1)
@@ -168,14 +204,26 @@ def lines(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def span(name: str, lane: str, start_s: float, end_s: float, **args: Any) -> dict[str, Any]:
-    return {"name": name, "lane": lane, "start": start_s, "end": end_s, **({"args": args} if args else {})}
+    return {
+        "name": name,
+        "lane": lane,
+        "start": start_s,
+        "end": end_s,
+        **({"args": args} if args else {}),
+    }
 
 
 def write_timeline(directory: Path, iterations: int) -> None:
-    """Publishes end at BEGAN_S + 10 i. Of an iteration's 10 s trainers wait 3 s for the first group and 1 s for the border."""
-    coordinator: list[dict[str, Any]] = [{"process": "coordinator", "pid": 10, "start": BEGAN_S - 5}]
+    """Publishes end at BEGAN_S + 10 i.
+
+    Of an iteration's 10 s trainers wait 3 s for the first group and 1 s for the border.
+    """
+    coordinator: list[dict[str, Any]] = [
+        {"process": "coordinator", "pid": 10, "start": BEGAN_S - 5}
+    ]
     trainers: list[list[dict[str, Any]]] = [
-        [{"process": f"trainer-{rank}", "pid": 20 + rank, "start": BEGAN_S - 5}] for rank in range(2)
+        [{"process": f"trainer-{rank}", "pid": 20 + rank, "start": BEGAN_S - 5}]
+        for rank in range(2)
     ]
     coordinator.append(span("publish", "main", BEGAN_S - 0.5, BEGAN_S, version=0))
     for iteration in range(iterations):
@@ -184,21 +232,42 @@ def write_timeline(directory: Path, iterations: int) -> None:
             engine = f"engine {ENGINES[group % 2]}"
             first_s = start_s + 0.2 + (group // 2) * 1.6
             coordinator.append(
-                span(f"group {group}", engine, first_s, first_s + 2.8 + 0.3 * group, iteration=iteration)
+                span(
+                    f"group {group}",
+                    engine,
+                    first_s,
+                    first_s + 2.8 + 0.3 * group,
+                    iteration=iteration,
+                )
             )
             ended_s = first_s + 2.8 + 0.3 * group
-            coordinator.append(span(f"reward {group}", "rewards", ended_s, ended_s + 0.15, iteration=iteration))
+            coordinator.append(
+                span(f"reward {group}", "rewards", ended_s, ended_s + 0.15, iteration=iteration)
+            )
         for events in trainers:
             events.append(span("wait for group", "wait", start_s, start_s + 3.0, slot=0))
             for part in range(5):
-                events.append(span(f"group {part}", "microbatches", start_s + 3 + 1.1 * part, start_s + 4 + 1.1 * part))
+                events.append(
+                    span(
+                        f"group {part}",
+                        "microbatches",
+                        start_s + 3 + 1.1 * part,
+                        start_s + 4 + 1.1 * part,
+                    )
+                )
             events.append(span("step", "main", start_s + 8.5, start_s + 9.0))
             if iteration % 4 == 3:
                 ended_s = start_s + ITERATION_S
-                events.append(span("checkpoint", "main", ended_s - 0.01, ended_s, version=iteration + 1))
+                events.append(
+                    span("checkpoint", "main", ended_s - 0.01, ended_s, version=iteration + 1)
+                )
             events.append(span("wait for engines", "main", start_s + 9.0, start_s + 10.0))
-        coordinator.append(span("wait for trainers", "main", start_s + 8.6, start_s + 9.5, version=iteration + 1))
-        coordinator.append(span("publish", "main", start_s + 9.5, start_s + 10.0, version=iteration + 1))
+        coordinator.append(
+            span("wait for trainers", "main", start_s + 8.6, start_s + 9.5, version=iteration + 1)
+        )
+        coordinator.append(
+            span("publish", "main", start_s + 9.5, start_s + 10.0, version=iteration + 1)
+        )
     lines(directory / "timeline" / "coordinator.jsonl", coordinator)
     for rank, events in enumerate(trainers):
         lines(directory / "timeline" / f"trainer-{rank}.jsonl", events)
@@ -213,15 +282,28 @@ def write_timeline(directory: Path, iterations: int) -> None:
     lines(directory / "timeline" / "launcher.jsonl", launcher)
 
 
-def end_run(directory: Path, outcome: str, cause: str, process: str = "", log: tuple[str, ...] = ()) -> None:
+def end_run(
+    directory: Path, outcome: str, cause: str, process: str = "", log: tuple[str, ...] = ()
+) -> None:
     """Records that the run has ended early."""
-    end = span("run", "run", BEGAN_S - 5, BEGAN_S + 50, outcome=outcome, cause=cause, process=process, lines=list(log))
+    end = span(
+        "run",
+        "run",
+        BEGAN_S - 5,
+        BEGAN_S + 50,
+        outcome=outcome,
+        cause=cause,
+        process=process,
+        lines=list(log),
+    )
     with (directory / "timeline" / "launcher.jsonl").open("a") as file:
         file.write(json.dumps(end) + "\n")
 
 
 def resume_run(directory: Path, first: int, down_s: float, by_launcher: bool = False) -> None:
-    """Continues the timeline from version `first`, `down_s` after the end. by_launcher: it is a restart, not a resume."""
+    """Continues the timeline from version `first`, `down_s` after the end. by_launcher: it is a
+    restart, not a resume.
+    """
     at_s = BEGAN_S + 500 + down_s
     started = [{"process": "coordinator", "pid": 11, "start": at_s}]
     begins = [span("publish", "main", at_s, at_s + 0.5, version=first)]
@@ -235,11 +317,20 @@ def resume_run(directory: Path, first: int, down_s: float, by_launcher: bool = F
 
 
 def session_turns(response: int) -> list[dict[str, Any]]:
-    """Makes the turns of group 2: responses 0 and 1 are branches of one session, which share its first turn."""
+    """Makes the turns of group 2: responses 0 and 1 are branches of one session, which share its
+    first turn.
+    """
 
-    def turn(number: int, written: int, trained: bool = True, reward: float | None = None) -> dict[str, Any]:
+    def turn(
+        number: int, written: int, trained: bool = True, reward: float | None = None
+    ) -> dict[str, Any]:
         shown = f"before {number} {HOSTILE}"
-        session = {"session": max(0, response - 1), "number": number, "shown": shown, "written": written}
+        session = {
+            "session": max(0, response - 1),
+            "number": number,
+            "shown": shown,
+            "written": written,
+        }
         return {**session, "trained": trained, "reward": reward}
 
     if response > 1:
@@ -283,7 +374,20 @@ def kept_responses(iteration: int) -> list[KeptResponse]:
 
 
 def piece(token: int) -> str:
-    return ["<b>", "12", " x", " is", "\n", "####", " 4", "8", "\u202e", "<|end|>", "\ud800", " so"][token % 12]
+    return [
+        "<b>",
+        "12",
+        " x",
+        " is",
+        "\n",
+        "####",
+        " 4",
+        "8",
+        "\u202e",
+        "<|end|>",
+        "\ud800",
+        " so",
+    ][token % 12]
 
 
 def write_samples(directory: Path, iterations: int) -> None:
@@ -295,7 +399,10 @@ def write_samples(directory: Path, iterations: int) -> None:
         for row in rows:
             difference = torch.linspace(-1e-3, 2e-3, len(row.logprobs))
             trainer.add(
-                iteration, [(row.index, row.response)], [len(row.tokens)], torch.tensor(row.logprobs) + difference
+                iteration,
+                [(row.index, row.response)],
+                [len(row.tokens)],
+                torch.tensor(row.logprobs) + difference,
             )
         trainer.write()
     trainer.close()

@@ -1,6 +1,8 @@
-"""A transformers engine in a process that need not import: it can be killed, and a publish goes on without it.
+"""A transformers engine in a process that need not import: it can be killed, and a publish goes on
+without it.
 
-python -m tests.helpers.forked_engine JOB.json      {"model": directory, "url": file to write its URL to, "key": its API key}
+python -m tests.helpers.forked_engine JOB.json      {"model": directory, "url": file to write its
+                                                    URL to, "key": its API key}
 """
 
 from __future__ import annotations
@@ -27,13 +29,17 @@ class ForkedEngine:
         job = directory / "job.json"
         job.write_text(json.dumps({"model": str(model), "url": str(self._url), "key": KEY}))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process: Rank = start_rank("tests.helpers.forked_engine", str(job), environment, self.log)
+        self._process: Rank = start_rank(
+            "tests.helpers.forked_engine", str(job), environment, self.log
+        )
 
     def url(self) -> str:
         """Once it serves."""
         deadline = time.monotonic() + START_S
         while not self._url.exists():
-            assert time.monotonic() < deadline and self._process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < deadline and self._process.poll() is None, (
+                self.log.read_text()[-3000:]
+            )
             time.sleep(0.02)
         return self._url.read_text()
 

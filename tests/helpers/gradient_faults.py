@@ -1,6 +1,8 @@
-"""Ways to make an update's gradient another sum than it claims, put into a rank that trains: what invariant I7 must end.
+"""Ways to make an update's gradient another sum than it claims, put into a rank that trains: what
+invariant I7 must end.
 
-Each is what a mistake in a backend, in the objective or on a group's way would do, once, in the first iteration or from then on.
+Each is what a mistake in a backend, in the objective or on a group's way would do, once, in the
+first iteration or from then on.
 """
 
 from __future__ import annotations
@@ -23,17 +25,25 @@ from tests.helpers import step_faults
 IN_BUFFER = "advantages of one group in the buffer negated"
 REPLICAS = "reduction over replicas skipped"
 EXPERTS = "reduction of experts over their copies skipped"
-RATIOS = ("ratios against the current policy", "the current policy's log-probs given as the old one's")
+RATIOS = (
+    "ratios against the current policy",
+    "the current policy's log-probs given as the old one's",
+)
 
 FAULTS: dict[str, str] = {
     "a backward dropped": r"update 0, replica \d: response .* gradient passed backward 0 times",
     "a backward run twice": r"update 0, replica \d: response .* gradient passed backward 2 times",
     "a loss divided before its backward": r"a loss got a gradient that differs from 1 by 0.5",
-    "the normaliser divided by the microbatches": r"its updates were divided by .* which should add up to",
+    "the normaliser divided by the microbatches": r"its updates were divided by .* which should "
+    r"add up to",
     "the gradient divided by another number": r"was divided by .* instead of by the normaliser",
-    "advantages negated on one replica": r"has the advantage .* in the loss, where its group's rewards give",
+    "advantages negated on one replica": r"has the advantage .* in the loss, where its group's "
+    r"rewards give",
     IN_BUFFER: r"group 1 of iteration 0 .*: advantages .* should be",
-    RATIOS[0]: r"has ratios against the policy of version 0 after 1 updates, where algorithm.ratio = proximal takes",
+    RATIOS[
+        0
+    ]: r"has ratios against the policy of version 0 after 1 updates, where algorithm.ratio = "
+    r"proximal takes",
     RATIOS[1]: r"all ratios to the old policy are 1 although its weights are not the policy's",
     REPLICAS: r"the 2 replicas brought .* of which its reduction left",
     EXPERTS: r"the 4 replicas brought .* of which its reduction left",
@@ -71,7 +81,9 @@ def inject(name: str, learner: Learner) -> None:
                 setattr(sys.modules[module], attribute, _own_part)
         unsharded = sys.modules.get("megatron.core.distributed.param_and_grad_buffer")
         if unsharded is not None:
-            vars(unsharded)["torch"] = _With(torch, distributed=_With(torch.distributed, all_reduce=_own_part))
+            vars(unsharded)["torch"] = _With(
+                torch, distributed=_With(torch.distributed, all_reduce=_own_part)
+            )
     elif name == "the normaliser divided by the microbatches":
         normaliser = objectives.Objective.normaliser
         objectives.Objective.normaliser = lambda self, *args: normaliser(self, *args) / 4  # type: ignore[method-assign]
@@ -82,14 +94,18 @@ def inject(name: str, learner: Learner) -> None:
         objectives.Objective._denominator = _current  # type: ignore[method-assign]
     elif name == RATIOS[1]:
         _instead_of_loss(lambda loss, microbatch, outputs: loss(microbatch, _as_old(outputs)))
-    elif place.is_last_stage and (place.replica == place.mesh.data - 1 or _waits_for_others(name, learner)):
+    elif place.is_last_stage and (
+        place.replica == place.mesh.data - 1 or _waits_for_others(name, learner)
+    ):
         _on_one_rank(name, learner)
 
 
 def _waits_for_others(name: str, learner: Learner) -> bool:
-    """Whether a backward more or less on one rank alone would never end: shards are gathered and reduced by all in it, or tokens
-    go to experts of other ranks."""
-    is_collective = "fsdp" in type(learner.backend).__module__ or learner.backend.place.mesh.expert > 1
+    """Whether a backward more or less on one rank alone would never end: shards are gathered and
+    reduced by all in it, or tokens go to experts of other ranks."""
+    is_collective = (
+        "fsdp" in type(learner.backend).__module__ or learner.backend.place.mesh.expert > 1
+    )
     return "backward " in name and is_collective
 
 
@@ -104,14 +120,21 @@ class _With:
         return getattr(self._module, name)
 
 
-def _but_of_experts(reduce: Callable[..., Any], mesh: Mesh, output: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _but_of_experts(
+    reduce: Callable[..., Any], mesh: Mesh, output: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Reduces what is not an expert's: copies of experts are fewer than replicas."""
-    return (_own_part if kwargs["group"].size() == mesh.expert_data else reduce)(output, *args, **kwargs)
+    return (_own_part if kwargs["group"].size() == mesh.expert_data else reduce)(
+        output, *args, **kwargs
+    )
 
 
 def _own_part(output: torch.Tensor, given: torch.Tensor | None = None, **kwargs: Any) -> None:
     """Leaves of a reduction what this rank brings to its part of it."""
-    if given is not None and given.untyped_storage().data_ptr() != output.untyped_storage().data_ptr():
+    if (
+        given is not None
+        and given.untyped_storage().data_ptr() != output.untyped_storage().data_ptr()
+    ):
         output.copy_(given.flatten()[: output.numel()].view_as(output))
 
 
@@ -135,7 +158,13 @@ def _at_second_backward(instead: Callable[[Callable[..., None]], None]) -> None:
     """Calls `instead` for the second backward of an iteration's first update."""
     calls = 0
 
-    def counted(backward: Callable[..., None], tensors: Any, gradients: Any = None, *args: Any, **kwargs: Any) -> None:
+    def counted(
+        backward: Callable[..., None],
+        tensors: Any,
+        gradients: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         nonlocal calls
         calls += 1
         if calls == 2:
@@ -149,10 +178,14 @@ def _at_second_backward(instead: Callable[[Callable[..., None]], None]) -> None:
         vars(schedules)["custom_backward"] = partial(counted, _of_engine)
 
 
-def _of_engine(output: torch.Tensor, gradient: torch.Tensor | None, retain_graph: bool = False) -> None:
+def _of_engine(
+    output: torch.Tensor, gradient: torch.Tensor | None, retain_graph: bool = False
+) -> None:
     """Megatron's backward of an output whose data it has let go."""
     gradient = torch.ones_like(output) if gradient is None else gradient
-    torch.autograd.Variable._execution_engine.run_backward((output,), (gradient,), retain_graph, False, (), True, True)
+    torch.autograd.Variable._execution_engine.run_backward(
+        (output,), (gradient,), retain_graph, False, (), True, True
+    )
 
 
 def _leave_out(learner: Learner) -> None:
@@ -167,10 +200,14 @@ def _run_twice(run: Callable[..., None]) -> None:
     run()
 
 
-def _instead_of_loss(other: Callable[[Callable[..., torch.Tensor], Any, Any], torch.Tensor]) -> None:
+def _instead_of_loss(
+    other: Callable[[Callable[..., torch.Tensor], Any, Any], torch.Tensor],
+) -> None:
     loss = objectives.Objective.loss
     objectives.Objective.loss = (  # type: ignore[method-assign]
-        lambda self, microbatch, outputs: other(lambda *args: loss(self, *args), microbatch, outputs)
+        lambda self, microbatch, outputs: other(
+            lambda *args: loss(self, *args), microbatch, outputs
+        )
     )
 
 

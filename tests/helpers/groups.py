@@ -12,7 +12,9 @@ from pa_npu.samples.routes import Routes
 
 
 def with_trained(group: Group, **values: np.ndarray) -> Group:
-    """The group with other values of its trained tokens: logprobs, versions, or advantages, each [trained tokens]."""
+    """The group with other values of its trained tokens: logprobs, versions, or advantages, each
+    [trained tokens].
+    """
     changes: dict[str, Any] = {}
     for name, trained in values.items():
         column = getattr(group, name).copy()
@@ -37,7 +39,9 @@ def prompt_tokens(group: Group) -> np.ndarray:
 
 
 def with_random_routes(group: Group, routes: Routes, seed: int, missing: float = 0.0) -> Group:
-    """Gives any experts to any token, the same for the prompt of all samples; a share of the tokens has none."""
+    """Gives any experts to any token, the same for the prompt of all samples; a share of the tokens
+    has none.
+    """
     rng, (layers, taken) = np.random.default_rng(seed), routes.column.shape
     order = np.argsort(rng.random((len(group.tokens), layers, routes.num_experts)), axis=-1)
     values = order[..., :taken].astype(routes.column.type)

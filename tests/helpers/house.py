@@ -1,4 +1,6 @@
-"""The package's imports as data: who imports whom, at import time, inside functions, or for types only."""
+"""The package's imports as data: who imports whom, at import time, inside functions, or for types
+only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "pa_npu"
 
 @dataclass(frozen=True)
 class Import:
-    """source: a module of the package. target: the module that it names; for `from a import b` a.b where that is a module.
+    """source: a module of the package. target: the module that it names; for `from a import b` a.b
+    where that is a module.
 
     at_import: it runs when `source` is imported, not in a function and not for type checkers only.
     """
@@ -37,20 +40,29 @@ def modules(package: Path = PACKAGE) -> dict[str, Path]:
 
 
 def imports(source: str, text: str, known: Iterable[str]) -> Iterator[Import]:
-    """All imports in a module's text; known: modules of the package, to tell them from names inside modules."""
+    """All imports in a module's text; known: modules of the package, to tell them from names inside
+    modules.
+    """
     known = set(known)
     for node, at_import in _statements(ast.parse(text), True):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         else:
-            assert isinstance(node, ast.ImportFrom) and not node.level and node.module, f"{source}: relative import"
+            assert isinstance(node, ast.ImportFrom) and not node.level and node.module, (
+                f"{source}: relative import"
+            )
             targets = [
-                name if (name := f"{node.module}.{alias.name}") in known else node.module for alias in node.names
+                name if (name := f"{node.module}.{alias.name}") in known else node.module
+                for alias in node.names
             ]
-        yield from (Import(source, target, node.lineno, at_import) for target in dict.fromkeys(targets))
+        yield from (
+            Import(source, target, node.lineno, at_import) for target in dict.fromkeys(targets)
+        )
 
 
-def _statements(node: ast.AST, at_import: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+def _statements(
+    node: ast.AST, at_import: bool
+) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child, at_import
@@ -63,11 +75,15 @@ def _statements(node: ast.AST, at_import: bool) -> Iterator[tuple[ast.Import | a
 @functools.cache
 def package_imports() -> list[Import]:
     known = modules()
-    return [found for name, file in known.items() for found in imports(name, file.read_text(), known)]
+    return [
+        found for name, file in known.items() for found in imports(name, file.read_text(), known)
+    ]
 
 
 def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """Groups of nodes that reach each other (Tarjan's strongly connected components of more than one node)."""
+    """Groups of nodes that reach each other (Tarjan's strongly connected components of more than
+    one node).
+    """
     graph: dict[str, set[str]] = {}
     for source, target in edges:
         graph.setdefault(source, set()).add(target)

@@ -1,4 +1,6 @@
-"""Real launchers in tests: started in sessions of their own, looked into through /proc, and ended with all they started."""
+"""Real launchers in tests: started in sessions of their own, looked into through /proc, and ended
+with all they started.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ class Launched:
     """A launcher in a session of its own, its output in a file."""
 
     def __init__(
-        self, directory: Path, command: str, *arguments: str, variables: Mapping[str, str] | None = None
+        self,
+        directory: Path,
+        command: str,
+        *arguments: str,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self.output_file = directory / f"{command}.out"
         argv = [sys.executable, "-m", "pa_npu.launcher", command, *arguments]
@@ -69,7 +75,13 @@ class Launched:
 
 def command_line(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     except OSError:
         return ""
 
@@ -77,7 +89,9 @@ def command_line(pid: int) -> str:
 def environment(pid: int) -> str:
     """Reads the environment that a process was started with."""
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes().replace(b"\0", b"\n").decode(errors="replace")
+        return (
+            Path(f"/proc/{pid}/environ").read_bytes().replace(b"\0", b"\n").decode(errors="replace")
+        )
     except OSError:
         return ""
 
@@ -90,14 +104,28 @@ def running(pid: int) -> bool:
 
 
 def random_tiny(directory: Path, *options: str) -> Path:
-    """Makes model/ with random weights, train.jsonl and test.jsonl in the directory, for `settings`."""
-    arguments = ["--out", str(directory), "--random", "--train-questions", "64", "--test-questions", "8", *options]
+    """Makes model/ with random weights, train.jsonl and test.jsonl in the directory, for
+    `settings`.
+    """
+    arguments = [
+        "--out",
+        str(directory),
+        "--random",
+        "--train-questions",
+        "64",
+        "--test-questions",
+        "8",
+        *options,
+    ]
     assert make_tiny_model.main(arguments) == 0
     return directory
 
 
 def settings(tiny: Path, run_dir: Path, **others: object) -> list[str]:
-    """The arguments of a small run. A transformers engine starts in seconds; a test of vLLM says rollout__backend="vllm"."""
+    """The arguments of a small run.
+
+    A transformers engine starts in seconds; a test of vLLM says rollout__backend="vllm".
+    """
     keys: dict[str, object] = {
         "run.dir": run_dir,
         "run.device": "cpu",
@@ -118,5 +146,10 @@ def settings(tiny: Path, run_dir: Path, **others: object) -> list[str]:
 
 
 def find(run: Launched, name: str) -> int | None:
-    """The process with this in its command line (vLLM renames the one that holds the model to EngineCore)."""
-    return next((pid for pid, line in run.family().items() if name in line and "keeper.py" not in line), None)
+    """The process with this in its command line (vLLM renames the one that holds the model to
+    EngineCore).
+    """
+    return next(
+        (pid for pid, line in run.family().items() if name in line and "keeper.py" not in line),
+        None,
+    )

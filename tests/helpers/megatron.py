@@ -1,4 +1,6 @@
-"""Megatron prepared for the test process: a world of one rank, loaded stages, gradients compared with an HF model's."""
+"""Megatron prepared for the test process: a world of one rank, loaded stages, gradients compared
+with an HF model's.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,19 @@ from pa_npu.backends.megatron.weights.hf_map import load_hf, part_view, sources 
 
 def model_config(model: Path, /, **sections: dict[str, Any]) -> Config:
     """A Config for `model` in fp32 with the given sections on top."""
-    tree: dict[str, Any] = {"model": {"path": str(model), "dtype": "fp32"}, "data": {"train": "unused.jsonl"}}
+    tree: dict[str, Any] = {
+        "model": {"path": str(model), "dtype": "fp32"},
+        "data": {"train": "unused.jsonl"},
+    }
     for name, values in sections.items():
         tree[name] = {**tree.get(name, {}), **values}
     return Config.model_validate(tree)
 
 
 def shutdown_parallel() -> None:
-    """Undoes initialise_parallel, and what Megatron forgets: a second layout in this process would inherit these ranks."""
+    """Undoes initialise_parallel, and what Megatron forgets: a second layout in this process would
+    inherit these ranks.
+    """
     parallel.shutdown_parallel()
     for name in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):
         setattr(parallel_state, name, None)
@@ -56,18 +63,30 @@ def single_process(config: Config) -> Iterator[None]:
 
 
 def _let_go() -> None:
-    """Frees what Megatron keeps of a world that has ended: sockets of groups stay open as long as anything has the groups."""
-    tracker = moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else parallel_state  # core 0.12
+    """Frees what Megatron keeps of a world that has ended: sockets of groups stay open as long as
+    anything has the groups.
+    """
+    # core 0.12
+    tracker = (
+        moe_utils if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker") else parallel_state
+    )
     tracker.get_moe_layer_wise_logging_tracker().clear()
-    for name in ("_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO"):
+    for name in (
+        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+        "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
+    ):
         setattr(parallel_state, name, None)
     gc.collect()
 
 
-def loaded_stage(model: Path, frozen: dict[str, Path] | None = None, /, **sections: dict[str, Any]) -> TriModel:
+def loaded_stage(
+    model: Path, frozen: dict[str, Path] | None = None, /, **sections: dict[str, Any]
+) -> TriModel:
     """A stage with the weights of `model`, and each frozen model with those of its own directory."""
     frozen = frozen or {}
-    stage = build_stage(ModelSpec.read(str(model)), model_config(model, **sections), PLATFORM, frozen=tuple(frozen))
+    stage = build_stage(
+        ModelSpec.read(str(model)), model_config(model, **sections), PLATFORM, frozen=tuple(frozen)
+    )
     load_hf(stage.policy, ModelSpec.read(str(model)))
     for name, directory in frozen.items():
         load_hf(stage.frozen[name], ModelSpec.read(str(directory)))
@@ -75,22 +94,31 @@ def loaded_stage(model: Path, frozen: dict[str, Path] | None = None, /, **sectio
 
 
 def hf_gradients(hf_model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """By the names of the checkpoint, where each expert has tensors of its own; transformers computes with them stacked."""
+    """By the names of the checkpoint, where each expert has tensors of its own; transformers
+    computes with them stacked.
+    """
     found: dict[str, torch.Tensor] = {}
     for name, parameter in hf_model.named_parameters():
         base, _, stacked = name.rpartition(".")
         for expert, gradient in enumerate(parameter.grad) if base.endswith(".experts") else ():
             parts = (
-                {"gate_proj": gradient, "up_proj": gradient} if stacked == "gate_up_proj" else {"down_proj": gradient}
+                {"gate_proj": gradient, "up_proj": gradient}
+                if stacked == "gate_up_proj"
+                else {"down_proj": gradient}
             )
             halves = gradient.chunk(2) if len(parts) == 2 else [gradient]
-            found |= {f"{base}.{expert}.{part}.weight": half for part, half in zip(parts, halves, strict=True)}
+            found |= {
+                f"{base}.{expert}.{part}.weight": half
+                for part, half in zip(parts, halves, strict=True)
+            }
         if not base.endswith(".experts"):
             found[name] = parameter.grad
     return found
 
 
-def relative_gradient_errors(stage: TriModel, hf_model: torch.nn.Module, spec: ModelSpec) -> dict[str, float]:
+def relative_gradient_errors(
+    stage: TriModel, hf_model: torch.nn.Module, spec: ModelSpec
+) -> dict[str, float]:
     """Per HF parameter: largest difference of the two gradients over the largest HF gradient."""
     expected = hf_gradients(hf_model)
     errors = {}

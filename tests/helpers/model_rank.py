@@ -1,10 +1,13 @@
-"""One rank of a small world that runs iterations on fixed microbatches under several parallel layouts, one after another.
+"""One rank of a small world that runs iterations on fixed microbatches under several parallel
+layouts, one after another.
 
-    python -m tests.helpers.model_rank JOB.json      with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+    python -m tests.helpers.model_rank JOB.json      with RANK, WORLD_SIZE, MASTER_ADDR and
+                                                     MASTER_PORT set
 
-JOB.json: {"model": directory, "reference": directory, "layouts": {name: {section: {key: value}}}, "out": file}; rank 0 writes
-{name: result} to "out". `run_layout` runs one layout in the calling process. With "passes": {name: sections} and "old":
-directory, tri-model and separate passes are compared under these layouts too (helpers/passes.py).
+JOB.json: {"model": directory, "reference": directory, "layouts": {name: {section: {key: value}}},
+"out": file}; rank 0 writes {name: result} to "out". `run_layout` runs one layout in the calling
+process. With "passes": {name: sections} and "old": directory, tri-model and separate passes are
+compared under these layouts too (helpers/passes.py).
 """
 
 from __future__ import annotations
@@ -25,7 +28,14 @@ from pa_npu.attention import PrefixLayout
 from pa_npu.backends.logprob import vocab_parallel_logprobs
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
-from tests.helpers.megatron import PLATFORM, build_stage, initialise_parallel, load_hf, model_config, shutdown_parallel
+from tests.helpers.megatron import (
+    PLATFORM,
+    build_stage,
+    initialise_parallel,
+    load_hf,
+    model_config,
+    shutdown_parallel,
+)
 from tests.helpers.passes import compare_passes
 from tests.helpers.preloaded import start_rank
 
@@ -47,7 +57,9 @@ def microbatches(
         if not shared_prompt:
             result.append((*_separate(tokens, prompt, responses), weights))
             continue
-        result.append((tokens, layout, layout.predictor_rows()[prompt:last], tokens[0, prompt:last], weights))
+        result.append(
+            (tokens, layout, layout.predictor_rows()[prompt:last], tokens[0, prompt:last], weights)
+        )
     return result
 
 
@@ -62,15 +74,26 @@ def _separate(tokens: torch.Tensor, prompt: int, responses: tuple[int, ...]) -> 
     parts = sequences(tokens, prompt, responses)
     layout = PrefixLayout.from_sequences([len(part) for part in parts])
     starts = [sum(len(part) for part in parts[:number]) for number in range(len(parts))]
-    rows = torch.cat([torch.arange(s + prompt - 1, s + len(part) - 1) for s, part in zip(starts, parts, strict=True)])
+    rows = torch.cat(
+        [
+            torch.arange(s + prompt - 1, s + len(part) - 1)
+            for s, part in zip(starts, parts, strict=True)
+        ]
+    )
     packed = torch.nn.functional.pad(torch.cat(parts), (0, layout.pad(2).padding))[None]
     return packed, layout.pad(2), rows, packed[0, rows + 1]
 
 
 def run_layout(
-    config: Config, reference: Path, store: dist.Store, rank: int, world_size: int, gradients: Path | None = None
+    config: Config,
+    reference: Path,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    gradients: Path | None = None,
 ) -> dict[str, Any]:
-    """Two updates; per update the loss and the gradient norm, and the reference's log-probs summed per microbatch.
+    """Two updates; per update the loss and the gradient norm, and the reference's log-probs summed
+    per microbatch.
 
     gradients: the directory for the first update's, without a sharded optimizer.
     """
@@ -117,7 +140,9 @@ def run_layout(
         return model(tokens, layout, rows, targets, 0.9, 4, entropy_grad=True), loss
 
     result: dict[str, Any] = {"loss": [], "grad_norm": []}
-    mine = list(enumerate(microbatches(config.attention.shared_prompt)))[place.replica :: place.mesh.data]
+    mine = list(enumerate(microbatches(config.attention.shared_prompt)))[
+        place.replica :: place.mesh.data
+    ]
     if gradients is not None and not distributed:
         export_gradients(ddp, stage, spec, place, mine, gradients)
     for _ in range(2):
@@ -143,10 +168,17 @@ def run_layout(
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, references)
     result["reference"] = [
-        next(part[str(i)] for part in map(stringify, gathered) if str(i) in part) for i in range(len(GROUPS))
+        next(part[str(i)] for part in map(stringify, gathered) if str(i) in part)
+        for i in range(len(GROUPS))
     ]
     result["ranks"] = gather(
-        {"rank": place.rank, "tensor": place.tensor, "replica": place.replica, "stage": place.stage}, world_size
+        {
+            "rank": place.rank,
+            "tensor": place.tensor,
+            "replica": place.replica,
+            "stage": place.stage,
+        },
+        world_size,
     )
     shutdown_parallel()
     return result
@@ -155,7 +187,9 @@ def run_layout(
 def export_gradients(
     ddp: Any, stage: Any, spec: ModelSpec, place: Any, microbatches: list[Any], directory: Path
 ) -> None:
-    """Write the gradient of `policy_loss` as an HF directory of the model's names: the weights' own way, on other numbers."""
+    """Write the gradient of `policy_loss` as an HF directory of the model's names: the weights' own
+    way, on other numbers.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from pa_npu.backends.megatron import parallel
@@ -165,7 +199,11 @@ def export_gradients(
         _, (tokens, layout, rows, targets, weights) = next(iterator)
 
         def loss(output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-            return policy_loss(output.logprobs, weights), torch.tensor(targets.numel(), dtype=torch.int), {}
+            return (
+                policy_loss(output.logprobs, weights),
+                torch.tensor(targets.numel(), dtype=torch.int),
+                {},
+            )
 
         return model(tokens, layout, rows, targets, 0.9, 4), loss
 
@@ -207,9 +245,12 @@ def vocab_parallel_error(store: dist.Store, rank: int, world_size: int) -> dict[
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     errors = _vocab_parallel_errors(rank, world_size)
     dist.all_reduce(errors, op=dist.ReduceOp.MAX)
-    # the graph, which holds the group, is gone by now: torch 2.7 can deadlock when a group outlives its destruction
+    # the graph, which holds the group, is gone by now: torch 2.7 can deadlock when a group outlives
+    # its destruction
     dist.destroy_process_group()
-    return dict(zip(("logprob", "entropy", "hidden_grad", "weight_grad"), errors.tolist(), strict=True))
+    return dict(
+        zip(("logprob", "entropy", "hidden_grad", "weight_grad"), errors.tolist(), strict=True)
+    )
 
 
 def _vocab_parallel_errors(rank: int, world_size: int) -> torch.Tensor:
@@ -221,7 +262,14 @@ def _vocab_parallel_errors(rank: int, world_size: int) -> torch.Tensor:
     targets = torch.randint(0, vocab, (num_rows,), generator=generator)
     down, down_entropy = torch.randn(2, num_rows, generator=generator, dtype=torch.float64)
     logprobs, entropy = vocab_parallel_logprobs(
-        hidden, weight, targets, vocab_size=vocab, temperature=0.7, chunk=4, group=dist.group.WORLD, entropy_grad=True
+        hidden,
+        weight,
+        targets,
+        vocab_size=vocab,
+        temperature=0.7,
+        chunk=4,
+        group=dist.group.WORLD,
+        entropy_grad=True,
     )
     (logprobs * down + entropy * down_entropy).sum().backward()
 
@@ -242,12 +290,22 @@ def _vocab_parallel_errors(rank: int, world_size: int) -> torch.Tensor:
     ).detach()
 
 
-def launch(job: dict[str, Any], world_size: int, directory: Path, timeout_s: float = 120) -> dict[str, Any]:
-    """Run the job on `world_size` processes and return what rank 0 wrote. AssertionError with the logs on failure."""
+def launch(
+    job: dict[str, Any], world_size: int, directory: Path, timeout_s: float = 120
+) -> dict[str, Any]:
+    """Run the job on `world_size` processes and return what rank 0 wrote.
+
+    AssertionError with the logs on failure.
+    """
     job_file, out = directory / "job.json", directory / "out.json"
     job_file.write_text(json.dumps({**job, "out": str(out)}))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    base = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "WORLD_SIZE": str(world_size)}
+    base = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "WORLD_SIZE": str(world_size),
+    }
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     logs = [directory / f"rank{rank}.log" for rank in range(world_size)]
     processes = [
@@ -263,7 +321,9 @@ def launch(job: dict[str, Any], world_size: int, directory: Path, timeout_s: flo
     for process in processes:
         process.kill()
         process.wait()
-    tails = "\n".join(f"--- rank {rank}\n{log.read_text()[-3000:]}" for rank, log in enumerate(logs))
+    tails = "\n".join(
+        f"--- rank {rank}\n{log.read_text()[-3000:]}" for rank, log in enumerate(logs)
+    )
     assert codes == [0] * world_size, f"exit codes {codes}\n{tails}"
     result: dict[str, Any] = json.loads(out.read_text())
     return result
@@ -274,15 +334,21 @@ def main(job_file: str) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(STACKS_AFTER_S)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
     results: dict[str, Any] = {}
     if "layouts" in job:
-        results["vocab_parallel"] = vocab_parallel_error(dist.PrefixStore("vocab", store), rank, world_size)
+        results["vocab_parallel"] = vocab_parallel_error(
+            dist.PrefixStore("vocab", store), rank, world_size
+        )
     for name, sections in job.get("layouts", {}).items():
         config = model_config(Path(job["model"]), **sections)
         gradients = Path(job["gradients"]) / name if "gradients" in job else None
         prefixed = dist.PrefixStore(name, store)
-        results[name] = run_layout(config, Path(job["reference"]), prefixed, rank, world_size, gradients)
+        results[name] = run_layout(
+            config, Path(job["reference"]), prefixed, rank, world_size, gradients
+        )
     models = {
         name: Path(job[key])
         for name, key in (("policy", "model"), ("old", "old"), ("reference", "reference"))

@@ -48,7 +48,8 @@ def make_model(
 ) -> Path:
     """Write a random model (4 heads, 2 kv heads, vocabulary 128, fp32) and return its directory.
 
-    vLLM's CPU attention needs heads of at least 32, which qwen3 has here and the others have from hidden=128 on.
+    vLLM's CPU attention needs heads of at least 32, which qwen3 has here and the others have from
+    hidden=128 on.
     """
     config_class, model_class, extra = FAMILIES[family]
     config = config_class(

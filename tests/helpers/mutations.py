@@ -1,4 +1,6 @@
-"""Hypothesis strategies for input that is nearly right: valid trees and bytes with a few things changed."""
+"""Hypothesis strategies for input that is nearly right: valid trees and bytes with a few things
+changed.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,38 @@ from hypothesis import strategies as st
 Path = tuple[Any, ...]
 
 NESTED: Any = [[[[[[[[{"a": [[[[[[[]]]]]]]}]]]]]]]]
-# What parsers trip over: types, signs, sizes, numbers no integer type holds, text no UTF-8 file holds.
+# What parsers trip over: types, signs, sizes, numbers no integer type holds, text no UTF-8 file
+# holds.
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63 - 1, 2**63, -(2**63) - 1, 2**64, 10**40),
     *(0.0, -0.0, 0.5, 1.5, -3.25, 1e-320, 1e39, 1e308, float("inf"), float("-inf"), float("nan")),
-    *("", " ", "x", "0", "1e999", "nan", "####", "\x00", "\ud800", "\U0001f600", "é" * 3, "a\nb", "x" * 5000),
-    *([], {}, [1], [""], [None], [[]], {"a": 1}, {"": ""}, {"role": "user", "content": "x"}, NESTED),
+    *(
+        "",
+        " ",
+        "x",
+        "0",
+        "1e999",
+        "nan",
+        "####",
+        "\x00",
+        "\ud800",
+        "\U0001f600",
+        "é" * 3,
+        "a\nb",
+        "x" * 5000,
+    ),
+    *(
+        [],
+        {},
+        [1],
+        [""],
+        [None],
+        [[]],
+        {"a": 1},
+        {"": ""},
+        {"role": "user", "content": "x"},
+        NESTED,
+    ),
 ]
 BYTES = [
     b"",
@@ -55,7 +83,13 @@ BYTES += [
 def places(tree: Any, path: Path = ()) -> Iterator[Path]:
     """The path of every node, the root's () first."""
     yield path
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, value in items:
         yield from places(value, (*path, key))
 
@@ -68,12 +102,16 @@ def get(tree: Any, path: Path) -> Any:
 
 @st.composite
 def changed_tree(draw: st.DrawFn, tree: Any, values: list[Any] | None = None, most: int = 3) -> Any:
-    """`tree` (dictionaries, lists, scalars) with 1 to `most` nodes replaced, removed, repeated, wrapped or swapped."""
+    """`tree` (dictionaries, lists, scalars) with 1 to `most` nodes replaced, removed, repeated,
+    wrapped or swapped.
+    """
     tree = copy.deepcopy(tree)
     for _ in range(draw(st.integers(1, most))):
         paths = list(places(tree))
         path = draw(st.sampled_from(paths))
-        action = draw(st.sampled_from(["replace", "replace", "remove", "repeat", "wrap", "swap", "rename"]))
+        action = draw(
+            st.sampled_from(["replace", "replace", "remove", "repeat", "wrap", "swap", "rename"])
+        )
         old = get(tree, path)
         if action == "wrap":
             new: Any = [old]
@@ -82,7 +120,9 @@ def changed_tree(draw: st.DrawFn, tree: Any, values: list[Any] | None = None, mo
         elif action == "repeat" and isinstance(old, list):
             new = old * draw(st.integers(2, 3))
         elif action == "repeat" and isinstance(old, (int, float, str)):
-            new = old * (2 if isinstance(old, str) and len(old) > 20 else draw(st.sampled_from([2, 1000])))
+            new = old * (
+                2 if isinstance(old, str) and len(old) > 20 else draw(st.sampled_from([2, 1000]))
+            )
         else:
             new = copy.deepcopy(draw(st.sampled_from(values or VALUES)))
         if not path:
@@ -92,9 +132,9 @@ def changed_tree(draw: st.DrawFn, tree: Any, values: list[Any] | None = None, mo
         if action == "remove":
             del parent[path[-1]]
         elif action == "rename" and isinstance(parent, dict):
-            parent[draw(st.sampled_from(["", "x", path[-1].upper(), path[-1] + "s", "__class__"]))] = parent.pop(
-                path[-1]
-            )
+            parent[
+                draw(st.sampled_from(["", "x", path[-1].upper(), path[-1] + "s", "__class__"]))
+            ] = parent.pop(path[-1])
         else:
             parent[path[-1]] = new
     return tree
@@ -102,7 +142,9 @@ def changed_tree(draw: st.DrawFn, tree: Any, values: list[Any] | None = None, mo
 
 @st.composite
 def changed_bytes(draw: st.DrawFn, data: bytes, most: int = 3) -> bytes:
-    """`data` with 1 to `most` bits flipped, ranges cut, repeated or replaced, or hostile bytes put in."""
+    """`data` with 1 to `most` bits flipped, ranges cut, repeated or replaced, or hostile bytes put
+    in.
+    """
     changed = bytearray(data)
     for _ in range(draw(st.integers(1, most))):
         at = draw(st.integers(0, len(changed)))
@@ -129,5 +171,7 @@ def to_json(tree: Any) -> bytes:
 
 
 def json_near(tree: Any, most: int = 3) -> st.SearchStrategy[bytes]:
-    """JSON text of a changed tree, or changed JSON text (duplicate keys, broken UTF-8, cuts, deep nesting)."""
+    """JSON text of a changed tree, or changed JSON text (duplicate keys, broken UTF-8, cuts, deep
+    nesting).
+    """
     return changed_tree(tree, most=most).map(to_json) | changed_bytes(to_json(tree), most)

@@ -1,4 +1,6 @@
-"""One tri-model pass against three separate passes over the same microbatches, on one rank of a world of any layout."""
+"""One tri-model pass against three separate passes over the same microbatches, on one rank of a
+world of any layout.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import torch.distributed as dist
 from pa_npu.attention import PrefixLayout
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
-from tests.helpers.megatron import PLATFORM, TriModel, build_stage, initialise_parallel, load_hf, shutdown_parallel
+from tests.helpers.megatron import (
+    PLATFORM,
+    TriModel,
+    build_stage,
+    initialise_parallel,
+    load_hf,
+    shutdown_parallel,
+)
 
 Microbatch = tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor, torch.Tensor]
 Logprobs = dict[int, torch.Tensor]  # by microbatch; empty on all stages but the last
@@ -21,26 +30,36 @@ Logprobs = dict[int, torch.Tensor]  # by microbatch; empty on all stages but the
 
 @dataclass
 class Pass:
-    """Results of one pass on a rank: log-probs of each model on the last stage, and the policy's gradients."""
+    """Results of one pass on a rank: log-probs of each model on the last stage, and the policy's
+    gradients.
+    """
 
     logprobs: dict[str, Logprobs]
     gradients: list[torch.Tensor]
 
 
 def compare_passes(
-    config: Config, models: dict[str, Path], store: dist.Store, rank: int, world_size: int, batch: list[Microbatch]
+    config: Config,
+    models: dict[str, Path],
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    batch: list[Microbatch],
 ) -> dict[str, float]:
-    """Largest absolute differences over all ranks, and how far apart the models are, which must not be 0.
+    """Largest absolute differences over all ranks, and how far apart the models are, which must not
+    be 0.
 
-    models: HF directories of "policy", "old" and "reference". The loss is the clipped ratio to old plus k3 to the reference,
-    whose log-probs the separate passes store beforehand.
+    models: HF directories of "policy", "old" and "reference". The loss is the clipped ratio to old
+    plus k3 to the reference, whose log-probs the separate passes store beforehand.
     """
     place = initialise_parallel(config, PLATFORM, store, rank)
     mine = list(enumerate(batch))[place.replica :: place.mesh.data]
     together = run_pass(load(config, models, ("old", "reference")), mine, None)
 
     stored = {
-        name: run_pass(load(config, {"policy": models[name]}, ()), mine, None, forward_only=True).logprobs["policy"]
+        name: run_pass(
+            load(config, {"policy": models[name]}, ()), mine, None, forward_only=True
+        ).logprobs["policy"]
         for name in ("old", "reference")
     }
     separate = run_pass(load(config, models, ()), mine, stored)
@@ -48,14 +67,25 @@ def compare_passes(
     expected = {"policy": separate.logprobs["policy"], **stored}
     differences = [largest(together.logprobs[name], expected[name]) for name in expected]
     gradients = torch.stack(
-        [(ours - theirs).abs().max() for ours, theirs in zip(together.gradients, separate.gradients, strict=True)]
+        [
+            (ours - theirs).abs().max()
+            for ours, theirs in zip(together.gradients, separate.gradients, strict=True)
+        ]
     ).max()
     sizes = torch.stack([gradient.abs().max() for gradient in separate.gradients]).max()
     apart = [largest(expected["policy"], expected[name]) for name in ("old", "reference")]
     values = torch.stack([*differences, gradients, sizes, *apart])
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     shutdown_parallel()
-    names = ("policy", "old", "reference", "gradients", "largest gradient", "old apart", "reference apart")
+    names = (
+        "policy",
+        "old",
+        "reference",
+        "gradients",
+        "largest gradient",
+        "old apart",
+        "reference apart",
+    )
     return dict(zip(names, values.tolist(), strict=True))
 
 
@@ -74,7 +104,9 @@ def run_pass(
     *,
     forward_only: bool = False,
 ) -> Pass:
-    """One pass of Megatron's schedule. stored: the frozen models' log-probs where the stage does not compute them."""
+    """One pass of Megatron's schedule. stored: the frozen models' log-probs where the stage does
+    not compute them.
+    """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from pa_npu.backends.megatron.stage import data_parallel
@@ -92,8 +124,14 @@ def run_pass(
                 logprobs[name][index] = values
             total = torch.zeros(())
             if not forward_only:
-                others = output.frozen if stored is None else {name: stored[name][index] for name in stored}
-                total = clipped_and_kl(output.logprobs, others["old"], others["reference"], advantages)
+                others = (
+                    output.frozen
+                    if stored is None
+                    else {name: stored[name][index] for name in stored}
+                )
+                total = clipped_and_kl(
+                    output.logprobs, others["old"], others["reference"], advantages
+                )
             return total, torch.tensor(targets.numel(), dtype=torch.int), {}
 
         return model(tokens, layout, rows, targets, 0.9, 4), loss

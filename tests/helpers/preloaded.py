@@ -1,9 +1,10 @@
-"""Processes that need not import: each is a fork of one that has imported what trainers and coordinators do, and nothing else.
+"""Processes that need not import: each is a fork of one that has imported what trainers and
+coordinators do, and nothing else.
 
     python -m tests.helpers.preloaded     reads requests from its standard input and ends with it
 
-Importing takes longer than what most tests let a rank or a coordinator compute. A fork inherits modules: no threads, no
-groups, no random state that it does not seed.
+Importing takes longer than what most tests let a rank or a coordinator compute. A fork inherits
+modules: no threads, no groups, no random state that it does not seed.
 """
 
 from __future__ import annotations
@@ -141,7 +142,9 @@ def start_rank(module: str, argument: str, env: dict[str, str], log: Path) -> Ra
 def main() -> None:
     for module in MODULES:
         importlib.import_module(module)
-    assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, "threads do not survive a fork"
+    assert threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1, (
+        "threads do not survive a fork"
+    )
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     wake, wakened = os.pipe()

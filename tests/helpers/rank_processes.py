@@ -1,4 +1,6 @@
-"""Ranks that are started as processes of a test's own file, with the store between them and the test."""
+"""Ranks that are started as processes of a test's own file, with the store between them and the
+test.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class RankProcesses:
         self._deadline = time.monotonic() + timeout_s
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._processes = [
-            subprocess.Popen([sys.executable, file, str(rank), str(self._server.port)], env=environment)
+            subprocess.Popen(
+                [sys.executable, file, str(rank), str(self._server.port)], env=environment
+            )
             for rank in range(ranks)
         ]
 

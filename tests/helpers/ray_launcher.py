@@ -1,7 +1,9 @@
-"""A launcher on a Ray cluster in a process of its own, with small stand-in commands in place of engines and trainers.
+"""A launcher on a Ray cluster in a process of its own, with small stand-in commands in place of
+engines and trainers.
 
-What a role does is the Python code in DIRECTORY/<role>.py at the time it starts. Run it with `python -m tests.helpers.ray_launcher
-SETTINGS`; a process of its own, because a launcher adopts and kills all its descendants, which must not be another's.
+What a role does is the Python code in DIRECTORY/<role>.py at the time it starts. Run it with
+`python -m tests.helpers.ray_launcher SETTINGS`; a process of its own, because a launcher adopts and
+kills all its descendants, which must not be another's.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from pa_npu.launcher.process.commands import Command
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 1.0
-UP_AND_SLEEP = "up.write_text(f'{os.getpid()} {where}'); time.sleep(900)"  # longer than any test; its end kills it
+# longer than any test; its end kills it
+UP_AND_SLEEP = "up.write_text(f'{os.getpid()} {where}'); time.sleep(900)"
 
 
 class StandInHost(HostActor):
@@ -35,7 +38,11 @@ class StandInHost(HostActor):
         self.make_ready(directory / "logs", lambda role: command(directory, role.name, address))
         report = NodeReport(address, address, versions=dict(order["versions"]), ports=[7])
         problem = directory / "problem"
-        return NodeReport(address, address, problem=problem.read_text()) if problem.exists() else report
+        return (
+            NodeReport(address, address, problem=problem.read_text())
+            if problem.exists()
+            else report
+        )
 
 
 def command(directory: Path, name: str, address: str) -> Command:
@@ -45,7 +52,10 @@ def command(directory: Path, name: str, address: str) -> Command:
 
 @dataclass
 class RayLauncher:
-    """From the test's side. By default: engine-0 and trainer-1 on the second node, the coordinator beside the launcher."""
+    """From the test's side.
+
+    By default: engine-0 and trainer-1 on the second node, the coordinator beside the launcher.
+    """
 
     directory: Path
     address: str
@@ -53,16 +63,27 @@ class RayLauncher:
     popen: subprocess.Popen[bytes] | None = None
 
     def role(self, name: str, code: str) -> None:
-        """Sets the work of `name` from its next start on. In the code, `up` says that it has started, and `where` is its node."""
+        """Sets the work of `name` from its next start on.
+
+        In the code, `up` says that it has started, and `where` is its node.
+        """
         up = str(self.directory / f"{name}.up")
-        text = f"import os, time, pathlib\nwhere = os.environ['WHERE']\nup = pathlib.Path({up!r})\n{code}\n"
+        text = (
+            "import os, time, pathlib\nwhere = os.environ['WHERE']\nup = "
+            f"pathlib.Path({up!r})\n{code}\n"
+        )
         partial = self.directory / f"{name}.partial"
         partial.write_text(text)
         partial.replace(self.directory / f"{name}.py")
 
     def start(self, **sections: dict[str, Any]) -> RayLauncher:
         tree: dict[str, dict[str, Any]] = {
-            "run": {"dir": str(self.directory), "device": "cpu", "restarts": 0, "startup_timeout_s": 60.0},
+            "run": {
+                "dir": str(self.directory),
+                "device": "cpu",
+                "restarts": 0,
+                "startup_timeout_s": 60.0,
+            },
             "model": {"path": "m"},
             "data": {"train": "t"},
             "rollout": {"engines": 1},
@@ -99,9 +120,15 @@ class RayLauncher:
             time.sleep(0.02)
 
     def wait_up(self, *names: str) -> dict[str, tuple[int, str]]:
-        """Until these roles have started: (process id, node). They are forgotten, so that another start can be awaited."""
+        """Until these roles have started: (process id, node).
+
+        They are forgotten, so that another start can be awaited.
+        """
         files = {name: self.directory / f"{name}.up" for name in names}
-        self.wait_for(lambda: all(file.exists() and file.read_text() for file in files.values()), f"{names} started")
+        self.wait_for(
+            lambda: all(file.exists() and file.read_text() for file in files.values()),
+            f"{names} started",
+        )
         found = {}
         for name, file in files.items():
             pid, where = file.read_text().split()
@@ -162,7 +189,9 @@ def main(arguments: Sequence[str]) -> int:
         ):
             server = host_store(connection.address, 0)
             store = Store(connection.address, server.port)
-            with ray_cluster(config, platforms.get("cpu"), connection, local, store, console, signals) as cluster:
+            with ray_cluster(
+                config, platforms.get("cpu"), connection, local, store, console, signals
+            ) as cluster:
                 if cluster is None:
                     return 128 + signals.received[0]
 
@@ -179,7 +208,9 @@ def main(arguments: Sequence[str]) -> int:
                 roster = Roster(StoreChannel(connect(store.host, store.port, 5.0), PREFIX), "")
                 for engine in cluster.engines():
                     roster.announce(cluster.engine_url(engine))
-                recovery = Recovery(config, cluster.processes, console, roster, attempt, cluster.engine_url)
+                recovery = Recovery(
+                    config, cluster.processes, console, roster, attempt, cluster.engine_url
+                )
                 for engine in cluster.extra_engines():
                     recovery.expect(engine)
                 supervisor = supervision.Supervisor(

@@ -1,6 +1,8 @@
-"""Ray clusters on one machine: two raylets on loopback addresses, without dashboard, ended with all they started.
+"""Ray clusters on one machine: two raylets on loopback addresses, without dashboard, ended with all
+they started.
 
-Ray takes 127.0.0.1 for "whatever address this machine has", so the nodes are 127.0.0.2 and 127.0.0.3.
+Ray takes 127.0.0.1 for "whatever address this machine has", so the nodes are 127.0.0.2 and
+127.0.0.3.
 """
 
 from __future__ import annotations
@@ -14,11 +16,18 @@ from typing import Any
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"
 _OBJECT_STORE_BYTES = 80 * 2**20
 # A raylet that is killed is known by its broken connection; one that is stopped by these.
-_SYSTEM = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 6}
+_SYSTEM = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 6,
+}
 
 
 class Raylets:
-    """A cluster whose nodes come and go. Every raylet's workers have `environment` beside this process's."""
+    """A cluster whose nodes come and go.
+
+    Every raylet's workers have `environment` beside this process's.
+    """
 
     def __init__(self, environment: Mapping[str, str], head_cpus: float) -> None:
         from ray.cluster_utils import Cluster
@@ -39,7 +48,10 @@ class Raylets:
     def add(self, address: str, cpus: float, **others: Any) -> None:
         with _environment(self._environment):
             self._nodes[address] = self._cluster.add_node(
-                node_ip_address=address, num_cpus=cpus, object_store_memory=_OBJECT_STORE_BYTES, **others
+                node_ip_address=address,
+                num_cpus=cpus,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                **others,
             )
 
     def kill(self, address: str) -> None:
@@ -51,7 +63,9 @@ class Raylets:
 
 
 @contextmanager
-def raylets(environment: Mapping[str, str] = {}, head_cpus: float = 2, other_cpus: float = 2) -> Iterator[Raylets]:
+def raylets(
+    environment: Mapping[str, str] = {}, head_cpus: float = 2, other_cpus: float = 2
+) -> Iterator[Raylets]:
     cluster = Raylets(environment, head_cpus)
     try:
         if other_cpus:

@@ -1,8 +1,11 @@
-"""The recipes' sizes, which are the planner's, and the arithmetic in their comments: what each says `--dry-run` prints.
+"""The recipes' sizes, which are the planner's, and the arithmetic in their comments: what each says
+`--dry-run` prints.
 
-    python -m tests.helpers.recipes     writes both into configs/ after a recipe or an estimate has changed, some minutes
+    python -m tests.helpers.recipes     writes both into configs/ after a recipe or an estimate has
+                                        changed, some minutes
 
-A recipe's comment has the line of MARK, then arguments, each followed by the lines that --dry-run prints with them.
+A recipe's comment has the line of MARK, then arguments, each followed by the lines that --dry-run
+prints with them.
 """
 
 from __future__ import annotations
@@ -37,7 +40,14 @@ SIZED: dict[tuple[str, ...], tuple[int, int]] = {
     ("grpo_deepseek_r1_distill_qwen_7b.yaml",): (1, 8),
     ("grpo_qwen3_30b_a3b.yaml",): (1, 16),
 }
-QUOTED = ("devices ", "trainer memory ", "engine memory ", "KV cache ", "predicted ", "gain over turns ")
+QUOTED = (
+    "devices ",
+    "trainer memory ",
+    "engine memory ",
+    "KV cache ",
+    "predicted ",
+    "gain over turns ",
+)
 
 
 def dry_run(*arguments: str) -> list[str]:
@@ -86,27 +96,37 @@ def shipped(files: tuple[str, ...], kind: str = "npu") -> Config:
     return load_config([ROOT / "configs" / file for file in files], [f"run.device={kind}"])
 
 
-def planned(files: tuple[str, ...], kind: str = "npu", places: tuple[int, int] | None = None) -> Config:
-    """Returns the same with the sizes that the planner finds for its devices. places: nodes and devices of each, if others."""
+def planned(
+    files: tuple[str, ...], kind: str = "npu", places: tuple[int, int] | None = None
+) -> Config:
+    """Returns the same with the sizes that the planner finds for its devices. places: nodes and
+    devices of each, if others.
+    """
     nodes, devices = places or SIZED[files]
     given = [f"placement.nnodes={nodes}", f"placement.devices_per_node={devices}"]
     given += ["placement.cluster=ray"] if nodes > 1 else []
     asked = [f"{key}=auto" for key in automatic.KEYS]
     return automatic.load(
-        [str(ROOT / "configs" / file) for file in files], [f"run.device={kind}", *given, *asked], lambda line: None
+        [str(ROOT / "configs" / file) for file in files],
+        [f"run.device={kind}", *given, *asked],
+        lambda line: None,
     )
 
 
 def predicted_s(config: Config) -> float:
     spec = known_spec(config.model.path)
     assert spec is not None
-    return assumed_basis(config, spec, typical_speed(config.run.device)).predicted(config).iteration_s
+    return (
+        assumed_basis(config, spec, typical_speed(config.run.device)).predicted(config).iteration_s
+    )
 
 
 def sizes(config: Config) -> dict[str, str]:
     """Returns what the planner decides, as it stands in a file."""
     keys = [*automatic.KEYS, "rollout.max_num_seqs"]
-    values = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in keys}
+    values = {
+        key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in keys
+    }
     return {key: str(value).lower() for key, value in values.items()}
 
 
@@ -115,9 +135,13 @@ def write_sizes(file: Path, values: Mapping[str, str]) -> None:
     text = file.read_text()
     for key, value in values.items():
         section, _, name = key.partition(".")
-        text, found = re.subn(rf"(?m)(^{section}:\n(?: [^\n]*\n)*?  {name}: )\S+", rf"\g<1>{value}", text, count=1)
+        text, found = re.subn(
+            rf"(?m)(^{section}:\n(?: [^\n]*\n)*?  {name}: )\S+", rf"\g<1>{value}", text, count=1
+        )
         if not found:
-            text, found = re.subn(rf"(?m)^{section}:\n", f"{section}:\n  {name}: {value}\n", text, count=1)
+            text, found = re.subn(
+                rf"(?m)^{section}:\n", f"{section}:\n  {name}: {value}\n", text, count=1
+            )
         if not found:
             text += f"{section}:\n  {name}: {value}\n"
     file.write_text(text)
@@ -131,7 +155,9 @@ if __name__ == "__main__":
             changes = {key: value for key, value in sizes(after).items() if value != now[key]}
             write_sizes(ROOT / "configs" / files[-1], changes)
             print(
-                f"{' '.join(files)}: {predicted_s(before):.3g} s, now {predicted_s(shipped(files)):.3g} s", flush=True
+                f"{' '.join(files)}: {predicted_s(before):.3g} s, now "
+                f"{predicted_s(shipped(files)):.3g} s",
+                flush=True,
             )
     for path in RECIPES:
         write(path)

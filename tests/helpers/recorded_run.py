@@ -1,4 +1,6 @@
-"""A run directory as a run leaves it whose engines and trainers have known costs: iterations in virtual time, written down."""
+"""A run directory as a run leaves it whose engines and trainers have known costs: iterations in
+virtual time, written down.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from pa_npu.config.schema import Config
 from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.subjects import Cluster, VirtualGroup
-from pa_npu.planning.prediction.costs import EngineCost, GroupSeconds, TrainerCost, computed_prompt_tokens
+from pa_npu.planning.prediction.costs import (
+    EngineCost,
+    GroupSeconds,
+    TrainerCost,
+    computed_prompt_tokens,
+)
 from pa_npu.platform.typical import typical_speed
 from tools.simulate import simulate
 
@@ -28,7 +35,12 @@ def tree(directory: Path, **changes: dict[str, Any]) -> dict[str, Any]:
         "run": {"dir": str(directory), "device": "cpu"},
         "model": {"path": str(directory.parent / "model"), "dtype": "fp32"},
         "data": {"train": "train.jsonl", "max_prompt_tokens": 512},
-        "rollout": {"engines": 1, "max_response_tokens": 256, "responses_per_prompt": 8, "window": 64},
+        "rollout": {
+            "engines": 1,
+            "max_response_tokens": 256,
+            "responses_per_prompt": 8,
+            "window": 64,
+        },
         "trainer": {"devices": 1},
         "schedule": {"iterations": 6, "prompts_per_iteration": 24, "dispatch": "in-order"},
     }
@@ -99,7 +111,9 @@ def iteration_s(config: Config, spec: ModelSpec, groups: list[tuple[int, list[in
 
 
 def write_run(directory: Path, *, slower: float = 1.0, timeline: bool = True) -> Path:
-    """slower: by which iterations took longer than their engines and trainers explain. timeline: groups are recorded one by one."""
+    """slower: by which iterations took longer than their engines and trainers explain. timeline:
+    groups are recorded one by one.
+    """
     spec = model(directory.parent / "model")
     config = Config.model_validate(tree(directory))
     directory.mkdir()
@@ -112,17 +126,37 @@ def write_run(directory: Path, *, slower: float = 1.0, timeline: bool = True) ->
         lengths = [length for _, group in groups for length in group]
         for timing in outcome.timings:
             prompt, of_group = groups[timing.index]
-            args = {"iteration": number, "tokens": sum(of_group), "prompt": prompt, "lengths": of_group}
+            args = {
+                "iteration": number,
+                "tokens": sum(of_group),
+                "prompt": prompt,
+                "lengths": of_group,
+            }
             span = {"start": clock_s + timing.start_s, "end": clock_s + timing.end_s, "args": args}
-            events.append({"name": f"group {timing.index}", "lane": f"engine {timing.engine}", **span})
+            events.append(
+                {"name": f"group {timing.index}", "lane": f"engine {timing.engine}", **span}
+            )
         at_s = clock_s
         for index, (prompt, of_group) in enumerate(groups):
             took_s = seconds(prompt, of_group)
-            trained.append({"name": f"group {index}", "lane": "microbatches", "start": at_s, "end": at_s + took_s})
+            trained.append(
+                {
+                    "name": f"group {index}",
+                    "lane": "microbatches",
+                    "start": at_s,
+                    "end": at_s + took_s,
+                }
+            )
             at_s += took_s
         end_s = clock_s + outcome.end_s * 1.5 + 10.0
         trained.append(
-            {"name": "iteration", "lane": "main", "start": clock_s, "end": end_s, "args": {"iteration": number}}
+            {
+                "name": "iteration",
+                "lane": "main",
+                "start": clock_s,
+                "end": end_s,
+                "args": {"iteration": number},
+            }
         )
         records.append(
             {
@@ -136,13 +170,21 @@ def write_run(directory: Path, *, slower: float = 1.0, timeline: bool = True) ->
                 "groups": len(groups),
                 "prompt_length_mean": float(np.mean([prompt for prompt, _ in groups])),
                 "response_length_mean": float(np.mean(lengths)),
-                "learned": {"decode_step_s": 0.004, "decode_sequence_s": 0.00033, "prompt_token_s": 6e-5},
+                "learned": {
+                    "decode_step_s": 0.004,
+                    "decode_sequence_s": 0.00033,
+                    "prompt_token_s": 6e-5,
+                },
             }
         )
         clock_s = end_s + 1.0
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
     if timeline:
         (directory / "timeline").mkdir()
         for name, found in (("coordinator", events), ("trainer-0", trained)):
-            (directory / "timeline" / f"{name}.jsonl").write_text("".join(json.dumps(event) + "\n" for event in found))
+            (directory / "timeline" / f"{name}.jsonl").write_text(
+                "".join(json.dumps(event) + "\n" for event in found)
+            )
     return directory

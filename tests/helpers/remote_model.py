@@ -1,4 +1,6 @@
-"""A model directory with code of its own (auto_map): model, configuration and tokenizer, in files that import each other."""
+"""A model directory with code of its own (auto_map): model, configuration and tokenizer, in files
+that import each other.
+"""
 
 from __future__ import annotations
 
@@ -43,12 +45,27 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 
 def make_remote(directory: Path, tiny: Path) -> Path:
-    """Write a random model with the tokenizer of tiny/model and code that doubles the last hidden state; returns its directory."""
+    """Write a random model with the tokenizer of tiny/model and code that doubles the last hidden
+    state; returns its directory.
+    """
     make_usable(directory, "llama", tiny)
-    for name, text in (("configuration", _CONFIGURATION), ("modeling", _MODELING), ("tokenization", _TOKENIZATION)):
+    for name, text in (
+        ("configuration", _CONFIGURATION),
+        ("modeling", _MODELING),
+        ("tokenization", _TOKENIZATION),
+    ):
         (directory / f"{name}_own.py").write_text(text)
-    own = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-    _change(directory / "config.json", model_type="own", architectures=["OwnForCausalLM"], own_scale=2.0, auto_map=own)
+    own = {
+        "AutoConfig": "configuration_own.OwnConfig",
+        "AutoModelForCausalLM": "modeling_own.OwnForCausalLM",
+    }
+    _change(
+        directory / "config.json",
+        model_type="own",
+        architectures=["OwnForCausalLM"],
+        own_scale=2.0,
+        auto_map=own,
+    )
     tokenizer = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
     _change(directory / "tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map=tokenizer)
     return directory

@@ -15,7 +15,10 @@ class RenamedLlama(Llama):
         return f"blocks.{layer}."
 
     def outer_weights(self, spec: ModelShape) -> dict[str, Weight]:
-        return {role: replace(weight, name=f"outer.{role}") for role, weight in super().outer_weights(spec).items()}
+        return {
+            role: replace(weight, name=f"outer.{role}")
+            for role, weight in super().outer_weights(spec).items()
+        }
 
     def layer_weights(self, spec: ModelShape, layer: int) -> dict[str, Weight]:
         weights = super().layer_weights(spec, layer)

@@ -1,7 +1,8 @@
-"""An environment that is the usual one, whose construction makes its process follow six schedules that differ in everything, and,
-where devices decode and train, change a role at every chance.
+"""An environment that is the usual one, whose construction makes its process follow six schedules
+that differ in everything, and, where devices decode and train, change a role at every chance.
 
-environment.name has it constructed in the coordinator's process, and importing it changes nothing: tests import the names below.
+environment.name has it constructed in the coordinator's process, and importing it changes nothing:
+tests import the names below.
 """
 
 from __future__ import annotations
@@ -52,7 +53,14 @@ def scripted(number: int, outlook: IterationOutlook, responses: int) -> Schedule
     backwards, odd_first = tuple(reversed(indices)), tuple([*indices[1::2], *indices[::2]])
     turns = tuple(Turn(max(0, place - 1), 0.01 * (place % 3)) for place in indices)
     rotated = tuple((index * 3 + 2) % groups for index in indices)
-    order: Sequence[tuple[int, ...]] = (backwards, odd_first, rotated, tuple(indices), backwards, rotated)
+    order: Sequence[tuple[int, ...]] = (
+        backwards,
+        odd_first,
+        rotated,
+        tuple(indices),
+        backwards,
+        rotated,
+    )
     limits = (
         windows((1, 0), (3, 2), (1, 6)),
         windows((2, 0)),
@@ -69,7 +77,9 @@ _begin = ScheduleController.begin_iteration
 _begun = 0
 
 
-def _begin_scripted(self: ScheduleController, outlook: IterationOutlook, iteration: int = 0) -> Schedule:
+def _begin_scripted(
+    self: ScheduleController, outlook: IterationOutlook, iteration: int = 0
+) -> Schedule:
     """As chosen, but for what is scripted; what is recorded is what was followed."""
     global _begun
     _begin(self, outlook, iteration)

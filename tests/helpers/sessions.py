@@ -13,7 +13,8 @@ from pa_npu.samples.types import Sample
 class Sessions(SingleTurn):
     """SingleTurn with another number of samples.
 
-    options: `log`, a file that says when it was opened and closed, and how many samples it made in between.
+    options: `log`, a file that says when it was opened and closed, and how many samples it made in
+    between.
     """
 
     def __init__(self, context: EnvironmentContext) -> None:

@@ -1,4 +1,6 @@
-"""Groups that stand ready: a rollout buffer of one iteration, and the iterator that trainers take microbatches from."""
+"""Groups that stand ready: a rollout buffer of one iteration, and the iterator that trainers take
+microbatches from.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def shelf_iterator(
     freshness: Freshness | None = None,
     columns: RunColumns = NONE,
 ) -> MicrobatchIterator:
-    """All groups as one replica's iteration, in microbatches of so many responses with shared prompts."""
+    """All groups as one replica's iteration, in microbatches of so many responses with shared
+    prompts.
+    """
     return MicrobatchIterator(
         Shelf(groups, columns),  # type: ignore[arg-type]
         replica=0,

@@ -14,7 +14,9 @@ _LISTEN = "0A"
 
 
 def listening(pids: Iterable[int]) -> set[tuple[int, str, int]]:
-    """(pid, address, port) of every TCP socket, IPv4 or IPv6, on which one of the processes accepts connections."""
+    """(pid, address, port) of every TCP socket, IPv4 or IPv6, on which one of the processes accepts
+    connections.
+    """
     found = set()
     for pid in pids:
         inodes = socket_inodes(pid)

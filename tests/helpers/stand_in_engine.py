@@ -26,7 +26,10 @@ class Requests(list[dict[str, Any]]):
 
 
 class Served:
-    """One running stand-in. `stop` closes its port and drops its connections, as a dying engine does."""
+    """One running stand-in.
+
+    `stop` closes its port and drops its connections, as a dying engine does.
+    """
 
     def __init__(self, speed: Speed, port: int = 0, sleeps: bool = False) -> None:
         self.url = ""
@@ -57,7 +60,9 @@ class Served:
 
     def left(self) -> int:
         """Decode steps until nothing is in flight, of what runs."""
-        return max((max(request.lengths) - request.decoded for request in self.engine._running), default=0)
+        return max(
+            (max(request.lengths) - request.decoded for request in self.engine._running), default=0
+        )
 
     def start_again(self, speed: Speed) -> Served:
         """Its successor at the same address, once it has stopped."""
@@ -75,7 +80,9 @@ class Served:
         self._loop.close()
 
     async def _serve(self) -> None:
-        self.engine = StandInEngine(self._speed, vocab_size=100, api_key=API_KEY, sleeps=self._sleeps)
+        self.engine = StandInEngine(
+            self._speed, vocab_size=100, api_key=API_KEY, sleeps=self._sleeps
+        )
         self.engine.requests = self.requests
         async with serving(self.engine, port=self._port) as self.url:
             self._started.set()

@@ -28,7 +28,8 @@ from pa_npu.trainer.learner import Learner
 OPTIMIZER: dict[str, str] = {
     "the step skipped": r"the step made .* where AdamW makes",
     "the rate ten times as high": r"the step made .* where AdamW makes",
-    "the rate of the update before": r"the step made .* where AdamW makes|times as much as AdamW does",
+    "the rate of the update before": r"the step made .* where AdamW makes|times as much as AdamW "
+    r"does",
     "the rate of the update before, told": r"has the learning rate .*, where update \d has",
     "norms decayed": r"the step made .* where AdamW makes",
     "norms decayed, by their group": r"the weight decay of .* is .* instead of 0",
@@ -39,12 +40,14 @@ OPTIMIZER: dict[str, str] = {
     "the gradient scaled before its norm": r"the step made .* where AdamW makes",
     "moments zeroed in the step": r"the step made .* where AdamW makes",
     "moments zeroed between updates": r"of an element of .* is .* before the step, and was",
-    "the square moment zeroed between updates": r"the square moment of an element of .* before the step",
+    "the square moment zeroed between updates": r"the square moment of an element of .* before the "
+    r"step",
     "weights written between updates": r"the weight of an element of .* before the step",
     "the bias correction of another update": r"the step made .* where AdamW makes",
     "betas exchanged": r"the step made .* where AdamW makes",
     "one tensor not stepped": r"the step made .* where AdamW makes",
-    "one tensor's gradient zero": r"the gradient of .* is exactly 0, while that of \d+ other tensors is not",
+    "one tensor's gradient zero": r"the gradient of .* is exactly 0, while that of \d+ other "
+    r"tensors is not",
     "gradients not zeroed": r"was there before the first backward",
 }
 COPIES = "the model's copies not written"  # bf16, of a backend with copies
@@ -64,10 +67,14 @@ LOSS: dict[str, str] = {
     "the KL turned round": r"the gradient of the log-prob of token",
 }
 MODELS: dict[str, str] = {
-    "the policy's log-probs given as the reference's": r"has a KL to the policy of version 0 after 1 updates",
-    "the policy's values under the reference's name": r"the KL to the reference is exactly 0 although",
-    "the policy copied into the reference": r"the reference's weights have changed since it was made",
-    "an old policy that is off in the first update": r"the old policy's log-probs differ from the policy's by",
+    "the policy's log-probs given as the reference's": r"has a KL to the policy of version 0 after "
+    r"1 updates",
+    "the policy's values under the reference's name": r"the KL to the reference is exactly 0 "
+    r"although",
+    "the policy copied into the reference": r"the reference's weights have changed since it was "
+    r"made",
+    "an old policy that is off in the first update": r"the old policy's log-probs differ from the "
+    r"policy's by",
 }
 FAULTS = {**OPTIMIZER, **LOSS, **MODELS}
 """By name, what the run's last line says after "I7 "."""
@@ -80,7 +87,12 @@ EVERYWHERE = {"one tensor's gradient zero", "the policy copied into the referenc
 """Faults that show only where all replicas have them, or that are collective."""
 
 KEYS: dict[str, dict[str, Any]] = {
-    "optimizer": {"weight_decay": 0.5, "clip_grad": 0.05, "warmup_iterations": 3, "learning_rate": 1e-2},
+    "optimizer": {
+        "weight_decay": 0.5,
+        "clip_grad": 0.05,
+        "warmup_iterations": 3,
+        "learning_rate": 1e-2,
+    },
     "algorithm": {"kl_coef": 0.1, "clip_low": 0.3, "clip_high": 0.3, "entropy_coef": 0.0},
     "schedule": {"updates_per_iteration": 2, "iterations": 10},
 }
@@ -152,12 +164,16 @@ def _within(optimizer: torch.optim.Optimizer, around: Callable[..., Any]) -> Cal
     return changed
 
 
-def _moments(optimizer: torch.optim.Optimizer, names: Iterable[str] = ("exp_avg", "exp_avg_sq")) -> list[torch.Tensor]:
+def _moments(
+    optimizer: torch.optim.Optimizer, names: Iterable[str] = ("exp_avg", "exp_avg_sq")
+) -> list[torch.Tensor]:
     return [state[name] for state in optimizer.state.values() for name in names if name in state]
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [
+        p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+    ]
 
 
 @contextmanager
@@ -214,7 +230,11 @@ def _one_left_out(optimizer: Any, call: int) -> Any:
 
 @contextmanager
 def _copies_kept(backend: Any, optimizer: Any, call: int) -> Any:
-    kept = [(tensor.model, tensor.model.clone()) for tensor in backend.stepped() if tensor.model is not None]
+    kept = [
+        (tensor.model, tensor.model.clone())
+        for tensor in backend.stepped()
+        if tensor.model is not None
+    ]
     for part in getattr(backend._optimizer, "chained_optimizers", [backend._optimizer]):
         if hasattr(part, "_copy_main_params_to_model_params"):
             part._copy_main_params_to_model_params = lambda: None
@@ -226,7 +246,9 @@ def _copies_kept(backend: Any, optimizer: Any, call: int) -> Any:
 _STEPS: dict[str, Callable[..., Any]] = {
     "the step skipped": _skipped,
     "the rate ten times as high": partial(_with_settings, "lr", lambda rate, _: 10 * rate),
-    "the rate of the update before": partial(_with_settings, "lr", lambda rate, call: rate * (call - 1) / call),
+    "the rate of the update before": partial(
+        _with_settings, "lr", lambda rate, call: rate * (call - 1) / call
+    ),
     "norms decayed": partial(_with_settings, "weight_decay", lambda decay, _: 0.5),
     "nothing decayed": partial(_with_settings, "weight_decay", lambda decay, _: 0.0),
     "no clip": partial(_with_gradients, lambda gradient: 20.0),
@@ -269,8 +291,15 @@ _BETWEEN: dict[str, Callable[[Any], None]] = {
 
 def _zero_gradient(backend: Any) -> None:
     """Of a norm, or of a matrix where no norm is trained."""
-    tensors = sorted((t for t in backend.stepped() if t.gradient is not None), key=lambda tensor: tensor.dimensions)
-    chosen = tensors[0] if tensors[0].dimensions == 1 else next(t for t in tensors if ".lora_B." in t.name)
+    tensors = sorted(
+        (t for t in backend.stepped() if t.gradient is not None),
+        key=lambda tensor: tensor.dimensions,
+    )
+    chosen = (
+        tensors[0]
+        if tensors[0].dimensions == 1
+        else next(t for t in tensors if ".lora_B." in t.name)
+    )
     chosen.gradient.zero_()
 
 
@@ -284,11 +313,15 @@ def _one_update_behind() -> None:
         owner = sys.modules.get(f"pa_npu.backends.{module}")
         if owner is not None:
             rate = owner.learning_rate
-            vars(owner)["learning_rate"] = lambda config, update, rate=rate: rate(config, max(1, update - 1))
+            vars(owner)["learning_rate"] = lambda config, update, rate=rate: rate(
+                config, max(1, update - 1)
+            )
     toy = sys.modules.get("tests.helpers.toy_backend.backend")
     if toy is not None:
         rate = toy.learning_rate
-        vars(toy)["learning_rate"] = lambda config, update, rate=rate: rate(config, max(1, update - 1))
+        vars(toy)["learning_rate"] = lambda config, update, rate=rate: rate(
+            config, max(1, update - 1)
+        )
 
 
 def _before(owner: Any, method: str, act: Callable[[], Any]) -> None:
@@ -349,7 +382,9 @@ def _behind(factor: float) -> None:
     objectives.Objective.loss = changed  # type: ignore[method-assign]
 
 
-def _change_batch(change: Callable[[Any], Any], config: Callable[[Any], Any] = lambda config: config) -> None:
+def _change_batch(
+    change: Callable[[Any], Any], config: Callable[[Any], Any] = lambda config: config
+) -> None:
     sums = PolicyGradient.loss_sums
 
     def changed(self: PolicyGradient, batch: Any) -> Any:
@@ -378,7 +413,9 @@ def _last_tokens(batch: Any) -> torch.Tensor:
 
 
 def _another_aggregation(batch: Any) -> Any:
-    return replace(batch, weights=1.0 / batch.per_token(batch.response_sum(torch.ones_like(batch.weights))))
+    return replace(
+        batch, weights=1.0 / batch.per_token(batch.response_sum(torch.ones_like(batch.weights)))
+    )
 
 
 def _into_loss(name: str) -> None:
@@ -389,7 +426,9 @@ def _into_loss(name: str) -> None:
         _change_denominator()
     else:
         changes: dict[str, Callable[[Any], Any]] = {
-            "advantages negated inside the loss": lambda batch: replace(batch, advantages=-batch.advantages),
+            "advantages negated inside the loss": lambda batch: replace(
+                batch, advantages=-batch.advantages
+            ),
             "weights of another aggregation": _another_aggregation,
             "advantages moved within a response": _moved,
             "a response's last token without loss": lambda batch: replace(

@@ -1,4 +1,6 @@
-"""Waits of scripted parts, which end in seconds and say why: a test that is stuck names what never came."""
+"""Waits of scripted parts, which end in seconds and say why: a test that is stuck names what never
+came.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import asyncio
 from collections.abc import Callable
 
 LIMIT_S = 20.0
-"""Far more than what a script waits for takes on a busy machine, far less than the deadlines of a run."""
+"""Far more than what a script waits for takes on a busy machine, far less than the deadlines of a
+run.
+"""
 
 
 async def comes(event: asyncio.Event, why: Callable[[], str]) -> None:

@@ -1,4 +1,6 @@
-"""Records of a made-up run, and an attempt of it: python -m tests.helpers.tracked_run TRACKER RUN FIRST LAST."""
+"""Records of a made-up run, and an attempt of it: python -m tests.helpers.tracked_run TRACKER RUN
+FIRST LAST.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,46 @@ def record(iteration: int, **more: Any) -> dict[str, Any]:
 
 
 def evaluation(version: int) -> dict[str, Any]:
-    sets = {"test": {"metrics": {"greedy": {"value": 0.25, "low": 0.1, "high": 0.4}, "pass@4": {"value": 0.5}}}}
+    sets = {
+        "test": {
+            "metrics": {
+                "greedy": {"value": 0.25, "low": 0.1, "high": 0.4},
+                "pass@4": {"value": 0.5},
+            }
+        }
+    }
     return {"version": version, "accuracy": 0.25, "sets": sets}
 
 
 def response(iteration: int, index: int, text: str = "#### 4") -> KeptResponse:
     return KeptResponse(
-        iteration, index, 0, 7, "2+2?", 3, "4", text, "stop", 0, 1.0, {"math": 1.0}, 0.5, True, (), (1, 2), (-0.1, -0.2)
+        iteration,
+        index,
+        0,
+        7,
+        "2+2?",
+        3,
+        "4",
+        text,
+        "stop",
+        0,
+        1.0,
+        {"math": 1.0},
+        0.5,
+        True,
+        (),
+        (1, 2),
+        (-0.1, -0.2),
     )
 
 
 def attempt(tracker: str, run: Path, first: int, last: int) -> None:
     feed.ANSWER_TIMEOUT_S = PATIENCE_S
     settings = TelemetryConfig(trackers=(tracker,), project="arithmetic")
-    with MetricsWriter(run, first) as metrics, Trackers(run, settings, {"run.seed": 1}, first) as trackers:
+    with (
+        MetricsWriter(run, first) as metrics,
+        Trackers(run, settings, {"run.seed": 1}, first) as trackers,
+    ):
         trackers.write_evaluation(metrics.write_evaluation(evaluation(first)))
         for iteration in range(first, last):
             kept = [response(iteration, 0), response(iteration, 1, "é\n中")]

@@ -1,6 +1,8 @@
-"""One trainer rank on prepared groups, without engines: the real assembly, buffer, schedule, step and checkpoints.
+"""One trainer rank on prepared groups, without engines: the real assembly, buffer, schedule, step
+and checkpoints.
 
-    python -m tests.helpers.trainer_rank JOB.json      with RANK, LOCAL_RANK, WORLD_SIZE and PA_NPU_STORE set
+    python -m tests.helpers.trainer_rank JOB.json      with RANK, LOCAL_RANK, WORLD_SIZE and
+                                                       PA_NPU_STORE set
 
 JOB.json is written by run_job. Rank 0 puts the groups and writes the reports.
 """
@@ -38,7 +40,9 @@ def with_advantages(group: Group, advantages: np.ndarray) -> Group:
     return with_trained(group, advantages=np.repeat(advantages, group.trained_lengths))
 
 
-def make_groups(iteration: int, count: int, responses: int, seed: int, vocab: int = 128) -> list[Group]:
+def make_groups(
+    iteration: int, count: int, responses: int, seed: int, vocab: int = 128
+) -> list[Group]:
     """Random groups with ragged responses and nonzero advantages."""
     rng = np.random.default_rng((seed, iteration))
     groups = []
@@ -70,19 +74,26 @@ class Job:
     first: int = 0
     last: int = 1
     export: str | None = None
-    order: list[int] | None = None  # arrival order of the groups, by index; only with schedule.order=completion
+    # arrival order of the groups, by index; only with schedule.order=completion
+    order: list[int] | None = None
     module: str = "tests.helpers.trainer_rank"  # what a rank runs
-    options: dict[str, Any] = field(default_factory=dict)  # further values of JOB.json, for another module
+    # further values of JOB.json, for another module
+    options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def run_job(job: Job, timeout_s: float = 240, ends: tuple[int, ...] | None = None) -> list[dict[str, float]]:
-    """Start all ranks, wait, and return the reports of the iterations. Raises AssertionError with the logs on failure.
+def run_job(
+    job: Job, timeout_s: float = 240, ends: tuple[int, ...] | None = None
+) -> list[dict[str, float]]:
+    """Start all ranks, wait, and return the reports of the iterations. Raises AssertionError with
+    the logs on failure.
 
     ends: the ranks' exit codes, where some are meant to fail.
     """
     job.directory.mkdir(parents=True, exist_ok=True)
-    config_file, job_file, out = (job.directory / name for name in ("config.yaml", "job.json", "reports.json"))
+    config_file, job_file, out = (
+        job.directory / name for name in ("config.yaml", "job.json", "reports.json")
+    )
     config_file.write_text(dump_config(job.config))
     job_file.write_text(
         json.dumps(
@@ -109,13 +120,18 @@ def run_job(job: Job, timeout_s: float = 240, ends: tuple[int, ...] | None = Non
     ranks = []
     for rank in range(world):
         environment = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(start_rank(job.module, str(job_file), environment, job.directory / f"rank{rank}.log"))
+        ranks.append(
+            start_rank(job.module, str(job_file), environment, job.directory / f"rank{rank}.log")
+        )
     try:
         codes = [process.wait(timeout_s) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-    logs = "\n".join(f"--- rank {r}\n{(job.directory / f'rank{r}.log').read_text()[-3000:]}" for r in range(world))
+    logs = "\n".join(
+        f"--- rank {r}\n{(job.directory / f'rank{r}.log').read_text()[-3000:]}"
+        for r in range(world)
+    )
     assert tuple(codes) == (ends or (0,) * world), f"exit codes {codes}\n{logs}"
     reports: list[dict[str, float]] = json.loads(out.read_text())
     return reports
@@ -151,7 +167,9 @@ def main(job_file: str) -> None:
 
         megatron._GRADIENT_BUCKET_MIB = job["bucket_mib"]
     module = backend_module(config.trainer.backend)
-    backend = module.create(config, spec, platform, dist.PrefixStore("trainer", store), rank, 0, timeline)
+    backend = module.create(
+        config, spec, platform, dist.PrefixStore("trainer", store), rank, 0, timeline
+    )
     channel = StoreChannel(store)
     learner = Learner(config, backend, platform, timeline)
     if "fault" in job:
@@ -165,7 +183,9 @@ def main(job_file: str) -> None:
     for iteration in range(job["first"], job["last"]):
         if rank == 0:
             buffer = RolloutBuffer(channel, "run", readers=1)
-            dispatched = put_groups(config, buffer, iteration, job["order"], job.get("sizes"), job.get("fault"))
+            dispatched = put_groups(
+                config, buffer, iteration, job["order"], job.get("sizes"), job.get("fault")
+            )
             DISPATCHED.put(channel, dispatched, iteration=iteration)
             if "sizes" in job:
                 UPDATE_SIZE.put(channel, UpdateSize(job["sizes"][iteration]), iteration=iteration)
@@ -188,7 +208,10 @@ def main(job_file: str) -> None:
 
 def data_state(config: Config, version: int) -> dict[str, Any]:
     """Makes the coordinator's state of the prompts taken before iteration `version`."""
-    return {"position": version * config.schedule.prompts_per_iteration, "fingerprint": "prepared groups"}
+    return {
+        "position": version * config.schedule.prompts_per_iteration,
+        "fingerprint": "prepared groups",
+    }
 
 
 def put_groups(
@@ -199,23 +222,38 @@ def put_groups(
     sizes: list[int] | None = None,
     fault: str | None = None,
 ) -> Dispatched:
-    """Slots as the coordinator assigns them with order=prompt, or in the given arrival order; advantages are those of the rewards.
+    """Slots as the coordinator assigns them with order=prompt, or in the given arrival order;
+    advantages are those of the rewards.
 
-    sizes: of every iteration, as many groups for each replica as schedule.tokens_per_update is said to take; None: all.
+    sizes: of every iteration, as many groups for each replica as schedule.tokens_per_update is said
+    to take; None: all.
     """
     groups = make_groups(
-        iteration, config.schedule.prompts_per_iteration, config.rollout.responses_per_prompt, config.run.seed
+        iteration,
+        config.schedule.prompts_per_iteration,
+        config.rollout.responses_per_prompt,
+        config.run.seed,
     )
     kind = config.algorithm.advantage
     rewards = [group.rewards for group in groups]
-    every = batch_advantages(rewards) if kind == "batch-std" else [group_advantages(one, kind) for one in rewards]
+    every = (
+        batch_advantages(rewards)
+        if kind == "batch-std"
+        else [group_advantages(one, kind) for one in rewards]
+    )
     every = [put_advantages(fault, number, advantages) for number, advantages in enumerate(every)]
-    groups = [with_advantages(group, advantages) for group, advantages in zip(groups, every, strict=True)]
+    groups = [
+        with_advantages(group, advantages) for group, advantages in zip(groups, every, strict=True)
+    ]
     taken = len(groups) if sizes is None else sizes[iteration] * config.mesh.data
     sent = []
     for place, index in enumerate(order or range(taken)):
         buffer.put(groups[index], place % config.mesh.data, place // config.mesh.data)
-        sent.append(DispatchedGroup(index, place % config.mesh.data, tuple(groups[index].trained_lengths.tolist())))
+        sent.append(
+            DispatchedGroup(
+                index, place % config.mesh.data, tuple(groups[index].trained_lengths.tolist())
+            )
+        )
     return Dispatched(iteration, tuple(sent))
 
 

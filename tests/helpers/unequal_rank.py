@@ -1,9 +1,10 @@
-"""One trainer rank whose replicas have unequal numbers of microbatches, through the real backend and learner.
+"""One trainer rank whose replicas have unequal numbers of microbatches, through the real backend
+and learner.
 
 python -m tests.helpers.unequal_rank JOB.json      started by trainer_rank.run_job, like that module
 
-JOB.json's "shares": the groups of each replica, by index. Rank 0 writes the reports, which have the probe's
-difference before the update ("probe_max").
+JOB.json's "shares": the groups of each replica, by index. Rank 0 writes the reports, which have the
+probe's difference before the update ("probe_max").
 """
 
 from __future__ import annotations
@@ -45,18 +46,29 @@ def main(job_file: str) -> None:
     platform.seed_all(config.run.seed)
     platform.set_deterministic(True)
     spec, timeline = ModelSpec.read(config.model.path), Timeline(None, "")
-    backend = backend_module(config.trainer.backend).create(config, spec, platform, store, rank, 0, timeline)
+    backend = backend_module(config.trainer.backend).create(
+        config, spec, platform, store, rank, 0, timeline
+    )
     learner = Learner(config, backend, platform, timeline)
     reports, routes = [], routes_of(config)
     for iteration in range(job["first"], job["last"]):
         groups = make_groups(
-            iteration, config.schedule.prompts_per_iteration, config.rollout.responses_per_prompt, config.run.seed
+            iteration,
+            config.schedule.prompts_per_iteration,
+            config.rollout.responses_per_prompt,
+            config.run.seed,
         )
         kind = config.algorithm.advantage
         groups = [with_advantages(group, group_advantages(group.rewards, kind)) for group in groups]
         if routes is not None:
-            groups = [with_random_routes(group, routes, 100 * iteration + group.index, 0.02) for group in groups]
-        own = [replace(groups[index], index=slot) for slot, index in enumerate(job["shares"][backend.place.replica])]
+            groups = [
+                with_random_routes(group, routes, 100 * iteration + group.index, 0.02)
+                for group in groups
+            ]
+        own = [
+            replace(groups[index], index=slot)
+            for slot, index in enumerate(job["shares"][backend.place.replica])
+        ]
         learner.publish(iteration)
         probed = learner.probe([pack([group], True, config.pad_multiple) for group in own])
         rollouts = shelf_iterator(

@@ -1,4 +1,6 @@
-"""Runs in every state, served to a browser, and the list of pictures to look at after a change of the page."""
+"""Runs in every state, served to a browser, and the list of pictures to look at after a change of
+the page.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def make_chained(folder: Path) -> Path:
         write_chain(folder / name, steps)
     file = folder / "damaged" / CHAIN
     name = f"w{DAMAGED_ITERATION + 1}"
-    file.write_text(file.read_text().replace(f'"weights_after": "{name}"', '"weights_after": "<b>other</b>"'))
+    file.write_text(
+        file.read_text().replace(f'"weights_after": "{name}"', '"weights_after": "<b>other</b>"')
+    )
     steps[FLIPPED_ITERATION + 2].logprobs[0, 0, 0] += np.float32(1e-6)
     write_chain(folder / "upgraded", steps, {"engines": "vllm 0.12.0 <b>"})
     steps[FLIPPED_ITERATION].rewards.view(np.uint32)[FLIPPED_GROUP, FLIPPED_RESPONSE] ^= 1
@@ -84,28 +88,42 @@ class Picture:
 
 BESIDE = "whole/?with=flipped&with=equal&with=upgraded&with=without"
 PICTURES = {
-    "runs": Picture("", "each state has its chip; causes and numbers in their columns", "view_runs"),
+    "runs": Picture(
+        "", "each state has its chip; causes and numbers in their columns", "view_runs"
+    ),
     "overview": Picture("good/#overview", "tiles, advice, the curves' axes and legends"),
-    "overview_two": Picture("good/?with=resumed#overview", "two hues, the header names both", "view_overview"),
+    "overview_two": Picture(
+        "good/?with=resumed#overview", "two hues, the header names both", "view_overview"
+    ),
     "resumed": Picture("resumed/#overview", "marks of the resume and of checkpoints on each curve"),
     "crashed": Picture("crashed/#overview", "the cause on top, with the end of the log"),
     "stopped": Picture("stopped/#overview", "which signal, and how to continue"),
     "silent": Picture("at work/#overview", "since when nothing was written"),
     "empty": Picture("empty/#overview", "no iteration yet: a way to the processes, no empty chart"),
     "chain": Picture("whole/#overview", "the chain's mark, extent and newest digest"),
-    "chain_beside": Picture(f"{BESIDE}#overview", "a verdict for each other run, and what differs first"),
+    "chain_beside": Picture(
+        f"{BESIDE}#overview", "a verdict for each other run, and what differs first"
+    ),
     "chain_damaged": Picture("damaged/#overview", "which line, and until where the chain is whole"),
-    "timeline": Picture("good/#timeline?i=1", "names of rows, hatched waits, numbers below", "view_timeline"),
+    "timeline": Picture(
+        "good/#timeline?i=1", "names of rows, hatched waits, numbers below", "view_timeline"
+    ),
     "samples": Picture(
         "good/?with=resumed#samples?i=1&c=difference&g=3",
         "coloured tokens, the histogram, the other run's answers",
         "view_samples",
     ),
     "session": Picture("good/#samples?i=0&g=2", "the tree of turns, messages by role"),
-    "hostile": Picture("good/#samples?i=0&g=0", "texts that are markup or control characters, as texts"),
-    "evaluation": Picture("good/#evaluation?n=4", "intervals, questions gained and lost", "view_evaluation"),
+    "hostile": Picture(
+        "good/#samples?i=0&g=0", "texts that are markup or control characters, as texts"
+    ),
+    "evaluation": Picture(
+        "good/#evaluation?n=4", "intervals, questions gained and lost", "view_evaluation"
+    ),
     "configuration": Picture(
-        "good/?with=other#configuration", "the keys that differ, in both colours", "view_configuration"
+        "good/?with=other#configuration",
+        "the keys that differ, in both colours",
+        "view_configuration",
     ),
     "processes": Picture("crashed/#processes", "the chosen log, warnings in colour"),
 }

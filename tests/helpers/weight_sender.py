@@ -1,4 +1,6 @@
-"""Plays the trainers of one pipeline stage to an engine: its group, and the weights of an HF directory as a version."""
+"""Plays the trainers of one pipeline stage to an engine: its group, and the weights of an HF
+directory as a version.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +41,9 @@ class WeightSender:
         base: Base | None = None,
         **sizes: int,
     ) -> LoadedWeights:
-        """One engine of one worker joins, receives and loads. sent_version: what the header says instead of `version`. joined: it
-        receives beside generation, and keeps what it has until it swaps; set when that may begin. base: what the tensors of
-        `model` are adapters of.
+        """One engine of one worker joins, receives and loads. sent_version: what the header says
+        instead of `version`. joined: it receives beside generation, and keeps what it has until it
+        swaps; set when that may begin. base: what the tensors of `model` are adapters of.
 
         sizes: of the model, which engines compare with their own.
         """
@@ -51,7 +53,9 @@ class WeightSender:
         stages = [{"name": name, "manifest": manifest.to_json()}]
         groups = WeightGroups(("127.0.0.1", self._store.port), 1, 2, stages, "gloo", TIMEOUT_S)
         header = version if sent_version is None else sent_version
-        sending = asyncio.get_running_loop().run_in_executor(None, self._send, name, header, manifest, tensors)
+        sending = asyncio.get_running_loop().run_in_executor(
+            None, self._send, name, header, manifest, tensors
+        )
         try:
             await engine.join_weight_groups(groups, deadline_s=TIMEOUT_S)
             if joined is None:
@@ -66,7 +70,9 @@ class WeightSender:
         await sending
         return loaded
 
-    def _send(self, name: str, version: int, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
+    def _send(
+        self, name: str, version: int, manifest: Manifest, tensors: dict[str, torch.Tensor]
+    ) -> None:
         group = transport.join_group(
             *("127.0.0.1", self._store.port, name),
             rank=0,
@@ -75,15 +81,22 @@ class WeightSender:
             timeout_s=TIMEOUT_S,
             describe="the test's sender",
         )
-        deadline = transport.Deadline(TIMEOUT_S, transport.Abandonment("127.0.0.1", self._store.port, name).reason)
+        deadline = transport.Deadline(
+            TIMEOUT_S, transport.Abandonment("127.0.0.1", self._store.port, name).reason
+        )
         try:
             buffers = [torch.tensor([version, manifest.digest], dtype=torch.int64)]
             for bucket in manifest.buckets:
-                parts = [tensors[s.name].flatten()[s.start : s.start + s.size] for s in bucket.segments]
+                parts = [
+                    tensors[s.name].flatten()[s.start : s.start + s.size] for s in bucket.segments
+                ]
                 buffers.append(torch.cat(parts))
             for buffer in buffers:
                 transport.wait(
-                    transport.broadcast(group, buffer), deadline, "the test sends", "look at the engine's log"
+                    transport.broadcast(group, buffer),
+                    deadline,
+                    "the test sends",
+                    "look at the engine's log",
                 )
         except BaseException:
             transport.drop_group(group)
@@ -92,7 +105,11 @@ class WeightSender:
 
 
 def tensors_of(model: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(model.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def manifest_of(tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> Manifest:
@@ -100,10 +117,15 @@ def manifest_of(tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> Mani
     segments: list[Segment] = []
     for name, tensor in tensors.items():
         starts = range(0, tensor.numel(), _BUCKET_ELEMENTS)
-        segments += [Segment(name, start, min(_BUCKET_ELEMENTS, tensor.numel() - start)) for start in starts]
+        segments += [
+            Segment(name, start, min(_BUCKET_ELEMENTS, tensor.numel() - start)) for start in starts
+        ]
     buckets: list[list[Segment]] = [[]]
     for segment in segments:
-        if sum(other.size for other in buckets[-1]) + segment.size > _BUCKET_ELEMENTS and buckets[-1]:
+        if (
+            sum(other.size for other in buckets[-1]) + segment.size > _BUCKET_ELEMENTS
+            and buckets[-1]
+        ):
             buckets.append([])
         buckets[-1].append(segment)
     shapes: dict[str, Any] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

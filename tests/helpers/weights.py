@@ -1,4 +1,6 @@
-"""Stand-ins for the weight tests: HF directories of random tensors, Megatron-named stages, gloo groups between threads."""
+"""Stand-ins for the weight tests: HF directories of random tensors, Megatron-named stages, gloo
+groups between threads.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ EXPERTS, EXPERT_FFN, DENSE_LAYER = 8, 16, 1
 def make_checkpoint(
     directory: Path, family: str, *, tied: bool, vocab: int = 64, dtype: torch.dtype = torch.float32
 ) -> ModelSpec:
-    """An HF directory (4 layers, 8 heads, 4 kv heads) whose tensors follow the HF names written out here by hand."""
+    """An HF directory (4 layers, 8 heads, 4 kv heads) whose tensors follow the HF names written out
+    here by hand.
+    """
     hidden, ffn, heads, kv_heads, head_dim, layers = 32, 48, 8, 4, 8, 4
     directory.mkdir(parents=True, exist_ok=True)
     config = {
@@ -46,16 +50,27 @@ def make_checkpoint(
         "torch_dtype": "bfloat16",
     }
     if family == "qwen3_moe":
-        config |= {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_FFN}
+        config |= {
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": EXPERT_FFN,
+        }
         config["mlp_only_layers"] = [DENSE_LAYER]
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer.json").write_text("{}")
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
     if not tied:
         shapes["lm_head.weight"] = (vocab, hidden)
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
-        for name, rows in (("q", heads * head_dim), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim)):
+        for name, rows in (
+            ("q", heads * head_dim),
+            ("k", kv_heads * head_dim),
+            ("v", kv_heads * head_dim),
+        ):
             shapes[f"{prefix}self_attn.{name}_proj.weight"] = (rows, hidden)
             if family == "qwen2":
                 shapes[f"{prefix}self_attn.{name}_proj.bias"] = (rows,)
@@ -75,14 +90,17 @@ def make_checkpoint(
         shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
     generator = torch.Generator().manual_seed(vocab)
     save_file(
-        {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}, directory / "model.safetensors"
+        {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()},
+        directory / "model.safetensors",
     )
     return ModelSpec.read(str(directory))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Which share of the model a stand-in stage holds. ep_size ranks share its experts, over replicas where TP has fewer."""
+    """Which share of the model a stand-in stage holds. ep_size ranks share its experts, over
+    replicas where TP has fewer.
+    """
 
     tp_size: int = 1
     stage: int = 0
@@ -102,20 +120,34 @@ class Stage:
 
     def parameter_names(self, spec: ModelSpec) -> list[str]:
         per_stage = spec.num_layers // self.num_stages
-        rests = ["input_layernorm.weight", "self_attention.linear_proj.weight", "self_attention.linear_qkv.weight"]
+        rests = [
+            "input_layernorm.weight",
+            "self_attention.linear_proj.weight",
+            "self_attention.linear_qkv.weight",
+        ]
         rests += ["self_attention.linear_qkv.bias"] * spec.qkv_bias
-        rests += ["self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"] * spec.qk_norm
+        rests += [
+            "self_attention.q_layernorm.weight",
+            "self_attention.k_layernorm.weight",
+        ] * spec.qk_norm
         rests += ["pre_mlp_layernorm.weight"]
-        dense, sparse = ["linear_fc1.weight", "linear_fc2.weight"], ["router.weight", "experts.gate_up", "experts.down"]
+        dense, sparse = (
+            ["linear_fc1.weight", "linear_fc2.weight"],
+            ["router.weight", "experts.gate_up", "experts.down"],
+        )
         names = []
         for layer in range(per_stage):
             kinds = sparse if spec.has_experts(layer + per_stage * self.stage) else dense
-            names += [f"decoder.layers.{layer}.{rest}" for rest in [*rests, *(f"mlp.{kind}" for kind in kinds)]]
+            names += [
+                f"decoder.layers.{layer}.{rest}"
+                for rest in [*rests, *(f"mlp.{kind}" for kind in kinds)]
+            ]
         if self.stage == 0:
             names.insert(0, hf_map.EMBEDDING)
         if self.stage == self.num_stages - 1:
             names.append(hf_map.FINAL_NORM)
-            # as in Megatron: a tied model has its own copy only where the embedding is on another stage
+            # as in Megatron: a tied model has its own copy only where the embedding is on another
+            # stage
             if not spec.tied or self.num_stages > 1:
                 names.append(hf_map.OUTPUT)
         return names
@@ -136,18 +168,24 @@ class Stage:
                 if not hasattr(owner, child):
                     owner.add_module(child, torch.nn.Module())
                 owner = getattr(owner, child)
-            owner.register_parameter(leaf, torch.nn.Parameter(torch.full(shape, float("nan"), dtype=dtype)))
+            owner.register_parameter(
+                leaf, torch.nn.Parameter(torch.full(shape, float("nan"), dtype=dtype))
+            )
         for layer, transformer_layer in module.decoder.layers.named_children():
             transformer_layer.layer_number = offset + int(layer) + 1
         return module
 
-    def load(self, spec: ModelSpec, rank: int, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    def load(
+        self, spec: ModelSpec, rank: int, dtype: torch.dtype = torch.float32
+    ) -> torch.nn.Module:
         module = self.build(spec, dtype)
         hf_map.load_hf(module, spec, self.place(rank))
         return module
 
 
-def gloo_group(store: dist.Store, name: str, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
+def gloo_group(
+    store: dist.Store, name: str, rank: int, size: int, timeout_s: float
+) -> dist.ProcessGroup:
     """A gloo group of threads of one process, outside torch's registry of groups."""
     prefixed = dist.PrefixStore(name, store)
     group = dist.ProcessGroup(prefixed, rank, size)
@@ -169,10 +207,15 @@ def run_threads(*functions: Callable[[], T]) -> list[T | Exception]:
         except Exception as error:  # handed to the test, which asserts on it
             results[index] = error
 
-    threads = [threading.Thread(target=call, args=item, name=f"member-{item[0]}") for item in enumerate(functions)]
+    threads = [
+        threading.Thread(target=call, args=item, name=f"member-{item[0]}")
+        for item in enumerate(functions)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "a member of the group hangs past every deadline"
+    assert not any(thread.is_alive() for thread in threads), (
+        "a member of the group hangs past every deadline"
+    )
     return results

@@ -1,10 +1,12 @@
-"""One trainer rank that publishes the weights of several HF directories, one after another, and can export the last.
+"""One trainer rank that publishes the weights of several HF directories, one after another, and can
+export the last.
 
     python -m tests.helpers.weights_rank JOB.json      with RANK set
 
-JOB.json: {"trainer": section, "models": [directory of version 0, ...], "store": [host, port], "workers": engine workers,
-"bucket_mib": float, "export": directory or null}. Through the store: `manifest/STAGE` is set by each stage's leader,
-`digests/VERSION/STAGE` too; a version is published once `go/VERSION` is there.
+JOB.json: {"trainer": section, "models": [directory of version 0, ...], "store": [host, port],
+"workers": engine workers, "bucket_mib": float, "export": directory or null}. Through the store:
+`manifest/STAGE` is set by each stage's leader, `digests/VERSION/STAGE` too; a version is published
+once `go/VERSION` is there.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ def main(job_file: str) -> None:
     rank = int(os.environ["RANK"])
     models = [Path(path) for path in job["models"]]
     host, port = job["store"]
-    config = model_config(models[0], trainer=job["trainer"], model={"dtype": job.get("dtype", "fp32")})
+    config = model_config(
+        models[0], trainer=job["trainer"], model={"dtype": job.get("dtype", "fp32")}
+    )
     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
     place = initialise_parallel(config, PLATFORM, dist.PrefixStore("ranks", store), rank)
     spec = ModelSpec.read(str(models[0]))

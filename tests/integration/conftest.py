@@ -1,4 +1,6 @@
-"""Fixtures of integration tests: tiny models with random weights and their questions, and runs of the coordinator."""
+"""Fixtures of integration tests: tiny models with random weights and their questions, and runs of
+the coordinator.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def tiny_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], str]]:
-    """Gives rollout.attach for runs of a model that do not test an engine's start: a transformers engine that all of them share.
+    """Gives rollout.attach for runs of a model that do not test an engine's start: a transformers
+    engine that all of them share.
 
     Such a run needs KEY in its environment.
     """
@@ -37,7 +40,9 @@ def shared_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
         @cache
         def attach(model: Path) -> str:
-            engine = EngineProcess("transformers", model, tmp_path_factory.mktemp("engine"), {"max_num_seqs": 256})
+            engine = EngineProcess(
+                "transformers", model, tmp_path_factory.mktemp("engine"), {"max_num_seqs": 256}
+            )
             started.callback(engine.kill)
             asyncio.run(engine.wait_ready())
             return f"[{engine.url}]"
@@ -53,6 +58,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path, inputs: Path) -> Iterator[Callable[..., Run]]:
-    """Starts stand-in engines and a coordinator, with the arguments of `coordinator_run`; they end with the test."""
+    """Starts stand-in engines and a coordinator, with the arguments of `coordinator_run`; they end
+    with the test.
+    """
     with ExitStack() as started:
-        yield lambda **arguments: started.enter_context(coordinator_run(tmp_path, inputs, **arguments))
+        yield lambda **arguments: started.enter_context(
+            coordinator_run(tmp_path, inputs, **arguments)
+        )

@@ -1,4 +1,6 @@
-"""Runs of agents end to end: periodic equals synchronous bit for bit, also where an engine or the coordinator is killed."""
+"""Runs of agents end to end: periodic equals synchronous bit for bit, also where an engine or the
+coordinator is killed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 400.0
 GROUPS, RESPONSES, ITERATIONS = 4, 2, 2
 
-# Three requests to a task, eight tasks at once: a question, a sub-agent's, and one that goes on with the first.
+# Three requests to a task, eight tasks at once: a question, a sub-agent's, and one that goes on
+# with the first.
 AGENT = """
 import json, os, threading, urllib.request
 def ask(url, key, body=None):
@@ -74,7 +77,11 @@ def launch(tiny: Path, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
             "telemetry.trackers": "[]",
         }
         (tmp_path / name).mkdir()
-        started.append(Launched(tmp_path / name, "run", *settings(tiny, tmp_path / name / "run", **(keys | others))))
+        started.append(
+            Launched(
+                tmp_path / name, "run", *settings(tiny, tmp_path / name / "run", **(keys | others))
+            )
+        )
         return started[-1]
 
     yield start
@@ -95,10 +102,14 @@ def ended(run: Launched) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]
 
 
 def assert_equal(one: Any, other: Any) -> None:
-    assert [(r["loss"], r["reward_mean"]) for r in one[1]] == [(r["loss"], r["reward_mean"]) for r in other[1]]
+    assert [(r["loss"], r["reward_mean"]) for r in one[1]] == [
+        (r["loss"], r["reward_mean"]) for r in other[1]
+    ]
     different = [name for name, tensor in other[0].items() if not torch.equal(one[0][name], tensor)]
     assert not different, f"tensors that differ: {different}"
-    assert any(record["reward_std"] > 0 for record in one[1]), "negative control: there is something to learn"
+    assert any(record["reward_std"] > 0 for record in one[1]), (
+        "negative control: there is something to learn"
+    )
 
 
 def test_periodic_equals_synchronous_to_the_bit(launch: Callable[..., Launched]) -> None:
@@ -119,7 +130,11 @@ def test_a_run_with_a_killed_process_equals_the_quiet_one(
     quiet = ended(launch("quiet"))
     run = launch("disturbed", checkpoint__every=1)
     log = run.output_file.parent / "run" / "logs" / "coordinator.log"
-    run.wait_for(lambda: log.is_file() and "weight version 1 on 1 engine " in log.read_text(), "iteration 1", TIMEOUT_S)
+    run.wait_for(
+        lambda: log.is_file() and "weight version 1 on 1 engine " in log.read_text(),
+        "iteration 1",
+        TIMEOUT_S,
+    )
     process = find(run, victim)
     assert process is not None
     os.kill(process, signal.SIGKILL)
@@ -131,7 +146,10 @@ def test_a_run_with_a_killed_process_equals_the_quiet_one(
 def test_the_example_trains_what_was_sampled_and_learns_to_call_its_tool(tmp_path: Path) -> None:
     """configs/grpo_tiny_agent.yaml with an engine of transformers."""
     made = tmp_path / "made"
-    assert make_tiny_model.main(["--out", str(made), "--task", "agent", "--train-questions", "256"]) == 0
+    assert (
+        make_tiny_model.main(["--out", str(made), "--task", "agent", "--train-questions", "256"])
+        == 0
+    )
     keys = {
         "run.dir": tmp_path / "run",
         "model.path": made / "model",
@@ -146,9 +164,19 @@ def test_the_example_trains_what_was_sampled_and_learns_to_call_its_tool(tmp_pat
         assert run.popen.wait(800) == 0, run.output
     finally:
         run.close()
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all(record["logprob_diff_max"] < 1e-3 for record in records), "the trainer saw what the engine wrote"
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert all(record["logprob_diff_max"] < 1e-3 for record in records), (
+        "the trainer saw what the engine wrote"
+    )
     rewards = [record["reward_mean"] for record in records]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.1, rewards
-    before, *_, after = (json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines())
-    assert before["accuracy"] < 0.1 and after["accuracy"] > 0.4, (before["accuracy"], after["accuracy"])
+    before, *_, after = (
+        json.loads(line)
+        for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
+    )
+    assert before["accuracy"] < 0.1 and after["accuracy"] > 0.4, (
+        before["accuracy"],
+        after["accuracy"],
+    )

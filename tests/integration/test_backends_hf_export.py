@@ -1,4 +1,6 @@
-"""HF export from several trainer ranks: transformers loads it and finds the tensors that the trainers had loaded."""
+"""HF export from several trainer ranks: transformers loads it and finds the tensors that the
+trainers had loaded.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_export_of_a_parallel_job_is_the_model(
         for process in ranks:
             process.kill()
             process.wait()
-    logs = "\n".join((tmp_path / f"rank{rank}.log").read_text()[-3000:] for rank in range(trainer["devices"]))
+    logs = "\n".join(
+        (tmp_path / f"rank{rank}.log").read_text()[-3000:] for rank in range(trainer["devices"])
+    )
     assert codes == [0] * trainer["devices"], logs
 
     files = list(target.glob("*.safetensors"))
@@ -56,7 +60,10 @@ def test_export_of_a_parallel_job_is_the_model(
     expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     found, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(report.values()), report
-    assert found.dtype == torch.float32 and json.loads((target / "config.json").read_text())["dtype"] == "float32"
+    assert (
+        found.dtype == torch.float32
+        and json.loads((target / "config.json").read_text())["dtype"] == "float32"
+    )
     for (name, ours), theirs in zip(found.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
     tokens = torch.arange(3, 20)[None]

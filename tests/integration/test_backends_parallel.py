@@ -1,4 +1,6 @@
-"""Loss, gradient norm and frozen log-probs do not depend on TP, PP, DP, SP, recomputation or the optimizer's sharding."""
+"""Loss, gradient norm and frozen log-probs do not depend on TP, PP, DP, SP, recomputation or the
+optimizer's sharding.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.megatron import hf_gradients, model_config
-from tests.helpers.model_rank import GROUPS, launch, microbatches, policy_loss, run_layout, sequences
+from tests.helpers.model_rank import (
+    GROUPS,
+    launch,
+    microbatches,
+    policy_loss,
+    run_layout,
+    sequences,
+)
 from tests.helpers.models import make_model
 
 pytestmark = pytest.mark.integration
@@ -21,7 +30,11 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "TP2": {"tensor_parallel": 2},
     "TP2+full": {"tensor_parallel": 2, "recompute": "full"},
     "PP2": {"pipeline_parallel": 2},
-    "PP2+selective": {"pipeline_parallel": 2, "recompute": "selective", "distributed_optimizer": False},
+    "PP2+selective": {
+        "pipeline_parallel": 2,
+        "recompute": "selective",
+        "distributed_optimizer": False,
+    },
     "DP2": {},
     "DP2 unsharded": {"distributed_optimizer": False},
 }
@@ -41,13 +54,20 @@ class World:
         self.directory = directory
 
     def run(self, layouts: dict[str, dict[str, Any]], devices: int) -> dict[str, Any]:
-        sections = {name: {"trainer": {"devices": devices, **trainer}} for name, trainer in layouts.items()}
-        sections["bf16"] = {"trainer": {"devices": devices, **next(iter(layouts.values()))}, "model": {"dtype": "bf16"}}
+        sections = {
+            name: {"trainer": {"devices": devices, **trainer}} for name, trainer in layouts.items()
+        }
+        sections["bf16"] = {
+            "trainer": {"devices": devices, **next(iter(layouts.values()))},
+            "model": {"dtype": "bf16"},
+        }
         job = {"model": str(self.model), "reference": str(self.reference), "layouts": sections}
         return launch(job, devices, self.directory)
 
 
-def assert_equal_updates(results: dict[str, Any], layouts: dict[str, dict[str, Any]], single: dict[str, Any]) -> None:
+def assert_equal_updates(
+    results: dict[str, Any], layouts: dict[str, dict[str, Any]], single: dict[str, Any]
+) -> None:
     for name in layouts:
         for update in range(2):
             for key in ("loss", "grad_norm"):
@@ -57,7 +77,9 @@ def assert_equal_updates(results: dict[str, Any], layouts: dict[str, dict[str, A
     for key in ("loss", "grad_norm"):
         assert results["bf16"][key] == pytest.approx(single[key], rel=0.05), f"bf16, {key}"
     losses = single["loss"]
-    assert abs(losses[1] - losses[0]) > 1e-2 * abs(losses[0]), "the first update must show in the second loss"
+    assert abs(losses[1] - losses[0]) > 1e-2 * abs(losses[0]), (
+        "the first update must show in the second loss"
+    )
 
 
 def test_two_ranks_equal_one_for_qwen3_tied(tmp_path: Path) -> None:
@@ -67,7 +89,9 @@ def test_two_ranks_equal_one_for_qwen3_tied(tmp_path: Path) -> None:
     assert_equal_updates(results, TWO_RANKS, world.single)
 
     errors = results["vocab_parallel"]
-    assert max(errors.values()) < 1e-13, f"vocabulary-parallel log-prob against the full softmax in fp64: {errors}"
+    assert max(errors.values()) < 1e-13, (
+        f"vocabulary-parallel log-prob against the full softmax in fp64: {errors}"
+    )
     first, second = results["PP2"]["ranks"]
     assert (first["stage"], second["stage"]) == (0, 1)
     assert [ranks["replica"] for ranks in results["DP2"]["ranks"]] == [0, 1]
@@ -91,12 +115,15 @@ MIXTURE_ON_FOUR: dict[str, dict[str, Any]] = {
     "PP2 x EP2 sharded": {"pipeline_parallel": 2, "expert_parallel": 2},
 }
 MIXTURE_ON_FOUR |= {
-    f"{name} separate": {**MIXTURE_ON_FOUR[name], "shared_prompt": False} for name in ("TP2 x EP2", "PP2 x EP2")
+    f"{name} separate": {**MIXTURE_ON_FOUR[name], "shared_prompt": False}
+    for name in ("TP2 x EP2", "PP2 x EP2")
 }
 
 
 class Mixture(World):
-    """A mixture of experts with a dense layer in the middle, and what transformers makes of the same microbatches."""
+    """A mixture of experts with a dense layer in the middle, and what transformers makes of the
+    same microbatches.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -111,35 +138,59 @@ class Mixture(World):
                 logits = hf_model(sequence[None]).logits[0, prompt - 1 : -1] / 0.9
                 logprobs = logits.log_softmax(-1).gather(-1, sequence[prompt:, None]).squeeze(-1)
                 policy_loss(logprobs, own).backward()
-        num_targets = sum(sum(responses) for _, responses in GROUPS)  # by which Megatron's schedule divides
-        self.gradients = {name: gradient / num_targets for name, gradient in hf_gradients(hf_model).items()}
+        # by which Megatron's schedule divides
+        num_targets = sum(sum(responses) for _, responses in GROUPS)
+        self.gradients = {
+            name: gradient / num_targets for name, gradient in hf_gradients(hf_model).items()
+        }
 
     def check(self, layouts: dict[str, dict[str, Any]], devices: int) -> None:
-        """Both updates equal those of one rank; gradients, where the optimizer is not sharded, those of transformers."""
+        """Both updates equal those of one rank; gradients, where the optimizer is not sharded,
+        those of transformers.
+        """
         sections = {
             name: {
-                "trainer": {"devices": devices, **{k: v for k, v in keys.items() if k != "shared_prompt"}},
+                "trainer": {
+                    "devices": devices,
+                    **{k: v for k, v in keys.items() if k != "shared_prompt"},
+                },
                 "attention": {"shared_prompt": keys.get("shared_prompt", True)},
             }
             for name, keys in layouts.items()
         }
         written = self.directory / "gradients"
-        paths = {"model": str(self.model), "reference": str(self.reference), "gradients": str(written)}
+        paths = {
+            "model": str(self.model),
+            "reference": str(self.reference),
+            "gradients": str(written),
+        }
         results = launch({**paths, "layouts": sections}, devices, self.directory)
         for name, keys in layouts.items():
             for key in ("loss", "grad_norm", "reference"):
-                assert results[name][key] == pytest.approx(self.single[key], rel=1e-5), f"{name}, {key}"
+                assert results[name][key] == pytest.approx(self.single[key], rel=1e-5), (
+                    f"{name}, {key}"
+                )
             if keys.get("distributed_optimizer", True):
                 continue
-            found = {k: v for file in (written / name).glob("*.safetensors") for k, v in load_file(file).items()}
+            found = {
+                k: v
+                for file in (written / name).glob("*.safetensors")
+                for k, v in load_file(file).items()
+            }
             assert found.keys() == self.gradients.keys()
             for tensor, expected in self.gradients.items():
-                error = (found[tensor] - expected).abs().max() / expected.abs().max().clamp_min(1e-4)
-                assert error < 1e-5, f"{name}: gradient of {tensor} differs by {error:.1e} of its largest element"
+                error = (found[tensor] - expected).abs().max() / expected.abs().max().clamp_min(
+                    1e-4
+                )
+                assert error < 1e-5, (
+                    f"{name}: gradient of {tensor} differs by {error:.1e} of its largest element"
+                )
 
 
 def test_experts_shared_by_two_ranks_train_as_transformers_does(tmp_path: Path) -> None:
-    """Both ways of dispatch, shared prompts on and off, sharded optimizer or not, replicas or tensor-parallel ranks."""
+    """Both ways of dispatch, shared prompts on and off, sharded optimizer or not, replicas or
+    tensor-parallel ranks.
+    """
     Mixture(tmp_path).check(MIXTURE_ON_TWO, 2)
 
 

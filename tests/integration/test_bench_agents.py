@@ -1,4 +1,6 @@
-"""Benchmarks of agents run, compare equal work, and have figures that are consistent with one another."""
+"""Benchmarks of agents run, compare equal work, and have figures that are consistent with one
+another.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_benchmark_of_the_gateway_measures_equal_loads_and_soaks(tmp_path: Path) -> None:
-    options = ["--sessions", "12", "--at-once", "4", "--turns", "3", "--tokens", "8", "--step-ms", "2", "--soak", "24"]
+    options = [
+        "--sessions",
+        "12",
+        "--at-once",
+        "4",
+        "--turns",
+        "3",
+        "--tokens",
+        "8",
+        "--step-ms",
+        "2",
+        "--soak",
+        "24",
+    ]
     command = [
         sys.executable,
         str(ROOT / "tools" / "bench_agents.py"),
@@ -22,7 +37,9 @@ def test_benchmark_of_the_gateway_measures_equal_loads_and_soaks(tmp_path: Path)
         "--json",
         str(tmp_path / "figures.json"),
     ]
-    said = subprocess.run(command, check=True, timeout=280, cwd=tmp_path, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        command, check=True, timeout=280, cwd=tmp_path, capture_output=True, text=True
+    ).stdout
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["requests"] == [36, 36], "every session has three answers, either way"
     assert figures["cpu_ms"] > 0 and f"overhead {figures['overhead_ms']:.2f} ms" in said
@@ -31,7 +48,9 @@ def test_benchmark_of_the_gateway_measures_equal_loads_and_soaks(tmp_path: Path)
     )
 
 
-def test_benchmark_of_trees_computes_unique_tokens_and_has_the_gradient_of_separate_sequences(tmp_path: Path) -> None:
+def test_benchmark_of_trees_computes_unique_tokens_and_has_the_gradient_of_separate_sequences(
+    tmp_path: Path,
+) -> None:
     options = [
         "--trees",
         "--prompt",
@@ -46,7 +65,9 @@ def test_benchmark_of_trees_computes_unique_tokens_and_has_the_gradient_of_separ
         "1",
     ]
     command = [sys.executable, str(ROOT / "tools" / "bench_trainer.py"), *options, "--json"]
-    said = subprocess.run(command, check=True, timeout=280, cwd=tmp_path, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        command, check=True, timeout=280, cwd=tmp_path, capture_output=True, text=True
+    ).stdout
     rows = json.loads(said.splitlines()[-1])
     assert {kind: row["samples"] for kind, row in rows.items()} == {
         "no branches": 2,
@@ -56,12 +77,17 @@ def test_benchmark_of_trees_computes_unique_tokens_and_has_the_gradient_of_separ
         "context compacted": 4,
     }
     shown, written = 32, 64
-    turns = {"no branches": 4, "last turn tried three times": 5, "two sub-agents": 5, "context compacted": 6}
+    turns = {
+        "no branches": 4,
+        "last turn tried three times": 5,
+        "two sub-agents": 5,
+        "context compacted": 6,
+    }
     for kind, row in rows.items():
         (loss, norm), (apart_loss, apart_norm) = row["first"]["trees"], row["first"]["separate"]
-        assert loss == pytest.approx(apart_loss, rel=1e-4, abs=1e-6) and norm == pytest.approx(apart_norm, rel=1e-4), (
-            kind
-        )
+        assert loss == pytest.approx(apart_loss, rel=1e-4, abs=1e-6) and norm == pytest.approx(
+            apart_norm, rel=1e-4
+        ), kind
         assert row["ideal"] > 1 and norm > 0
         if kind in turns:  # the system prompt once for the group, every turn once
             assert row["tokens"]["trees"] == 96 + 2 * turns[kind] * (shown + written), kind

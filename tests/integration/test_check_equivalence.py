@@ -1,6 +1,8 @@
-"""tools/check_equivalence.py, shortened: two iterations on one real engine; it passes equal runs and fails others.
+"""tools/check_equivalence.py, shortened: two iterations on one real engine; it passes equal runs
+and fails others.
 
-Nightly: test_exact_schedules.py compares runs, and tests/unit/test_check_equivalence.py has the verdicts.
+Nightly: test_exact_schedules.py compares runs, and tests/unit/test_check_equivalence.py has the
+verdicts.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ pytestmark = [
 
 START_TIMEOUT_S = 400.0
 PERIODIC, COMPLETION, _TURNS, _ROLES, CONTROL = VARIANTS
-# Equal to the reference but for a hundredth of the learning rate: what must be bit-identical is not.
+# Equal to the reference but for a hundredth of the learning rate: what must be bit-identical is
+# not.
 BROKEN = Variant(
-    "broken, order=prompt", ("schedule.stream=true", "schedule.order=prompt", "optimizer.learning_rate=0.000202")
+    "broken, order=prompt",
+    ("schedule.stream=true", "schedule.order=prompt", "optimizer.learning_rate=0.000202"),
 )
 
 
@@ -36,8 +40,12 @@ def attach(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lis
     directory = tmp_path_factory.mktemp("engines")
     engines = Launched(directory, "engines", *settings(tiny, directory / "shared"))
     try:
-        engines.wait_for(lambda: "engine-0 ready" in engines.output, "the engine is ready", START_TIMEOUT_S)
-        yield next(line for line in engines.output.splitlines() if "rollout.attach=" in line).split()[-2:]
+        engines.wait_for(
+            lambda: "engine-0 ready" in engines.output, "the engine is ready", START_TIMEOUT_S
+        )
+        yield next(
+            line for line in engines.output.splitlines() if "rollout.attach=" in line
+        ).split()[-2:]
         engines.family()
         engines.popen.send_signal(signal.SIGINT)
         engines.popen.wait(30)
@@ -50,7 +58,11 @@ def checked(
     attach: list[str], tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, dict[str, str]]]:
     """Checks variants against a synchronous run; gives the exit code and the line of each."""
-    common = [setting for setting in settings(tiny, tmp_path) if not setting.startswith(("run.dir=", "data.test="))]
+    common = [
+        setting
+        for setting in settings(tiny, tmp_path)
+        if not setting.startswith(("run.dir=", "data.test="))
+    ]
     # a reward that a random model gets now and then, so that there is something to learn
     common += [
         'reward.functions=[{name: format, pattern: "[0-4]"}]',
@@ -63,7 +75,9 @@ def checked(
     def check(*variants: Variant) -> tuple[int, dict[str, str]]:
         arguments = ["--iterations", "2", "--work", str(tmp_path / "work"), *common, *attach]
         code = check_equivalence.main(arguments, variants)
-        return code, {line.split("  ")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
+        return code, {
+            line.split("  ")[0].strip(): line for line in capsys.readouterr().out.splitlines()
+        }
 
     return check
 

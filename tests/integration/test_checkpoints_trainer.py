@@ -1,4 +1,6 @@
-"""Checkpoints of several ranks: loaded at other sizes and back, resumed bit by bit, and what one rank's failure does to all."""
+"""Checkpoints of several ranks: loaded at other sizes and back, resumed bit by bit, and what one
+rank's failure does to all.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +60,19 @@ def model(models: dict[str, Path]) -> Path:
 class Single(Run):
     """One process, in this one, with the configuration and groups of the ranks."""
 
-    def configure(self, model: Path, directory: Path, sections: dict[str, dict[str, Any]]) -> Config:
+    def configure(
+        self, model: Path, directory: Path, sections: dict[str, dict[str, Any]]
+    ) -> Config:
         return make_config(model, directory, **sections)
 
 
 @pytest.fixture(scope="module")
-def trained(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], dict[str, Any]]:
-    """Three iterations at one process, with a checkpoint of version 2 and its weights as the run itself exports them."""
+def trained(
+    models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, bool], dict[str, Any]]:
+    """Three iterations at one process, with a checkpoint of version 2 and its weights as the run
+    itself exports them.
+    """
 
     @functools.cache
     def result(family: str, is_sharded: bool) -> dict[str, Any]:
@@ -85,7 +93,11 @@ def trained(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
 
 def exported(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of an HF directory."""
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in directory.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -101,16 +113,30 @@ def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
 
 @pytest.mark.parametrize(
     "layout",
-    [*LAYOUTS, *(pytest.param(name, marks=[] if name == "EP2" else [pytest.mark.nightly]) for name in MIXTURES)],
+    [
+        *LAYOUTS,
+        *(
+            pytest.param(name, marks=[] if name == "EP2" else [pytest.mark.nightly])
+            for name in MIXTURES
+        ),
+    ],
 )
 def test_a_checkpoint_goes_to_other_sizes_and_back_and_resumes_there_bit_by_bit(
-    layout: str, models: dict[str, Path], trained: Callable[[str, bool], dict[str, Any]], tmp_path: Path
+    layout: str,
+    models: dict[str, Path],
+    trained: Callable[[str, bool], dict[str, Any]],
+    tmp_path: Path,
 ) -> None:
     """Other numbers of ranks share the experts of a mixture."""
     trainer = LAYOUTS.get(layout) or MIXTURES[layout]
-    family, is_sharded = "qwen3_moe" if layout in MIXTURES else "qwen2", trainer.get("distributed_optimizer", True)
+    family, is_sharded = (
+        "qwen3_moe" if layout in MIXTURES else "qwen2",
+        trainer.get("distributed_optimizer", True),
+    )
     model, single = models[family], trained(family, is_sharded)
-    config = make_config(model, tmp_path, trainer=trainer, checkpoint={"every": 1, "load": str(single["checkpoint"])})
+    config = make_config(
+        model, tmp_path, trainer=trainer, checkpoint={"every": 1, "load": str(single["checkpoint"])}
+    )
     job = Job(config, tmp_path, first=FIRST, last=LAST, module="tests.helpers.checkpoint_rank")
     job.options["scenario"] = "resume"
     reports = run_job(job)
@@ -140,46 +166,79 @@ def test_a_checkpoint_goes_to_other_sizes_and_back_and_resumes_there_bit_by_bit(
 
     # and back to one process
     checkpoint = {"load": str(checkpoints / store.directory_name(LAST - 1))}
-    back = Single(model, tmp_path / "back", checkpoint=checkpoint, trainer={"distributed_optimizer": is_sharded})
+    back = Single(
+        model,
+        tmp_path / "back",
+        checkpoint=checkpoint,
+        trainer={"distributed_optimizer": is_sharded},
+    )
     assert back.checkpoints.load() == LAST - 1
     assert back.train(LAST - 1)["loss"] == pytest.approx(reports[-1]["loss"], rel=1e-5)
 
     if layout == "PP2":  # once is enough for a new process
         command = [sys.executable, "-m", "pa_npu.launcher", "export", "--checkpoint"]
-        command += [str(checkpoints / store.directory_name(LAST)), "--output", str(tmp_path / "exported")]
+        command += [
+            str(checkpoints / store.directory_name(LAST)),
+            "--output",
+            str(tmp_path / "exported"),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         assert not different(exported(tmp_path / "exported"), hf)
-        assert (tmp_path / "exported" / "config.json").read_bytes() == (tmp_path / "hf" / "config.json").read_bytes()
+        assert (tmp_path / "exported" / "config.json").read_bytes() == (
+            tmp_path / "hf" / "config.json"
+        ).read_bytes()
 
 
 def test_one_rank_that_fails_costs_all_the_checkpoint_and_a_killed_one_leaves_the_one_before(
     model: Path, tmp_path: Path
 ) -> None:
-    trainer = LAYOUTS["TP2"]  # both ranks have something to write, whatever the release of megatron-core
-    config = make_config(model, tmp_path, trainer=trainer, checkpoint={"every": 2}, schedule={"iterations": 8})
-    job = Job(config, tmp_path, module="tests.helpers.checkpoint_rank", options={"scenario": "faults"})
+    # both ranks have something to write, whatever the release of megatron-core
+    trainer = LAYOUTS["TP2"]
+    config = make_config(
+        model, tmp_path, trainer=trainer, checkpoint={"every": 2}, schedule={"iterations": 8}
+    )
+    job = Job(
+        config, tmp_path, module="tests.helpers.checkpoint_rank", options={"scenario": "faults"}
+    )
     reports = run_job(job, ends=(1, -9))
     assert [report.get("checkpoint_failed") for report in reports] == [None, 4, None]
-    lines = [line for line in (tmp_path / "rank0.log").read_text().splitlines() if "could not be written" in line]
+    lines = [
+        line
+        for line in (tmp_path / "rank0.log").read_text().splitlines()
+        if "could not be written" in line
+    ]
     assert len(lines) == 1 and "rank 1: File too large" in lines[0], lines
     assert "usable: " + str(tmp_path / "checkpoints" / "iteration_000002") in lines[0]
 
     checkpoints = tmp_path / "checkpoints"
     assert store.newest(checkpoints) == (checkpoints / "iteration_000006", "")
-    assert (checkpoints / ".iteration_000008.incomplete").is_dir(), "the kill came in the middle of the save"
+    assert (checkpoints / ".iteration_000008.incomplete").is_dir(), (
+        "the kill came in the middle of the save"
+    )
     store.clean(checkpoints)
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["iteration_000002", "iteration_000006"]
-    survivor = Single(model, tmp_path / "next", checkpoint={"load": str(checkpoints / "iteration_000006")})
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        "iteration_000002",
+        "iteration_000006",
+    ]
+    survivor = Single(
+        model, tmp_path / "next", checkpoint={"load": str(checkpoints / "iteration_000006")}
+    )
     assert survivor.checkpoints.load() == 6
 
 
 @pytest.mark.parametrize("layout", ["TP2", "DP2"])
-def test_all_ranks_refuse_what_one_finds_damaged_and_none_hangs(layout: str, model: Path, tmp_path: Path) -> None:
-    """The second rank's shard, with the distributed optimizer in bf16; the last attempt loads the whole checkpoint as a control."""
+def test_all_ranks_refuse_what_one_finds_damaged_and_none_hangs(
+    layout: str, model: Path, tmp_path: Path
+) -> None:
+    """The second rank's shard, with the distributed optimizer in bf16; the last attempt loads the
+    whole checkpoint as a control.
+    """
     config = make_config(model, tmp_path, trainer=LAYOUTS[layout])
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bf16"})})
-    job = Job(config, tmp_path, module="tests.helpers.checkpoint_rank", options={"scenario": "damage"})
+    job = Job(
+        config, tmp_path, module="tests.helpers.checkpoint_rank", options={"scenario": "damage"}
+    )
     reports: list[dict[str, Any]] = [*run_job(job)]
     flipped, mixed, forged, whole = reports
     for report, line in (

@@ -1,4 +1,6 @@
-"""A colocated run: engine and trainer on one core in turn, the same weights as synchronous on two, and one device counted."""
+"""A colocated run: engine and trainer on one core in turn, the same weights as synchronous on two,
+and one device counted.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def colocated(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tiny, tmp_path_factory.mktemp("colocated"), True)
 
 
-@pytest.mark.nightly  # unit/test_colocate.py has the turns; runs of such devices: test_exact_schedules.py, test_recovery.py
+# unit/test_colocate.py has the turns; runs of such devices: test_exact_schedules.py,
+# test_recovery.py
+@pytest.mark.nightly
 def test_a_device_with_both_counts_once_and_they_work_in_turn(colocated: Path) -> None:
     check_records(colocated, True)
 
@@ -65,5 +69,7 @@ def test_it_trains_what_a_synchronous_run_trains_on_half_the_devices(
 ) -> None:
     apart = run(tiny, tmp_path, False)
     check_records(apart, False)
-    weights, others = (load_file(directory / "hf" / "model.safetensors") for directory in (colocated, apart))
+    weights, others = (
+        load_file(directory / "hf" / "model.safetensors") for directory in (colocated, apart)
+    )
     assert all(torch.equal(weights[name], others[name]) for name in weights)

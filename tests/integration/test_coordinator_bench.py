@@ -14,7 +14,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_benchmark_of_the_control_path_counts_what_it_moved(tmp_path):
-    options = ["--rows", "2x16", "--seconds", "0.2", "--engines", "1", "--json", str(tmp_path / "rows.json")]
+    options = [
+        "--rows",
+        "2x16",
+        "--seconds",
+        "0.2",
+        "--engines",
+        "1",
+        "--json",
+        str(tmp_path / "rows.json"),
+    ]
     command = [
         sys.executable,
         str(ROOT / "tools" / "bench_control_path.py"),

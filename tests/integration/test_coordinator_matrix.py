@@ -1,6 +1,8 @@
-"""Runs of the coordinator that something disturbs train what the undisturbed run of their configuration does.
+"""Runs of the coordinator that something disturbs train what the undisturbed run of their
+configuration does.
 
-A row is a configuration, what happens to a run of it, and what has to be equal. An undisturbed run is made once for all its rows.
+A row is a configuration, what happens to a run of it, and what has to be equal. An undisturbed run
+is made once for all its rows.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from tests.helpers.stand_in_engine import Served
 from tools.stand_in import Speed
 
 pytestmark = pytest.mark.integration
-SLOW = Speed(step_s=0.1)  # 24 tokens take at least 2.4 s, so groups are in flight when their engine dies
+# 24 tokens take at least 2.4 s, so groups are in flight when their engine dies
+SLOW = Speed(step_s=0.1)
 TO_DIE = Speed(step_s=0.03)
 HANGS = Speed(step_s=1000.0)
 SURELY_LEFT = 5  # steps of an engine that is to be stopped with something in flight
@@ -59,7 +62,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Calla
     def run_of(name: str) -> Run:
         one = CONFIGURATIONS[name]
         directory = tmp_path_factory.mktemp("undisturbed")
-        with coordinator_run(directory, inputs, one.engines, one.speed, **one.sections(inputs)) as run:
+        with coordinator_run(
+            directory, inputs, one.engines, one.speed, **one.sections(inputs)
+        ) as run:
             one.play(run)
         return run
 
@@ -67,17 +72,25 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Calla
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_undisturbed_runs_are_what_their_configuration_says(name: str, undisturbed: Callable[[str], Run]) -> None:
+def test_undisturbed_runs_are_what_their_configuration_says(
+    name: str, undisturbed: Callable[[str], Run]
+) -> None:
     run = undisturbed(name)
     assert set(run.trained) == set(range(run.config.schedule.iterations)) == set(run.records)
     CONFIGURATIONS[name].holds(run)
 
 
 def content(groups: list[Group], *, placed: bool = False) -> list[tuple[Any, ...]]:
-    """All that is trained, whatever the order of arrival. placed: and the groups' places, where they do not follow from it."""
+    """All that is trained, whatever the order of arrival. placed: and the groups' places, where
+    they do not follow from it.
+    """
     columns = ("tokens", "component", "logprobs", "versions", "rewards", "advantages", "lengths")
     return sorted(
-        (group.prompt_id, group.index if placed else 0, *(getattr(group, name).tobytes() for name in columns))
+        (
+            group.prompt_id,
+            group.index if placed else 0,
+            *(getattr(group, name).tobytes() for name in columns),
+        )
         for group in groups
     )
 
@@ -97,14 +110,21 @@ def an_engine_dies(run: Run, _: Run) -> None:
     run.consume(0)
     assert run.roster.replacement_wanted(0, 0), "the launcher is asked for another"
     done = run.publish(1)
-    assert (done["epoch"], done["workers"]) == (1, 1), "the trainers publish to the one that is left"
+    assert (done["epoch"], done["workers"]) == (1, 1), (
+        "the trainers publish to the one that is left"
+    )
     connects = [args for name, args in run.calls(1) if name == "pa_connect"]
-    assert [(groups["first_rank"], groups["world_size"]) for (groups,) in connects] == [(2, 3), (1, 2)]
+    assert [(groups["first_rank"], groups["world_size"]) for (groups,) in connects] == [
+        (2, 3),
+        (1, 2),
+    ]
     names = [groups["stages"][0]["name"] for (groups,) in connects]
     assert names == ["publish-0/0/group", "publish-0/1/group"]
 
 
-def the_only_engine_dies_and_its_successor_gets_the_weights_before_it_serves(run: Run, _: Run) -> None:
+def the_only_engine_dies_and_its_successor_gets_the_weights_before_it_serves(
+    run: Run, _: Run
+) -> None:
     run.begin()
     run.wait_for_group()
     run.engines[0].stop()
@@ -164,8 +184,12 @@ def an_engine_joins_at_a_publish_and_leaves_when_it_has_finished(run: Run, _: Ru
     run.publish(4)
     run.finish()
     records = run.records.values()
-    assert [record["devices"] for record in records] == [REPLICAS + engines for engines in (1, 2, 2, 1)]
-    assert [len(record["engines"]) for record in records] == [2, 2, 1, 1], "those known at the end of the iteration"
+    assert [record["devices"] for record in records] == [
+        REPLICAS + engines for engines in (1, 2, 2, 1)
+    ]
+    assert [len(record["engines"]) for record in records] == [2, 2, 1, 1], (
+        "those known at the end of the iteration"
+    )
 
 
 def an_agent_is_killed_and_begins_again(run: Run, _: Run) -> None:
@@ -190,7 +214,9 @@ def it_is_resumed(run: Run, whole: Run, skipped: frozenset[int] = frozenset()) -
         "what the checkpoint has is not generated again"
     )
     if run.config.schedule.order == "prompt":
-        assert run.lines("samples.jsonl")[-1] == whole.lines("samples.jsonl")[-1], "of a carried group too"
+        assert run.lines("samples.jsonl")[-1] == whole.lines("samples.jsonl")[-1], (
+            "of a carried group too"
+        )
 
 
 def it_is_resumed_where_versions_are_skipped(run: Run, whole: Run) -> None:
@@ -201,14 +227,17 @@ def it_is_resumed_where_versions_are_skipped(run: Run, whole: Run) -> None:
 
 
 def it_is_resumed_with_another_staleness(run: Run, whole: Run) -> None:
-    """The checkpoint of a run with k = 2 has iterations 2 and 3, by versions 0 and 1: no groups of a run with k = 1."""
+    """The checkpoint of a run with k = 2 has iterations 2 and 3, by versions 0 and 1: no groups of
+    a run with k = 1.
+    """
     run.play(SAVED)
     assert {iteration: versions(groups) for iteration, groups in run.trained.items()} == {
         2: {(2, 2)},
         3: {(2, 2)},
         4: {(3, 3)},
     }
-    # stand-ins sample by seed alone, so that the same prompts are chosen as of the whole run's iteration
+    # stand-ins sample by seed alone, so that the same prompts are chosen as of the whole run's
+    # iteration
     first = [group.prompt_id for group in run.trained[SAVED]]
     assert first == [group.prompt_id for group in whole.trained[SAVED]]
 
@@ -232,9 +261,13 @@ def its_weights_arrive_beside_generation(run: Run, _: Run) -> None:
 def its_engines_swap_one_by_one(run: Run, _: Run) -> None:
     play_with_a_slower_engine(run)
     for iteration, groups in run.trained.items():
-        assert versions(groups) == {(max(0, iteration - 1),) * 2}, "I1: by the version that the rule names"
+        assert versions(groups) == {(max(0, iteration - 1),) * 2}, (
+            "I1: by the version that the rule names"
+        )
     rolled = overlapping(run)
-    assert rolled and SAVED not in rolled, "the iteration before has to be complete: it is in the checkpoint"
+    assert rolled and SAVED not in rolled, (
+        "the iteration before has to be complete: it is in the checkpoint"
+    )
     assert set(run.records) == set(range(ITERATIONS))
     assert all(record["engine_still_s"] < 1.0 for record in run.records.values())
 
@@ -253,25 +286,38 @@ def nobody_has_the_version_any_more(run: Run, _: Run) -> None:
     for iteration, groups in run.trained.items():
         assert len(groups) == GROUPS
         oldest = max(0, iteration - 1)
-        assert all(set(group.version_range) <= {oldest, iteration} for group in groups), "I1: as old as k allows"
-    assert any((iteration, iteration) in versions(groups) for iteration, groups in run.trained.items() if iteration)
+        assert all(set(group.version_range) <= {oldest, iteration} for group in groups), (
+            "I1: as old as k allows"
+        )
+    assert any(
+        (iteration, iteration) in versions(groups)
+        for iteration, groups in run.trained.items()
+        if iteration
+    )
 
 
 @contextmanager
 def killer(run: Run, number: int) -> Iterator[list[Served]]:
-    """Stops so many engines, once one has swapped to a version for which they are not free yet; yields those it has stopped."""
+    """Stops so many engines, once one has swapped to a version for which they are not free yet;
+    yields those it has stopped.
+    """
     over, killed = threading.Event(), []
     for served in run.engines[-number:]:
         served.engine.speed = TO_DIE
 
     def watch() -> None:
         while not killed and not over.wait(0.002):
-            held = [-1 if (v := served.engine.identity.version) is None else v for served in run.engines]
-            behind = [s for s, version in zip(run.engines, held, strict=True) if 0 <= version < max(held)]
+            held = [
+                -1 if (v := served.engine.identity.version) is None else v for served in run.engines
+            ]
+            behind = [
+                s for s, version in zip(run.engines, held, strict=True) if 0 <= version < max(held)
+            ]
             at_work = [served for served in behind if served.left() >= SURELY_LEFT]
             if len(at_work) >= number:
                 for served in at_work[:number]:
-                    served.engine.speed = HANGS  # what it has in flight will not end before it is stopped
+                    # what it has in flight will not end before it is stopped
+                    served.engine.speed = HANGS
                 for served in at_work[:number]:
                     served.stop()
                     killed.append(served)
@@ -289,8 +335,9 @@ def killer(run: Run, number: int) -> Iterator[list[Served]]:
 
 @dataclass(frozen=True)
 class Row:
-    """play: the run, given the undisturbed one too. equal: of an iteration's groups, or None. changes: what of the configuration is
-    other, given the undisturbed run and the run's own directory."""
+    """play: the run, given the undisturbed one too. equal: of an iteration's groups, or None.
+    changes: what of the configuration is other, given the undisturbed run and the run's own
+    directory."""
 
     configuration: str
     play: Callable[[Run, Run], None]
@@ -305,10 +352,19 @@ class Row:
 
 
 def resumed(
-    configuration: str, equal: Callable[[list[Group]], Any] = bits, play: Callable[[Run, Run], None] = it_is_resumed
+    configuration: str,
+    equal: Callable[[list[Group]], Any] = bits,
+    play: Callable[[Run, Run], None] = it_is_resumed,
 ) -> Row:
     slower = Speed(step_s=0.002, stride=8)
-    return Row(configuration, play, equal, lambda whole, _: {"checkpoint": {"load": str(whole.checkpoint)}}, 1, slower)
+    return Row(
+        configuration,
+        play,
+        equal,
+        lambda whole, _: {"checkpoint": {"load": str(whole.checkpoint)}},
+        1,
+        slower,
+    )
 
 
 def changed(**sections: dict[str, Any]) -> Callable[[Run, Path], Sections]:
@@ -366,7 +422,10 @@ ROWS = [
     replace(
         resumed("ahead", play=it_is_resumed_with_another_staleness),
         equal=None,
-        changes=lambda whole, _: {"checkpoint": {"load": str(whole.checkpoint)}, "schedule": {"max_staleness": 1}},
+        changes=lambda whole, _: {
+            "checkpoint": {"load": str(whole.checkpoint)},
+            "schedule": {"max_staleness": 1},
+        },
     ),
     Row("ahead", its_weights_arrive_beside_generation, bits, changed(publish={"mode": "delayed"})),
     Row("delayed", its_engines_swap_one_by_one, bits, ROLLING, 3, QUICK),
@@ -377,10 +436,17 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_disturbed_run_trains_what_the_undisturbed_one_does(
-    row: Row, undisturbed: Callable[[str], Run], start: Callable[..., Run], inputs: Path, tmp_path: Path
+    row: Row,
+    undisturbed: Callable[[str], Run],
+    start: Callable[..., Run],
+    inputs: Path,
+    tmp_path: Path,
 ) -> None:
     whole = undisturbed(row.configuration)
-    sections, changes = CONFIGURATIONS[row.configuration].sections(inputs), row.changes(whole, tmp_path)
+    sections, changes = (
+        CONFIGURATIONS[row.configuration].sections(inputs),
+        row.changes(whole, tmp_path),
+    )
     for name, keys in changes.items():
         sections[name] = {**sections.get(name, {}), **keys}
     run = start(engines=row.engines, speed=row.speed, known=row.known, **sections)
@@ -389,4 +455,6 @@ def test_a_disturbed_run_trains_what_the_undisturbed_one_does(
     assert both, "nothing to compare"
     for iteration in both:
         if row.equal is not None:
-            assert row.equal(run.trained[iteration]) == row.equal(whole.trained[iteration]), f"iteration {iteration}"
+            assert row.equal(run.trained[iteration]) == row.equal(whole.trained[iteration]), (
+                f"iteration {iteration}"
+            )

@@ -1,4 +1,5 @@
-"""One run of the real coordinator process: what fails beside it is counted, what ends it is one line, and records stay whole.
+"""One run of the real coordinator process: what fails beside it is counted, what ends it is one
+line, and records stay whole.
 
 What runs train whatever disturbs them: test_coordinator_matrix.py.
 """
@@ -36,17 +37,23 @@ BORDER_TAKES_S = 0.5
 def test_a_judge_that_fails_and_a_tracker_that_hangs_are_counted_and_the_run_goes_on(
     start: Start, tmp_path: Path
 ) -> None:
-    """The tracker answers iteration 1 late, its thread and its handler at exit never end; and the judge refuses some responses of
-    each iteration."""
+    """The tracker answers iteration 1 late, its thread and its handler at exit never end; and the
+    judge refuses some responses of each iteration."""
     library, told = tmp_path / "library", tmp_path / "told.jsonl"
     library.mkdir()
     (library / "wandb.py").write_text((ROOT / "tests/helpers/fake_wandb.py").read_text())
-    variables = {"PYTHONPATH": str(library), "FAKE_WANDB_FILE": str(told), "FAKE_WANDB": "hang:1,hang_at_exit"}
+    variables = {
+        "PYTHONPATH": str(library),
+        "FAKE_WANDB_FILE": str(told),
+        "FAKE_WANDB": "hang:1,hang_at_exit",
+    }
     number = itertools.count()
 
     def judged(message: str, _: int) -> Answer:
         # of few groups, or the run would end
-        return Answer(status=400) if next(number) % 14 == 3 else Answer(f"Score: {len(message) % 10}")
+        return (
+            Answer(status=400) if next(number) % 14 == 3 else Answer(f"Score: {len(message) % 10}")
+        )
 
     with fake_judge(judged) as judge:
         keys = {"url": judge.url, "model": "m", "template": "{response}", "on_failure": "neutral"}
@@ -105,12 +112,19 @@ def test_a_reward_over_its_time_limit_is_zero_logged_and_counted_and_the_run_goe
     (record,) = run.lines("metrics.jsonl")
     assert record["reward_errors"] == GROUPS // 4 and record["reward_mean"] == pytest.approx(0.75)
     said = [line for line in run.output.splitlines() if "reward.timeout_s = 2 s" in line]
-    assert len(said) == GROUPS // 4 and all("zero for the responses to" in line for line in said), run.output
+    assert len(said) == GROUPS // 4 and all("zero for the responses to" in line for line in said), (
+        run.output
+    )
     assert "Traceback" not in run.output
 
 
-def test_an_evaluation_beside_training_ends_when_the_trainers_are_ready(start: Start, inputs: Path) -> None:
-    """Several sets, with samples. Answers of version 1 that would take 24 s are given up, and nobody waits for them."""
+def test_an_evaluation_beside_training_ends_when_the_trainers_are_ready(
+    start: Start, inputs: Path
+) -> None:
+    """Several sets, with samples.
+
+    Answers of version 1 that would take 24 s are given up, and nobody waits for them.
+    """
     test = str(inputs / "test.jsonl")
     run = start(
         data={"test": test},
@@ -132,7 +146,10 @@ def test_an_evaluation_beside_training_ends_when_the_trainers_are_ready(start: S
     run.begin()
     run.consume(0)
     done = run.dir / "evaluations.jsonl"
-    run.wait_until(lambda: done.exists() and done.stat().st_size > 0, "recorded, while the trainers are still at work")
+    run.wait_until(
+        lambda: done.exists() and done.stat().st_size > 0,
+        "recorded, while the trainers are still at work",
+    )
     assert sum(request["n"] == 2 for request in served.requests) == 12
     run.publish(1)
     run.consume(1)
@@ -144,10 +161,16 @@ def test_an_evaluation_beside_training_ends_when_the_trainers_are_ready(start: S
     output = run.finish()
     records = {record["version"]: record for record in run.lines("evaluations.jsonl")}
     assert records[2]["questions"] == records[2]["planned"] == 12, "the last version's is whole"
-    assert records[0]["planned"] == records[0]["questions"] == 12 and list(records[2]["sets"]) == ["test", "more"]
+    assert records[0]["planned"] == records[0]["questions"] == 12 and list(records[2]["sets"]) == [
+        "test",
+        "more",
+    ]
     assert 1 not in records or records[1]["questions"] < 12
     metrics = records[2]["sets"]["more"]["metrics"]
-    assert list(metrics) == ["greedy", "avg@2", "pass@2"] and records[2]["best_by"] == metrics["avg@2"]["value"]
+    assert (
+        list(metrics) == ["greedy", "avg@2", "pass@2"]
+        and records[2]["best_by"] == metrics["avg@2"]["value"]
+    )
     kept = read_results(run.dir / "evaluations" / "version_000002.parquet")
     assert len(kept) == 12 * 3 and {response.name for response in kept} == {"test", "more"}
     assert "evaluation of version 2: accuracy" in output and "more: greedy" in output
@@ -162,14 +185,18 @@ def test_without_any_engine_left_the_coordinator_ends_with_one_line(start: Start
     output = run.end()
     assert run.process.returncode == 1, output
     last = output.strip().splitlines()[-1]
-    assert "no engine is left" in last and run.engines[0].url in last and "Traceback" not in output, output
+    assert (
+        "no engine is left" in last and run.engines[0].url in last and "Traceback" not in output
+    ), output
 
 
 def test_trainers_that_never_come_end_the_coordinator_at_the_deadline(start: Start) -> None:
     run = start(run={"startup_timeout_s": 1})
     output = run.end()
     assert run.process.returncode == 1, output
-    assert "DeadlineExceeded" in output.strip().splitlines()[-1] and "pipeline stage 0" in output, output
+    assert "DeadlineExceeded" in output.strip().splitlines()[-1] and "pipeline stage 0" in output, (
+        output
+    )
     assert "Traceback" not in output
 
 
@@ -182,7 +209,9 @@ def test_bad_input_ends_with_code_2_and_one_line(start: Start, tmp_path: Path) -
 
 @pytest.fixture
 def at_the_end(start: Start) -> Run:
-    """A coordinator whose first iteration is trained and published, of which the trainers' last word is missing yet."""
+    """A coordinator whose first iteration is trained and published, of which the trainers' last
+    word is missing yet.
+    """
     run = start(schedule={"evaluate_every": 0})
     assert run.begin()["done"]
     run.consume(0)
@@ -203,7 +232,9 @@ def terminate(run: Run) -> tuple[str, float]:
     return output, time.monotonic() - began_s
 
 
-def test_the_record_of_a_completed_iteration_is_whole_when_the_run_is_ended_right_after_it(at_the_end: Run) -> None:
+def test_the_record_of_a_completed_iteration_is_whole_when_the_run_is_ended_right_after_it(
+    at_the_end: Run,
+) -> None:
     run = at_the_end
     border = BorderReport(border_wait_s=0.125)
     later = threading.Timer(BORDER_TAKES_S, lambda: BORDER.put(run.channel, border, version=1))
@@ -215,12 +246,16 @@ def test_the_record_of_a_completed_iteration_is_whole_when_the_run_is_ended_righ
     assert len(run.lines("samples.jsonl")) > 0
     assert "| iteration 0 (1/2)" in output, "the console has it too"
     timeline = run.dir / "timeline" / "coordinator.jsonl"
-    assert all(json.loads(line) for line in timeline.read_text().splitlines()), "every line is whole"
+    assert all(json.loads(line) for line in timeline.read_text().splitlines()), (
+        "every line is whole"
+    )
     events = read_events(timeline)
     published = [event["args"]["version"] for event in events if event.get("name") == "publish"]
     produced = [event for event in events if event.get("name") == "produce"]
     assert published == [0, 1] and [event["args"]["iteration"] for event in produced] == [0, 1]
-    assert produced[-1]["args"]["error"] == "CancelledError", "what was cut off is there, and says so"
+    assert produced[-1]["args"]["error"] == "CancelledError", (
+        "what was cut off is there, and says so"
+    )
     assert BORDER_TAKES_S <= took_s < LONGEST_S, "it waited for what was missing, and no longer"
 
 

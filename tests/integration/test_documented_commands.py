@@ -1,4 +1,6 @@
-"""The commands that README and docs show, run as they are written, from a directory like a new user's."""
+"""The commands that README and docs show, run as they are written, from a directory like a new
+user's.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ WORK = {"tokens_prompt": 1000, "tokens_response": 800, "tokens_computed": 1900, 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clone after the quick start, with data, rewards and foreign configurations of a user beside it."""
+    """A clone after the quick start, with data, rewards and foreign configurations of a user beside
+    it.
+    """
     directory = tmp_path_factory.mktemp("clone")
     for name in ("configs", "launch", "tools"):
         (directory / name).symlink_to(ROOT / name)
@@ -55,9 +59,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "grpo.yaml").write_text(TRL)
     (directory / "ppo_trainer.yaml").write_text(VERL)
     (directory / "run_qwen3_8b.sh").write_text(
-        "G=8\npython3 -m verl.trainer.main_ppo trainer.n_gpus_per_node=$G trainer.total_epochs=3 \\\n  $@\n"
+        "G=8\npython3 -m verl.trainer.main_ppo trainer.n_gpus_per_node=$G trainer.total_epochs=3 "
+        "\\\n  $@\n"
     )
-    (directory / "train.py").write_text("trainer = GRPOTrainer('m', [right], args=GRPOConfig('runs/a'))\n")
+    (directory / "train.py").write_text(
+        "trainer = GRPOTrainer('m', [right], args=GRPOConfig('runs/a'))\n"
+    )
     return directory
 
 

@@ -1,4 +1,6 @@
-"""Engines that join a job and leave it by the command that users have; stand-ins in place of vLLM, all else real."""
+"""Engines that join a job and leave it by the command that users have; stand-ins in place of vLLM,
+all else real.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Joiner:
     """`pa-npu join`, with its output in a file."""
 
     def __init__(self, run: Run, directory: Path, number: int, *options: str) -> None:
-        interpreter = write_interpreter(directory / f"python-{number}", "--step-s", "0.01", "--vocab-size", "100")
+        interpreter = write_interpreter(
+            directory / f"python-{number}", "--step-s", "0.01", "--vocab-size", "100"
+        )
         self.output_file = directory / f"joiner-{number}.out"
         address = f"127.0.0.1:{run.server.port}"
         argv = [
@@ -59,7 +63,9 @@ class Joiner:
     def wait_for(self, condition: Callable[[], Any], what: str) -> None:
         deadline = time.monotonic() + WAIT_S
         while not condition():
-            assert self.popen.poll() is None and time.monotonic() < deadline, f"{what}:\n{self.output}"
+            assert self.popen.poll() is None and time.monotonic() < deadline, (
+                f"{what}:\n{self.output}"
+            )
             time.sleep(0.05)
 
     def wait_joined(self) -> None:
@@ -68,7 +74,9 @@ class Joiner:
 
     def server(self) -> int:
         """The process of the stand-in, whose parent is the keeper."""
-        (pid,) = [pid for pid, line in self.seen.items() if "stand_in.py" in line and "keeper" not in line]
+        (pid,) = [
+            pid for pid, line in self.seen.items() if "stand_in.py" in line and "keeper" not in line
+        ]
         return pid
 
     def end(self) -> int:
@@ -103,11 +111,14 @@ def test_engines_join_with_one_command_and_leave_when_they_have_finished_die_or_
     (first,) = run.engines
     assert run.begin()["workers"] == 1
     run.wait_for_group()
-    first.engine.speed = Speed(step_s=0.5)  # so that the iteration lasts until the others have joined
+    # so that the iteration lasts until the others have joined
+    first.engine.speed = Speed(step_s=0.5)
     leaves, dies, stays = joiners = join(run, 3)
     first.engine.speed = Speed(step_s=0.01)
     run.consume(0)
-    assert not any(API_KEY in line for joiner in joiners for line in joiner.seen.values()), "no key on a command line"
+    assert not any(API_KEY in line for joiner in joiners for line in joiner.seen.values()), (
+        "no key on a command line"
+    )
     assert run.publish(1)["workers"] == 4, "they serve from the next publish on"
     run.consume(1)
 
@@ -130,7 +141,9 @@ def test_engines_join_with_one_command_and_leave_when_they_have_finished_die_or_
     assert run.publish(4)["workers"] == 2
     run.consume(4)
     run.publish(5)
-    run.wait_until(lambda: len(run.records) == 5, "iteration 4 is recorded, which comes after the publish")
+    run.wait_until(
+        lambda: len(run.records) == 5, "iteration 4 is recorded, which comes after the publish"
+    )
     records = run.records
     run.process.kill()
     output = run.end()
@@ -141,6 +154,10 @@ def test_engines_join_with_one_command_and_leave_when_they_have_finished_die_or_
     assert API_KEY not in said and "Traceback" not in said
     logs = list((run.dir / "logs").glob("joined-127.0.0.1-*.log"))
     assert len(logs) == 6 and all(API_KEY not in log.read_text() for log in logs)
-    url = next(line for line in output.splitlines() if "has left" in line).split("engine ")[1].split()[0]
+    url = (
+        next(line for line in output.splitlines() if "has left" in line)
+        .split("engine ")[1]
+        .split()[0]
+    )
     assert records[1]["engines"][url]["requests"] > 0, "it took its part"
     assert [records[i]["devices"] for i in range(5)] == [3, 6, 6, 5, 4]

@@ -1,4 +1,6 @@
-"""vLLM's own sampler, built without the log-prob mode as vllm-ascend builds it, reports the sampled distribution's."""
+"""vLLM's own sampler, built without the log-prob mode as vllm-ascend builds it, reports the sampled
+distribution's.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,13 @@ def test_logprobs_are_those_of_the_sampled_distribution() -> None:
     logits = torch.randn(6, 32, generator=torch.Generator().manual_seed(0)) * 3
     tokens, logprobs = reported(sampler, logits)
     wanted = (logits / TEMPERATURE).log_softmax(-1)
-    assert (logprobs - wanted[torch.arange(6), tokens]).abs().max() > 0.1, "as built it reports another distribution's"
+    assert (logprobs - wanted[torch.arange(6), tokens]).abs().max() > 0.1, (
+        "as built it reports another distribution's"
+    )
 
     worker = SimpleNamespace(
-        model_config=SimpleNamespace(logprobs_mode="processed_logprobs"), model_runner=SimpleNamespace(sampler=sampler)
+        model_config=SimpleNamespace(logprobs_mode="processed_logprobs"),
+        model_runner=SimpleNamespace(sampler=sampler),
     )
     take_logprobs_mode(worker)
     tokens, logprobs = reported(sampler, logits)

@@ -1,4 +1,6 @@
-"""Engines of two workers (rollout.tensor_parallel) get what a trainer publishes, whoever shards it how."""
+"""Engines of two workers (rollout.tensor_parallel) get what a trainer publishes, whoever shards it
+how.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,33 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def test_log_probs_agree_after_each_publish(tmp_path: Path, case: str) -> None:
     model, keys = CASES[case]
     tiny = random_tiny(tmp_path, *model)
-    command = [sys.executable, "-m", "pa_npu.launcher", "run", "--config", str(ROOT / "configs" / "grpo_tiny.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "pa_npu.launcher",
+        "run",
+        "--config",
+        str(ROOT / "configs" / "grpo_tiny.yaml"),
+    ]
     command += [
         f"run.dir={tmp_path}/run",
         f"model.path={tiny}/model",
         f"data.train={tiny}/train.jsonl",
         "data.test=null",
     ]
-    command += ["rollout.tensor_parallel=2", "schedule.iterations=3", "schedule.prompts_per_iteration=8"]
-    command += ["telemetry.trackers=[]", 'reward.functions=[{name: format, pattern: "[0-4]"}]', *keys]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=1100)
+    command += [
+        "rollout.tensor_parallel=2",
+        "schedule.iterations=3",
+        "schedule.prompts_per_iteration=8",
+    ]
+    command += [
+        "telemetry.trackers=[]",
+        'reward.functions=[{name: format, pattern: "[0-4]"}]',
+        *keys,
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=1100
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     records = read_records(tmp_path / "run")
     assert len(records) == 3 and records[0]["grad_norm"] > 0, "later publishes have trained weights"

@@ -1,4 +1,6 @@
-"""One real vLLM server: it passes the suite of every engine, follows trainers' weights, and samples depend on seeds alone."""
+"""One real vLLM server: it passes the suite of every engine, follows trainers' weights, and samples
+depend on seeds alone.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ from tests.helpers.models import make_model
 from tests.helpers.weights_rank import start_ranks
 
 pytestmark = pytest.mark.integration
-# so small that most prompts find a step's budget half used: they must wait for the next step and never be cut
+# so small that most prompts find a step's budget half used: they must wait for the next step and
+# never be cut
 BUDGET = 200
 SAMPLING = Sampling(max_tokens=32, temperature=1.0, stop_token_ids=(EOS,))
 
@@ -61,7 +64,13 @@ def serving(directory: Path, family: str, tied: bool) -> Iterator[EngineProcess]
     base = make_engine_model(directory / "base", family=family, tied=tied)
     model = export_merged(base, make_adapter(base, directory / "adapter"), directory / "model")
     # what a chat model ships: it must not change what is sampled here
-    defaults = {"temperature": 0.2, "top_k": 2, "top_p": 0.5, "repetition_penalty": 1.5, "eos_token_id": EOS}
+    defaults = {
+        "temperature": 0.2,
+        "top_k": 2,
+        "top_p": 0.5,
+        "repetition_penalty": 1.5,
+        "eos_token_id": EOS,
+    }
     (model / "generation_config.json").write_text(json.dumps(defaults))
     rollout = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 128, "kv_cache_gib": 0.25}
     engine = EngineProcess("vllm", model, directory, rollout)
@@ -84,9 +93,13 @@ def subject(server: EngineProcess) -> Subject:
 
 
 def prompts(number: int) -> list[np.ndarray]:
-    lengths = torch.randint(5, MAX_PROMPT + 1, (number,), generator=torch.Generator().manual_seed(1)).tolist()
+    lengths = torch.randint(
+        5, MAX_PROMPT + 1, (number,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     generator = torch.Generator().manual_seed(2)
-    return [torch.randint(2, 128, (n,), generator=generator).numpy().astype(np.int32) for n in lengths]
+    return [
+        torch.randint(2, 128, (n,), generator=generator).numpy().astype(np.int32) for n in lengths
+    ]
 
 
 async def generate_all(
@@ -98,14 +111,18 @@ async def generate_all(
 
     async def one(index: int) -> None:
         with closing(await pool.admit(8, 1, lambda _: window, DEADLINE_S)):
-            results[index] = await client.generate(asked[index], 8, 1000 * index, SAMPLING, deadline_s=DEADLINE_S)
+            results[index] = await client.generate(
+                asked[index], 8, 1000 * index, SAMPLING, deadline_s=DEADLINE_S
+            )
 
     await gather([one(index) for index in order])
     return results
 
 
 async def test_samples_depend_on_seeds_alone_and_not_on_the_schedule(server):
-    """Orders, windows, cache hits and a step budget that never fits all prompts: bit-identical tokens and log-probs."""
+    """Orders, windows, cache hits and a step budget that never fits all prompts: bit-identical
+    tokens and log-probs.
+    """
     asked = prompts(12)
     async with server.client() as client:
         reference = await generate_all(client, asked, range(12), window=8)
@@ -119,9 +136,16 @@ async def test_samples_depend_on_seeds_alone_and_not_on_the_schedule(server):
                     assert got.tokens.tolist() == wanted.tokens.tolist(), (
                         f"group {index}, response {i}, window {window}"
                     )
-                    assert got.logprobs.tolist() == wanted.logprobs.tolist(), f"group {index}, response {i}"
-        singles = [(await client.generate(asked[3], 1, 3000 + i, SAMPLING, deadline_s=DEADLINE_S))[0] for i in range(8)]
-    assert [c.tokens.tolist() for c in singles] == [c.tokens.tolist() for c in reference[3]], "seed + i"
+                    assert got.logprobs.tolist() == wanted.logprobs.tolist(), (
+                        f"group {index}, response {i}"
+                    )
+        singles = [
+            (await client.generate(asked[3], 1, 3000 + i, SAMPLING, deadline_s=DEADLINE_S))[0]
+            for i in range(8)
+        ]
+    assert [c.tokens.tolist() for c in singles] == [c.tokens.tolist() for c in reference[3]], (
+        "seed + i"
+    )
     assert len({tuple(c.tokens.tolist()) for c in reference[3]}) == 8, "eight different responses"
 
 
@@ -132,7 +156,9 @@ async def test_worker_extension_answers_and_unknown_methods_are_refused(server):
             await client._on_workers("pa_nonsense", [], 30)
 
 
-@pytest.mark.parametrize("path", ["/collective_rpc", "/v1/completions", "/reset_prefix_cache", "/metrics", "/docs"])
+@pytest.mark.parametrize(
+    "path", ["/collective_rpc", "/v1/completions", "/reset_prefix_cache", "/metrics", "/docs"]
+)
 async def test_without_the_key_every_path_but_health_is_refused(server, path):
     call = {"method": "pa_version"}
     async with aiohttp.ClientSession() as session:
@@ -142,7 +168,9 @@ async def test_without_the_key_every_path_but_health_is_refused(server, path):
         async with session.get(server.url + "/health") as response:
             assert response.status == 200
         headers = {"Authorization": f"Bearer {API_KEY}"}
-        async with session.post(server.url + "/collective_rpc", json=call, headers=headers) as response:
+        async with session.post(
+            server.url + "/collective_rpc", json=call, headers=headers
+        ) as response:
             (answer,) = (await response.json())["results"]
             assert answer == {"version": None, "continues": True, "sleeps": False, "routes": False}
     assert API_KEY not in server.log.read_text(), "keys are not for logs"
@@ -180,19 +208,29 @@ class Asked:
             "seed": seed,
             "logprobs": 0,
         }
-        choice = self.call("/v1/completions", body | {"return_token_ids": True, "ignore_eos": True})["choices"][0]
+        choice = self.call(
+            "/v1/completions", body | {"return_token_ids": True, "ignore_eos": True}
+        )["choices"][0]
         return choice["token_ids"], torch.tensor(choice["logprobs"]["token_logprobs"])
 
     def prefix_hits(self) -> float:
         """Tokens of prompts that were found in the prefix cache so far."""
-        request = urllib.request.Request(self.url + "/metrics", headers={"Authorization": f"Bearer {API_KEY}"})
+        request = urllib.request.Request(
+            self.url + "/metrics", headers={"Authorization": f"Bearer {API_KEY}"}
+        )
         with urllib.request.urlopen(request, timeout=10) as response:
             lines = response.read().decode().splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+        return sum(
+            float(line.split()[-1])
+            for line in lines
+            if line.startswith("vllm:prefix_cache_hits_total")
+        )
 
 
 def hf_logprobs(model: Path, tokens: list[int]) -> torch.Tensor:
-    return logprobs_of(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), tokens)
+    return logprobs_of(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), tokens
+    )
 
 
 def logprobs_of(hf: Any, tokens: list[int]) -> torch.Tensor:
@@ -213,7 +251,9 @@ def trainers(job: dict[str, Any], world_size: int, directory: Path) -> Iterator[
     try:
         yield
         codes = [process.wait(60) for process in ranks]
-        logs = "\n".join((directory / f"rank{rank}.log").read_text()[-3000:] for rank in range(world_size))
+        logs = "\n".join(
+            (directory / f"rank{rank}.log").read_text()[-3000:] for rank in range(world_size)
+        )
         assert codes == [0] * world_size, logs
     finally:
         for process in ranks:
@@ -222,12 +262,20 @@ def trainers(job: dict[str, Any], world_size: int, directory: Path) -> Iterator[
 
 
 def assert_follows(server: EngineProcess, family: str, tied: bool, directory: Path) -> None:
-    """Two runs one after the other, the trainers of each in another layout. The engine begins with adapters, merged."""
-    models = [make_model(directory / f"model{seed}", family, tied=tied, seed=seed, hidden=128) for seed in (1, 2)]
+    """Two runs one after the other, the trainers of each in another layout.
+
+    The engine begins with adapters, merged.
+    """
+    models = [
+        make_model(directory / f"model{seed}", family, tied=tied, seed=seed, hidden=128)
+        for seed in (1, 2)
+    ]
     base, engine = server.model.parent / "base", Asked(server.url)
     engine.rpc("pa_close")
     tokens, logprobs = engine.sample(3)
-    by_peft = logprobs_of(PeftModel.from_pretrained(plain(base), server.model.parent / "adapter"), tokens)
+    by_peft = logprobs_of(
+        PeftModel.from_pretrained(plain(base), server.model.parent / "adapter"), tokens
+    )
     assert (logprobs - by_peft).abs().max() < TOLERANCE, "the merged model is peft's"
     assert (logprobs - hf_logprobs(base, tokens)).abs().max() > 0.1, "the base would be seen"
     former, held = server.model, engine.rpc("pa_version")["version"]
@@ -238,9 +286,16 @@ def assert_follows(server: EngineProcess, family: str, tied: bool, directory: Pa
 
 
 def follow(
-    engine: Asked, trainer: dict[str, Any], models: list[Path], former: Path, held: int | None, directory: Path
+    engine: Asked,
+    trainer: dict[str, Any],
+    models: list[Path],
+    former: Path,
+    held: int | None,
+    directory: Path,
 ) -> None:
-    """Publish `models` as versions 0, 1, ... to an engine that has the weights of `former`, stamped with version `held`."""
+    """Publish `models` as versions 0, 1, ... to an engine that has the weights of `former`, stamped
+    with version `held`.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stages = trainer.get("pipeline_parallel", 1)
     job = {
@@ -251,8 +306,12 @@ def follow(
         "bucket_mib": 0.05,
     }
     with trainers(job, 2, directory), ThreadPoolExecutor(1) as pool:
-        assert disagreement(engine, former) < TOLERANCE, "the engine must agree with HF before anything is published"
-        assert disagreement(engine, models[0]) > 0.1, "models too similar: the test could not see a publish"
+        assert disagreement(engine, former) < TOLERANCE, (
+            "the engine must agree with HF before anything is published"
+        )
+        assert disagreement(engine, models[0]) > 0.1, (
+            "models too similar: the test could not see a publish"
+        )
         with pytest.raises(AssertionError, match="call pa_connect before pa_receive"):
             engine.rpc("pa_receive", 0)
 
@@ -278,7 +337,8 @@ def follow(
             assert sent not in digests_before, "another version's weights"
             digests_before.append(sent)
             assert engine.rpc("pa_version")["version"] == version
-            # the load has forgotten the prefixes of the old weights, by which log-probs would be off by more than 1e-3
+            # the load has forgotten the prefixes of the old weights, by which log-probs would be
+            # off by more than 1e-3
             for seed in (3, 4):
                 assert disagreement(engine, model, seed) < TOLERANCE, f"version {version}"
             hits = engine.prefix_hits()
@@ -291,7 +351,9 @@ def follow(
         engine.rpc("pa_close")
 
 
-async def test_after_each_publish_log_probs_are_those_of_hf_for_the_new_weights(server, subject, tmp_path):
+async def test_after_each_publish_log_probs_are_those_of_hf_for_the_new_weights(
+    server, subject, tmp_path
+):
     await asyncio.to_thread(assert_follows, server, "qwen3", True, tmp_path)
     async with server.client() as client:
         await subject.sender.publish(client, 2, server.model)  # as it was found
@@ -307,7 +369,8 @@ def test_so_are_those_of_a_model_whose_embeddings_are_not_tied(tmp_path: Path) -
 class TestVllm(ModelConformance):
     """The suite of every engine, with the server that the tests above share."""
 
-    @pytest.mark.nightly  # a start takes most of a minute; unit/test_engines_transformers.py starts the other kind again
+    # a start takes most of a minute; unit/test_engines_transformers.py starts the other kind again
+    @pytest.mark.nightly
     async def test_a_second_start_is_another_instance_with_no_version(self, subject, client):
         await super().test_a_second_start_is_another_instance_with_no_version(subject, client)
 
@@ -316,7 +379,10 @@ async def test_killed_engine_fails_requests_in_flight_within_seconds(server):
     """Last in this file: it ends the shared server."""
     async with server.client() as client:
         sampling = Sampling(MAX_RESPONSE, 1.0, ignore_eos=True)
-        requests = [asyncio.create_task(client.generate(p, 8, 0, sampling, deadline_s=DEADLINE_S)) for p in prompts(12)]
+        requests = [
+            asyncio.create_task(client.generate(p, 8, 0, sampling, deadline_s=DEADLINE_S))
+            for p in prompts(12)
+        ]
         while not (await _metrics_running(server)):
             assert not any(request.done() for request in requests)
         start = time.monotonic()
@@ -331,7 +397,10 @@ async def test_killed_engine_fails_requests_in_flight_within_seconds(server):
 async def _metrics_running(server: EngineProcess) -> bool:
     """Whether the engine has sequences running."""
     headers = {"Authorization": f"Bearer {API_KEY}"}
-    async with aiohttp.ClientSession(headers=headers) as session, session.get(server.url + "/metrics") as response:
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.get(server.url + "/metrics") as response,
+    ):
         lines = (await response.text()).splitlines()
     running = [line for line in lines if line.startswith("vllm:num_requests_running")]
     return any(float(line.split()[-1]) > 0 for line in running)

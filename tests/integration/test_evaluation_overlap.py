@@ -1,4 +1,6 @@
-"""Evaluation beside training on real vLLM: it takes the engines when they are free, and gives them back for the next weights."""
+"""Evaluation beside training on real vLLM: it takes the engines when they are free, and gives them
+back for the next weights.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def test_an_overlapped_evaluation_ends_before_the_next_weights_and_answers_by_it
         "evaluate.samples=2",
         "schedule.prompts_per_iteration=16",
     ]
-    keys = settings(tiny, tmp_path / "run", rollout__backend="vllm", schedule__iterations=ITERATIONS)
+    keys = settings(
+        tiny, tmp_path / "run", rollout__backend="vllm", schedule__iterations=ITERATIONS
+    )
     launched = Launched(tmp_path, "run", *keys, *more)
     try:
         assert launched.popen.wait(900) == 0, launched.output
@@ -34,9 +38,13 @@ def test_an_overlapped_evaluation_ends_before_the_next_weights_and_answers_by_it
     run = tmp_path / "run"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["iteration"] for record in records] == list(range(ITERATIONS))
-    assert all(record["evaluation_s"] is None for record in records), "no iteration stood still for one"
+    assert all(record["evaluation_s"] is None for record in records), (
+        "no iteration stood still for one"
+    )
 
-    evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    evaluations = [
+        json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()
+    ]
     by_version = {record["version"]: record for record in evaluations}
     assert by_version.keys() <= set(range(ITERATIONS + 1)) and len(by_version) == len(evaluations)
     last = by_version[ITERATIONS]
@@ -48,11 +56,15 @@ def test_an_overlapped_evaluation_ends_before_the_next_weights_and_answers_by_it
             f"a greedy answer and two samples, version {version}"
         )
 
-    events = [event for path in sorted((run / "timeline").glob("*.jsonl")) for event in read_events(path)]
+    events = [
+        event for path in sorted((run / "timeline").glob("*.jsonl")) for event in read_events(path)
+    ]
     spans = {
         name: {event["args"]["version"]: event for event in events if event.get("name") == name}
         for name in ("evaluate", "publish")
     }
     for version in by_version.keys() - {ITERATIONS}:
         ends_s = spans["evaluate"][version]["end"]
-        assert ends_s < spans["publish"][version + 1]["start"] + LATE_S, f"version {version} delayed a publish"
+        assert ends_s < spans["publish"][version + 1]["start"] + LATE_S, (
+            f"version {version} delayed a publish"
+        )

@@ -1,6 +1,8 @@
-"""Invariant I4: with order=prompt, a periodic run ends with the synchronous run's weights bit for bit, whatever its schedules are.
+"""Invariant I4: with order=prompt, a periodic run ends with the synchronous run's weights bit for
+bit, whatever its schedules are.
 
-Real engines and trainers; schedules differ in order, windows and turns from iteration to iteration, and roles change.
+Real engines and trainers; schedules differ in order, windows and turns from iteration to iteration,
+and roles change.
 """
 
 from __future__ import annotations
@@ -61,25 +63,33 @@ def run(
         launched.append(Launched(directory, "run", *arguments, variables=KEY))
         launched[-1].popen.wait(TIMEOUT_S)
         assert launched[-1].popen.returncode == 0, launched[-1].output
-        records = [json.loads(line) for line in (directory / "run/metrics.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line) for line in (directory / "run/metrics.jsonl").read_text().splitlines()
+        ]
         return load_file(directory / "run/hf/model.safetensors"), records
 
     return start
 
 
 @pytest.fixture(scope="module")
-def synchronous(run: Callable[..., Any], tiny: Path, shared_engine: Callable[[Path], str]) -> Callable[[str], Any]:
+def synchronous(
+    run: Callable[..., Any], tiny: Path, shared_engine: Callable[[Path], str]
+) -> Callable[[str], Any]:
     """Gives the synchronous run of a trainer.backend, which is made once."""
     attach = shared_engine(tiny / "model")
     return cache(
-        lambda backend: run(**{"schedule.stream": "false", "trainer.backend": backend, "rollout.attach": attach})
+        lambda backend: run(
+            **{"schedule.stream": "false", "trainer.backend": backend, "rollout.attach": attach}
+        )
     )
 
 
 def test_sharded_trainers_of_a_model_with_code_of_its_own_end_with_the_synchronous_runs_weights_too(
     run: Callable[..., Any], launched: list[Launched], tiny: Path, tmp_path: Path
 ) -> None:
-    """Once it is trusted, its model, configuration and tokenizer are in every process of a run, and in the export."""
+    """Once it is trusted, its model, configuration and tokenizer are in every process of a run, and
+    in the export.
+    """
     model = make_remote(tmp_path / "model", tiny)
     chosen = {
         "trainer.backend": "fsdp",
@@ -91,24 +101,37 @@ def test_sharded_trainers_of_a_model_with_code_of_its_own_end_with_the_synchrono
     exported = launched[-1].output_file.parent / "run" / "hf"
     assert "model.path: transformers own, prompts are shared" in launched[-1].output
     synchronous, _ = run(**chosen, **{"schedule.stream": "false"})
-    assert weights.keys() == synchronous.keys() and all(torch.equal(weights[n], synchronous[n]) for n in weights)
-    assert any(
-        not torch.equal(tensor, weights[name]) for name, tensor in load_file(model / "model.safetensors").items()
+    assert weights.keys() == synchronous.keys() and all(
+        torch.equal(weights[n], synchronous[n]) for n in weights
     )
-    assert len(records) == 3 and all(record["logprob_diff_max"] < 1e-5 for record in records), records
+    assert any(
+        not torch.equal(tensor, weights[name])
+        for name, tensor in load_file(model / "model.safetensors").items()
+    )
+    assert len(records) == 3 and all(record["logprob_diff_max"] < 1e-5 for record in records), (
+        records
+    )
     assert type(load_tokenizer(str(exported), True)).__name__ == "OwnTokenizer"
-    own, ids = AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True), torch.arange(12)[None]
+    own, ids = (
+        AutoModelForCausalLM.from_pretrained(exported, trust_remote_code=True),
+        torch.arange(12)[None],
+    )
     assert type(own).__name__ == "OwnForCausalLM"
     plain = LlamaForCausalLM(LlamaConfig.from_pretrained(exported))
     plain.load_state_dict(own.state_dict())
-    torch.testing.assert_close(own(ids).logits, 2 * plain.eval()(ids).logits, msg="its code computes")
+    torch.testing.assert_close(
+        own(ids).logits, 2 * plain.eval()(ids).logits, msg="its code computes"
+    )
 
 
 def test_replicas_that_share_a_mixtures_experts_end_with_the_synchronous_runs_weights_too(
-    run: Callable[..., Any], tiny_mixture: Path, shared_engine: Callable[[Path], str], tmp_path: Path
+    run: Callable[..., Any],
+    tiny_mixture: Path,
+    shared_engine: Callable[[Path], str],
+    tmp_path: Path,
 ) -> None:
-    """Their groups are sessions of three to seven samples, so that one of them computes fillers beside the other's last
-    microbatches."""
+    """Their groups are sessions of three to seven samples, so that one of them computes fillers
+    beside the other's last microbatches."""
     log = tmp_path / "sessions"
     mixture = {
         "model.path": tiny_mixture / "model",
@@ -122,9 +145,13 @@ def test_replicas_that_share_a_mixtures_experts_end_with_the_synchronous_runs_we
     weights, records = run(**mixture)
     assert_sessions(log, records)
     synchronous, held = run(**mixture, **{"schedule.stream": "false"})
-    assert any(record["microbatches"] % 2 for record in records), "as many on both: the test could not see a filler"
+    assert any(record["microbatches"] % 2 for record in records), (
+        "as many on both: the test could not see a filler"
+    )
     assert [record["loss"] for record in records] == [record["loss"] for record in held]
-    assert weights.keys() == synchronous.keys() and all(torch.equal(weights[n], synchronous[n]) for n in weights)
+    assert weights.keys() == synchronous.keys() and all(
+        torch.equal(weights[n], synchronous[n]) for n in weights
+    )
     initial = load_file(tiny_mixture / "model" / "model.safetensors")
     same = [name for name in weights if torch.equal(weights[name], initial[name])]
     assert not same, f"not trained: {same}"
@@ -145,16 +172,22 @@ def test_replicas_that_share_a_mixtures_experts_end_with_the_synchronous_runs_we
 def test_whatever_the_schedules_weights_are_those_of_the_synchronous_run(
     engines: dict[str, object], run: Callable[..., Any], synchronous: Callable[[str], Any]
 ) -> None:
-    weights, records = run(**{"environment.name": "tests.helpers.scripted_schedules:Scripted"}, **engines)
+    weights, records = run(
+        **{"environment.name": "tests.helpers.scripted_schedules:Scripted"}, **engines
+    )
     assert [record["schedule"] for record in records] == list(NAMES), "the schedules were followed"
     if "placement.colocate" in engines:
         assert [record["role_changes"] for record in records] == [0, 1, 1, 1, 1, 1], (
             "the first teaches how fast engines are"
         )
     expected, held = synchronous(str(engines.get("trainer.backend", "megatron")))
-    assert [(r["reward_mean"], r["loss"]) for r in records] == [(r["reward_mean"], r["loss"]) for r in held]
+    assert [(r["reward_mean"], r["loss"]) for r in records] == [
+        (r["reward_mean"], r["loss"]) for r in held
+    ]
     assert weights.keys() == expected.keys()
-    different = [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)]
+    different = [
+        name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)
+    ]
     assert not different, f"tensors that differ: {different}"
     assert len({r["loss"] for r in held}) > 1, "negative control: there is something to learn"
 

@@ -1,6 +1,8 @@
-"""Faults that are put into whole runs end them in the iteration of the fault, with one line that says what is wrong.
+"""Faults that are put into whole runs end them in the iteration of the fault, with one line that
+says what is wrong.
 
-Coordinator, engine and trainers are real. Faults of steps and losses in every layout of ranks: test_gradient_sum.py.
+Coordinator, engine and trainers are real. Faults of steps and losses in every layout of ranks:
+test_gradient_sum.py.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ RUNS: dict[str, dict[str, object]] = {
     "adapters, merged": ADAPTERS,
     "adapters, alone": {**ADAPTERS, "publish.lora": "adapter"},
     "roles": {"rollout.engines": 2, "trainer.devices": 2, "placement.colocate": "true"},
-    "adapters, roles": {**ADAPTERS, "rollout.engines": 2, "trainer.devices": 2, "placement.colocate": "true"},
+    "adapters, roles": {
+        **ADAPTERS,
+        "rollout.engines": 2,
+        "trainer.devices": 2,
+        "placement.colocate": "true",
+    },
     "TP2": {"trainer.devices": 2, "trainer.tensor_parallel": 2},
     "PP2": {"trainer.devices": 2, "trainer.pipeline_parallel": 2},
     "delayed": {"schedule.max_staleness": 1, "publish.mode": "delayed", "schedule.iterations": 4},
@@ -38,12 +45,16 @@ RUNS: dict[str, dict[str, object]] = {
 FAULTS = {
     **PUBLISHES,
     "the step skipped": step_faults.OPTIMIZER["the step skipped"],
-    "the gradient behind the log-probs doubled": step_faults.LOSS["the gradient behind the log-probs doubled"],
+    "the gradient behind the log-probs doubled": step_faults.LOSS[
+        "the gradient behind the log-probs doubled"
+    ],
     "advantages negated inside the loss": step_faults.LOSS["advantages negated inside the loss"],
 }
 FEW = [("megatron", "bf16", SENT_OLD), ("adapters, roles", "fp32", "the step skipped")]
 CASES = [
-    pytest.param(run, dtype, fault, marks=[] if (run, dtype, fault) in FEW else [pytest.mark.nightly])
+    pytest.param(
+        run, dtype, fault, marks=[] if (run, dtype, fault) in FEW else [pytest.mark.nightly]
+    )
     for run in RUNS
     for dtype in ("fp32", "bf16")
     for fault in FAULTS
@@ -95,7 +106,9 @@ def test_a_fault_ends_the_run_in_its_iteration(
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("run", RUNS)
-def test_without_a_fault_the_same_run_ends_well(run: str, dtype: str, launch: Callable[..., Launched]) -> None:
+def test_without_a_fault_the_same_run_ends_well(
+    run: str, dtype: str, launch: Callable[..., Launched]
+) -> None:
     every = {"model.dtype": dtype, "schedule.finite_difference_every": 1, **RUNS[run]}
     launched = launch("run", **every)
     assert launched.popen.wait(LIMIT_S) == 0, launched.output
@@ -112,7 +125,9 @@ AFTER_RESUME = {
         "the policy copied into the reference",
     )
 }
-AFTER_RESUME[SENT_OLD] = PUBLISHES[SENT_OLD].replace("version 1", r"version \d").replace("version 0", r"version \d")
+AFTER_RESUME[SENT_OLD] = (
+    PUBLISHES[SENT_OLD].replace("version 1", r"version \d").replace("version 0", r"version \d")
+)
 
 
 @pytest.mark.nightly
@@ -131,7 +146,9 @@ def test_a_fault_after_a_resume_ends_the_run(
     }
     before = launch("before", **keys, **{"schedule.iterations": 2})
     assert before.popen.wait(LIMIT_S) == 0, before.output
-    after = launch("after", variables(tmp_path / "site", fault), **keys, **{"schedule.iterations": 5})
+    after = launch(
+        "after", variables(tmp_path / "site", fault), **keys, **{"schedule.iterations": 5}
+    )
     assert after.popen.wait(LIMIT_S) != 0, f"nobody saw it:\n{after.output}"
     logs = "".join(file.read_text() for file in (tmp_path / "run").rglob("*.log"))
     assert re.search(AFTER_RESUME[fault], after.output + logs), after.output[-3000:]

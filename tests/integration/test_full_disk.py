@@ -1,4 +1,6 @@
-"""A disk that fills up during a run costs records and checkpoints; what ends the run is the last checkpoint, in one line."""
+"""A disk that fills up during a run costs records and checkpoints; what ends the run is the last
+checkpoint, in one line.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.helpers.launched import Launched, settings
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.nightly,  # the parts: unit/test_checkpoints_trainer.py and unit/test_telemetry_lost_records.py
+    # the parts: unit/test_checkpoints_trainer.py and unit/test_telemetry_lost_records.py
+    pytest.mark.nightly,
     pytest.mark.skipif(sys.platform != "linux", reason="mounts a file system in memory"),
 ]
 
@@ -51,7 +54,10 @@ def fill(filler: Path) -> None:
 
 
 def iterations(run_dir: Path) -> list[int]:
-    return [json.loads(line)["iteration"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["iteration"]
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_run_on_a_full_disk_goes_on_until_its_last_checkpoint_and_later_from_the_last_whole_one(
@@ -61,7 +67,9 @@ def test_a_run_on_a_full_disk_goes_on_until_its_last_checkpoint_and_later_from_t
     arguments = settings(tiny, run_dir, schedule__iterations=ITERATIONS, checkpoint__every=1)
     run = Launched(tmp_path, "run", *arguments)
     try:
-        run.wait_for(lambda: "iteration 1 (2/" in run.output, "two iterations are done", RUN_TIMEOUT_S)
+        run.wait_for(
+            lambda: "iteration 1 (2/" in run.output, "two iterations are done", RUN_TIMEOUT_S
+        )
         fill(filler)
         code = run.popen.wait(RUN_TIMEOUT_S)
     finally:
@@ -69,8 +77,14 @@ def test_a_run_on_a_full_disk_goes_on_until_its_last_checkpoint_and_later_from_t
     said = run.output
     assert code == 1, said
     assert "Traceback" not in said
-    assert "starting coordinator and trainers again" not in said, "another attempt finds the same disk"
-    (reason,) = {line.partition("CheckpointError: ")[2] for line in said.splitlines() if "CheckpointError: " in line}
+    assert "starting coordinator and trainers again" not in said, (
+        "another attempt finds the same disk"
+    )
+    (reason,) = {
+        line.partition("CheckpointError: ")[2]
+        for line in said.splitlines()
+        if "CheckpointError: " in line
+    }
     assert f"the last checkpoint, of version {ITERATIONS}, could not be written" in reason, (
         "the work goes on to its end"
     )
@@ -80,7 +94,9 @@ def test_a_run_on_a_full_disk_goes_on_until_its_last_checkpoint_and_later_from_t
         for line in said.splitlines()
         if "goes on without these records" in line
     ]
-    assert len(lost) == len(set(lost)), f"one line for each kind of records, however many are lost:\n{said}"
+    assert len(lost) == len(set(lost)), (
+        f"one line for each kind of records, however many are lost:\n{said}"
+    )
     filler.unlink()
     again = Launched(tmp_path, "run", *arguments, "checkpoint.resume=auto")
     try:
@@ -88,5 +104,7 @@ def test_a_run_on_a_full_disk_goes_on_until_its_last_checkpoint_and_later_from_t
     finally:
         again.close()
     done = iterations(run_dir)
-    assert done == list(range(ITERATIONS)), "every iteration is recorded once, those of the full disk by the second run"
+    assert done == list(range(ITERATIONS)), (
+        "every iteration is recorded once, those of the full disk by the second run"
+    )
     assert (run_dir / "hf" / "config.json").is_file()

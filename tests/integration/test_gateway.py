@@ -1,4 +1,7 @@
-"""The gateway of a real coordinator process: what other programs get. Sessions of agents: test_coordinator_matrix.py."""
+"""The gateway of a real coordinator process: what other programs get.
+
+Sessions of agents: test_coordinator_matrix.py.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ from tools.stand_in import Speed
 pytestmark = pytest.mark.integration
 
 
-def asked(run: Run, method: str, path: str, body: Any = None, key: str = API_KEY) -> tuple[int, Any]:
+def asked(
+    run: Run, method: str, path: str, body: Any = None, key: str = API_KEY
+) -> tuple[int, Any]:
     url = urlsplit(json.loads((run.dir / GATEWAY_FILE).read_text())["url"])
     assert url.hostname == "127.0.0.1", "loopback"
     connection = http.client.HTTPConnection(url.netloc, timeout=WAIT_S)
@@ -41,13 +46,24 @@ def test_other_programs_sample_from_the_current_version_and_take_groups_as_colum
     assert status == 200 and len(sampled["choices"]) == 3 and sampled["weight_version"] == 0
     (sent,) = [request for request in run.engines[0].requests if request["seed"] == 7]
     assert (sent["n"], sent["temperature"], sent["top_p"], sent["max_tokens"]) == (3, 0.5, 0.9, 4)
-    assert asked(run, "POST", "/v1/completions", body)[1]["choices"] == sampled["choices"], "by its seed"
+    assert asked(run, "POST", "/v1/completions", body)[1]["choices"] == sampled["choices"], (
+        "by its seed"
+    )
     assert asked(run, "GET", "/v1/models")[1]["data"][0]["weight_version"] == 0
     assert asked(run, "GET", "/v1/models/policy")[1]["weight_version"] == 0
     assert asked(run, "GET", "/v1/models/another")[0] == 404
 
     first = {group.index: group for group in run.consume(0)}
-    columns = ["about", "tokens", "trained", "logprobs", "versions", "lengths", "rewards", "advantages"]
+    columns = [
+        "about",
+        "tokens",
+        "trained",
+        "logprobs",
+        "versions",
+        "lengths",
+        "rewards",
+        "advantages",
+    ]
     wanted = {"task": "t", "columns": columns, "policy": "age", "most": GROUPS}
     found: list[dict[str, Any]] = []
     while len(found) < GROUPS:
@@ -56,11 +72,15 @@ def test_other_programs_sample_from_the_current_version_and_take_groups_as_colum
     for copy in found:
         group = first.pop(copy["about"]["index"])
         assert copy.keys() == {"id", *columns} and len(copy["about"]["responses"]) == RESPONSES
-        assert all(copy[name] == getattr(group, name).tolist() for name in columns[1:]), "bit for bit"
+        assert all(copy[name] == getattr(group, name).tolist() for name in columns[1:]), (
+            "bit for bit"
+        )
     assert not first
     example = [sys.executable, str(ROOT / "examples" / "use_rollouts.py"), "--run", str(run.dir)]
     example += ["--model", str(inputs / "model")]
-    done = subprocess.run(example, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S * 2, check=False)
+    done = subprocess.run(
+        example, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S * 2, check=False
+    )
     assert done.returncode == 0 and "trained 4 groups" in done.stdout, done.stdout + done.stderr
 
     # what is wrong is one line, and the run goes on

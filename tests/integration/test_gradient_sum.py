@@ -1,6 +1,8 @@
-"""I7 on real ranks: an update whose gradient is not the sum it claims ends the run, on every backend, however it is spread.
+"""I7 on real ranks: an update whose gradient is not the sum it claims ends the run, on every
+backend, however it is spread.
 
-The clean runs of tests/integration/test_trainer_parity.py and test_trainer_kl_reward.py go through the same checks.
+The clean runs of tests/integration/test_trainer_parity.py and test_trainer_kl_reward.py go through
+the same checks.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ STEPS: dict[str, dict[str, Any]] = {
     "DP2, not sharded": {"devices": 2, "distributed_optimizer": False},
     "fsdp, DP2": {"devices": 2, "backend": "fsdp"},
 }
-"""Layouts whose steps and losses are broken; one rank of every backend is in tests/helpers/backend_conformance.py."""
+"""Layouts whose steps and losses are broken; one rank of every backend is in
+tests/helpers/backend_conformance.py.
+"""
 FEW_STEPS = [
     ("TP2", "bf16", "the gradient behind the log-probs doubled"),
     ("DP2", "bf16", "the step skipped"),
@@ -103,7 +107,9 @@ def job(layout: str, dtype: str, model: dict[str, Path], directory: Path, **opti
     return Job(config, directory, last=2, options=options)
 
 
-def step_job(layout: str, dtype: str, model: dict[str, Path], directory: Path, **options: Any) -> Job:
+def step_job(
+    layout: str, dtype: str, model: dict[str, Path], directory: Path, **options: Any
+) -> Job:
     sections = {name: dict(keys) for name, keys in step_faults.KEYS.items()}
     sections["schedule"] |= {**TWICE, "prompts_per_iteration": 8}
     config = make_config(
@@ -127,12 +133,17 @@ def test_a_gradient_that_is_another_sum_ends_the_run(
 ) -> None:
     with pytest.raises(AssertionError) as ended:
         run_job(job(layout, dtype, model, tmp_path, fault=fault), 60)
-    assert re.search(f"InvariantViolation: I7 gradient: .*{FAULTS[fault]}", str(ended.value)), str(ended.value)[-3000:]
+    assert re.search(f"InvariantViolation: I7 gradient: .*{FAULTS[fault]}", str(ended.value)), str(
+        ended.value
+    )[-3000:]
 
 
 @pytest.mark.parametrize(
     ("layout", "dtype", "fault"),
-    [pytest.param(*case, marks=[] if case in FEW_STEPS else [pytest.mark.nightly]) for case in ALL_STEPS],
+    [
+        pytest.param(*case, marks=[] if case in FEW_STEPS else [pytest.mark.nightly])
+        for case in ALL_STEPS
+    ],
 )
 def test_a_step_or_a_loss_that_is_another_one_ends_the_run(
     layout: str, dtype: str, fault: str, model: dict[str, Path], tmp_path: Path
@@ -143,15 +154,21 @@ def test_a_step_or_a_loss_that_is_another_one_ends_the_run(
     assert re.search(message, str(ended.value)), str(ended.value)[-3000:]
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.nightly) for name in STEPS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.nightly) for name in STEPS]
+)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_without_a_fault_the_same_steps_pass(layout: str, dtype: str, model: dict[str, Path], tmp_path: Path) -> None:
+def test_without_a_fault_the_same_steps_pass(
+    layout: str, dtype: str, model: dict[str, Path], tmp_path: Path
+) -> None:
     made = step_job(layout, dtype, model, tmp_path)
     made.last = 4
     assert len(run_job(made, 120)) == 4
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=pytest.mark.nightly) for name in [*LAYOUTS, *MIXTURES]])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.nightly) for name in [*LAYOUTS, *MIXTURES]]
+)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_without_a_fault_the_same_run_ends_well(
     layout: str, dtype: str, model: dict[str, Path], tmp_path: Path
@@ -170,9 +187,21 @@ def test_a_toy_backend_gives_the_update_of_megatron(model: dict[str, Path], tmp_
         found[layout] = reports, load_file(tmp_path / layout / "hf" / "model.safetensors")
     (expected, weights), (reports, ours) = found.values()
     for ours_of, wanted in zip(reports, expected, strict=True):
-        for name in ("loss", "grad_norm", "kl", "entropy", "clip_ratio", "tokens_response", "microbatches"):
+        for name in (
+            "loss",
+            "grad_norm",
+            "kl",
+            "entropy",
+            "clip_ratio",
+            "tokens_response",
+            "microbatches",
+        ):
             assert ours_of[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-6), name
     for name, tensor in ours.items():
         torch.testing.assert_close(
-            tensor, weights[name], rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            tensor,
+            weights[name],
+            rtol=1e-3,
+            atol=1e-5,
+            msg=lambda text, name=name: f"{name}: {text}",
         )

@@ -1,7 +1,9 @@
-"""launch/install_npu.sh with pip itself, over a CANN that is only files and packages that are only their metadata.
+"""launch/install_npu.sh with pip itself, over a CANN that is only files and packages that are only
+their metadata.
 
-The packages require of each other what the releases do (read in the METADATA of their wheels for aarch64 and x86-64): vllm asks for
-one torch and for triton, vllm-ascend for another torch and for triton-ascend, whose files lie in triton's folder.
+The packages require of each other what the releases do (read in the METADATA of their wheels for
+aarch64 and x86-64): vllm asks for one torch and for triton, vllm-ascend for another torch and for
+triton-ascend, whose files lie in triton's folder.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
 PROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
 
 
-def write_wheel(shelf: Path, name: str, version: str, requires: tuple[str, ...] = (), **files: str) -> None:
+def write_wheel(
+    shelf: Path, name: str, version: str, requires: tuple[str, ...] = (), **files: str
+) -> None:
     stem = name.replace("-", "_")
     info = f"{stem}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + "".join(
@@ -69,7 +73,10 @@ def write_wheel(shelf: Path, name: str, version: str, requires: tuple[str, ...] 
 
 def write_source(shelf: Path, name: str, version: str) -> None:
     with tarfile.open(shelf / f"{name}-{version}.tar.gz", "w:gz") as archive:
-        for path, text in (("pyproject.toml", PROJECT), ("backend.py", BACKEND.format(name=name, version=version))):
+        for path, text in (
+            ("pyproject.toml", PROJECT),
+            ("backend.py", BACKEND.format(name=name, version=version)),
+        ):
             entry = tarfile.TarInfo(f"{name}-{version}/{path}")
             entry.size = len(text)
             archive.addfile(entry, io.BytesIO(text.encode()))
@@ -82,11 +89,27 @@ def shelf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch, npu = VERSIONS["TORCH"], VERSIONS["TORCH_NPU"]
     write_wheel(path, "torch", "2.11.0", ("triton==3.6.0",))
     write_wheel(path, "torch", torch, ("triton==3.6.0",))
-    write_wheel(path, "triton", "3.6.0", **{"triton/__init__.py": "WHO = 'triton'", "triton/language.py": ""})
-    write_wheel(path, "triton-ascend", VERSIONS["TRITON_ASCEND"], **{"triton/__init__.py": "WHO = 'triton-ascend'"})
+    write_wheel(
+        path,
+        "triton",
+        "3.6.0",
+        **{"triton/__init__.py": "WHO = 'triton'", "triton/language.py": ""},
+    )
+    write_wheel(
+        path,
+        "triton-ascend",
+        VERSIONS["TRITON_ASCEND"],
+        **{"triton/__init__.py": "WHO = 'triton-ascend'"},
+    )
     write_wheel(path, "torch_npu", npu, (f"torch=={torch}",))
     write_source(path, "arctic-inference", VERSIONS["ARCTIC_INFERENCE"])
-    write_wheel(path, "vllm", VERSIONS["VLLM"], ("torch==2.11.0", "transformers"), **{"vllm/__init__.py": ""})
+    write_wheel(
+        path,
+        "vllm",
+        VERSIONS["VLLM"],
+        ("torch==2.11.0", "transformers"),
+        **{"vllm/__init__.py": ""},
+    )
     needs = (f"torch=={torch}", f"torch-npu=={npu}", f"triton-ascend=={VERSIONS['TRITON_ASCEND']}")
     arctic = f"arctic-inference=={VERSIONS['ARCTIC_INFERENCE']}"
     write_wheel(path, "vllm-ascend", VERSIONS["VLLM_ASCEND"], (*needs, arctic))
@@ -126,11 +149,18 @@ def environment(ascend: Path, **others: str) -> dict[str, str]:
 
 def call(script: Path, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", str(script), *argv], env=env, capture_output=True, text=True, timeout=300, check=False
+        ["bash", str(script), *argv],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="vllm-ascend 0.23 is installed with Python 3.11 or 3.12")
+@pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="vllm-ascend 0.23 is installed with Python 3.11 or 3.12"
+)
 def test_one_command_makes_the_environment_and_a_second_one_finds_it_made(
     shelf: Path, ascend: Path, tmp_path: Path
 ) -> None:
@@ -153,10 +183,17 @@ def test_one_command_makes_the_environment_and_a_second_one_finds_it_made(
         (repository / "pyproject.toml").write_text(PROJECT)
         (repository / "backend.py").write_text(BACKEND.format(name=tag.lower(), version="0.16.0"))
         git = ("git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b")
-        for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "a"), ("tag", VERSIONS[name])):
+        for words in (
+            ("init", "-q"),
+            ("add", "."),
+            ("commit", "-qm", "a"),
+            ("tag", VERSIONS[name]),
+        ):
             subprocess.run([*git, *words], check=True)
         if name == "MINDSPEED":  # a branch that has grown since
-            head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+            head = subprocess.run(
+                [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+            )
             pinned = head.stdout.strip()
             for words in (
                 ("tag", "-d", VERSIONS[name]),
@@ -179,10 +216,14 @@ def test_one_command_makes_the_environment_and_a_second_one_finds_it_made(
 
     done = call(root / "launch" / "install_npu.sh", **env)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"doctor doctor --device npu {ascend}/nnal/atb/latest" in done.stdout, "NNAL's variables are there"
+    assert f"doctor doctor --device npu {ascend}/nnal/atb/latest" in done.stdout, (
+        "NNAL's variables are there"
+    )
     assert "operators not built" in done.stdout
     python = tmp_path / "venv" / "bin" / "python"
-    listed = subprocess.run([python, "-m", "pip", "freeze", "--all"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        [python, "-m", "pip", "freeze", "--all"], capture_output=True, text=True, check=True
+    ).stdout
     for wanted in (
         f"torch=={VERSIONS['TORCH']}",
         f"torch-npu=={VERSIONS['TORCH_NPU']}",
@@ -196,27 +237,49 @@ def test_one_command_makes_the_environment_and_a_second_one_finds_it_made(
     assert "\ntriton==" not in listed
     head = (tmp_path / "venv" / "src" / "MindSpeed" / ".git" / "HEAD").read_text().strip()
     assert head == pinned, "the commit, not the newest of its branch"
-    who = subprocess.run([python, "-c", "import triton; print(triton.WHO)"], capture_output=True, text=True, check=True)
+    who = subprocess.run(
+        [python, "-c", "import triton; print(triton.WHO)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert who.stdout.strip() == "triton-ascend"
     assert not list((tmp_path / "venv").glob("lib/python3*/site-packages/triton/language.py")), (
         "nothing of triton is left"
     )
 
-    plain = f"source {tmp_path}/venv/npu.sh; echo $ASCEND_HOME_PATH $ATB_HOME_PATH $PYTHONPATH; command -v python"
-    shell = subprocess.run(["bash", "-euc", plain], env=env, capture_output=True, text=True, check=True)
+    plain = (
+        f"source {tmp_path}/venv/npu.sh; echo $ASCEND_HOME_PATH $ATB_HOME_PATH $PYTHONPATH; "
+        "command -v python"
+    )
+    shell = subprocess.run(
+        ["bash", "-euc", plain], env=env, capture_output=True, text=True, check=True
+    )
     assert shell.stdout.split() == [
-        *(f"{ascend}/ascend-toolkit/latest", f"{ascend}/nnal/atb/latest", f"{tmp_path}/venv/src/Megatron-LM"),
+        *(
+            f"{ascend}/ascend-toolkit/latest",
+            f"{ascend}/nnal/atb/latest",
+            f"{tmp_path}/venv/src/Megatron-LM",
+        ),
         str(python),
     ], "a user's own shell has CANN, NNAL, the checkout and the commands"
     again = call(root / "launch" / "install_npu.sh", **{**env, "PIP_FIND_LINKS": ""})
     assert again.returncode == 0, again.stdout + again.stderr
 
     ascend_home = {"ASCEND_HOME_PATH": f"{ascend}/ascend-toolkit/latest"}
-    shell = f"source {root}/launch/env.sh; use_environment npu '' ''; echo $ATB_HOME_PATH $PYTHONPATH"
-    used = subprocess.run(
-        ["bash", "-euc", shell], env={**env, **ascend_home}, capture_output=True, text=True, check=False
+    shell = (
+        f"source {root}/launch/env.sh; use_environment npu '' ''; echo $ATB_HOME_PATH $PYTHONPATH"
     )
-    assert f"{ascend}/nnal/atb/latest {tmp_path}/venv/src/Megatron-LM" in used.stdout, used.stdout + used.stderr
+    used = subprocess.run(
+        ["bash", "-euc", shell],
+        env={**env, **ascend_home},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert f"{ascend}/nnal/atb/latest {tmp_path}/venv/src/Megatron-LM" in used.stdout, (
+        used.stdout + used.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -235,19 +298,32 @@ def test_what_is_missing_is_said_before_anything_is_changed(
     (tmp_path / "Ascend" / without).unlink()
     done = call(SCRIPT, **env)
     assert done.returncode == 2 and f"missing: {said}" in done.stderr, done.stderr
-    assert "1 thing(s) missing; nothing was changed" in done.stderr and not (tmp_path / "venv").exists()
+    assert (
+        "1 thing(s) missing; nothing was changed" in done.stderr
+        and not (tmp_path / "venv").exists()
+    )
 
 
 def test_another_release_of_cann_is_named(ascend: Path, tmp_path: Path) -> None:
     shutil.copytree(ascend, tmp_path / "Ascend")
-    (tmp_path / "Ascend/ascend-toolkit/latest/ascend_toolkit_install.info").write_text("version=8.5.0\n")
-    done = call(SCRIPT, "--check", **environment(tmp_path / "Ascend", PA_NPU_VENV=str(tmp_path / "venv")))
-    assert done.returncode == 2 and "missing: CANN 8.5.0 in" in done.stderr and "is built for CANN" in done.stderr
+    (tmp_path / "Ascend/ascend-toolkit/latest/ascend_toolkit_install.info").write_text(
+        "version=8.5.0\n"
+    )
+    done = call(
+        SCRIPT, "--check", **environment(tmp_path / "Ascend", PA_NPU_VENV=str(tmp_path / "venv"))
+    )
+    assert (
+        done.returncode == 2
+        and "missing: CANN 8.5.0 in" in done.stderr
+        and "is built for CANN" in done.stderr
+    )
     fine = call(SCRIPT, "--check", **environment(ascend, PA_NPU_VENV=str(tmp_path / "venv")))
     assert fine.returncode == 0 and fine.stdout.startswith("it can be installed"), fine.stderr
 
 
-def test_of_two_releases_of_cann_the_one_that_is_set_up_counts(ascend: Path, tmp_path: Path) -> None:
+def test_of_two_releases_of_cann_the_one_that_is_set_up_counts(
+    ascend: Path, tmp_path: Path
+) -> None:
     toolkit = tmp_path / "Ascend" / "ascend-toolkit"
     shutil.copytree(ascend, tmp_path / "Ascend")
     (toolkit / "latest").rename(toolkit / "9.1.0")
@@ -260,7 +336,9 @@ def test_of_two_releases_of_cann_the_one_that_is_set_up_counts(ascend: Path, tmp
     assert "missing: CANN 8.5.0 in" in older.stderr, older.stderr
 
 
-def test_software_in_another_place_is_found_by_what_the_shell_has_set_up(ascend: Path, tmp_path: Path) -> None:
+def test_software_in_another_place_is_found_by_what_the_shell_has_set_up(
+    ascend: Path, tmp_path: Path
+) -> None:
     """As `/opt/ascend/cann` with NNAL beside it."""
     shutil.copytree(ascend / "nnal", tmp_path / "opt" / "nnal")
     shutil.copytree(ascend / "ascend-toolkit" / "latest", tmp_path / "opt" / "cann")
@@ -270,7 +348,10 @@ def test_software_in_another_place_is_found_by_what_the_shell_has_set_up(ascend:
     env = environment(tmp_path / "usual", PA_NPU_VENV=str(tmp_path / "venv"))
     found = call(SCRIPT, "--check", **env, ASCEND_HOME_PATH=str(tmp_path / "opt" / "cann"))
     assert found.returncode == 0, found.stderr
-    assert f"CANN {tmp_path}/opt/cann/set_env.sh, NNAL {tmp_path}/opt/nnal/atb/set_env.sh" in found.stdout
+    assert (
+        f"CANN {tmp_path}/opt/cann/set_env.sh, NNAL {tmp_path}/opt/nnal/atb/set_env.sh"
+        in found.stdout
+    )
     assert "no CANN" in call(SCRIPT, "--check", **env).stderr
 
 

@@ -1,4 +1,6 @@
-"""launch/: the recipe script runs on cpu from start to end; the cluster starters hand it what it understands."""
+"""launch/: the recipe script runs on cpu from start to end; the cluster starters hand it what it
+understands.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,29 @@ def environment(**others: str) -> dict[str, str]:
 
 def run(*argv: str, timeout_s: float = 60, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        argv, env=environment(**env), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
+        argv,
+        env=environment(**env),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
     )
 
 
-@pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=pytest.mark.nightly)])
-def test_the_recipe_script_runs_two_iterations_on_cpu(backend: str, tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backend", ["transformers", pytest.param("vllm", marks=pytest.mark.nightly)]
+)
+def test_the_recipe_script_runs_two_iterations_on_cpu(
+    backend: str, tiny: Path, tmp_path: Path
+) -> None:
     done = run(
         *("bash", str(SCRIPT), "--device", "cpu", f"run.dir={tmp_path / 'run'}"),
-        *("schedule.iterations=2", "schedule.prompts_per_iteration=4", "rollout.responses_per_prompt=2"),
+        *(
+            "schedule.iterations=2",
+            "schedule.prompts_per_iteration=4",
+            "rollout.responses_per_prompt=2",
+        ),
         f"rollout.backend={backend}",
         timeout_s=300,
         PA_NPU_MODEL=str(tiny / "model"),
@@ -41,7 +57,9 @@ def test_the_recipe_script_runs_two_iterations_on_cpu(backend: str, tiny: Path, 
         PA_NPU_TEST=str(tiny / "test.jsonl"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [record["iteration"] for record in records] == [0, 1]
     resolved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert resolved["algorithm"]["name"] == "grpo" and resolved["algorithm"]["kl_coef"] == 0.001, (
@@ -119,10 +137,13 @@ def test_slurm_starts_a_ray_cluster_and_the_launcher_on_its_head(tmp_path: Path)
     for line in ("nnodes: 4", "cluster: ray", "on 4 nodes of 8"):
         assert line in done.stdout, done.stdout
     started = log.read_text()
-    assert f"--nodelist node-a bash {ROOT}/launch/ray_node.sh --device npu head 10.0.0.1:6379" in started
     assert (
-        f"--nodes 3 --ntasks 3 --exclude node-a bash {ROOT}/launch/ray_node.sh --device npu worker 10.0.0.1:6379"
+        f"--nodelist node-a bash {ROOT}/launch/ray_node.sh --device npu head 10.0.0.1:6379"
         in started
+    )
+    assert (
+        f"--nodes 3 --ntasks 3 --exclude node-a bash {ROOT}/launch/ray_node.sh --device npu worker "
+        "10.0.0.1:6379" in started
     )
 
 
@@ -131,10 +152,14 @@ def test_kuberay_gives_every_pod_the_same_and_its_entrypoint_passes_a_dry_run() 
     cluster = job["spec"]["rayClusterSpec"]
     (workers,) = cluster["workerGroupSpecs"]
     assert job["kind"] == "RayJob" and workers["replicas"] == 3
-    assert workers["template"] == cluster["headGroupSpec"]["template"], "the head is a node of the run too"
+    assert workers["template"] == cluster["headGroupSpec"]["template"], (
+        "the head is a node of the run too"
+    )
     (container,) = workers["template"]["spec"]["containers"]
     entrypoint = job["spec"]["entrypoint"].replace("/workspace/pa_npu", str(ROOT))
-    variables = {entry["name"]: entry["value"] for entry in container["env"]} | {"PA_NPU_VENV": sys.prefix}
+    variables = {entry["name"]: entry["value"] for entry in container["env"]} | {
+        "PA_NPU_VENV": sys.prefix
+    }
     done = run("bash", "-c", f"{entrypoint} --dry-run --full run.dir=runs/kuberay", **variables)
     assert done.returncode == 0, done.stderr
     for line in ("nnodes: 4", "cluster: ray", "/shared/models/Qwen2.5-7B"):

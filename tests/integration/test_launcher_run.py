@@ -1,4 +1,6 @@
-"""Real runs through the command line: a whole one, and ends that nobody asked for; nothing survives any of them."""
+"""Real runs through the command line: a whole one, and ends that nobody asked for; nothing survives
+any of them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 def test_engines_serve_two_runs_and_leave_on_ctrl_c(
     launch: Callable[..., Launched], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole runs, one after the other, on vLLM that outlives them; nobody listens but on loopback; the key stays secret."""
+    """Whole runs, one after the other, on vLLM that outlives them; nobody listens but on loopback;
+    the key stays secret.
+    """
     sockets: dict[str, set[tuple[int, str, int]]] = {"engines": set(), "run": set()}
     exposed: dict[tuple[int, str, int], str] = {}
     knows_key: dict[str, bool] = {}  # by command line
@@ -59,7 +63,9 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
         knows_key.update({line: key in environment(pid) for pid, line in launched.family().items()})
 
     engines = launch("engines", *settings(tiny, tmp_path / "shared", rollout__backend="vllm"))
-    engines.wait_for(lambda: "engine-0 ready" in engines.output, "the engine is ready", RUN_TIMEOUT_S)
+    engines.wait_for(
+        lambda: "engine-0 ready" in engines.output, "the engine is ready", RUN_TIMEOUT_S
+    )
     attach = next(word for word in engines.output.split() if word.startswith("rollout.attach="))
     key = (tmp_path / "shared-engines" / "api_key").read_text().strip()
     monkeypatch.setenv("VLLM_API_KEY", key)
@@ -73,23 +79,44 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
             time.sleep(0.5)
         assert run.popen.returncode == 0, run.output
         run.assert_nothing_survives()
-        records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()
+        ]
         assert [record["iteration"] for record in records] == [0, 1]
         kinds = ("trainer_host", "engine_host", "coordinator")
         for record in records:
-            assert all(record[f"memory_{kind}_bytes"] > 2**20 for kind in kinds), "memory of every kind that is told"
-            assert record["memory_engine_host_bytes"] > 500 * 2**20, "the server and what it started"
-        assert "iteration 0 (1/2)" in run.output and "iteration 1 (2/2)" in run.output and "TPSPD" in run.output
+            assert all(record[f"memory_{kind}_bytes"] > 2**20 for kind in kinds), (
+                "memory of every kind that is told"
+            )
+            assert record["memory_engine_host_bytes"] > 500 * 2**20, (
+                "the server and what it started"
+            )
+        assert (
+            "iteration 0 (1/2)" in run.output
+            and "iteration 1 (2/2)" in run.output
+            and "TPSPD" in run.output
+        )
         names = {path.name for path in directory.iterdir()}
-        assert {"config.yaml", "samples.jsonl", "timeline.json", "logs", "checkpoints", "hf"} <= names
+        assert {
+            "config.yaml",
+            "samples.jsonl",
+            "timeline.json",
+            "logs",
+            "checkpoints",
+            "hf",
+        } <= names
         assert json.loads((directory / "timeline.json").read_text())["traceEvents"]
     assert len(sockets["engines"]) >= 1 and len({pid for pid, _, _ in sockets["run"]}) >= 2, sockets
     assert not exposed, f"listening beyond loopback: {exposed}"
     written = [
-        path for path in tmp_path.rglob("*") if path.is_file() and path.suffix in (".log", ".out", ".yaml", ".jsonl")
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and path.suffix in (".log", ".out", ".yaml", ".jsonl")
     ]
     parts = {part: [knows for line, knows in knows_key.items() if part in line] for part in PARTS}
-    assert {part: any(known) for part, known in parts.items() if known} == PARTS, "only those that need the key have it"
+    assert {part: any(known) for part, known in parts.items() if known} == PARTS, (
+        "only those that need the key have it"
+    )
     assert written and not [path for path in written if key in path.read_text(errors="replace")], (
         "keys are not for logs"
     )
@@ -107,7 +134,14 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
             *("vllm", "launcher", "EngineCore", signal.SIGKILL, -signal.SIGKILL, None),
             marks=pytest.mark.nightly,
         ),
-        ("transformers", "launcher", "trainer.main", signal.SIGTERM, 128 + signal.SIGTERM, "SIGTERM: stopping"),
+        (
+            "transformers",
+            "launcher",
+            "trainer.main",
+            signal.SIGTERM,
+            128 + signal.SIGTERM,
+            "SIGTERM: stopping",
+        ),
         pytest.param(
             *("vllm", "EngineCore", "EngineCore", signal.SIGKILL, 1, "failed: engine-0 ended"),
             marks=pytest.mark.nightly,

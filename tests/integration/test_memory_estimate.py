@@ -12,7 +12,20 @@ import pytest
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("--hidden", "256", "--layers", "4", "--vocab", "2048", "--prompt", "64", "--response", "64", "--chunk", "256")
+SMALL = (
+    "--hidden",
+    "256",
+    "--layers",
+    "4",
+    "--vocab",
+    "2048",
+    "--prompt",
+    "64",
+    "--response",
+    "64",
+    "--chunk",
+    "256",
+)
 
 
 def measured(*arguments: str) -> list[dict[str, float]]:

@@ -32,23 +32,45 @@ pytestmark = pytest.mark.integration
 REPAIR = "kernel.process_weights_after_loading(experts)"
 
 
-def test_vllm_computes_new_experts_after_a_reload_only_because_they_are_packed_again(tmp_path: Path) -> None:
-    models = [make_model(tmp_path / name, "qwen3_moe", seed=seed, hidden=128) for seed, name in enumerate("ab")]
-    command = [sys.executable, "-m", "tests.helpers.vllm_mixture", *map(str, models), str(tmp_path / "out.json")]
+def test_vllm_computes_new_experts_after_a_reload_only_because_they_are_packed_again(
+    tmp_path: Path,
+) -> None:
+    models = [
+        make_model(tmp_path / name, "qwen3_moe", seed=seed, hidden=128)
+        for seed, name in enumerate("ab")
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.helpers.vllm_mixture",
+        *map(str, models),
+        str(tmp_path / "out.json"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["loaded"] < 1e-5 and found["with it"] < 1e-5, found
-    assert "no weights for 2 parameter(s) of the engine, the first is 'model.layers.1.mlp.experts" in found["missing"]
+    assert (
+        "no weights for 2 parameter(s) of the engine, the first is 'model.layers.1.mlp.experts"
+        in found["missing"]
+    )
     assert found["without the repair"] > 0.1, f"the reload has become right by itself: {found}"
-    assert found["live"] == [[], []], "an honest load leaves all that was sent in memory, and every tensor has a place"
+    assert found["live"] == [[], []], (
+        "an honest load leaves all that was sent in memory, and every tensor has a place"
+    )
     wrong, unplaced = found["scaled"]
     assert not unplaced and len(wrong) == 3, "one norm, and the stacked experts of two layers"
-    assert [name for name in wrong if "experts" not in name] == ["model.layers.0.input_layernorm.weight"]
+    assert [name for name in wrong if "experts" not in name] == [
+        "model.layers.0.input_layernorm.weight"
+    ]
 
 
-async def test_vllms_routes_are_transformers_choices_whatever_was_cached_preempted_or_handed_on(tmp_path: Path) -> None:
-    """Groups whose prompts begin alike, in a KV cache that holds a third of them; control: requests were preempted."""
+async def test_vllms_routes_are_transformers_choices_whatever_was_cached_preempted_or_handed_on(
+    tmp_path: Path,
+) -> None:
+    """Groups whose prompts begin alike, in a KV cache that holds a third of them; control: requests
+    were preempted.
+    """
     model = make_engine_model(tmp_path / "model", family="qwen3_moe", layers=3, mlp_only_layers=[1])
     routes = routes_of(model_config(model, algorithm={"router_replay": "rollout"}))
     assert routes is not None
@@ -62,37 +84,68 @@ async def test_vllms_routes_are_transformers_choices_whatever_was_cached_preempt
         async with engine.client() as client:
             assert (await client.wait_ready(deadline_s=60.0)).records_routes
             several = [
-                client.generate(prompt, 4, 100 * i, sampling, deadline_s=400.0) for i, prompt in enumerate(prompts)
+                client.generate(prompt, 4, 100 * i, sampling, deadline_s=400.0)
+                for i, prompt in enumerate(prompts)
             ]
             groups = await gather(several)
             first = groups[1][0]
             left, begun = replace(sampling, max_tokens=MAX_RESPONSE - 20), first.tokens[:20]
-            (moved,) = await client.generate(prompts[1], 1, 100, left, deadline_s=400.0, written=begun)
+            (moved,) = await client.generate(
+                prompts[1], 1, 100, left, deadline_s=400.0, written=begun
+            )
             said, _ = await client._request("GET", "/metrics", None, 60.0, most_bytes=2**24)
     finally:
         engine.kill()
-    preemptions = re.findall(r"^vllm:num_preemptions_total\S* ([0-9.e+]+)$", said.decode(), re.MULTILINE)
-    assert sum(map(float, preemptions)) > 0, "nothing was preempted: the test could not see its routes"
+    preemptions = re.findall(
+        r"^vllm:num_preemptions_total\S* ([0-9.e+]+)$", said.decode(), re.MULTILINE
+    )
+    assert sum(map(float, preemptions)) > 0, (
+        "nothing was preempted: the test could not see its routes"
+    )
     hf_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    checked = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
+    checked = [
+        (prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group
+    ]
     for prompt, one in [*checked, (np.concatenate([prompts[1], begun]), moved)]:
         tokens = torch.from_numpy(np.concatenate([prompt, one.tokens]).astype(np.int64))[None]
         with torch.no_grad():
             logits = hf_model(tokens, output_router_logits=True).router_logits
         wanted = torch.stack([layer.topk(2, -1).indices for layer in logits], 1).sort(-1).values
         found = torch.from_numpy(one.columns[routes.column].astype(np.int64)).sort(-1).values
-        assert torch.equal(found[:-1], wanted[:-1]), f"{(found != wanted)[:-1].sum()} choices differ"
+        assert torch.equal(found[:-1], wanted[:-1]), (
+            f"{(found != wanted)[:-1].sum()} choices differ"
+        )
         last = found[-1]
         assert (last == routes.column.elsewhere).all() or torch.equal(last, wanted[-1])
 
 
-def quick_start(tiny: Path, directory: Path, *keys: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def quick_start(
+    tiny: Path, directory: Path, *keys: str, root: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     """The quick start's run of a model, with the package in `root`."""
-    command = [sys.executable, "-m", "pa_npu.launcher", "run", "--config", str(ROOT / "configs" / "grpo_tiny.yaml")]
-    command += [f"run.dir={directory}", f"model.path={tiny}/model", f"data.train={tiny}/train.jsonl"]
-    command += [f"data.test={tiny}/test.jsonl", f"rollout.python={sys.executable}", "telemetry.trackers=[]", *keys]
+    command = [
+        sys.executable,
+        "-m",
+        "pa_npu.launcher",
+        "run",
+        "--config",
+        str(ROOT / "configs" / "grpo_tiny.yaml"),
+    ]
+    command += [
+        f"run.dir={directory}",
+        f"model.path={tiny}/model",
+        f"data.train={tiny}/train.jsonl",
+    ]
+    command += [
+        f"data.test={tiny}/test.jsonl",
+        f"rollout.python={sys.executable}",
+        "telemetry.trackers=[]",
+        *keys,
+    ]
     environment = {**os.environ, **KEY, "PYTHONPATH": str(root)}
-    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=1500)
+    return subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, timeout=1500
+    )
 
 
 def lines(file: Path) -> list[dict[str, float]]:
@@ -106,20 +159,32 @@ def test_a_tiny_mixture_learns_the_quick_starts_sums(tmp_path: Path) -> None:
     assert make_tiny_model.main(["--out", str(tiny), "--family", "qwen3_moe"]) == 0
     done = quick_start(tiny, tmp_path / "run", "schedule.iterations=12")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    records, evaluations = lines(tmp_path / "run/metrics.jsonl"), lines(tmp_path / "run/evaluations.jsonl")
+    records, evaluations = (
+        lines(tmp_path / "run/metrics.jsonl"),
+        lines(tmp_path / "run/evaluations.jsonl"),
+    )
     assert evaluations[-1]["accuracy"] > evaluations[0]["accuracy"] + 0.3, evaluations
     for record in records:
         assert record["logprob_diff_mean"] < 2e-6 and record["logprob_diff_max"] < 1e-4, record
-        assert record["experts_untouched"] == 0 and 1 <= record["expert_imbalance"] <= record["expert_imbalance_max"]
+        assert (
+            record["experts_untouched"] == 0
+            and 1 <= record["expert_imbalance"] <= record["expert_imbalance_max"]
+        )
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "engine", ["transformers", pytest.param("vllm", marks=pytest.mark.nightly)]
+)
 @pytest.mark.timeout(1800)
 def test_a_run_with_router_replay_loses_no_route_and_changes_no_choice(
     engine: str, tiny_mixture: Path, shared_engine: Callable[[Path], str], tmp_path: Path
 ) -> None:
     """In fp32 on a CPU both sides choose alike; the probe, which is not replayed, says so too."""
-    keys = ("algorithm.router_replay=rollout", "schedule.iterations=2", "schedule.prompts_per_iteration=4")
+    keys = (
+        "algorithm.router_replay=rollout",
+        "schedule.iterations=2",
+        "schedule.prompts_per_iteration=4",
+    )
     keys += ("data.test=null", f"rollout.backend={engine}", "rollout.max_response_tokens=12")
     if engine == "transformers":
         keys += (f"rollout.attach={shared_engine(tiny_mixture / 'model')}",)

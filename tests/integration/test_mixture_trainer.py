@@ -1,4 +1,6 @@
-"""Ranks of a real trainer that share a mixture's experts, with an auxiliary loss, also with unequal numbers of microbatches."""
+"""Ranks of a real trainer that share a mixture's experts, with an auxiliary loss, also with unequal
+numbers of microbatches.
+"""
 
 from __future__ import annotations
 
@@ -45,22 +47,36 @@ def run(
         optimizer={"warmup_iterations": 0, "epsilon": 1e-4},
         algorithm={"router_aux_coef": 0.3, "router_replay": replay},
     )
-    job = Job(config, directory, last=2, export=str(directory / "hf"), module="tests.helpers.unequal_rank")
+    job = Job(
+        config, directory, last=2, export=str(directory / "hf"), module="tests.helpers.unequal_rank"
+    )
     job.options["shares"] = shares
     reports = run_job(job, 120)
-    return reports, {k: v for file in (directory / "hf").glob("*.safetensors") for k, v in load_file(file).items()}
+    return reports, {
+        k: v
+        for file in (directory / "hf").glob("*.safetensors")
+        for k, v in load_file(file).items()
+    }
 
 
 @pytest.fixture(scope="module")
 def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By router_replay, each run once."""
-    return cache(lambda replay: run(model, tmp_path_factory.mktemp(replay), {"devices": 1}, [[0, 1, 2, 3]], replay))
+    return cache(
+        lambda replay: run(
+            model, tmp_path_factory.mktemp(replay), {"devices": 1}, [[0, 1, 2, 3]], replay
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ("layout", "replay"),
     [
-        pytest.param(name, replay, marks=[] if (name, replay) == ("EP2", "rollout") else [pytest.mark.nightly])
+        pytest.param(
+            name,
+            replay,
+            marks=[] if (name, replay) == ("EP2", "rollout") else [pytest.mark.nightly],
+        )
         for name in LAYOUTS
         for replay in ("none", "rollout")
     ],
@@ -68,16 +84,20 @@ def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_ranks_that_share_experts_train_as_one_also_with_unequal_numbers_of_microbatches(
     layout: str, replay: str, model: Path, single: Any, tmp_path: Path
 ) -> None:
-    """Three groups and one, then one and three: updates, probes and weights are those of one rank, and fillers count nowhere.
+    """Three groups and one, then one and three: updates, probes and weights are those of one rank,
+    and fillers count nowhere.
 
-    Tensor-parallel ranks are one replica, which has all groups. With replay tokens go to random experts, and a few have no routes.
+    Tensor-parallel ranks are one replica, which has all groups. With replay tokens go to random
+    experts, and a few have no routes.
     """
     expected, weights = single(replay)
     for shares in [[[0, 1, 2, 3]]] if layout == "TP2 EP2" else [[[0, 1, 2], [3]], [[0], [1, 2, 3]]]:
         reports, ours = run(model, tmp_path / str(len(shares[0])), LAYOUTS[layout], shares, replay)
         for iteration, (report, wanted) in enumerate(zip(reports, expected, strict=True)):
             for name in ("microbatches", "tokens_response", "routes_missing"):
-                assert report.get(name) == wanted.get(name), f"{shares}, iteration {iteration}, {name}"
+                assert report.get(name) == wanted.get(name), (
+                    f"{shares}, iteration {iteration}, {name}"
+                )
             assert ("replay_changed" in report) == (replay == "rollout")
             for name in ("replay_changed",) * (replay == "rollout") + (
                 "loss",
@@ -96,4 +116,6 @@ def test_ranks_that_share_experts_train_as_one_also_with_unequal_numbers_of_micr
                 ours[name], weight, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
             )
     before = load_file(model / "model.safetensors")
-    assert all((weights[name] - before[name]).abs().max() > 1e-5 for name in weights), "every tensor was trained"
+    assert all((weights[name] - before[name]).abs().max() > 1e-5 for name in weights), (
+        "every tensor was trained"
+    )

@@ -1,9 +1,10 @@
-"""The path of a new user from a clone to the comparison of two runs, with the commands of the documents, timed.
+"""The path of a new user from a clone to the comparison of two runs, with the commands of the
+documents, timed.
 
     HYPOTHESIS_PROFILE=nightly python -m pytest -s tests/integration/test_new_user.py       prints the table of seconds
 
-The environment is the one that the test runs in; PA_NPU_NEW_USER_INSTALLS=1 makes one in the clone, as the first command does for
-users, which downloads some gigabytes.
+The environment is the one that the test runs in; PA_NPU_NEW_USER_INSTALLS=1 makes one in the clone,
+as the first command does for users, which downloads some gigabytes.
 """
 
 from __future__ import annotations
@@ -36,17 +37,18 @@ SYNC = "bash launch/run_grpo_tiny.sh schedule.iterations=5 schedule.stream=false
 VIEW = "pa-npu view runs/grpo_tiny"
 REPORT = "pa-npu report runs/grpo_tiny runs/sync"
 EVALUATE = (
-    "pa-npu evaluate --model .cache/tiny/model --data sums=.cache/tiny/test.jsonl --device cpu model.dtype=fp32 "
-    "rollout.kv_cache_gib=0.25 evaluate.samples=4"
+    "pa-npu evaluate --model .cache/tiny/model --data sums=.cache/tiny/test.jsonl --device cpu "
+    "model.dtype=fp32 rollout.kv_cache_gib=0.25 evaluate.samples=4"
 )
 DIFFERENCE = (
     "pa-npu evaluate --results runs/grpo_tiny/evaluations/version_000020.parquet --compare "
     "runs/grpo_tiny/evaluations/version_000000.parquet"
 )
 OWN = (
-    "pa-npu run --config configs/grpo_tiny.yaml data.train=mine.csv data.question_column=sum data.answer_column=result "
-    "schedule.iterations=2 schedule.prompts_per_iteration=16 schedule.compare_iterations=0 run.dir=runs/mine "
-    "'reward.functions=[{name: math}, {name: \"my_rewards:brevity\", weight: 0.1}]'"
+    "pa-npu run --config configs/grpo_tiny.yaml data.train=mine.csv data.question_column=sum "
+    "data.answer_column=result schedule.iterations=2 schedule.prompts_per_iteration=16 "
+    "schedule.compare_iterations=0 run.dir=runs/mine 'reward.functions=[{name: math}, {name: "
+    '"my_rewards:brevity", weight: 0.1}]\''
 )
 
 
@@ -57,7 +59,9 @@ class Step:
 
 
 class NewUser:
-    """Types commands in a clone, and looks at the clock. lines: what the last one printed, with seconds since its start."""
+    """Types commands in a clone, and looks at the clock. lines: what the last one printed, with
+    seconds since its start.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.home = directory / "pa_npu"
@@ -69,7 +73,11 @@ class NewUser:
         python = self.home / ".venv" / "bin" / "python" if INSTALLS else Path(sys.executable)
         program.write_text(f'#!/bin/sh\nexec {python} -m pa_npu.launcher "$@"\n')
         program.chmod(0o755)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PA_NPU", "PYTEST"))}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PA_NPU", "PYTEST"))
+        }
         if not INSTALLS:
             environment |= {"PA_NPU_INSTALL": "0", "PA_NPU_VENV": sys.prefix}
         self.environment = environment | {
@@ -82,7 +90,9 @@ class NewUser:
         self.steps.append(Step(name, seconds))
         print(f"{seconds:8.1f} s  {name}", flush=True)
 
-    def types(self, command: str, until: Callable[[str], bool] | None = None) -> subprocess.Popen[str]:
+    def types(
+        self, command: str, until: Callable[[str], bool] | None = None
+    ) -> subprocess.Popen[str]:
         """Runs it to its end, or to a line; the process, which in the latter case goes on."""
         start_s = time.monotonic()
         process = subprocess.Popen(
@@ -93,7 +103,8 @@ class NewUser:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            # as in a terminal, even where these tests run in a shell's background, which has children ignore it
+            # as in a terminal, even where these tests run in a shell's background, which has
+            # children ignore it
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         assert process.stdout is not None
@@ -168,7 +179,10 @@ def test_the_path_of_a_new_user(tmp_path: Path) -> None:
     user.types(OWN)
     user.took("own data and own reward: the first line of training", user.when(iteration_line(2)))
     user.took("... the end", user.lines[-1][0])
-    records = [json.loads(line) for line in (user.home / "runs/mine/metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (user.home / "runs/mine/metrics.jsonl").read_text().splitlines()
+    ]
     assert [set(record["rewards"]) for record in records] == [{"math", "my_rewards:brevity"}] * 2
 
     user.types(SYNC)

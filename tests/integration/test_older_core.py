@@ -1,4 +1,6 @@
-"""megatron-core 0.12.1, the second row of docs/ascend.md, beside the release that everything else is tested with."""
+"""megatron-core 0.12.1, the second row of docs/ascend.md, beside the release that everything else
+is tested with.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ pytestmark = [
     pytest.mark.timeout(TIME_LIMIT_S + 60),
     pytest.mark.skipif(
         not (OLDER / "megatron").is_dir(),
-        reason=f"no {OLDER.name}; run: python -m pip install --no-deps --target {OLDER.name} megatron-core==0.12.1",
+        reason=f"no {OLDER.name}; run: python -m pip install --no-deps --target {OLDER.name} "
+        "megatron-core==0.12.1",
     ),
 ]
 
-# One update, which the older core saves and the newer one loads. Arguments: save or load, a directory, distributed or plain.
+# One update, which the older core saves and the newer one loads. Arguments: save or load, a
+# directory, distributed or plain.
 CROSSING = """
 import sys
 from pathlib import Path
@@ -65,8 +69,12 @@ def run_python(arguments: list[str], *first: Path) -> None:
     path = os.pathsep.join(map(str, filter(None, [*first, ROOT, os.environ.get("PYTHONPATH")])))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S)
-    assert done.returncode == 0, f"{arguments[:3]} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S
+    )
+    assert done.returncode == 0, (
+        f"{arguments[:3]} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    )
 
 
 def test_the_model_its_gradients_and_its_checkpoints() -> None:

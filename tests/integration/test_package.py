@@ -1,4 +1,6 @@
-"""The package as others get it: source distribution and wheel are built, installed elsewhere, and `pa-npu` works there."""
+"""The package as others get it: source distribution and wheel are built, installed elsewhere, and
+`pa-npu` works there.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*argv: object, cwd: Path, **env: str) -> str:
-    """The output of a command that must succeed, in an environment in which nothing points to this checkout."""
+    """The output of a command that must succeed, in an environment in which nothing points to this
+    checkout.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         list(map(str, argv)),
@@ -40,7 +44,9 @@ def run(*argv: object, cwd: Path, **env: str) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a source distribution, which is built from the files that git knows."""
     source = tmp_path_factory.mktemp("source")
-    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    listed = run(
+        "git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT
+    ).splitlines()
     for name in listed:
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -53,31 +59,57 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def elsewhere(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Another environment with this wheel, which finds everything else in the one that runs the tests."""
+    """Another environment with this wheel, which finds everything else in the one that runs the
+    tests.
+    """
     venv = tmp_path_factory.mktemp("elsewhere") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=venv.parent)
     (packages,) = venv.glob("lib/python3*/site-packages")
     run(
-        sys.executable, "-m", "pip", "--python", venv / "bin" / "python", "install", "--no-deps", wheel, cwd=venv.parent
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        venv / "bin" / "python",
+        "install",
+        "--no-deps",
+        wheel,
+        cwd=venv.parent,
     )
-    # a path file of it alone: it does not read the path files there, among them that of an editable pa_npu
+    # a path file of it alone: it does not read the path files there, among them that of an editable
+    # pa_npu
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return venv
 
 
-def test_the_wheel_says_what_it_is_and_holds_types_and_operators(wheel: Path, elsewhere: Path) -> None:
+def test_the_wheel_says_what_it_is_and_holds_types_and_operators(
+    wheel: Path, elsewhere: Path
+) -> None:
     (packages,) = elsewhere.glob("lib/python3*/site-packages")
-    metadata = HeaderParser().parsestr((packages / f"pa_npu-{__version__}.dist-info" / "METADATA").read_text())
-    assert metadata["License-Expression"] == "Apache-2.0" and metadata["Author"] == "pa_npu developers"
-    assert metadata["Requires-Python"] == ">=3.10" and metadata["Description-Content-Type"] == "text/markdown"
+    metadata = HeaderParser().parsestr(
+        (packages / f"pa_npu-{__version__}.dist-info" / "METADATA").read_text()
+    )
+    assert (
+        metadata["License-Expression"] == "Apache-2.0" and metadata["Author"] == "pa_npu developers"
+    )
+    assert (
+        metadata["Requires-Python"] == ">=3.10"
+        and metadata["Description-Content-Type"] == "text/markdown"
+    )
     assert "Typing :: Typed" in metadata.get_all("Classifier", [])
     extras = set(metadata.get_all("Provides-Extra", []))
     assert {"cpu", "cuda", "npu", "ray", "dev", "docs"} <= extras
     assert any(line.startswith("megatron-core==") for line in metadata.get_all("Requires-Dist", []))
-    for name in ("pa_npu/py.typed", "ops/ascendc/CMakeLists.txt", "ops/ascendc/cpu_model/include/ascendc_model/core.h"):
+    for name in (
+        "pa_npu/py.typed",
+        "ops/ascendc/CMakeLists.txt",
+        "ops/ascendc/cpu_model/include/ascendc_model/core.h",
+    ):
         assert (packages / name).is_file(), name
     sources = {
-        file.relative_to(ROOT).as_posix() for file in (ROOT / "ops").rglob("*") if file.suffix in (".cpp", ".h", ".py")
+        file.relative_to(ROOT).as_posix()
+        for file in (ROOT / "ops").rglob("*")
+        if file.suffix in (".cpp", ".h", ".py")
     }
     assert sources and not {name for name in sources if not (packages / name).is_file()}
     assert any(packages.glob("pa_npu-*.dist-info/licenses/LICENSE"))
@@ -87,11 +119,22 @@ def test_the_command_works_where_the_wheel_is_installed(elsewhere: Path, tmp_pat
     command = elsewhere / "bin" / "pa-npu"
     assert run(command, "--version", cwd=tmp_path) == f"pa-npu {__version__}\n"
     where = run(
-        elsewhere / "bin" / "python", "-c", "import pa_npu, ops; print(pa_npu.__file__, ops.__file__)", cwd=tmp_path
+        elsewhere / "bin" / "python",
+        "-c",
+        "import pa_npu, ops; print(pa_npu.__file__, ops.__file__)",
+        cwd=tmp_path,
     )
     assert all(Path(file).is_relative_to(elsewhere) for file in where.split()), where
     planned = run(
-        *(command, "plan", "--config", ROOT / "configs" / "grpo_qwen2.5_7b.yaml", "--device", "npu"), cwd=tmp_path
+        *(
+            command,
+            "plan",
+            "--config",
+            ROOT / "configs" / "grpo_qwen2.5_7b.yaml",
+            "--device",
+            "npu",
+        ),
+        cwd=tmp_path,
     )
     assert "trainer memory" in planned
 
@@ -110,11 +153,25 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.mark.parametrize("length", ["short", pytest.param("whole", marks=pytest.mark.nightly)])
 def test_the_self_test_runs_from_the_wheel(length: str, elsewhere: Path, tmp_path: Path) -> None:
-    command = [elsewhere / "bin" / "python", "-c", SELFTEST, length, "selftest", "--device", "cpu", "--out", "report"]
+    command = [
+        elsewhere / "bin" / "python",
+        "-c",
+        SELFTEST,
+        length,
+        "selftest",
+        "--device",
+        "cpu",
+        "--out",
+        "report",
+    ]
     said = run(*command, "rollout.backend=transformers", cwd=tmp_path)
     number = len(PARTS) - (len(LONG) if length == "short" else 0)
     assert f"{number} of {number} parts passed" in said
     report = (tmp_path / "report" / "report.md").read_text()
-    assert "not ok" not in report and ("tokens per second per device" in report or length == "short")
+    assert "not ok" not in report and (
+        "tokens per second per device" in report or length == "short"
+    )
     kept = {path.suffix for path in (tmp_path / "report").rglob("*") if path.is_file()}
-    assert kept <= {".md", ".json", ".jsonl", ".svg", ".log", ".out", ".yaml"}, "no weights in what is sent"
+    assert kept <= {".md", ".json", ".jsonl", ".svg", ".log", ".out", ".yaml"}, (
+        "no weights in what is sent"
+    )

@@ -1,4 +1,6 @@
-"""publish.lora=adapter in whole runs: engines that get A and B alone generate what those with merged weights do, to the bit."""
+"""publish.lora=adapter in whole runs: engines that get A and B alone generate what those with
+merged weights do, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ LIMIT_S = 400
 SAME = ("loss", "reward_mean", "grad_norm", "logprob_diff_max", "logprob_diff_mean")
 
 
-def run(tiny: Path, directory: Path, **keys: object) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], float]:
+def run(
+    tiny: Path, directory: Path, **keys: object
+) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], float]:
     """Its records, the adapters that it ends with, and MiB of a publish."""
     directory.mkdir()
     launched = Launched(directory, "run", *settings(tiny, directory / "run", **keys))
@@ -27,7 +31,9 @@ def run(tiny: Path, directory: Path, **keys: object) -> tuple[list[dict[str, Any
         assert launched.popen.wait(LIMIT_S) == 0, launched.output
     finally:
         launched.close()
-    records = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     logs = "".join(file.read_text() for file in (directory / "run").rglob("*trainer-0*.log"))
     sent = {float(size) for size in re.findall(r"published version \d+, ([0-9.]+) MiB", logs)}
     assert len(sent) == 1, logs[-3000:]
@@ -37,7 +43,8 @@ def run(tiny: Path, directory: Path, **keys: object) -> tuple[list[dict[str, Any
 @pytest.mark.parametrize(
     ("backend", "keys"),
     [
-        # both engines merge what they get in tests/helpers/engine_conformance.py, to the bit in unit/test_publish_adapters.py
+        # both engines merge what they get in tests/helpers/engine_conformance.py, to the bit in
+        # unit/test_publish_adapters.py
         pytest.param("transformers", {}, id="transformers", marks=pytest.mark.nightly),
         pytest.param("vllm", {}, id="vllm", marks=pytest.mark.nightly),
         pytest.param(
@@ -51,7 +58,9 @@ def run(tiny: Path, directory: Path, **keys: object) -> tuple[list[dict[str, Any
 def test_a_run_is_that_of_merged_weights_to_the_bit(
     backend: str, keys: dict[str, object], tiny: Path, tmp_path: Path
 ) -> None:
-    """On from an adapter, on two trainers that share the model, with a checked log-prob difference after each publish."""
+    """On from an adapter, on two trainers that share the model, with a checked log-prob difference
+    after each publish.
+    """
     chosen = {
         "rollout__backend": backend,
         "trainer__backend": "fsdp",
@@ -74,5 +83,7 @@ def test_a_run_is_that_of_merged_weights_to_the_bit(
     assert of_alone.keys() == of_merged.keys()
     assert all(torch.equal(tensor, of_merged[name]) for name, tensor in of_alone.items())
     first = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert any(not torch.equal(tensor, first[name]) for name, tensor in of_alone.items()), "something was trained"
+    assert any(not torch.equal(tensor, first[name]) for name, tensor in of_alone.items()), (
+        "something was trained"
+    )
     assert adapter_mib < whole_mib / 3

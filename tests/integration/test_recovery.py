@@ -1,8 +1,10 @@
-"""Invariant I6: whatever is killed, and whenever, the run ends with the weights of the run that was not killed, bit for bit.
+"""Invariant I6: whatever is killed, and whenever, the run ends with the weights of the run that was
+not killed, bit for bit.
 
-A run is killed over and over: every kind of process in a publish, while engines generate, and while trainers finish the
-iteration. It goes on by itself; where the launcher is killed, it is continued with checkpoint.resume=auto. Nightly every
-kind is killed at every moment, on both engines; otherwise every kind but keepers and vLLM's at one, and something at every moment.
+A run is killed over and over: every kind of process in a publish, while engines generate, and while
+trainers finish the iteration. It goes on by itself; where the launcher is killed, it is continued
+with checkpoint.resume=auto. Nightly every kind is killed at every moment, on both engines;
+otherwise every kind but keepers and vLLM's at one, and something at every moment.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from tests.helpers.launched import ENGINE_SERVERS, Launched, settings
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(3600),  # nine starts of an engine in one test; each wait has a deadline of its own
+    # nine starts of an engine in one test; each wait has a deadline of its own
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc"),
 ]
 
@@ -41,10 +44,11 @@ pytestmark = [
 ITERATIONS = 10
 FEW_KILLS = 5
 TIMEOUT_S = 300.0
-# An engine that is killed in training is back with the next publish: in this order a kind takes two iterations.
+# An engine that is killed in training is back with the next publish: in this order a kind takes two
+# iterations.
 MOMENTS = ("publish", "generation", "training")
-# Where devices decode and train in one iteration: an engine is about to hand on what it has; its device trains, and others decode.
-# Each shows as one more of these texts in a file of the run's.
+# Where devices decode and train in one iteration: an engine is about to hand on what it has; its
+# device trains, and others decode. Each shows as one more of these texts in a file of the run's.
 CHANGES = {
     "hand-over": ("logs/coordinator.log", "units decode from here on"),
     "beside": ("timeline/coordinator.jsonl", '"name":"decodes"'),
@@ -53,7 +57,8 @@ VLLM = (ENGINE_SERVERS["vllm"], "VLLM::EngineCore")  # HTTP server; scheduler an
 TRANSFORMERS = ENGINE_SERVERS["transformers"]
 WORKERS = ("trainer-0", "trainer-1", "coordinator", "keeper of trainer-0")
 AGAIN = "starting coordinator and trainers again"
-# Kinds and moments, in this order; a later kind in a later iteration, so that there are checkpoints to go on from.
+# Kinds and moments, in this order; a later kind in a later iteration, so that there are checkpoints
+# to go on from.
 Kills = Iterable[tuple[str, str]]
 
 
@@ -67,15 +72,23 @@ class Result:
 
     @classmethod
     def of(cls, directory: Path) -> Result:
-        records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        assert [record["iteration"] for record in records] == list(range(ITERATIONS)), "each iteration is recorded once"
+        records = [
+            json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert [record["iteration"] for record in records] == list(range(ITERATIONS)), (
+            "each iteration is recorded once"
+        )
         weights = load_file(directory / "hf" / "model.safetensors")
         return cls(weights, [r["reward_mean"] for r in records], [r["loss"] for r in records])
 
     def assert_equal(self, other: Result) -> None:
         assert (self.rewards, self.losses) == (other.rewards, other.losses)
         assert self.weights.keys() == other.weights.keys()
-        changed = [name for name, weight in self.weights.items() if not torch.equal(weight, other.weights[name])]
+        changed = [
+            name
+            for name, weight in self.weights.items()
+            if not torch.equal(weight, other.weights[name])
+        ]
         assert not changed, f"tensors that differ: {changed}"
 
 
@@ -83,11 +96,15 @@ class Watched:
     """A launched run, with eyes on its store and its processes."""
 
     def __init__(self, launched: Launched, ahead: int = 0, engine_port: int | None = None) -> None:
-        """ahead: how far the iteration that a version completes is ahead of the one that it trains. engine_port: of the first
-        engine, by which engines of one kind are told apart."""
+        """ahead: how far the iteration that a version completes is ahead of the one that it trains.
+        engine_port: of the first engine, by which engines of one kind are told apart."""
         self.run = launched
         self._ahead = ahead
-        self._ports = {} if engine_port is None else {f"engine-{n}": f"--port {engine_port + n}" for n in range(9)}
+        self._ports = (
+            {}
+            if engine_port is None
+            else {f"engine-{n}": f"--port {engine_port + n}" for n in range(9)}
+        )
         self._clients: dict[int, StoreChannel] = {}
 
     @property
@@ -95,11 +112,15 @@ class Watched:
         return self.run.output.count(AGAIN)
 
     def wait_for(self, moment: str, at_least: int = 0) -> int:
-        """Until an iteration, of this version or a later one, is at this moment; returns its version."""
+        """Until an iteration, of this version or a later one, is at this moment; returns its
+        version.
+        """
         found: list[int] = []
 
         def reached() -> bool:
-            version = next((v for v in range(ITERATIONS, -1, -1) if self._there(READY.at(version=v))), None)
+            version = next(
+                (v for v in range(ITERATIONS, -1, -1) if self._there(READY.at(version=v))), None
+            )
             if version is None:
                 return False
             produces = min(version + self._ahead, ITERATIONS - 1)
@@ -137,7 +158,10 @@ class Watched:
     def wait_for_recovery(self, kind: str, attempt: int, progress: int) -> None:
         """After a kill: an engine holds weights again, or another attempt has begun."""
         if kind in WORKERS:
-            self._until(lambda: self.attempt > attempt and self._there(MANIFEST.at(stage=0)), f"recovery from {kind}")
+            self._until(
+                lambda: self.attempt > attempt and self._there(MANIFEST.at(stage=0)),
+                f"recovery from {kind}",
+            )
         elif kind != "reward worker":  # which is missed by its pool alone
             self._until(lambda: self.progress() > progress, f"recovery from {kind}")
 
@@ -147,11 +171,17 @@ class Watched:
         return late + sum(self._published(version) for version in range(ITERATIONS + 1))
 
     def _published(self, version: int) -> bool:
-        if READY.exists(self._channel, version=version) and not READY.get(self._channel, version=version).publishes:
-            return True  # engines keep the version that they have, and that is all there is to wait for
+        if (
+            READY.exists(self._channel, version=version)
+            and not READY.get(self._channel, version=version).publishes
+        ):
+            # engines keep the version that they have, and that is all there is to wait for
+            return True
         places = ({"version": version, "attempt": attempt} for attempt in range(4))
         return any(
-            VERDICT.get(self._channel, **place).done for place in places if VERDICT.exists(self._channel, **place)
+            VERDICT.get(self._channel, **place).done
+            for place in places
+            if VERDICT.exists(self._channel, **place)
         )
 
     def _there(self, key: str) -> bool:
@@ -163,7 +193,9 @@ class Watched:
         if attempt not in self._clients:
             address = re.search(r"pa-npu join (\S+):(\d+)", self.run.output)
             assert address
-            self._clients[attempt] = StoreChannel(connect(address[1], int(address[2]), 30.0), attempt_prefix(attempt))
+            self._clients[attempt] = StoreChannel(
+                connect(address[1], int(address[2]), 30.0), attempt_prefix(attempt)
+            )
         return self._clients[attempt]
 
     def _find(self, kind: str) -> Iterator[int]:
@@ -186,8 +218,12 @@ class Watched:
     def _until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
-            assert self.run.popen.poll() is None, f"the launcher ended before {what}:\n{self.run.output}"
-            assert time.monotonic() < deadline, f"{what}: not within {TIMEOUT_S} s\n{self.run.output}"
+            assert self.run.popen.poll() is None, (
+                f"the launcher ended before {what}:\n{self.run.output}"
+            )
+            assert time.monotonic() < deadline, (
+                f"{what}: not within {TIMEOUT_S} s\n{self.run.output}"
+            )
             time.sleep(0.003)
 
 
@@ -226,7 +262,9 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
     launched: list[Launched] = []
 
     def start(*arguments: str) -> Launched:
-        launched.append(Launched(tmp_path_factory.mktemp("launched"), "run", *arguments, variables=KEY))
+        launched.append(
+            Launched(tmp_path_factory.mktemp("launched"), "run", *arguments, variables=KEY)
+        )
         return launched[-1]
 
     yield start
@@ -246,7 +284,9 @@ def undisturbed(
     @functools.cache
     def result(backend: str) -> Result:
         directory = tmp_path_factory.mktemp("undisturbed") / "run"
-        others = {"rollout.attach": shared_engine(tiny / "model")} if backend == "transformers" else {}
+        others = (
+            {"rollout.attach": shared_engine(tiny / "model")} if backend == "transformers" else {}
+        )
         run = launch(*keys(tiny, directory, backend, **others))
         run.popen.wait(TIMEOUT_S)
         assert run.popen.returncode == 0, run.output
@@ -266,7 +306,9 @@ def watched_when_ready(run: Launched, ahead: int = 0, engine_port: int | None = 
     return watched
 
 
-def kill_all(watched: Watched, kills: Kills, number: int = signal.SIGKILL, directory: Path | None = None) -> None:
+def kill_all(
+    watched: Watched, kills: Kills, number: int = signal.SIGKILL, directory: Path | None = None
+) -> None:
     """directory: the run's, for moments of CHANGES."""
     kinds: list[str] = []
     kills = list(kills)
@@ -287,11 +329,17 @@ def kill_all(watched: Watched, kills: Kills, number: int = signal.SIGKILL, direc
         print(f"killed {kind} in {moment} of version {version}")
         watched.wait_for_recovery(kind, attempt, progress)
         if kind in VLLM or kind.startswith(TRANSFORMERS):
-            assert watched.attempt == attempt, f"coordinator and trainers go on without {kind}:\n{watched.run.output}"
+            assert watched.attempt == attempt, (
+                f"coordinator and trainers go on without {kind}:\n{watched.run.output}"
+            )
 
 
 def assert_equal_when_killed(
-    calm: list[str], killed: list[str], kills: Kills, launch: Callable[..., Launched], directory: Path
+    calm: list[str],
+    killed: list[str],
+    kills: Kills,
+    launch: Callable[..., Launched],
+    directory: Path,
 ) -> None:
     """Run `calm` to its end, then `killed` with the kills, in directory/calm and directory/run."""
     undisturbed = launch(*calm)
@@ -301,7 +349,9 @@ def assert_equal_when_killed(
     watched = watched_when_ready(launch(*killed))
     kill_all(watched, kills)
     watched.run.popen.wait(TIMEOUT_S)
-    assert watched.run.popen.returncode == 0 and "the run continues from" in watched.run.output, watched.run.output
+    assert watched.run.popen.returncode == 0 and "the run continues from" in watched.run.output, (
+        watched.run.output
+    )
     Result.of(directory / "run").assert_equal(Result.of(directory / "calm"))
 
 
@@ -309,7 +359,12 @@ def assert_equal_when_killed(
     ("backend", "kills"),
     [
         # in CI an engine is killed among the others below
-        pytest.param("transformers", tuple(each([TRANSFORMERS])), id="transformers", marks=pytest.mark.nightly),
+        pytest.param(
+            "transformers",
+            tuple(each([TRANSFORMERS])),
+            id="transformers",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param("vllm", tuple(each(VLLM)), id="vllm-all", marks=pytest.mark.nightly),
     ],
 )
@@ -321,7 +376,9 @@ def test_engines_that_are_killed_whenever_change_nothing(
     tmp_path: Path,
     undisturbed: Callable[[str], Result],
 ) -> None:
-    """Each comes back with the weights of the iteration; coordinator and trainers go on all the time."""
+    """Each comes back with the weights of the iteration; coordinator and trainers go on all the
+    time.
+    """
     directory = tmp_path / "run"
     watched = watched_when_ready(launch(*keys(tiny, directory, backend)))
     kill_all(watched, kills)
@@ -349,7 +406,12 @@ def test_engines_that_are_killed_whenever_change_nothing(
             id="transformers-all",
             marks=pytest.mark.nightly,
         ),
-        pytest.param("vllm", tuple(each(["reward worker", *WORKERS])), id="vllm-all", marks=pytest.mark.nightly),
+        pytest.param(
+            "vllm",
+            tuple(each(["reward worker", *WORKERS])),
+            id="vllm-all",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_engines_trainers_coordinator_reward_workers_and_launcher_that_are_killed_whenever_change_nothing(
@@ -360,7 +422,9 @@ def test_engines_trainers_coordinator_reward_workers_and_launcher_that_are_kille
     tmp_path: Path,
     undisturbed: Callable[[str], Result],
 ) -> None:
-    """Groups lie with the trainers that are killed, whose ends are theirs; undisturbed they lie in the store on the head."""
+    """Groups lie with the trainers that are killed, whose ends are theirs; undisturbed they lie in
+    the store on the head.
+    """
     directory = tmp_path / "run"
     watched = watched_when_ready(launch(*keys(tiny, directory, backend, buffer__shards="node")))
     kill_all(watched, kills)
@@ -370,7 +434,9 @@ def test_engines_trainers_coordinator_reward_workers_and_launcher_that_are_kille
     watched.run.popen.wait(30)
     watched.run.assert_nothing_survives()
     for record in map(json.loads, (directory / "metrics.jsonl").read_text().splitlines()):
-        assert 0 < record["rollout_head_bytes"] < 0.5 * record["rollout_buffer_bytes"], "they were in shards"
+        assert 0 < record["rollout_head_bytes"] < 0.5 * record["rollout_buffer_bytes"], (
+            "they were in shards"
+        )
 
     last = launch(*keys(tiny, directory, backend, checkpoint__resume="auto"))
     last.popen.wait(TIMEOUT_S)
@@ -381,7 +447,10 @@ def test_engines_trainers_coordinator_reward_workers_and_launcher_that_are_kille
 
 @pytest.mark.nightly
 def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
-    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, undisturbed: Callable[[str], Result]
+    launch: Callable[..., Launched],
+    tiny: Path,
+    tmp_path: Path,
+    undisturbed: Callable[[str], Result],
 ) -> None:
     directory = tmp_path / "run"
     others = {"rollout.probe_timeout_s": 15.0, "publish.timeout_s": 60.0}
@@ -408,7 +477,11 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
             marks=pytest.mark.nightly,
         ),
         pytest.param(
-            tuple(itertools.product(["engine-1", "engine-0", "trainer-0", "trainer-1", "coordinator"], CHANGES)),
+            tuple(
+                itertools.product(
+                    ["engine-1", "engine-0", "trainer-0", "trainer-1", "coordinator"], CHANGES
+                )
+            ),
             signal.SIGKILL,
             id="changes",
             marks=pytest.mark.nightly,
@@ -429,7 +502,10 @@ def test_a_run_whose_devices_decode_then_train_ends_with_the_weights_of_one_that
     tmp_path: Path,
     undisturbed: Callable[[str], Result],
 ) -> None:
-    """engine-k is beside trainer-k, roles change at every chance. No group ends on an engine whose device trains."""
+    """engine-k is beside trainer-k, roles change at every chance.
+
+    No group ends on an engine whose device trains.
+    """
     directory = tmp_path / "run"
     (port,) = free_ports("127.0.0.1", 1)
     shared = {
@@ -441,7 +517,9 @@ def test_a_run_whose_devices_decode_then_train_ends_with_the_weights_of_one_that
     if number == signal.SIGSTOP:  # which deadlines alone find
         shared |= {"rollout.probe_timeout_s": 15.0, "publish.timeout_s": 60.0}
     watched = Watched(launch(*keys(tiny, directory, "transformers", **shared)), engine_port=port)
-    watched.run.wait_for(lambda: "engine-1 ready" in watched.run.output, "the engine is ready", TIMEOUT_S)
+    watched.run.wait_for(
+        lambda: "engine-1 ready" in watched.run.output, "the engine is ready", TIMEOUT_S
+    )
     kill_all(watched, kills, number, directory)
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0, watched.run.output
@@ -449,17 +527,25 @@ def test_a_run_whose_devices_decode_then_train_ends_with_the_weights_of_one_that
     events = read_events(directory / "timeline" / "coordinator.jsonl")
     for engine in range(2):
         trains = [
-            event for event in events if event.get("lane") == f"role of engine {engine}" and event["name"] == "trains"
+            event
+            for event in events
+            if event.get("lane") == f"role of engine {engine}" and event["name"] == "trains"
         ]
         lane = f"engine http://127.0.0.1:{port + engine}"
-        ends = [event["end"] for event in events if event.get("lane") == lane and event["name"].startswith("group ")]
+        ends = [
+            event["end"]
+            for event in events
+            if event.get("lane") == lane and event["name"].startswith("group ")
+        ]
         assert trains and ends, "there is something to compare"
         assert not [end for end in ends for role in trains if role["start"] < end < role["end"]], (
             "it decodes and trains"
         )
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert all(record["devices"] == 2 for record in records), "each counts once"
-    assert any(record["role_changes"] for record in records), "negative control: sequences were handed on"
+    assert any(record["role_changes"] for record in records), (
+        "negative control: sequences were handed on"
+    )
 
 
 LORA = {"lora.rank": 4, "checkpoint.export_hf": "merged"}
@@ -477,19 +563,31 @@ ALL: Kills = tuple(each([VLLM[1], *WORKERS]))
     ],
 )
 def test_a_periodic_run_of_sharded_trainers_ends_with_the_weights_of_the_synchronous_one_whatever_is_killed(
-    backend: str, kills: Kills, trained: dict[str, object], launch: Callable[..., Launched], tiny: Path, tmp_path: Path
+    backend: str,
+    kills: Kills,
+    trained: dict[str, object],
+    launch: Callable[..., Launched],
+    tiny: Path,
+    tmp_path: Path,
 ) -> None:
     """Adapters, and all weights; with a reference."""
     sharded = {"trainer.backend": "fsdp", "algorithm.kl_coef": 0.01, **trained}
     calm = keys(tiny, tmp_path / "calm", backend, schedule__stream="false", **sharded)
-    assert_equal_when_killed(calm, keys(tiny, tmp_path / "run", backend, **sharded), kills, launch, tmp_path)
+    assert_equal_when_killed(
+        calm, keys(tiny, tmp_path / "run", backend, **sharded), kills, launch, tmp_path
+    )
 
 
 @pytest.mark.parametrize(
     ("backend", "kills"),
     [
         pytest.param(
-            "transformers", ((TRANSFORMERS, "generation"), ("trainer-1", "training"), ("coordinator", "generation"))
+            "transformers",
+            (
+                (TRANSFORMERS, "generation"),
+                ("trainer-1", "training"),
+                ("coordinator", "generation"),
+            ),
         ),
         pytest.param("vllm", tuple(each([VLLM[1], *WORKERS]))),
     ],
@@ -499,10 +597,14 @@ def test_a_periodic_run_of_sharded_trainers_ends_with_the_weights_of_the_synchro
 def test_a_mixture_whose_experts_replicas_share_ends_with_the_same_weights_whatever_is_killed(
     backend: str, kills: Kills, launch: Callable[..., Launched], tiny_mixture: Path, tmp_path: Path
 ) -> None:
-    """Checkpoints have each expert once, and an engine that comes again is sent them inside the iteration."""
+    """Checkpoints have each expert once, and an engine that comes again is sent them inside the
+    iteration.
+    """
     shared = {"trainer.expert_parallel": 2}
     calm = keys(tiny_mixture, tmp_path / "calm", backend, **shared)
-    assert_equal_when_killed(calm, keys(tiny_mixture, tmp_path / "run", backend, **shared), kills, launch, tmp_path)
+    assert_equal_when_killed(
+        calm, keys(tiny_mixture, tmp_path / "run", backend, **shared), kills, launch, tmp_path
+    )
 
 
 AHEAD = 1
@@ -515,17 +617,20 @@ SOME: Kills = ((TRANSFORMERS, "generation"), ("trainer-0", "publish"))
     "kills",
     [
         SOME,
-        # trainers train while engines generate the next iteration, so that training is no moment of its own
+        # trainers train while engines generate the next iteration, so that training is no moment of
+        # its own
         tuple(itertools.product([TRANSFORMERS, *WORKERS], ("publish", "generation"))),
     ],
     ids=["some", "all"],
 )
-@pytest.mark.nightly  # in CI test_coordinator_matrix.py resumes such runs, whose trainers are played
+# in CI test_coordinator_matrix.py resumes such runs, whose trainers are played
+@pytest.mark.nightly
 @pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
 def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed(
     trainer: str, kills: Kills, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
 ) -> None:
-    """Groups in the buffer that are not trained yet are in the checkpoints, also if they are in shards with
+    """Groups in the buffer that are not trained yet are in the checkpoints, also if they are in
+    shards with
     the trainers; an engine that comes again gets the version that trainers have left."""
     stale = {
         "trainer.backend": trainer,
@@ -544,10 +649,16 @@ def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed
     kill_all(watched, kills)
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN in watched.run.output, watched.run.output
-    assert "the run continues from" in watched.run.output, "the kills must have met a run with checkpoints"
+    assert "the run continues from" in watched.run.output, (
+        "the kills must have met a run with checkpoints"
+    )
     Result.of(tmp_path / "run").assert_equal(expected)
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["age_max"] for record in records] == [min(AHEAD, iteration) for iteration in range(ITERATIONS)]
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [record["age_max"] for record in records] == [
+        min(AHEAD, iteration) for iteration in range(ITERATIONS)
+    ]
 
 
 SKIPPING = {"schedule.max_staleness": 2, "publish.divergence": "0.02"}
@@ -555,37 +666,55 @@ CARRYING = {"schedule.max_staleness": 2, "schedule.tokens_per_update": 500}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("others", "ignore_eos"), [(SKIPPING, "true"), (CARRYING, "false")], ids=["skip", "carry"])
+@pytest.mark.parametrize(
+    ("others", "ignore_eos"), [(SKIPPING, "true"), (CARRYING, "false")], ids=["skip", "carry"]
+)
 def test_what_is_skipped_or_carried_is_the_same_whatever_is_killed(
-    others: dict[str, object], ignore_eos: str, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
+    others: dict[str, object],
+    ignore_eos: str,
+    launch: Callable[..., Launched],
+    tiny: Path,
+    tmp_path: Path,
 ) -> None:
-    """Which versions are published follows from divergences, and what an update trains from lengths: the same numbers in a run
-    that continues."""
+    """Which versions are published follows from divergences, and what an update trains from
+    lengths: the same numbers in a run that continues."""
     more = {
         **others,
         "rollout.ignore_eos": ignore_eos,
         "algorithm.importance_sampling": "token",
         "checkpoint.every": 3,
     }
-    calm = launch(*keys(tiny, tmp_path / "calm", "transformers"), *(f"{k}={v}" for k, v in more.items()))
+    calm = launch(
+        *keys(tiny, tmp_path / "calm", "transformers"), *(f"{k}={v}" for k, v in more.items())
+    )
     calm.popen.wait(TIMEOUT_S)
     assert calm.popen.returncode == 0, calm.output
-    run = launch(*keys(tiny, tmp_path / "run", "transformers"), *(f"{k}={v}" for k, v in more.items()))
+    run = launch(
+        *keys(tiny, tmp_path / "run", "transformers"), *(f"{k}={v}" for k, v in more.items())
+    )
     watched = watched_when_ready(run, ahead=1)
-    kill_all(watched, ((TRANSFORMERS, "generation"), ("coordinator", "generation"), ("trainer-1", "training")))
+    kill_all(
+        watched,
+        ((TRANSFORMERS, "generation"), ("coordinator", "generation"), ("trainer-1", "training")),
+    )
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN in watched.run.output, watched.run.output
     Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
     decided = []
     names = ("publish_kl", "publish_skipped", "age_max", "tokens_response", "groups")
     for name in ("calm", "run"):
-        records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         decided.append([[record.get(name) for name in names] for record in records])
     assert decided[0] == decided[1]
     kls, skipped, ages, tokens, groups = zip(*decided[0], strict=True)
     assert max(ages) == 2, f"tokens {tokens}"
     if others is SKIPPING:
-        assert any(skipped) and all(kl is not None for kl in kls) and "Publishes saved:" in calm.output
+        assert (
+            any(skipped) and all(kl is not None for kl in kls) and "Publishes saved:" in calm.output
+        )
     else:
         assert max(groups[1:]) < 8 and min(tokens[1:-1]) >= 500, f"groups {groups}, tokens {tokens}"
 
@@ -595,14 +724,22 @@ def test_what_is_skipped_or_carried_is_the_same_whatever_is_killed(
     ("mode", "engines", "moment"),
     [
         ("delayed", 2, "training"),
-        # engines that go on to the next version at once may leave no time in which trainers alone are at work
+        # engines that go on to the next version at once may leave no time in which trainers alone
+        # are at work
         ("rolling", 3, "generation"),
     ],
 )
 def test_a_delayed_publish_ends_with_the_weights_of_a_blocking_one_whatever_is_killed(
-    mode: str, engines: int, moment: str, launch: Callable[..., Launched], tiny: Path, tmp_path: Path
+    mode: str,
+    engines: int,
+    moment: str,
+    launch: Callable[..., Launched],
+    tiny: Path,
+    tmp_path: Path,
 ) -> None:
-    """Engines that die while they receive, between that and the swap, and after it; trainers with a version under way."""
+    """Engines that die while they receive, between that and the swap, and after it; trainers with a
+    version under way.
+    """
     calm = launch(*keys(tiny, tmp_path / "calm", "transformers"), "schedule.max_staleness=1")
     calm.popen.wait(TIMEOUT_S)
     assert calm.popen.returncode == 0, calm.output
@@ -611,7 +748,9 @@ def test_a_delayed_publish_ends_with_the_weights_of_a_blocking_one_whatever_is_k
     watched = Watched(launch(*keys(tiny, tmp_path / "run", "transformers"), *more), ahead=1)
     last = f"engine-{engines - 1} ready"
     watched.run.wait_for(lambda: last in watched.run.output, "the engines are ready", TIMEOUT_S)
-    kill_all(watched, ((TRANSFORMERS, "publish"), (TRANSFORMERS, "generation"), ("trainer-1", moment)))
+    kill_all(
+        watched, ((TRANSFORMERS, "publish"), (TRANSFORMERS, "generation"), ("trainer-1", moment))
+    )
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN in watched.run.output, watched.run.output
     Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
@@ -623,14 +762,16 @@ def test_a_run_on_two_datasets_ends_with_the_same_weights_whatever_is_killed(
 ) -> None:
     """Whose turn it is stands in the checkpoints."""
     more = [
-        f"data.train=[{{path: {tiny / 'train.jsonl'}, name: many}}, {{path: {tiny / 'test.jsonl'}, name: few}}]",
+        f"data.train=[{{path: {tiny / 'train.jsonl'}, name: many}}, {{path: {tiny / 'test.jsonl'}, "
+        f"name: few}}]",
         'reward.functions=[{name: format, pattern: "[0-4].*[0-4].*[0-4]"}]',
     ]
     calm = launch(*keys(tiny, tmp_path / "calm", "transformers"), *more)
     calm.popen.wait(TIMEOUT_S)
     assert calm.popen.returncode == 0, calm.output
     watched = watched_when_ready(launch(*keys(tiny, tmp_path / "run", "transformers"), *more))
-    # each in a later version than the one before it, so that the last two meet a run with checkpoints
+    # each in a later version than the one before it, so that the last two meet a run with
+    # checkpoints
     kills = (
         (TRANSFORMERS, "generation"),
         ("trainer-1", "training"),
@@ -639,11 +780,18 @@ def test_a_run_on_two_datasets_ends_with_the_same_weights_whatever_is_killed(
     )
     kill_all(watched, kills)
     watched.run.popen.wait(TIMEOUT_S)
-    assert watched.run.popen.returncode == 0 and "the run continues from" in watched.run.output, watched.run.output
+    assert watched.run.popen.returncode == 0 and "the run continues from" in watched.run.output, (
+        watched.run.output
+    )
     Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
     said = []
     for name in ("calm", "run"):
-        records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        records = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         said.append([record["sources"] for record in records])
     assert said[0] == said[1]
-    assert all(sources[name]["prompts"] == 4 for sources in said[0] for name in ("many", "few")), said[0]
+    assert all(sources[name]["prompts"] == 4 for sources in said[0] for name in ("many", "few")), (
+        said[0]
+    )

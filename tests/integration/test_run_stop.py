@@ -1,4 +1,6 @@
-"""Run.stop() on real runs: the iteration is finished, a checkpoint and an export are left, and the run goes on to the same bits."""
+"""Run.stop() on real runs: the iteration is finished, a checkpoint and an export are left, and the
+run goes on to the same bits.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_and_an_export_and_goes_on_to_
                 break
     said = "\n".join(lines)
     done = len(run.records)
-    assert STOPPED_IN < done < ITERATIONS, f"the iteration that it was in is finished, and no other\n{said}"
+    assert STOPPED_IN < done < ITERATIONS, (
+        f"the iteration that it was in is finished, and no other\n{said}"
+    )
     newest = directories.complete(run.dir / directories.CHECKPOINTS)[-1]
     assert directories.version_of(newest) == done and directories.problem(newest) is None, said
     assert main(["verify", str(run.dir)]) == 0
@@ -67,7 +71,9 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_and_an_export_and_goes_on_to_
     else:
         AutoModelForCausalLM.from_pretrained(run.hf)
 
-    with Run(configuration(tiny, tmp_path / "run", mode, checkpoint__resume="auto"), say=lines.append) as continued:
+    with Run(
+        configuration(tiny, tmp_path / "run", mode, checkpoint__resume="auto"), say=lines.append
+    ) as continued:
         continued.wait(TIMEOUT_S)
     with Run(configuration(tiny, tmp_path / "calm", mode), say=lines.append) as calm:
         calm.wait(TIMEOUT_S)
@@ -83,5 +89,7 @@ def test_a_run_that_is_stopped_before_it_trains_is_no_failure_and_says_that_ther
         run.stop()
     assert not run.is_running and run.records == []
     run.stop()
-    with pytest.raises(UserError, match="is not there; a run writes it when it is done or ended by stop"):
+    with pytest.raises(
+        UserError, match="is not there; a run writes it when it is done or ended by stop"
+    ):
         _ = run.hf

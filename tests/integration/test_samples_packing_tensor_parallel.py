@@ -1,7 +1,9 @@
-"""Two TP ranks pack what the leader found in the buffer, and wait for a microbatch's first group outside of collectives.
+"""Two TP ranks pack what the leader found in the buffer, and wait for a microbatch's first group
+outside of collectives.
 
-The test is the coordinator; run as a script this file is one rank. It puts groups while the ranks are between microbatches, so
-that what is there is known. The collectives' timeout is shorter than the pause before the second put.
+The test is the coordinator; run as a script this file is one rank. It puts groups while the ranks
+are between microbatches, so that what is there is known. The collectives' timeout is shorter than
+the pause before the second put.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ def digest(microbatch: Microbatch) -> str:
 
 
 class BlindBuffer(RolloutBuffer):
-    """A peer's: it must not look for itself, because the answer may have changed since the leader looked."""
+    """A peer's: it must not look for itself, because the answer may have changed since the leader
+    looked.
+    """
 
     def ready(self, iteration: int, replica: int, slot: int) -> bool:
         raise AssertionError("only the leader may ask whether a slot is ready")
@@ -48,7 +52,11 @@ class BlindBuffer(RolloutBuffer):
 def rank_main(rank: int, port: int) -> None:
     store = connect("127.0.0.1", port, 30.0)
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
+        "gloo",
+        store=dist.PrefixStore("group", store),
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=30),
     )
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     group = dist.new_group(list(range(RANKS)), timeout=timeout)
@@ -65,7 +73,9 @@ def rank_main(rank: int, port: int) -> None:
         pad_multiple=PAD,
         max_tokens=MAX_TOKENS,
         timeout_s=30.0,
-        links=ReplicaLinks(dist.new_group(list(range(RANKS)), timeout=timeout), tensor=group, mesh=Mesh(RANKS)),
+        links=ReplicaLinks(
+            dist.new_group(list(range(RANKS)), timeout=timeout), tensor=group, mesh=Mesh(RANKS)
+        ),
     )
     digests = []
     for number, microbatch in enumerate(microbatches):
@@ -88,11 +98,18 @@ def test_tensor_parallel_ranks_pack_what_the_leader_found() -> None:
             for slot in slots:
                 buffer.put(GROUPS[slot], 0, slot)
         results = ranks.results()
-        left = [slot for slot in range(len(GROUPS)) if ranks.channel.exists(f"buffer/run/0/0/{slot}")]
+        left = [
+            slot for slot in range(len(GROUPS)) if ranks.channel.exists(f"buffer/run/0/0/{slot}")
+        ]
         assert not left, f"slots {left} stayed in the store after all ranks were done"
-    packs = [[piece for slot in sorted(slots) for piece in cut(GROUPS[slot], RESPONSES)] for slots in ARRIVALS]
+    packs = [
+        [piece for slot in sorted(slots) for piece in cut(GROUPS[slot], RESPONSES)]
+        for slots in ARRIVALS
+    ]
     microbatches = [pack(pieces, True, PAD) for pieces in packs]
-    assert all(microbatch.layout.total <= MAX_TOKENS for microbatch in microbatches), "the test's own numbers"
+    assert all(microbatch.layout.total <= MAX_TOKENS for microbatch in microbatches), (
+        "the test's own numbers"
+    )
     expected = [digest(microbatch) for microbatch in microbatches]
     for rank, digests in enumerate(results):
         assert digests == expected, f"rank {rank} packed something else"

@@ -1,7 +1,9 @@
-"""Four ranks of one replica (TP=2, PP=2 over gloo) get the same groups from their reader, from a producer that is late.
+"""Four ranks of one replica (TP=2, PP=2 over gloo) get the same groups from their reader, from a
+producer that is late.
 
-The test is the coordinator; run as a script this file is one rank. The collectives' timeout is shorter than the producer's
-delay, so a rank that waited for rollouts inside a collective would fail.
+The test is the coordinator; run as a script this file is one rank. The collectives' timeout is
+shorter than the producer's delay, so a rank that waited for rollouts inside a collective would
+fail.
 """
 
 from __future__ import annotations
@@ -47,9 +49,13 @@ COLUMNS = RunColumns((MADE_UP, ROUTES))
 def make_group(index: int) -> Group:
     """Its columns are told by its tokens."""
     group = bare_group(index)
-    made_up = (group.tokens * group.trained)[:, None, None] + np.arange(6).reshape(3, 2) * group.trained[:, None, None]
+    made_up = (group.tokens * group.trained)[:, None, None] + np.arange(6).reshape(
+        3, 2
+    ) * group.trained[:, None, None]
     routes = group.tokens[:, None] + np.arange(2)
-    return replace(group, columns={MADE_UP: made_up.astype(np.uint16), ROUTES: routes.astype(np.uint8)})
+    return replace(
+        group, columns={MADE_UP: made_up.astype(np.uint16), ROUTES: routes.astype(np.uint8)}
+    )
 
 
 def bare_group(index: int) -> Group:
@@ -79,7 +85,9 @@ TENSORS = ("tokens", "rows", "targets", "ages", "response_index", "columns")
 def digest(microbatches: Iterable[Microbatch]) -> list[str]:
     digests = []
     for microbatch in microbatches:
-        sha = hashlib.sha256(repr((microbatch.group_indices, microbatch.sources, microbatch.layout.lengths)).encode())
+        sha = hashlib.sha256(
+            repr((microbatch.group_indices, microbatch.sources, microbatch.layout.lengths)).encode()
+        )
         for name in TENSORS:
             value = microbatch.columns if name == "columns" else {name: getattr(microbatch, name)}
             for tensor in (microbatch.packed | value).values():
@@ -95,7 +103,9 @@ def made_up_in_order(microbatch: Microbatch) -> bool:
 
 
 class WatchedBuffer(RolloutBuffer):
-    """Counts how often this rank fetches a group's bytes from the store; in iteration 2 the process ends there."""
+    """Counts how often this rank fetches a group's bytes from the store; in iteration 2 the process
+    ends there.
+    """
 
     num_reads = 0
 
@@ -110,18 +120,31 @@ def rank_main(rank: int, port: int) -> None:
     store = connect("127.0.0.1", port, 30.0)
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=RANKS, timeout=timedelta(seconds=30)
+        "gloo",
+        store=dist.PrefixStore("group", store),
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=30),
     )
-    stages = [list(range(s * TENSOR_PARALLEL, (s + 1) * TENSOR_PARALLEL)) for s in range(PIPELINE_PARALLEL)]
+    stages = [
+        list(range(s * TENSOR_PARALLEL, (s + 1) * TENSOR_PARALLEL))
+        for s in range(PIPELINE_PARALLEL)
+    ]
     tensor = [dist.new_group(ranks, timeout=timeout) for ranks in stages]
     replica = dist.new_group(list(range(RANKS)), timeout=timeout)
-    links = ReplicaLinks(replica, tensor[rank // TENSOR_PARALLEL], Mesh(TENSOR_PARALLEL, PIPELINE_PARALLEL))
+    links = ReplicaLinks(
+        replica, tensor[rank // TENSOR_PARALLEL], Mesh(TENSOR_PARALLEL, PIPELINE_PARALLEL)
+    )
     channel = StoreChannel(connect("127.0.0.1", port, 30.0))
     buffer = WatchedBuffer(channel, "run", readers=RANKS, columns=COLUMNS)
     own = host_shard(channel, 0, "127.0.0.1") if rank == 0 else None
-    in_shards = RolloutBuffer(channel, "shards", RANKS, payloads=ShardPayloads(channel, 30.0, own), columns=COLUMNS)
+    in_shards = RolloutBuffer(
+        channel, "shards", RANKS, payloads=ShardPayloads(channel, 30.0, own), columns=COLUMNS
+    )
 
-    def iterator(iteration: int, timeout_s: float, source: RolloutBuffer = buffer) -> MicrobatchIterator:
+    def iterator(
+        iteration: int, timeout_s: float, source: RolloutBuffer = buffer
+    ) -> MicrobatchIterator:
         return MicrobatchIterator(
             source,
             replica=0,
@@ -171,20 +194,33 @@ def rank_main(rank: int, port: int) -> None:
 
 @pytest.mark.integration
 def test_every_group_is_read_once_for_its_replica_and_each_rank_gets_it() -> None:
-    """From a producer that is late. Then a group that never comes, and a reader that ends while it reads."""
+    """From a producer that is late.
+
+    Then a group that never comes, and a reader that ends while it reads.
+    """
     with rank_processes(__file__, RANKS, timeout_s=120) as ranks:
         ranks.wait_until_all_have_added("ready")
         buffer = RolloutBuffer(ranks.channel, "run", readers=RANKS, ahead=2, columns=COLUMNS)
         groups = [make_group(index) for index in range(GROUPS)]
         sizes = [len(to_bytes(group, COLUMNS)) for group in groups]
         sharded = RolloutBuffer(
-            ranks.channel, "shards", readers=RANKS, payloads=ShardPayloads(ranks.channel, 30.0), columns=COLUMNS
+            ranks.channel,
+            "shards",
+            readers=RANKS,
+            payloads=ShardPayloads(ranks.channel, 30.0),
+            columns=COLUMNS,
         )
         for slot, group in enumerate(groups):
             sharded.put(group, 0, slot)
         assert sizes[-1] > CHUNK_BYTES
         buffer.put(
-            replace(groups[0], iteration=2, versions=groups[0].versions + 2 * groups[0].trained.astype(np.int32)), 0, 0
+            replace(
+                groups[0],
+                iteration=2,
+                versions=groups[0].versions + 2 * groups[0].trained.astype(np.int32),
+            ),
+            0,
+            0,
         )
         buffer.put(groups[0], 0, 0)
         ranks.wait_until_all_have_added("reads")
@@ -192,11 +228,15 @@ def test_every_group_is_read_once_for_its_replica_and_each_rank_gets_it() -> Non
         for slot in (2, 1):  # out of order, as groups complete
             buffer.put(groups[slot], 0, slot)
         results = ranks.results()
-    expected = [m for group in groups for m in build_microbatches(group, MICROBATCH_RESPONSES, True, PAD)]
+    expected = [
+        m for group in groups for m in build_microbatches(group, MICROBATCH_RESPONSES, True, PAD)
+    ]
     sent = sum((16 + size) * (RANKS - 1) for size in sizes)
     for rank, result in enumerate(results):
         assert result["trained"] == digest(expected), f"rank {rank} trained something else"
-        assert result["in_order"] == [True] * len(expected), f"rank {rank}: made-up values of other targets"
+        assert result["in_order"] == [True] * len(expected), (
+            f"rank {rank}: made-up values of other targets"
+        )
         # reading the first group takes a part of the delay, on a busy machine a second and more
         assert result["waited_s"] >= PRODUCER_DELAY_S / 2, "the wait must be counted as idle time"
         assert result["traffic"] == {
@@ -218,7 +258,9 @@ def test_every_group_is_read_once_for_its_replica_and_each_rank_gets_it() -> Non
         if rank:
             assert "slot 0, replica 0, iteration 2 could not be passed" in result["reader_gone"]
             assert result["told_after_s"] < COLLECTIVE_TIMEOUT_S + 2
-    assert [result["reads"] for result in results] == [GROUPS, 0, 0, 0], "only the replica's reader reads"
+    assert [result["reads"] for result in results] == [GROUPS, 0, 0, 0], (
+        "only the replica's reader reads"
+    )
     names = [f"buffer/{name}/0/0/{slot}" for name in ("run", "shards") for slot in range(GROUPS)]
     left = [name for name in names if ranks.channel.exists(name)]
     assert not left, f"slots {left} stayed in the store after all ranks were done"

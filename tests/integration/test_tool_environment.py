@@ -1,4 +1,6 @@
-"""Several turns with a tool, end to end: periodic equals synchronous bit for bit, also where the engine is killed among turns."""
+"""Several turns with a tool, end to end: periodic equals synchronous bit for bit, also where the
+engine is killed among turns.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from safetensors.torch import load_file
 from tests.helpers.launched import ENGINE_SERVERS, Launched, find, settings
 from tools import make_tiny_model
 
-# it trains a model for half a minute; in CI sessions of several samples are compared (test_exact_schedules.py)
+# it trains a model for half a minute; in CI sessions of several samples are compared
+# (test_exact_schedules.py)
 pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 TIMEOUT_S = 300.0
@@ -26,8 +29,19 @@ ITERATIONS = 2
 def asking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that asks the calculator in half of its answers, not always properly."""
     directory = tmp_path_factory.mktemp("asking")
-    arguments = ["--out", str(directory), "--task", "calculator", "--steps", "125", "--call-rate", "0.5"]
-    assert make_tiny_model.main([*arguments, "--train-questions", "64", "--test-questions", "8"]) == 0
+    arguments = [
+        "--out",
+        str(directory),
+        "--task",
+        "calculator",
+        "--steps",
+        "125",
+        "--call-rate",
+        "0.5",
+    ]
+    assert (
+        make_tiny_model.main([*arguments, "--train-questions", "64", "--test-questions", "8"]) == 0
+    )
     return directory
 
 
@@ -52,11 +66,15 @@ def outcome(run: Launched, directory: Path) -> tuple[dict[str, torch.Tensor], li
         assert run.popen.wait(TIMEOUT_S) == 0, run.output
     finally:
         run.close()
-    samples = [json.loads(line) for line in (directory / "run" / "samples.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line) for line in (directory / "run" / "samples.jsonl").read_text().splitlines()
+    ]
     return load_file(directory / "run" / "hf" / "model.safetensors"), samples
 
 
-def test_periodic_with_a_killed_engine_equals_synchronous_with_several_turns(asking: Path, tmp_path: Path) -> None:
+def test_periodic_with_a_killed_engine_equals_synchronous_with_several_turns(
+    asking: Path, tmp_path: Path
+) -> None:
     quiet, disturbed = tmp_path / "quiet", tmp_path / "disturbed"
     quiet.mkdir()
     disturbed.mkdir()
@@ -64,7 +82,11 @@ def test_periodic_with_a_killed_engine_equals_synchronous_with_several_turns(ask
 
     run = launch(asking, disturbed, schedule__stream=True)
     log = disturbed / "run" / "logs" / "coordinator.log"
-    run.wait_for(lambda: log.is_file() and "weight version 1 on 1 engine " in log.read_text(), "iteration 1", TIMEOUT_S)
+    run.wait_for(
+        lambda: log.is_file() and "weight version 1 on 1 engine " in log.read_text(),
+        "iteration 1",
+        TIMEOUT_S,
+    )
     engine = find(run, ENGINE_SERVERS["transformers"])
     assert engine is not None
     os.kill(engine, signal.SIGKILL)
@@ -72,7 +94,9 @@ def test_periodic_with_a_killed_engine_equals_synchronous_with_several_turns(ask
 
     assert "; started again (1 of run.restarts" in run.output, run.output
     texts = [response["text"] for sample in samples for response in sample["responses"]]
-    assert any("<<" in text and ">>=" in text for text in texts), "nobody asked the calculator: nothing was tested"
+    assert any("<<" in text and ">>=" in text for text in texts), (
+        "nobody asked the calculator: nothing was tested"
+    )
     assert [s["responses"] for s in again] == [s["responses"] for s in samples]
     assert weights.keys() == wanted.keys()
     changed = [name for name in wanted if not torch.equal(weights[name], wanted[name])]

@@ -1,6 +1,8 @@
-"""The real libraries of the trackers, offline: what two attempts of a run told them is read back with their own means.
+"""The real libraries of the trackers, offline: what two attempts of a run told them is read back
+with their own means.
 
-They are found in this environment, or in that of .venv-trackers (tests/run.sh makes it), or of PA_NPU_TRACKERS_PYTHON.
+They are found in this environment, or in that of .venv-trackers (tests/run.sh makes it), or of
+PA_NPU_TRACKERS_PYTHON.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from tests.helpers.tracked_run import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
-# Each prints {"runs": number of runs, "loss": [[step, value], ...], "table": number of tables, "eval": [[step, value], ...]}.
+# Each prints {"runs": number of runs, "loss": [[step, value], ...], "table": number of tables,
+# "eval": [[step, value], ...]}.
 READERS = {
     "mlflow": """
 import json, sys, mlflow
@@ -81,19 +84,36 @@ def python_of(tracker: str) -> str:
     wanted = (tracker,)
     if distributions(None, wanted):
         return sys.executable
-    for python in (os.environ.get("PA_NPU_TRACKERS_PYTHON"), str(ROOT / ".venv-trackers" / "bin" / "python")):
+    for python in (
+        os.environ.get("PA_NPU_TRACKERS_PYTHON"),
+        str(ROOT / ".venv-trackers" / "bin" / "python"),
+    ):
         if python and Path(python).exists() and distributions(python, wanted):
             return python
-    pytest.skip(f"{tracker} is not installed here; tests/run.sh all installs it into .venv-trackers")
+    pytest.skip(
+        f"{tracker} is not installed here; tests/run.sh all installs it into .venv-trackers"
+    )
 
 
 def two_attempts(tracker: str, directory: Path) -> Path:
-    """A run that is killed after iteration 3, and goes on from its checkpoint of version 2 to iteration 5."""
+    """A run that is killed after iteration 3, and goes on from its checkpoint of version 2 to
+    iteration 5.
+    """
     run = directory / "run"
     for first, last in ((0, 4), (2, 6)):
-        attempt = [python_of(tracker), "-m", "tests.helpers.tracked_run", tracker, str(run), str(first), str(last)]
+        attempt = [
+            python_of(tracker),
+            "-m",
+            "tests.helpers.tracked_run",
+            tracker,
+            str(run),
+            str(first),
+            str(last),
+        ]
         said = subprocess.run(attempt, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
-        assert said.returncode == 0 and said.stdout.splitlines()[-1] == "lost 0", said.stdout + said.stderr
+        assert said.returncode == 0 and said.stdout.splitlines()[-1] == "lost 0", (
+            said.stdout + said.stderr
+        )
     return run
 
 
@@ -128,9 +148,15 @@ def test_offline_a_resumed_run_is_one_run_with_one_curve_and_its_samples(
 
 
 def check_swanlab(run: Path, identity: str) -> None:
-    """Its files are its own format: both attempts' directories carry the run's id, and hold the values' names."""
+    """Its files are its own format: both attempts' directories carry the run's id, and hold the
+    values' names.
+    """
     directories = sorted(run.glob(f"trackers/swanlab/run-*{identity}*"))
     assert len(directories) == 2, sorted(run.glob("trackers/swanlab/*"))
     for directory in directories:
         content = b"".join(file.read_bytes() for file in directory.rglob("*") if file.is_file())
-        assert b"train/loss" in content and b"eval/test/greedy" in content and b"completions" in content
+        assert (
+            b"train/loss" in content
+            and b"eval/test/greedy" in content
+            and b"completions" in content
+        )

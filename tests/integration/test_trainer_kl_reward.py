@@ -1,4 +1,6 @@
-"""KL in the reward, over several iterations of real trainer ranks, against transformers, torch's AdamW and the formulas by hand."""
+"""KL in the reward, over several iterations of real trainer ranks, against transformers, torch's
+AdamW and the formulas by hand.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ COEFFICIENT, LEARNING_RATE, EPSILON = 0.2, 1e-2, 1e-3
 
 CASES = {
     "k1 rloo": ("k1", {"name": "rloo"}, {"devices": 1}),
-    "k2 centred, clip": ("k2", {"loss": "clip", "advantage": "centred", "aggregation": "token-mean"}, {"devices": 1}),
+    "k2 centred, clip": (
+        "k2",
+        {"loss": "clip", "advantage": "centred", "aggregation": "token-mean"},
+        {"devices": 1},
+    ),
     "k3 rloo, PP2": ("k3", {"name": "rloo"}, {"devices": 2, "pipeline_parallel": 2}),
 }
 
@@ -43,7 +49,11 @@ def make_config(
             "rollout": {"responses_per_prompt": RESPONSES, "max_response_tokens": 16},
             "algorithm": {**algorithm, **kl},
             "optimizer": {"learning_rate": LEARNING_RATE, "epsilon": EPSILON, "clip_grad": 0.0},
-            "schedule": {"prompts_per_iteration": GROUPS, "iterations": ITERATIONS, "order": "prompt"},
+            "schedule": {
+                "prompts_per_iteration": GROUPS,
+                "iterations": ITERATIONS,
+                "order": "prompt",
+            },
             "trainer": trainer,
         }
     )
@@ -53,9 +63,13 @@ def response_logprobs(model: Any, group: Group) -> list[torch.Tensor]:
     """[response tokens] for each response, one forward pass each."""
     found = []
     prompt = torch.from_numpy(prompt_tokens(group)).long()
-    responses = torch.from_numpy(group.tokens[group.trained]).long().split(group.trained_lengths.tolist())
+    responses = (
+        torch.from_numpy(group.tokens[group.trained]).long().split(group.trained_lengths.tolist())
+    )
     for response in responses:
-        logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[
+            0, len(prompt) - 1 : -1
+        ]
         found.append(logits.log_softmax(-1).gather(-1, response[:, None]).squeeze(-1))
     return found
 
@@ -72,7 +86,9 @@ def by_hand(
 ) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
     """Final weights, and per iteration the loss and the mean k3 divergence per token."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).requires_grad_(False)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).requires_grad_(
+        False
+    )
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0
     )
@@ -88,8 +104,13 @@ def by_hand(
                 for reward, (ours, theirs) in zip(group.rewards, pairs, strict=True)
             ]
             for i, ours in enumerate(logprobs):
-                baseline = (sum(rewards) - rewards[i]) / (RESPONSES - 1) if rloo else sum(rewards) / RESPONSES
-                # the gradient of the clipped ratio at 1 is that of the log-prob, its value that of the advantage
+                baseline = (
+                    (sum(rewards) - rewards[i]) / (RESPONSES - 1)
+                    if rloo
+                    else sum(rewards) / RESPONSES
+                )
+                # the gradient of the clipped ratio at 1 is that of the log-prob, its value that of
+                # the advantage
                 term = ours if rloo else (ours - ours.detach()).exp()
                 terms.append((rewards[i] - baseline) * term.sum())
                 num_tokens += len(ours)
@@ -103,7 +124,9 @@ def by_hand(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_those_of_rewards_that_contain_the_kl(case: str, model: Path, tmp_path: Path) -> None:
+def test_weights_are_those_of_rewards_that_contain_the_kl(
+    case: str, model: Path, tmp_path: Path
+) -> None:
     estimator, algorithm, trainer = CASES[case]
     config = make_config(model, tmp_path, estimator, algorithm, trainer)
     job = Job(config, tmp_path, last=ITERATIONS, export=str(tmp_path / "hf"))

@@ -27,7 +27,12 @@ def make_config(model: Path, run_dir: Path, **sections: dict[str, Any]) -> Confi
         "data": {"train": "unused.jsonl"},
         "rollout": {"responses_per_prompt": 4, "max_response_tokens": 16},
         "algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01},
-        "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1, "warmup_iterations": 2, "epsilon": 1e-6},
+        "optimizer": {
+            "learning_rate": 1e-3,
+            "weight_decay": 0.1,
+            "warmup_iterations": 2,
+            "epsilon": 1e-6,
+        },
         "schedule": {"prompts_per_iteration": 4, "iterations": 8, "order": "prompt"},
         "trainer": {"devices": 1},
     }
@@ -47,7 +52,11 @@ def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     directory = tmp_path_factory.mktemp("single")
     config = make_config(model, directory, checkpoint={"every": 2})
     reports = run_job(Job(config, directory, last=4, export=str(directory / "hf")))
-    return {"reports": reports, "directory": directory, "weights": load_file(directory / "hf" / "model.safetensors")}
+    return {
+        "reports": reports,
+        "directory": directory,
+        "weights": load_file(directory / "hf" / "model.safetensors"),
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -62,10 +71,14 @@ def test_loss_and_grad_norm_do_not_depend_on_the_parallel_layout(
             assert ours[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7), (
                 f"{layout}, iteration {iteration}, {name}"
             )
-    assert single["reports"][1]["kl"] > 0, "without an update in between the second iteration would show nothing"
+    assert single["reports"][1]["kl"] > 0, (
+        "without an update in between the second iteration would show nothing"
+    )
 
 
-def test_frozen_models_in_passes_of_their_own_change_no_bit_on_pipeline_stages(model: Path, tmp_path: Path) -> None:
+def test_frozen_models_in_passes_of_their_own_change_no_bit_on_pipeline_stages(
+    model: Path, tmp_path: Path
+) -> None:
     found = []
     for way in ("together", "separate"):
         directory = tmp_path / way
@@ -76,52 +89,98 @@ def test_frozen_models_in_passes_of_their_own_change_no_bit_on_pipeline_stages(m
             schedule={"updates_per_iteration": 2},
         )
         reports = run_job(Job(config, directory, last=2, export=str(directory / "hf")))
-        kept = [{name: r[name] for name in ("loss", "kl", "clip_ratio", "grad_norm")} for r in reports]
+        kept = [
+            {name: r[name] for name in ("loss", "kl", "clip_ratio", "grad_norm")} for r in reports
+        ]
         found.append(
-            (kept, {k: v for file in (directory / "hf").glob("*.safetensors") for k, v in load_file(file).items()})
+            (
+                kept,
+                {
+                    k: v
+                    for file in (directory / "hf").glob("*.safetensors")
+                    for k, v in load_file(file).items()
+                },
+            )
         )
     (together, weights), (separate, same) = found
     assert together == separate and together[1]["kl"] > 0
     assert len(weights) > 20 and all(torch.equal(weights[name], same[name]) for name in weights)
 
 
-def test_reducing_gradients_inside_the_last_backward_changes_no_bit(model: Path, tmp_path: Path) -> None:
-    """Megatron raises where a bucket's reduction had not begun there; 10 KiB make dozens of them. Sharded by buckets, the optimizer
-    adds up the gradient norm in another order, so that nothing is clipped by it here."""
+def test_reducing_gradients_inside_the_last_backward_changes_no_bit(
+    model: Path, tmp_path: Path
+) -> None:
+    """Megatron raises where a bucket's reduction had not begun there; 10 KiB make dozens of them.
+    Sharded by buckets, the optimizer adds up the gradient norm in another order, so that nothing is
+    clipped by it here."""
     found = []
     for bucket_mib in (0.0, 0.01):
         directory = tmp_path / str(bucket_mib)
         keys: dict[str, Any] = {"microbatch": {"responses": 2}, "optimizer": {"clip_grad": 0.0}}
         config = make_config(model, directory, trainer=LAYOUTS["DP2"], **keys)
         options = {"bucket_mib": bucket_mib}
-        reports = run_job(Job(config, directory, last=3, export=str(directory / "hf"), options=options))
+        reports = run_job(
+            Job(config, directory, last=3, export=str(directory / "hf"), options=options)
+        )
         found.append((reports, load_file(directory / "hf" / "model.safetensors")))
     (reports, weights), (inside, weights_inside) = found
-    assert [r["loss"] for r in reports] == [r["loss"] for r in inside] and len({r["loss"] for r in reports}) == 3
-    assert [r["grad_norm"] for r in reports] == pytest.approx([r["grad_norm"] for r in inside], rel=1e-6)
+    assert [r["loss"] for r in reports] == [r["loss"] for r in inside] and len(
+        {r["loss"] for r in reports}
+    ) == 3
+    assert [r["grad_norm"] for r in reports] == pytest.approx(
+        [r["grad_norm"] for r in inside], rel=1e-6
+    )
     assert all(torch.equal(tensor, weights_inside[name]) for name, tensor in weights.items())
 
 
-def test_two_updates_per_iteration_do_not_depend_on_the_parallel_layout(model: Path, tmp_path: Path) -> None:
-    """Old policy and reference travel through the pipeline; tests/unit/test_trainer_updates.py has one process against hand."""
-    schedule, optimizer = {"updates_per_iteration": 2}, {"warmup_iterations": 0, "learning_rate": 5e-3, "epsilon": 1e-4}
+def test_two_updates_per_iteration_do_not_depend_on_the_parallel_layout(
+    model: Path, tmp_path: Path
+) -> None:
+    """Old policy and reference travel through the pipeline; tests/unit/test_trainer_updates.py has
+    one process against hand.
+    """
+    schedule, optimizer = (
+        {"updates_per_iteration": 2},
+        {"warmup_iterations": 0, "learning_rate": 5e-3, "epsilon": 1e-4},
+    )
     found = {}
-    for name, trainer in {"single": {"devices": 1}, "PP2": LAYOUTS["PP2"], "DP2": LAYOUTS["DP2"]}.items():
-        config = make_config(model, tmp_path / name, schedule=schedule, trainer=trainer, optimizer=optimizer)
+    for name, trainer in {
+        "single": {"devices": 1},
+        "PP2": LAYOUTS["PP2"],
+        "DP2": LAYOUTS["DP2"],
+    }.items():
+        config = make_config(
+            model, tmp_path / name, schedule=schedule, trainer=trainer, optimizer=optimizer
+        )
         found[name] = run_job(Job(config, tmp_path / name, last=2))
     expected = found.pop("single")
-    assert expected[0]["clip_ratio"] > 0, "the second update of an iteration must have ratios beyond the clip"
+    assert expected[0]["clip_ratio"] > 0, (
+        "the second update of an iteration must have ratios beyond the clip"
+    )
     assert expected[0]["microbatches"] == 4
     for layout, reports in found.items():
         for iteration, (ours, wanted) in enumerate(zip(reports, expected, strict=True)):
-            for name in ("loss", "grad_norm", "kl", "entropy", "clip_ratio", "logprob_diff_max", "tokens_response"):
+            for name in (
+                "loss",
+                "grad_norm",
+                "kl",
+                "entropy",
+                "clip_ratio",
+                "logprob_diff_max",
+                "tokens_response",
+            ):
                 assert ours[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-7), (
                     f"{layout}, iteration {iteration}, {name}"
                 )
 
 
-def test_a_budget_of_tokens_gives_pipeline_stages_the_weights_of_one_rank(model: Path, tmp_path: Path) -> None:
-    """An iteration may have four groups. The first trains three and the second two, which nobody knows in advance."""
+def test_a_budget_of_tokens_gives_pipeline_stages_the_weights_of_one_rank(
+    model: Path, tmp_path: Path
+) -> None:
+    """An iteration may have four groups.
+
+    The first trains three and the second two, which nobody knows in advance.
+    """
     schedule = {"tokens_per_update": 40, "max_staleness": 1}
     found = {}
     for name, trainer, sizes in (
@@ -131,14 +190,28 @@ def test_a_budget_of_tokens_gives_pipeline_stages_the_weights_of_one_rank(model:
     ):
         directory = tmp_path / name
         config = make_config(model, directory, schedule=schedule, trainer=trainer)
-        reports = run_job(Job(config, directory, last=2, export=str(directory / "hf"), options={"sizes": sizes}))
-        weights = {k: v for file in (directory / "hf").glob("*.safetensors") for k, v in load_file(file).items()}
+        reports = run_job(
+            Job(config, directory, last=2, export=str(directory / "hf"), options={"sizes": sizes})
+        )
+        weights = {
+            k: v
+            for file in (directory / "hf").glob("*.safetensors")
+            for k, v in load_file(file).items()
+        }
         found[name] = reports, weights
     (reports, weights), (ours, same), (_, other) = found["single"], found["PP2"], found["whole"]
-    assert [report["microbatches"] for report in ours] == [report["microbatches"] for report in reports] == [3, 2]
-    assert [report["tokens_response"] for report in ours] == [report["tokens_response"] for report in reports]
+    assert (
+        [report["microbatches"] for report in ours]
+        == [report["microbatches"] for report in reports]
+        == [3, 2]
+    )
+    assert [report["tokens_response"] for report in ours] == [
+        report["tokens_response"] for report in reports
+    ]
     for name in ("loss", "grad_norm"):
-        assert [report[name] for report in ours] == pytest.approx([report[name] for report in reports], rel=1e-4)
+        assert [report[name] for report in ours] == pytest.approx(
+            [report[name] for report in reports], rel=1e-4
+        )
     assert weights.keys() == same.keys() and len(weights) > 20
     for name, weight in weights.items():
         torch.testing.assert_close(same[name], weight, rtol=1e-4, atol=1e-6, msg=name)
@@ -147,7 +220,9 @@ def test_a_budget_of_tokens_gives_pipeline_stages_the_weights_of_one_rank(model:
     )
 
 
-@pytest.mark.parametrize("cut", [{"microbatch": {"responses": 1}}, {"attention": {"shared_prompt": False}}])
+@pytest.mark.parametrize(
+    "cut", [{"microbatch": {"responses": 1}}, {"attention": {"shared_prompt": False}}]
+)
 def test_update_does_not_depend_on_the_cut_into_microbatches(
     cut: dict[str, Any], model: Path, single: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -166,9 +241,13 @@ def test_update_does_not_depend_on_the_cut_into_microbatches(
 def test_update_does_not_depend_on_packing_groups_together(
     trainer: dict[str, Any], order: str, model: Path, single: dict[str, Any], tmp_path: Path
 ) -> None:
-    """microbatch.max_tokens, with half groups as pieces: four groups of 20 to 30 tokens in fewer microbatches than four."""
+    """microbatch.max_tokens, with half groups as pieces: four groups of 20 to 30 tokens in fewer
+    microbatches than four.
+    """
     microbatch = {"responses": 2, "max_tokens": 60}
-    config = make_config(model, tmp_path, microbatch=microbatch, trainer=trainer, schedule={"order": order})
+    config = make_config(
+        model, tmp_path, microbatch=microbatch, trainer=trainer, schedule={"order": order}
+    )
     reports = run_job(Job(config, tmp_path, last=2))
     for ours, expected in zip(reports, single["reports"], strict=False):
         assert 1 < ours["microbatches"] < expected["microbatches"], "the groups were not packed"
@@ -178,21 +257,31 @@ def test_update_does_not_depend_on_packing_groups_together(
         assert ours["kl"] == pytest.approx(expected["kl"], rel=1e-4, abs=1e-8)
 
 
-def test_resume_continues_bit_identically(model: Path, single: dict[str, Any], tmp_path: Path) -> None:
+def test_resume_continues_bit_identically(
+    model: Path, single: dict[str, Any], tmp_path: Path
+) -> None:
     checkpoint = single["directory"] / "checkpoints" / "iteration_000002"
     config = make_config(model, tmp_path, checkpoint={"load": str(checkpoint)})
     reports = run_job(Job(config, tmp_path, first=2, last=4, export=str(tmp_path / "hf")))
     names = ("loss", "grad_norm", "kl", "learning_rate")
-    assert [[r[n] for n in names] for r in reports] == [[r[n] for n in names] for r in single["reports"][2:]]
+    assert [[r[n] for n in names] for r in reports] == [
+        [r[n] for n in names] for r in single["reports"][2:]
+    ]
     weights = load_file(tmp_path / "hf" / "model.safetensors")
-    different = [name for name, tensor in single["weights"].items() if not torch.equal(tensor, weights[name])]
-    assert weights.keys() == single["weights"].keys() and not different, f"not bit-identical after resume: {different}"
+    different = [
+        name for name, tensor in single["weights"].items() if not torch.equal(tensor, weights[name])
+    ]
+    assert weights.keys() == single["weights"].keys() and not different, (
+        f"not bit-identical after resume: {different}"
+    )
 
 
 def test_completion_order_changes_the_update_only_by_rounding(
     model: Path, single: dict[str, Any], tmp_path: Path
 ) -> None:
-    """I4: another arrival order gives the same sums up to fp32 rounding, and another batch does not."""
+    """I4: another arrival order gives the same sums up to fp32 rounding, and another batch does
+    not.
+    """
     config = make_config(model, tmp_path, schedule={"order": "completion"})
     reports = run_job(Job(config, tmp_path, last=1, order=[2, 0, 3, 1]))
     assert reports[0]["grad_norm"] == pytest.approx(single["reports"][0]["grad_norm"], rel=1e-5)

@@ -1,4 +1,6 @@
-"""One pass of policy, old policy and reference gives bit for bit what three passes give, on every kind of parallel layout."""
+"""One pass of policy, old policy and reference gives bit for bit what three passes give, on every
+kind of parallel layout.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,19 @@ FOUR_RANKS = {"TP2 PP2 full": {"tensor_parallel": 2, "pipeline_parallel": 2, "re
 
 def make_models(directory: Path, family: str, tied: bool) -> dict[str, Path]:
     names = ("policy", "old", "reference")
-    return {name: make_model(directory / name, family, tied=tied, seed=seed) for seed, name in enumerate(names)}
+    return {
+        name: make_model(directory / name, family, tied=tied, seed=seed)
+        for seed, name in enumerate(names)
+    }
 
 
 def assert_no_difference(result: dict[str, float], name: str) -> None:
-    assert result["largest gradient"] > 0.1 and min(result["old apart"], result["reference apart"]) > 0.1, (
-        f"{name}: gradients and differences between the models must not vanish for this to show anything: {result}"
+    assert (
+        result["largest gradient"] > 0.1
+        and min(result["old apart"], result["reference apart"]) > 0.1
+    ), (
+        f"{name}: gradients and differences between the models must not vanish for this to show "
+        f"anything: {result}"
     )
     differences = {key: result[key] for key in ("policy", "old", "reference", "gradients")}
     assert set(differences.values()) == {0.0}, f"{name}: {differences}"
@@ -39,8 +48,14 @@ def assert_no_difference(result: dict[str, float], name: str) -> None:
 def launch_passes(
     directory: Path, models: dict[str, Path], layouts: dict[str, dict[str, Any]], devices: int
 ) -> dict[str, Any]:
-    passes = {name: {"trainer": {"devices": devices, **trainer}} for name, trainer in layouts.items()}
-    job = {"model": str(models["policy"]), "old": str(models["old"]), "reference": str(models["reference"])}
+    passes = {
+        name: {"trainer": {"devices": devices, **trainer}} for name, trainer in layouts.items()
+    }
+    job = {
+        "model": str(models["policy"]),
+        "old": str(models["old"]),
+        "reference": str(models["reference"]),
+    }
     return launch({**job, "passes": passes}, devices, directory)
 
 

@@ -1,7 +1,8 @@
-"""Two raylets on two loopback addresses as two nodes of a Ray cluster, with real engines and trainers.
+"""Two raylets on two loopback addresses as two nodes of a Ray cluster, with real engines and
+trainers.
 
-A run over both equals the run on one machine bit for bit, also when one of the raylets is killed in the middle. Nightly: in CI
-tests/unit/test_launcher_ray.py has such clusters with stand-in commands.
+A run over both equals the run on one machine bit for bit, also when one of the raylets is killed in
+the middle. Nightly: in CI tests/unit/test_launcher_ray.py has such clusters with stand-in commands.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.nightly,
     pytest.mark.skipif(
-        sys.platform != "linux", reason="finds processes through /proc; other systems have one loopback"
+        sys.platform != "linux",
+        reason="finds processes through /proc; other systems have one loopback",
     ),
 ]
 
@@ -93,14 +95,18 @@ def launched(launch: Callable[..., Launched]) -> Launched:
 
 
 def processes_of(run_dir: Path) -> dict[int, str]:
-    """Every process that was started for a run, with its environment: those on nodes are no descendants of the launcher."""
+    """Every process that was started for a run, with its environment: those on nodes are no
+    descendants of the launcher.
+    """
     found = {int(path.name): environment(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
     return {pid: text for pid, text in found.items() if f"PA_NPU_RUN_DIR={run_dir}\n" in text}
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
     weights = [load_file(run / "hf" / "model.safetensors") for run in (one, other)]
-    changed = [name for name, weight in weights[0].items() if not torch.equal(weight, weights[1][name])]
+    changed = [
+        name for name, weight in weights[0].items() if not torch.equal(weight, weights[1][name])
+    ]
     assert not changed, f"tensors that differ: {changed}"
 
 
@@ -108,7 +114,9 @@ def test_a_run_over_two_nodes_equals_the_run_on_one_bit_for_bit(
     launched: Launched, on_one: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    launched.wait_for(lambda: f"( 2/{ITERATIONS})" in launched.output, "two iterations have ended", RUN_TIMEOUT_S)
+    launched.wait_for(
+        lambda: f"( 2/{ITERATIONS})" in launched.output, "two iterations have ended", RUN_TIMEOUT_S
+    )
     seen = processes_of(run)
     addresses = {address for _, address, _ in listening(list(seen))}
     store = re.search(r"pa-npu join (\S+):(\d+)", launched.output)
@@ -125,7 +133,11 @@ def test_a_run_over_two_nodes_equals_the_run_on_one_bit_for_bit(
     assert sorted(shards) == sorted([HEAD, OTHER]), "each replica's groups lie on its own node"
     on_head = [json.loads(line) for line in (on_one / "metrics.jsonl").read_text().splitlines()]
     for there, here in zip(records, on_head, strict=True):
-        assert here["rollout_head_bytes"] == here["rollout_buffer_bytes"] == there["rollout_buffer_bytes"]
+        assert (
+            here["rollout_head_bytes"]
+            == here["rollout_buffer_bytes"]
+            == there["rollout_buffer_bytes"]
+        )
         assert 0 < there["rollout_head_bytes"] < 0.5 * there["rollout_buffer_bytes"], (
             "what the head says of small groups"
         )
@@ -133,18 +145,28 @@ def test_a_run_over_two_nodes_equals_the_run_on_one_bit_for_bit(
     assert {file.stem for file in (run / "logs").glob("*.log")} == names
     assert "node 1: engine-0 on device 0, trainer-1 on device 1" in launched.output
 
-    ranks = {dict(line.partition("=")[::2] for line in text.splitlines()).get("RANK"): text for text in seen.values()}
+    ranks = {
+        dict(line.partition("=")[::2] for line in text.splitlines()).get("RANK"): text
+        for text in seen.values()
+    }
     for rank in ("0", "1"):
         values = dict(line.partition("=")[::2] for line in ranks[rank].splitlines())
         assert [values[name] for name in RANK_VARIABLES] == [rank, "0", rank, "2", "1"]
-        assert not [name for name in values if name.startswith("RAY_")] and values["MASTER_ADDR"] == HEAD
-    assert {HEAD, OTHER} & addresses and all(address.startswith("127.") for address in addresses), addresses
+        assert (
+            not [name for name in values if name.startswith("RAY_")]
+            and values["MASTER_ADDR"] == HEAD
+        )
+    assert {HEAD, OTHER} & addresses and all(address.startswith("127.") for address in addresses), (
+        addresses
+    )
 
 
 def test_a_raylet_that_is_killed_in_the_middle_changes_nothing(
     launched: Launched, cluster: Raylets, on_one: Path, tmp_path: Path
 ) -> None:
-    launched.wait_for(lambda: f"( 2/{ITERATIONS})" in launched.output, "two iterations have ended", RUN_TIMEOUT_S)
+    launched.wait_for(
+        lambda: f"( 2/{ITERATIONS})" in launched.output, "two iterations have ended", RUN_TIMEOUT_S
+    )
     seen = processes_of(tmp_path / "run")
     cluster.kill(OTHER)
     cluster.add(OTHER, 2)
@@ -166,7 +188,9 @@ def test_an_engine_that_comes_and_goes_with_its_node_serves_meanwhile_and_ends_n
         "placement__devices": "[0,1,3]",
     }
     launched = launch(**keys, schedule__iterations=2000, checkpoint__every=0)
-    launched.wait_for(lambda: "(   2/2000)" in launched.output, "two iterations have ended", RUN_TIMEOUT_S)
+    launched.wait_for(
+        lambda: "(   2/2000)" in launched.output, "two iterations have ended", RUN_TIMEOUT_S
+    )
     cluster.add(third, 1)
     log = tmp_path / "run" / "logs" / "coordinator.log"
 
@@ -175,7 +199,9 @@ def test_an_engine_that_comes_and_goes_with_its_node_serves_meanwhile_and_ends_n
         *_, newest = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
         return sum(1 for use in json.loads(newest)["engines"].values() if use["tokens"])
 
-    launched.wait_for(lambda: f"engine-1: starting at http://{third}:" in launched.output, "engine-1 starts", 120)
+    launched.wait_for(
+        lambda: f"engine-1: starting at http://{third}:" in launched.output, "engine-1 starts", 120
+    )
     launched.wait_for(lambda: served() == 2, f"two engines serve; see {log}", RUN_TIMEOUT_S)
     cluster.kill(third)
     launched.wait_for(lambda: "the run goes on without it" in launched.output, "it is missed", 60)

@@ -1,6 +1,8 @@
-"""`pa-npu verify --replay` on real runs: iterations that are repeated have the run's bits, and one flipped bit is found and named.
+"""`pa-npu verify --replay` on real runs: iterations that are repeated have the run's bits, and one
+flipped bit is found and named.
 
-Nightly on both backends and engines, in fp32 and bf16, with adapters, roles and staleness, each after
+Nightly on both backends and engines, in fp32 and bf16, with adapters, roles and staleness, each
+after
 a kill; across a resume; and on another number of replicas.
 """
 
@@ -83,24 +85,39 @@ def ended(launched: Launched) -> tuple[int, str]:
 
 
 def test_one_bit_that_a_reward_lost_is_found_by_repeating_and_everything_before_it_is_equal(
-    launch: Callable[..., Launched], tiny: Path, tmp_path: Path, shared_engine: Callable[[Path], str]
+    launch: Callable[..., Launched],
+    tiny: Path,
+    tmp_path: Path,
+    shared_engine: Callable[[Path], str],
 ) -> None:
     attach = shared_engine(tiny / "model")
     run_dir, flip = tmp_path / "run", tmp_path / "flip"
     arguments = settings(tiny, run_dir, **KEYS | {"rollout.attach": attach, "checkpoint.every": 0})
     run = launch("run", *arguments, **{FLIP_FILE: str(flip)})
-    run.wait_for(lambda: (run_dir / CHAIN).is_file() and any(read_chain(run_dir)), "the first iteration", TIMEOUT_S)
+    run.wait_for(
+        lambda: (run_dir / CHAIN).is_file() and any(read_chain(run_dir)),
+        "the first iteration",
+        TIMEOUT_S,
+    )
     flip.touch()
     assert ended(run)[0] == 0, run.output
     assert not flip.exists(), "a bit was flipped"
     assert API_KEY not in (run_dir / CHAIN).read_text()
 
-    repeat = ["--replay", f"0:{ITERATIONS}", "--work", str(tmp_path / "repeated"), f"rollout.attach={attach}"]
+    repeat = [
+        "--replay",
+        f"0:{ITERATIONS}",
+        "--work",
+        str(tmp_path / "repeated"),
+        f"rollout.attach={attach}",
+    ]
     code, printed = ended(launch("verify", str(run_dir), *repeat))
     assert code == 1, printed
     assert "all of it holds" in printed, "by its files nothing is wrong"
     named = [line for line in printed.splitlines() if line.startswith("they differ in iteration ")]
-    assert len(named) == 1 and "first in the rewards: the reward of response 0 of group " in named[0], printed
+    assert (
+        len(named) == 1 and "first in the rewards: the reward of response 0 of group " in named[0]
+    ), printed
     assert "1 bit apart; 1 of 8 differ" in named[0] and "they differ in iteration 0" not in named[0]
     assert "the first bits differ" not in printed, "the iterations before it are equal to the bit"
 
@@ -138,7 +155,10 @@ def test_a_run_that_was_stopped_and_resumed_is_repeated_bit_for_bit_across_the_r
     saved = run_dir / "checkpoints" / "iteration_000002"
     run.wait_for(saved.is_dir, "a checkpoint", TIMEOUT_S)
     run.popen.send_signal(signal.SIGTERM)
-    assert ended(run)[0] != 0 and not (run_dir / "checkpoints" / f"iteration_{ITERATIONS:06d}").exists()
+    assert (
+        ended(run)[0] != 0
+        and not (run_dir / "checkpoints" / f"iteration_{ITERATIONS:06d}").exists()
+    )
     code, printed = ended(launch("run", *arguments, "checkpoint.resume=auto"))
     assert code == 0, printed
     assert [link.iteration for link in read_chain(run_dir)] == list(range(ITERATIONS))
@@ -176,7 +196,11 @@ def test_in_bf16_another_number_of_replicas_is_within_rounding_or_undecided_and_
     launch: Callable[..., Launched], tiny: Path, tmp_path: Path, backend: str
 ) -> None:
     run_dir, flip = tmp_path / "run", tmp_path / "flip"
-    keys = KEYS | {"model.dtype": "bf16", "trainer.backend": backend, "optimizer.learning_rate": "1e-4"}
+    keys = KEYS | {
+        "model.dtype": "bf16",
+        "trainer.backend": backend,
+        "optimizer.learning_rate": "1e-4",
+    }
     run = launch("run", *settings(tiny, run_dir, **keys), **{FLIP_FILE: str(flip)})
     assert ended(run)[0] == 0, run.output
     code, printed = ended(launch("verify", str(run_dir), "--replay", "0:2", "trainer.devices=2"))

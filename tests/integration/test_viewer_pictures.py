@@ -1,4 +1,5 @@
-"""Pictures of the viewer's page in every state, wide and narrow, light and dark, to be looked at after a change.
+"""Pictures of the viewer's page in every state, wide and narrow, light and dark, to be looked at
+after a change.
 
 PA_NPU_SCREENSHOTS=DIRECTORY keeps them there, and those of docs/view.md in DIRECTORY/documents.
 """
@@ -19,7 +20,8 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.nightly,
     pytest.mark.skipif(
-        find_browser() is None, reason="no Chromium here; install chromium, or name it in PA_NPU_BROWSER"
+        find_browser() is None,
+        reason="no Chromium here; install chromium, or name it in PA_NPU_BROWSER",
     ),
 ]
 
@@ -48,7 +50,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_page_in_every_state_gives_a_picture(browser: Browser, site: str, tmp_path: Path, form: str) -> None:
+def test_every_page_in_every_state_gives_a_picture(
+    browser: Browser, site: str, tmp_path: Path, form: str
+) -> None:
     width, height, dark = FORMS[form]
     browser.look(width, height, dark=dark)
     directory = Path(os.environ.get("PA_NPU_SCREENSHOTS") or tmp_path)
@@ -57,7 +61,9 @@ def test_every_page_in_every_state_gives_a_picture(browser: Browser, site: str, 
         file = directory / form / f"{name}.png"
         browser.screenshot(file, whole=True)
         assert file.stat().st_size > SMALLEST_BYTES, f"{file} shows nothing"
-        assert browser.evaluate("document.documentElement.scrollWidth") <= width, f"{name} is wider than the screen"
+        assert browser.evaluate("document.documentElement.scrollWidth") <= width, (
+            f"{name} is wider than the screen"
+        )
         assert browser.problems == [], name
         if picture.document and form == "wide_light":
             browser.screenshot(directory / "documents" / f"{picture.document}.webp")

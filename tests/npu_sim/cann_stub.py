@@ -1,7 +1,9 @@
-"""Build and load stand-ins for the CANN libraries that torch_npu links against, so that it imports without CANN.
+"""Build and load stand-ins for the CANN libraries that torch_npu links against, so that it imports
+without CANN.
 
-acl_stub.c implements what creating tensors takes. Every other CANN symbol that torch_npu's libraries leave undefined
-becomes a C function that returns an error, so a real use of the device fails loudly. Needs gcc, nm and readelf.
+acl_stub.c implements what creating tensors takes. Every other CANN symbol that torch_npu's
+libraries leave undefined becomes a C function that returns an error, so a real use of the device
+fails loudly. Needs gcc, nm and readelf.
 """
 
 from __future__ import annotations
@@ -14,13 +16,19 @@ from pathlib import Path
 SOC = "Ascend910B2"
 ERROR = 107002  # any aclError but 0
 LIBRARIES = ("lib/libtorch_npu.so", "lib/libtensorpipe.so", "lib/libnpu_profiler.so")
-CANN_SYMBOL = re.compile(r"(acl|rt[A-Z]|[Hh]ccl|[Hh]com|[Gg]e[A-Z]|GE|[Mm]sprof|[Pp]rof|tdt|_ZNK?2ge|_ZN3acl)")
-CANN_LIBRARY = re.compile(r"NEEDED.*\[(lib(?:hccl|hcom|ascend|acl|ge_|graph|tdt|runtime|fmk|msprof|error)[^\]]*)\]")
+CANN_SYMBOL = re.compile(
+    r"(acl|rt[A-Z]|[Hh]ccl|[Hh]com|[Gg]e[A-Z]|GE|[Mm]sprof|[Pp]rof|tdt|_ZNK?2ge|_ZN3acl)"
+)
+CANN_LIBRARY = re.compile(
+    r"NEEDED.*\[(lib(?:hccl|hcom|ascend|acl|ge_|graph|tdt|runtime|fmk|msprof|error)[^\]]*)\]"
+)
 MAIN_LIBRARY = "libascendcl.so"
 
 
 def build(torch_npu: Path, directory: Path) -> None:
-    """Write the stub libraries for the torch_npu package at `torch_npu` into `directory`; about a second."""
+    """Write the stub libraries for the torch_npu package at `torch_npu` into `directory`; about a
+    second.
+    """
     symbols: set[str] = set()
     libraries: set[str] = set()
     for binary in [*torch_npu.glob("_C*.so"), *(torch_npu / name for name in LIBRARIES)]:
@@ -37,7 +45,8 @@ def build(torch_npu: Path, directory: Path) -> None:
     refusals = directory / "refusals.c"
     refusals.write_text(
         "".join(
-            f'int refusal_{number}(void) __asm__("{symbol}");\nint refusal_{number}(void) {{ return STUB_ERROR; }}\n'
+            f'int refusal_{number}(void) __asm__("{symbol}");\nint refusal_{number}(void) {{ '
+            f"return STUB_ERROR; }}\n"
             for number, symbol in enumerate(sorted(symbols - implemented))
         )
     )
@@ -59,13 +68,18 @@ def build(torch_npu: Path, directory: Path) -> None:
 
 
 def load(directory: Path) -> None:
-    """Load the stubs into this process; torch_npu's libraries then find them by their names. Before importing torch_npu."""
+    """Load the stubs into this process; torch_npu's libraries then find them by their names.
+
+    Before importing torch_npu.
+    """
     for library in [directory / MAIN_LIBRARY, *sorted(directory.glob("lib*.so"))]:
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def _link(directory: Path, name: str, *arguments: object) -> None:
-    _output("gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{name}", "-o", directory / name, *arguments)
+    _output(
+        "gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{name}", "-o", directory / name, *arguments
+    )
 
 
 def _output(*command: object) -> str:

@@ -16,16 +16,20 @@ MAX_SEQUENCES = 1024
 class FusionAttention:
     """npu_fusion_attention and its gradient in TND.
 
-    softmax_layout: what becomes of softmax_layout="TND". CANN with aclnnFlashAttentionVarLenScoreV4 (8.3 and later) has it
-    "honoured"; torch_npu over an older one "refused"; an operator may also have it "ignored". Without it the memory of the
-    statistics is [heads, length, 8] per sequence, whatever their shape says.
+    softmax_layout: what becomes of softmax_layout="TND". CANN with aclnnFlashAttentionVarLenScoreV4
+    (8.3 and later) has it "honoured"; torch_npu over an older one "refused"; an operator may also
+    have it "ignored". Without it the memory of the statistics is [heads, length, 8] per sequence,
+    whatever their shape says.
     """
 
     def __init__(self, softmax_layout: SoftmaxLayout) -> None:
         self.softmax_layout = softmax_layout
 
     def references(self) -> dict[str, Any]:
-        return {"npu::npu_fusion_attention": self.forward, "npu::npu_fusion_attention_grad": self.backward}
+        return {
+            "npu::npu_fusion_attention": self.forward,
+            "npu::npu_fusion_attention_grad": self.backward,
+        }
 
     def forward(self, given: dict[str, Any]) -> tuple[Any, ...]:
         q, k, v = given["query"], given["key"], given["value"]
@@ -49,7 +53,9 @@ class FusionAttention:
         return out.to(q.dtype), maximum, total, torch.empty(0, dtype=q.dtype), 0, 0, 0
 
     def backward(self, given: dict[str, Any]) -> tuple[Any, ...]:
-        q, k, v, grad, out = (given[name] for name in ("query", "key", "value", "dy", "attention_in"))
+        q, k, v, grad, out = (
+            given[name] for name in ("query", "key", "value", "dy", "attention_in")
+        )
         _check(given)
         self._check_softmax_layout(given)
         assert grad.is_contiguous() and out.shape == grad.shape == q.shape
@@ -60,7 +66,10 @@ class FusionAttention:
             maximum, total = ntd_to_tnd(maximum, lengths), ntd_to_tnd(total, lengths)
         group = given["head_num"] // k.shape[1]
         dq = torch.zeros(q.shape, dtype=torch.float64)
-        dk, dv = torch.zeros(k.shape, dtype=torch.float64), torch.zeros(v.shape, dtype=torch.float64)
+        dk, dv = (
+            torch.zeros(k.shape, dtype=torch.float64),
+            torch.zeros(v.shape, dtype=torch.float64),
+        )
         scale = given.get("scale_value", 1.0)
         for rows, keys, scores in _sequences(given, q, k, scale):
             keys_, values = (x[keys].double().repeat_interleave(group, 1) for x in (k, v))
@@ -68,10 +77,18 @@ class FusionAttention:
             probabilities = (scores - highest).exp() / sums
             dout = grad[rows].double()
             correction = (dout * out[rows].double()).sum(-1).T[..., None]
-            dscores = probabilities * (torch.einsum("qhd,khd->hqk", dout, values) - correction) * scale
+            dscores = (
+                probabilities * (torch.einsum("qhd,khd->hqk", dout, values) - correction) * scale
+            )
             dq[rows] = torch.einsum("hqk,khd->qhd", dscores, keys_)
-            dk[keys] += torch.einsum("hqk,qhd->khd", dscores, q[rows].double()).unflatten(1, (-1, group)).sum(2)
-            dv[keys] += torch.einsum("hqk,qhd->khd", probabilities, dout).unflatten(1, (-1, group)).sum(2)
+            dk[keys] += (
+                torch.einsum("hqk,qhd->khd", dscores, q[rows].double())
+                .unflatten(1, (-1, group))
+                .sum(2)
+            )
+            dv[keys] += (
+                torch.einsum("hqk,qhd->khd", probabilities, dout).unflatten(1, (-1, group)).sum(2)
+            )
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), torch.empty(0), torch.empty(0)
 
     def _is_ntd(self, given: dict[str, Any]) -> bool:
@@ -82,12 +99,18 @@ class FusionAttention:
             return
         if self.softmax_layout == "refused":
             raise RuntimeError("The param softmax_layout is not supported")
-        assert given["query"].dtype != torch.float32, "fp32 has deterministic templates in the default layout only"
+        assert given["query"].dtype != torch.float32, (
+            "fp32 has deterministic templates in the default layout only"
+        )
 
 
 def tnd_to_ntd(stats: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """[tokens, heads, 8] by shape and memory -> the same shape over memory that is [heads, length, 8] per sequence."""
-    return torch.cat([part.transpose(0, 1).flatten() for part in stats.split(lengths)]).view(stats.shape)
+    """[tokens, heads, 8] by shape and memory -> the same shape over memory that is [heads, length,
+    8] per sequence.
+    """
+    return torch.cat([part.transpose(0, 1).flatten() for part in stats.split(lengths)]).view(
+        stats.shape
+    )
 
 
 def ntd_to_tnd(stats: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -101,16 +124,26 @@ def _check(given: dict[str, Any]) -> None:
     q, k, v = given["query"], given["key"], given["value"]
     q_ends, k_ends = given["actual_seq_qlen"], given["actual_seq_kvlen"]
     assert given["input_layout"] == "TND" and given["head_num"] == q.shape[1]
-    assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16, torch.float32)
+    assert q.dtype == k.dtype == v.dtype and q.dtype in (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+    )
     assert q.shape[-1] == k.shape[-1] <= 768 and q.shape[1] % k.shape[1] == 0
     assert len(q_ends) == len(k_ends) <= MAX_SEQUENCES
-    assert q_ends[-1] == q.shape[0] and k_ends[-1] == k.shape[0], "cumulative lengths end at the number of tokens"
-    assert min(_lengths(q_ends)) >= 0 and min(_lengths(k_ends)) >= 0, "cumulative lengths do not fall"
+    assert q_ends[-1] == q.shape[0] and k_ends[-1] == k.shape[0], (
+        "cumulative lengths end at the number of tokens"
+    )
+    assert min(_lengths(q_ends)) >= 0 and min(_lengths(k_ends)) >= 0, (
+        "cumulative lengths do not fall"
+    )
     assert given.get("sparse_mode", 0) in (0, 3) and given.get("softmax_layout", "") in ("", "TND")
     mask = given.get("atten_mask")
     if mask is not None and given.get("sparse_mode", 0) == 3:
         assert mask.dtype == torch.bool and mask.shape == (MASK_SIZE, MASK_SIZE)
-        assert torch.equal(mask, torch.ones_like(mask).triu(1)), "the compressed mask is an upper triangle"
+        assert torch.equal(mask, torch.ones_like(mask).triu(1)), (
+            "the compressed mask is an upper triangle"
+        )
 
 
 def _sequences(
@@ -125,7 +158,9 @@ def _sequences(
             scores = torch.einsum("qhd,khd->hqk", q[q_start:q_end].double(), keys) * scale
             if given.get("atten_mask") is not None:  # without a mask sparse_mode counts for nothing
                 assert given["sparse_mode"] == 3
-                hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
+                hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(
+                    1 + scores.shape[2] - scores.shape[1]
+                )
                 scores = scores.masked_fill(hidden, float("-inf"))
             yield slice(q_start, q_end), slice(k_start, k_end), scores
         q_start, k_start = q_end, k_end
@@ -143,7 +178,12 @@ def rms_norm(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rms_norm_backward(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    x, gamma, reciprocal, grad = given["input"].float(), given["gamma"].float(), given["rstd"], given["dy"].float()
+    x, gamma, reciprocal, grad = (
+        given["input"].float(),
+        given["gamma"].float(),
+        given["rstd"],
+        given["dy"].float(),
+    )
     normed, scaled = x * reciprocal, grad * gamma
     dx = reciprocal * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
     dgamma = (grad * normed).flatten(0, -2).sum(0)
@@ -176,39 +216,54 @@ def swiglu_backward(given: dict[str, Any]) -> torch.Tensor:
     gate, up = given["input"].float().chunk(2, given.get("dim", -1))
     grad, sigmoid = given["grad_output"].float(), gate.sigmoid()
     grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return torch.cat((grad_gate, grad * gate * sigmoid), given.get("dim", -1)).to(given["input"].dtype)
+    return torch.cat((grad_gate, grad * gate * sigmoid), given.get("dim", -1)).to(
+        given["input"].dtype
+    )
 
 
 def grouped_matmul(given: dict[str, Any]) -> list[torch.Tensor]:
-    """npu_grouped_matmul of one tensor, one weight and one result (split_item 3), as aclnnGroupedMatmulV4 documents it.
+    """npu_grouped_matmul of one tensor, one weight and one result (split_item 3), as
+    aclnnGroupedMatmulV4 documents it.
 
-    group_type 0 divides the rows of x, 2 the dimension that is summed over, along which x must be a transposed view.
+    group_type 0 divides the rows of x, 2 the dimension that is summed over, along which x must be a
+    transposed view.
     """
     (x,), (weight,) = given["x"], given["weight"]
     assert (
-        given["split_item"] == 3 and given.get("group_list_type", 0) == 0 and given["group_list"].dtype == torch.int64
+        given["split_item"] == 3
+        and given.get("group_list_type", 0) == 0
+        and given["group_list"].dtype == torch.int64
     )
     assert x.dtype == weight.dtype and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
     counts = _lengths(given["group_list"].tolist())
-    assert x.numel() and weight.numel() and min(counts) >= 0, "nothing to multiply, or group_list falls"
+    assert x.numel() and weight.numel() and min(counts) >= 0, (
+        "nothing to multiply, or group_list falls"
+    )
     if given["group_type"] == 0:
         assert sum(counts) == x.shape[0] and weight.dim() == 3 and len(counts) == len(weight)
         parts = zip(x.double().split(counts), weight.double(), strict=True)
         return [torch.cat([rows @ own for rows, own in parts]).to(x.dtype)]
-    assert given["group_type"] == 2 and sum(counts) == x.shape[1] == weight.shape[0] and x.t().is_contiguous()
+    assert (
+        given["group_type"] == 2
+        and sum(counts) == x.shape[1] == weight.shape[0]
+        and x.t().is_contiguous()
+    )
     parts = zip(x.double().split(counts, 1), weight.double().split(counts), strict=True)
     return [torch.stack([columns @ rows for columns, rows in parts]).to(x.dtype)]
 
 
 def fused_adamw(given: dict[str, Any]) -> None:
-    """aten::_fused_adamw_ as torch_npu hands it to aclnnApplyAdamWV2, in place; steps are int64 and count from 1.
+    """aten::_fused_adamw_ as torch_npu hands it to aclnnApplyAdamWV2, in place; steps are int64 and
+    count from 1.
 
     Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2.
     """
     assert not given["amsgrad"] and not given["maximize"]
     lr, beta1, beta2, eps = given["lr"], given["beta1"], given["beta2"], given["eps"]
     names = ("self", "grads", "exp_avgs", "exp_avg_sqs", "state_steps")
-    for parameter, grad, average, square, step in zip(*(given[name] for name in names), strict=True):
+    for parameter, grad, average, square, step in zip(
+        *(given[name] for name in names), strict=True
+    ):
         assert step.dtype == torch.int64
         count = int(step)
         parameter.mul_(1 - lr * given["weight_decay"])

@@ -1,4 +1,7 @@
-"""A stand-in for torchair, whose native part needs CANN's graph engine. MindSpeed imports it for decorators and annotations."""
+"""A stand-in for torchair, whose native part needs CANN's graph engine.
+
+MindSpeed imports it for decorators and annotations.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,14 @@
-"""One trainer rank that trains prepared groups in several parallel layouts, one after another, on the CPU or a simulated NPU.
+"""One trainer rank that trains prepared groups in several parallel layouts, one after another, on
+the CPU or a simulated NPU.
 
     python -m tests.npu_sim.train_rank JOB.json RANK
 
-JOB.json: {"layouts": {name: {"config": file, "port": port of the layout's store}}, "out": directory, "engine_workers": n}.
-A rank leaves out the layouts that have no such rank. With engine workers it publishes at the end: to an engine that gives up
-(epoch 0), to the engine that is left (epoch 1), and to one that comes late. In `out` each layout leaves NAME/hf, the policy after
-the last step, and NAME/rankN.pt: log-probs of every group, reports, what ran on the device and how the first publish failed.
+JOB.json: {"layouts": {name: {"config": file, "port": port of the layout's store}}, "out":
+directory, "engine_workers": n}. A rank leaves out the layouts that have no such rank. With engine
+workers it publishes at the end: to an engine that gives up (epoch 0), to the engine that is left
+(epoch 1), and to one that comes late. In `out` each layout leaves NAME/hf, the policy after the
+last step, and NAME/rankN.pt: log-probs of every group, reports, what ran on the device and how the
+first publish failed.
 """
 
 from __future__ import annotations
@@ -33,7 +36,10 @@ def main(job_file: str, rank: int) -> int:
     from pa_npu.config.load import load_config
 
     job: dict[str, Any] = json.loads(Path(job_file).read_text())
-    layouts = {name: (load_config([layout["config"]]), layout["port"]) for name, layout in job["layouts"].items()}
+    layouts = {
+        name: (load_config([layout["config"]]), layout["port"])
+        for name, layout in job["layouts"].items()
+    }
     device = next(iter(layouts.values()))[0].run.device
     sim: Any = nullcontext()
     if device == "npu":
@@ -59,7 +65,9 @@ def main(job_file: str, rank: int) -> int:
     return 0
 
 
-def train(config: Any, platform: Any, port: int, rank: int, directory: Path, engine_workers: int) -> dict[str, Any]:
+def train(
+    config: Any, platform: Any, port: int, rank: int, directory: Path, engine_workers: int
+) -> dict[str, Any]:
     from pa_npu.backends.registry import backend_module
     from pa_npu.control.channel import StoreChannel, connect
     from pa_npu.families.spec import ModelSpec
@@ -79,7 +87,9 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
             (group,) = microbatch.group_indices
             found = outputs.policy.values
             assert found.device == device == microbatch.tokens.device
-            logprobs[microbatch.iteration * config.schedule.prompts_per_iteration + group] = found.detach().cpu()
+            logprobs[microbatch.iteration * config.schedule.prompts_per_iteration + group] = (
+                found.detach().cpu()
+            )
             return of_group(microbatch, outputs)
 
         return loss
@@ -97,7 +107,9 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     device = platform.device(0)
     spec = ModelSpec.of(config)
     ranks = dist.PrefixStore("trainer", store)
-    backend = backend_module(config.trainer.backend).create(config, spec, platform, ranks, rank, 0, Timeline(None, ""))
+    backend = backend_module(config.trainer.backend).create(
+        config, spec, platform, ranks, rank, 0, Timeline(None, "")
+    )
     accumulate = backend.accumulate
 
     def record(microbatches: Any, objective: Any) -> Any:
@@ -112,15 +124,24 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
     reports = []
     for iteration in range(ITERATIONS):
         if rank == 0:
-            put_groups(config, RolloutBuffer(StoreChannel(store), "run", readers=1), iteration, None)
+            put_groups(
+                config, RolloutBuffer(StoreChannel(store), "run", readers=1), iteration, None
+            )
         learner.publish(iteration)
         reports.append(numbers(consume(learner, rollouts(iteration), 1).report))
     backend.export(directory / "hf")
     automatic = bucket_bytes(platform, backend)
-    found = {"logprobs": logprobs, "reports": reports, "reads": channel.num_reads, "automatic_bucket_bytes": automatic}
+    found = {
+        "logprobs": logprobs,
+        "reports": reports,
+        "reads": channel.num_reads,
+        "automatic_bucket_bytes": automatic,
+    }
     if engine_workers:
         learner.publish(ITERATIONS)
-        weights, late_weights = (backend.published_weights(BUCKET_BYTES, late_from) for late_from in (None, "policy"))
+        weights, late_weights = (
+            backend.published_weights(BUCKET_BYTES, late_from) for late_from in (None, "policy")
+        )
         if weights is not None and late_weights is not None:
             publishers = [
                 Publisher(
@@ -143,7 +164,9 @@ def train(config: Any, platform: Any, port: int, rank: int, directory: Path, eng
 
 
 def publish(publisher: Any, channel: Any, stage: int, engine_workers: int) -> dict[str, Any]:
-    """To an engine that gives up, and again; returns why the first failed here, and what was said about its group."""
+    """To an engine that gives up, and again; returns why the first failed here, and what was said
+    about its group.
+    """
     from pa_npu.publish.messages import MANIFEST, PublishMembers
     from pa_npu.weight_transfer.transport import WeightSyncError
 

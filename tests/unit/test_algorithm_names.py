@@ -1,4 +1,6 @@
-"""Nobody but the algorithms, their registry and the declaration of keys knows an algorithm by its name."""
+"""Nobody but the algorithms, their registry and the declaration of keys knows an algorithm by its
+name.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,23 @@ DECLARATIONS = {
 
 
 def named_in(text: str) -> set[str]:
-    """Algorithms that a source names: as a value, or behind the key that a message shows. Docstrings do not count."""
+    """Algorithms that a source names: as a value, or behind the key that a message shows.
+
+    Docstrings do not count.
+    """
     tree = ast.parse(text)
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = {ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)}
+    docstrings = {
+        ast.get_docstring(node, clean=False)
+        for node in ast.walk(tree)
+        if isinstance(node, documented)
+    }
     found: set[str] = set()
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Constant) and isinstance(node.value, str)) or node.value in docstrings:
+        if (
+            not (isinstance(node, ast.Constant) and isinstance(node.value, str))
+            or node.value in docstrings
+        ):
             continue
         if node.value in NAMES:
             found.add(node.value)

@@ -1,4 +1,6 @@
-"""Presets: what algorithm.name fills in, and each preset's loss against its paper's formula written out by hand."""
+"""Presets: what algorithm.name fills in, and each preset's loss against its paper's formula written
+out by hand.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def preset_config(name: PresetName, **algorithm: object) -> Config:
     return Config.model_validate(tree)
 
 
-# Each formula: (log-probs, old, reference: lists of [response tokens] per response; advantages per response) -> loss.
+# Each formula: (log-probs, old, reference: lists of [response tokens] per response; advantages per
+# response) -> loss.
 
 
 def clipped(ratio: torch.Tensor, advantage: float, low: float, high: float) -> torch.Tensor:
@@ -66,7 +69,9 @@ Tokens = list[torch.Tensor]
 
 def grpo(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
     terms = []
-    for new, before, ref, advantage in zip(logprobs, old, reference, standardised(REWARDS), strict=True):
+    for new, before, ref, advantage in zip(
+        logprobs, old, reference, standardised(REWARDS), strict=True
+    ):
         kl = (ref - new).exp() - (ref - new) - 1
         terms.append((clipped((new - before).exp(), advantage, 0.2, 0.2) - 0.04 * kl).mean())
     return -torch.stack(terms).mean()
@@ -100,7 +105,9 @@ def rloo(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
 
 def rloo_with_kl(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
     """The reward is R - 0.1 sum of (log pi_old - log pi_ref), before the leave-one-out baseline."""
-    penalties = [0.1 * (before - ref).sum().item() for before, ref in zip(old, reference, strict=True)]
+    penalties = [
+        0.1 * (before - ref).sum().item() for before, ref in zip(old, reference, strict=True)
+    ]
     flat = [r for group in REWARDS for r in group]
     rewards = [r - penalty for r, penalty in zip(flat, penalties, strict=True)]
     terms = []
@@ -153,14 +160,20 @@ FORMULAS: dict[PresetName, Callable[[Tokens, Tokens, Tokens], torch.Tensor]] = {
 }
 
 
-def our_loss(config: Config, logprobs: torch.Tensor, old: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+def our_loss(
+    config: Config, logprobs: torch.Tensor, old: torch.Tensor, reference: torch.Tensor
+) -> torch.Tensor:
     """As trainer and coordinator compute it, from rewards to the normalised loss."""
     algorithm = build_algorithm(config)
     groups = []
     for rewards, responses in zip(REWARDS, LENGTHS, strict=True):
         tokens = np.zeros(sum(responses), np.int32)
         trained = np.ones(sum(responses), np.bool_)
-        groups.append(ScoredSamples(np.array(rewards, np.float32), np.array(responses, np.int32), tokens, trained))
+        groups.append(
+            ScoredSamples(
+                np.array(rewards, np.float32), np.array(responses, np.int32), tokens, trained
+            )
+        )
     lengths = [n for group in LENGTHS for n in group]
     index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     batch = TokenBatch(
@@ -176,8 +189,12 @@ def our_loss(config: Config, logprobs: torch.Tensor, old: torch.Tensor, referenc
         group_size=3,
     )
     sums = algorithm.loss_sums(batch)
-    units = 0.0 if algorithm.counted_metric is None else float(sums.metrics[algorithm.counted_metric])
-    return sums.loss / algorithm.normaliser(Counts(tokens=sum(lengths), responses=len(lengths), units=units))
+    units = (
+        0.0 if algorithm.counted_metric is None else float(sums.metrics[algorithm.counted_metric])
+    )
+    return sums.loss / algorithm.normaliser(
+        Counts(tokens=sum(lengths), responses=len(lengths), units=units)
+    )
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -185,9 +202,15 @@ def test_loss_and_gradient_of_a_preset_are_its_papers(name: PresetName) -> None:
     generator = torch.Generator().manual_seed(3)
     lengths = [n for group in LENGTHS for n in group]
     spread = 3e-4 if name == "gspo" else 0.8  # so that ratios lie on both sides of the clip
-    logprobs = (-torch.rand(sum(lengths), generator=generator, dtype=torch.float64)).requires_grad_()
-    old = logprobs.detach() + spread * torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
-    reference = logprobs.detach() + 0.3 * torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
+    logprobs = (
+        -torch.rand(sum(lengths), generator=generator, dtype=torch.float64)
+    ).requires_grad_()
+    old = logprobs.detach() + spread * torch.randn(
+        sum(lengths), generator=generator, dtype=torch.float64
+    )
+    reference = logprobs.detach() + 0.3 * torch.randn(
+        sum(lengths), generator=generator, dtype=torch.float64
+    )
 
     ours = our_loss(preset_config(name), logprobs, old, reference)
     theirs = FORMULAS[name](*(list(x.split(lengths)) for x in (logprobs, old, reference)))
@@ -198,7 +221,8 @@ def test_loss_and_gradient_of_a_preset_are_its_papers(name: PresetName) -> None:
     torch.testing.assert_close(gradient, expected, rtol=5e-4, atol=1e-7)
 
     wrong = "centred" if name in ("rloo", "grpo") else "leave-one-out"
-    if name not in ("reinforce++-baseline", "online-dpo"):  # of the second the advantage is an order alone
+    # of the second the advantage is an order alone
+    if name not in ("reinforce++-baseline", "online-dpo"):
         other = our_loss(preset_config(name, advantage=wrong), logprobs, old, reference)
         assert other.item() != pytest.approx(theirs.item(), rel=1e-2), "another advantage must show"
 
@@ -206,7 +230,9 @@ def test_loss_and_gradient_of_a_preset_are_its_papers(name: PresetName) -> None:
 def test_kl_in_the_reward_equals_rewards_that_contain_it() -> None:
     generator = torch.Generator().manual_seed(4)
     lengths = [n for group in LENGTHS for n in group]
-    logprobs = (-torch.rand(sum(lengths), generator=generator, dtype=torch.float64)).requires_grad_()
+    logprobs = (
+        -torch.rand(sum(lengths), generator=generator, dtype=torch.float64)
+    ).requires_grad_()
     old = logprobs.detach().clone()
     reference = old + torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
     split = [list(x.split(lengths)) for x in (logprobs, old, reference)]
@@ -223,8 +249,14 @@ def test_kl_in_the_reward_equals_rewards_that_contain_it() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"algorithm": {"advantage": "group-std"}}, "algorithm.kl_in: reward with algorithm.advantage=group-std"),
-        ({"microbatch": {"responses": 1}}, "algorithm.kl_in: reward needs all responses of a group in one microbatch"),
+        (
+            {"algorithm": {"advantage": "group-std"}},
+            "algorithm.kl_in: reward with algorithm.advantage=group-std",
+        ),
+        (
+            {"microbatch": {"responses": 1}},
+            "algorithm.kl_in: reward needs all responses of a group in one microbatch",
+        ),
     ],
 )
 def test_kl_in_the_reward_is_refused_where_it_cannot_be_exact(
@@ -232,25 +264,44 @@ def test_kl_in_the_reward_is_refused_where_it_cannot_be_exact(
 ) -> None:
     algorithm = {"name": "rloo", "kl_coef": 0.1, **overrides.get("algorithm", {})}
     with pytest.raises(ValueError, match=message):
-        checked({"model": {"path": "m"}, "data": {"train": "t"}, **overrides, "algorithm": algorithm})
+        checked(
+            {"model": {"path": "m"}, "data": {"train": "t"}, **overrides, "algorithm": algorithm}
+        )
 
 
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        ({"kl_in": "reward"}, "algorithm.kl_in: reward would be read by nothing; set algorithm.kl_coef"),
+        (
+            {"kl_in": "reward"},
+            "algorithm.kl_in: reward would be read by nothing; set algorithm.kl_coef",
+        ),
         (
             {"loss": "cispo", "delta": 2.0},
             "algorithm.delta: 2.0 would be read by nothing; set algorithm.loss to clip or gspo",
         ),
-        ({"loss": "reinforce", "dual_clip": 3.0}, "algorithm.dual_clip: 3.0 would be read by nothing"),
-        ({"dual_clip": 3.0, "delta": 2.0}, "algorithm.delta: 2.0 with algorithm.dual_clip = 3.0: both bound the loss"),
+        (
+            {"loss": "reinforce", "dual_clip": 3.0},
+            "algorithm.dual_clip: 3.0 would be read by nothing",
+        ),
+        (
+            {"dual_clip": 3.0, "delta": 2.0},
+            "algorithm.delta: 2.0 with algorithm.dual_clip = 3.0: both bound the loss",
+        ),
         ({"kl_estimator": "k1"}, "algorithm.kl_estimator: k1 would be read by nothing"),
-        ({"importance_cap": 3.0}, "algorithm.importance_cap: 3.0 .* set algorithm.importance_sampling to token or"),
-        ({"name": "rloo", "clip_high": 0.3}, "algorithm.clip_high: 0.3 .* with a ratio to clip, or remove the key"),
+        (
+            {"importance_cap": 3.0},
+            "algorithm.importance_cap: 3.0 .* set algorithm.importance_sampling to token or",
+        ),
+        (
+            {"name": "rloo", "clip_high": 0.3},
+            "algorithm.clip_high: 0.3 .* with a ratio to clip, or remove the key",
+        ),
     ],
 )
-def test_a_changed_key_that_nothing_reads_is_refused(algorithm: dict[str, object], message: str) -> None:
+def test_a_changed_key_that_nothing_reads_is_refused(
+    algorithm: dict[str, object], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         checked({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": algorithm})
 
@@ -273,7 +324,9 @@ def test_keys_of_the_user_win_over_the_preset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_resolved_tree_shows_all_values_and_reloads_equal(name: PresetName, tmp_path: Path) -> None:
+def test_the_resolved_tree_shows_all_values_and_reloads_equal(
+    name: PresetName, tmp_path: Path
+) -> None:
     config = preset_config(name)
     file = tmp_path / "resolved.yaml"
     file.write_text(dump_config(config))
@@ -288,21 +341,33 @@ def test_no_name_is_the_defaults_and_an_unknown_one_is_refused(tmp_path: Path) -
     assert plain.algorithm == AlgorithmConfig()
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: m}\ndata: {train: t}\nalgorithm: {name: grpo2}\n")
-    with pytest.raises(ConfigError, match=r"c.yaml:3: algorithm.name: \"grpo2\" is not allowed; use grpo \| dr-grpo"):
+    with pytest.raises(
+        ConfigError,
+        match=r"c.yaml:3: algorithm.name: \"grpo2\" is not allowed; use grpo \| dr-grpo",
+    ):
         load_config([str(file)])
 
 
 def test_a_preset_that_cannot_stream_is_refused_with_the_remedy(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("model: {path: m}\ndata: {train: t}\nalgorithm:\n  name: reinforce++-baseline\n")
-    with pytest.raises(ConfigError, match=r"c.yaml:3: algorithm.advantage: batch-std \(of .*set schedule.stream=false"):
+    file.write_text(
+        "model: {path: m}\ndata: {train: t}\nalgorithm:\n  name: reinforce++-baseline\n"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"c.yaml:3: algorithm.advantage: batch-std \(of .*set schedule.stream=false",
+    ):
         load_config([str(file)])
     assert load_config([str(file)], ["schedule.stream=false"]).algorithm.advantage == "batch-std"
 
 
 def test_sections_given_as_models_are_filled_too() -> None:
     config = Config.model_validate(
-        {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": AlgorithmConfig(name="dr-grpo", clip_high=0.3)}
+        {
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "algorithm": AlgorithmConfig(name="dr-grpo", clip_high=0.3),
+        }
     )
     assert (config.algorithm.aggregation, config.algorithm.clip_high) == ("dr-grpo", 0.3)
 
@@ -313,18 +378,27 @@ def test_help_documents_every_preset() -> None:
         assert f"{name}: {preset.source}" in text
 
 
-def test_dapo_shapes_overlong_rewards_over_the_last_fifth_unless_rewards_are_given(tmp_path: Path) -> None:
+def test_dapo_shapes_overlong_rewards_over_the_last_fifth_unless_rewards_are_given(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: m}\ndata: {train: t}\nalgorithm: {name: dapo}\n")
     config = load_config([str(file)], ["rollout.max_response_tokens=20480"])
-    math, overlong = function_specs(config.reward, max_response_tokens=config.rollout.max_response_tokens)
+    math, overlong = function_specs(
+        config.reward, max_response_tokens=config.rollout.max_response_tokens
+    )
     assert math.name == "math"
     assert (overlong.name, overlong.max_tokens, overlong.buffer_tokens) == ("overlong", 20480, 4096)
     own = load_config([str(file)], ["reward.functions=[{name: math}]"])
     assert [f.name for f in own.reward.functions] == ["math"]
     with pytest.raises(
-        ConfigError, match=r"buffer_tokens = 9, more than rollout.max_response_tokens = 8; lower buffer_tokens"
+        ConfigError,
+        match=r"buffer_tokens = 9, more than rollout.max_response_tokens = 8; lower buffer_tokens",
     ):
         load_config(
-            [str(file)], ["rollout.max_response_tokens=8", "reward.functions=[{name: overlong, buffer_tokens: 9}]"]
+            [str(file)],
+            [
+                "rollout.max_response_tokens=8",
+                "reward.functions=[{name: overlong, buffer_tokens: 9}]",
+            ],
         )

@@ -1,4 +1,6 @@
-"""The CUDA kernel without a GPU: its calls go through the operators' real schemas to a reference on the CPU."""
+"""The CUDA kernel without a GPU: its calls go through the operators' real schemas to a reference on
+the CPU.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ LAYOUTS = {
 
 
 class FlashOperators(TorchDispatchMode):
-    """aten's flash varlen operators as documented: int32 cumulative lengths, bottom-right causal, log-sum-exp [heads, T]."""
+    """aten's flash varlen operators as documented: int32 cumulative lengths, bottom-right causal,
+    log-sum-exp [heads, T].
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +43,9 @@ class FlashOperators(TorchDispatchMode):
             return self.backward(*args, **kwargs)
         return func(*args, **(kwargs or {}))
 
-    def forward(self, q, k, v, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale):
+    def forward(
+        self, q, k, v, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, scale
+    ):
         assert dropout_p == 0.0 and not return_debug_mask
         self.check(q, k, cum_q, cum_k, max_q, max_k)
         out = torch.empty_like(q)
@@ -49,28 +55,69 @@ class FlashOperators(TorchDispatchMode):
             lse[:, rows] = scores.logsumexp(-1).float()
             values = v[keys].double().repeat_interleave(q.shape[1] // v.shape[1], 1)
             out[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
-        return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64), torch.empty(0)
+        return (
+            out,
+            lse,
+            torch.zeros(2, dtype=torch.uint64),
+            torch.zeros((), dtype=torch.uint64),
+            torch.empty(0),
+        )
 
-    def backward(self, grad, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout_p, is_causal, state, offset, scale):
-        assert dropout_p == 0.0 and state.dtype == offset.dtype == torch.uint64 and grad.is_contiguous()
+    def backward(
+        self,
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cum_q,
+        cum_k,
+        max_q,
+        max_k,
+        dropout_p,
+        is_causal,
+        state,
+        offset,
+        scale,
+    ):
+        assert (
+            dropout_p == 0.0
+            and state.dtype == offset.dtype == torch.uint64
+            and grad.is_contiguous()
+        )
         self.check(q, k, cum_q, cum_k, max_q, max_k)
         group = q.shape[1] // k.shape[1]
         dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float64) for x in (q, k, v))
         for rows, keys in self.sequences(cum_q, cum_k):
-            probabilities = (self.scores(q[rows], k[keys], is_causal, scale) - lse[:, rows].double()[..., None]).exp()
+            probabilities = (
+                self.scores(q[rows], k[keys], is_causal, scale) - lse[:, rows].double()[..., None]
+            ).exp()
             wide_k, wide_v = (x[keys].double().repeat_interleave(group, 1) for x in (k, v))
             dout = grad[rows].double()
             correction = (dout * out[rows].double()).sum(-1).T[..., None]
-            dscores = probabilities * (torch.einsum("qhd,khd->hqk", dout, wide_v) - correction) * scale
+            dscores = (
+                probabilities * (torch.einsum("qhd,khd->hqk", dout, wide_v) - correction) * scale
+            )
             dq[rows] = torch.einsum("hqk,khd->qhd", dscores, wide_k)
-            dk[keys] = torch.einsum("hqk,qhd->khd", dscores, q[rows].double()).unflatten(1, (-1, group)).sum(2)
-            dv[keys] = torch.einsum("hqk,qhd->khd", probabilities, dout).unflatten(1, (-1, group)).sum(2)
+            dk[keys] = (
+                torch.einsum("hqk,qhd->khd", dscores, q[rows].double())
+                .unflatten(1, (-1, group))
+                .sum(2)
+            )
+            dv[keys] = (
+                torch.einsum("hqk,qhd->khd", probabilities, dout).unflatten(1, (-1, group)).sum(2)
+            )
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     @staticmethod
     def check(q, k, cum_q, cum_k, max_q, max_k):
         for x, cumulative, longest in ((q, cum_q, max_q), (k, cum_k, max_k)):
-            assert cumulative.dtype == torch.int32 and cumulative[0] == 0 and cumulative[-1] == x.shape[0]
+            assert (
+                cumulative.dtype == torch.int32
+                and cumulative[0] == 0
+                and cumulative[-1] == x.shape[0]
+            )
             assert longest == cumulative.diff().max() and cumulative.diff().min() > 0
         assert len(cum_q) == len(cum_k) and q.shape[1] % k.shape[1] == 0
 
@@ -84,7 +131,9 @@ class FlashOperators(TorchDispatchMode):
         keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
         if is_causal:
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(
+                1 + scores.shape[2] - scores.shape[1]
+            )
             scores = scores.masked_fill(hidden, float("-inf"))
         return scores
 
@@ -94,7 +143,9 @@ class FlashOperators(TorchDispatchMode):
 def test_equals_dense(layout, form, monkeypatch):
     monkeypatch.setattr(cuda, "_triton_merge", lambda: None)
     generator = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(layout.total, heads, 16, generator=generator) for heads in (4, 2, 2, 4))
+    q, k, v, grad = (
+        torch.randn(layout.total, heads, 16, generator=generator) for heads in (4, 2, 2, 4)
+    )
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     with FlashOperators() as operators:
         out = form(*leaves, layout, 0.25, cuda.CudaFlash())
@@ -110,13 +161,17 @@ def test_equals_dense(layout, form, monkeypatch):
 
 
 def test_auto_gathers_short_prefixes_and_merges_long_ones():
-    """Rows that gather copies, in total: also those of many short prefixes, and of each level of a tree."""
+    """Rows that gather copies, in total: also those of many short prefixes, and of each level of a
+    tree.
+    """
     prefers_gather = cuda.CudaFlash().prefers_gather
     assert prefers_gather(PrefixLayout.from_groups([(512, [64] * 8)]))
     assert prefers_gather(PrefixLayout.from_groups([(2048, [256] * 16)]))
     assert not prefers_gather(PrefixLayout.from_groups([(2049, [256] * 16)]))
     assert not prefers_gather(PrefixLayout.from_groups([(512, [64] * 8)] * 9))
-    assert not prefers_gather(PrefixLayout.from_sequences([512, 64])), "nothing is shared, so there is nothing to copy"
+    assert not prefers_gather(PrefixLayout.from_sequences([512, 64])), (
+        "nothing is shared, so there is nothing to copy"
+    )
 
 
 def test_supports_what_the_operators_take(monkeypatch):
@@ -125,13 +180,17 @@ def test_supports_what_the_operators_take(monkeypatch):
     assert not cuda.CudaFlash.supports(torch.zeros(1, 1, 12, dtype=torch.float16))
     assert not cuda.CudaFlash.supports(torch.zeros(1, 1, 264, dtype=torch.float16))
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert not cuda.CudaFlash.supports(torch.zeros(1, 1, 128, dtype=torch.bfloat16)), "their log-sum-exp is another"
+    assert not cuda.CudaFlash.supports(torch.zeros(1, 1, 128, dtype=torch.bfloat16)), (
+        "their log-sum-exp is another"
+    )
 
 
 def test_refuses_a_torch_with_other_operators(monkeypatch):
     cuda._check_schemas.cache_clear()
     monkeypatch.setattr(cuda, "_FORWARD", ("query", "key", "value", "cu_seqlens"))
-    with pytest.raises(UserError, match=r"_flash_attention_forward of torch .* takes .*; use one of these"):
+    with pytest.raises(
+        UserError, match=r"_flash_attention_forward of torch .* takes .*; use one of these"
+    ):
         cuda._check_schemas()
 
 

@@ -1,9 +1,12 @@
-"""Merge and gather forms against the dense form in fp64: outputs and all gradients, on random layouts."""
+"""Merge and gather forms against the dense form in fp64: outputs and all gradients, on random
+layouts.
+"""
 
 from __future__ import annotations
 
 import itertools
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +30,9 @@ def random_forest(seed: int) -> PrefixLayout:
         parent = -1 if generator.random() < 0.15 else generator.choice(path)
         parents.append(parent)
         path = [*path[: path.index(parent) + 1], segment] if parent >= 0 else [segment]
-    return PrefixLayout(tuple(generator.choice([0, 1, 3, 7, 33, 64]) for _ in parents), tuple(parents))
+    return PrefixLayout(
+        tuple(generator.choice([0, 1, 3, 7, 33, 64]) for _ in parents), tuple(parents)
+    )
 
 
 LAYOUTS = {
@@ -43,7 +48,9 @@ LAYOUTS = {
 } | {f"forest {seed}": random_forest(seed) for seed in range(20)}
 
 
-def inputs_for(layout: PrefixLayout, heads: int, kv_heads: int, dtype: torch.dtype, head_dim: int = 32):
+def inputs_for(
+    layout: PrefixLayout, heads: int, kv_heads: int, dtype: torch.dtype, head_dim: int = 32
+):
     generator = torch.Generator().manual_seed(layout.total)
     shapes = ((heads, head_dim), (kv_heads, head_dim), (kv_heads, head_dim), (heads, head_dim))
     return [torch.randn(layout.total, *shape, generator=generator).to(dtype) for shape in shapes]
@@ -62,7 +69,8 @@ def largest_error(found, expected):
     )
 
 
-# MHA, GQA and MQA (with a scale of its own) take turns over the layouts, so that each meets each dtype.
+# MHA, GQA and MQA (with a scale of its own) take turns over the layouts, so that each meets each
+# dtype.
 HEADS = ((4, 4, 32**-0.5), (6, 2, 32**-0.5), (3, 1, 0.21))
 
 
@@ -85,7 +93,9 @@ def test_equals_dense_fp64(number):
             found = out_and_gradients(attend, *inputs)
             error = largest_error(found, expected)
             assert all(a.dtype == dtype for a in found)
-            assert error < bound, f"{error:.1e}: {form} on {kernel}, {heads} heads over {kv_heads}, {dtype}"
+            assert error < bound, (
+                f"{error:.1e}: {form} on {kernel}, {heads} heads over {kv_heads}, {dtype}"
+            )
 
 
 def test_dense_equals_softmax_written_per_token():
@@ -110,7 +120,9 @@ def test_a_response_sees_the_prompt_and_itself_only(impl):
     other = k.clone()
     other[layout.starts[1] : layout.ends[1]] += 1.0
     changed = (shared_prompt_attention(q, other, v, layout, impl=impl) != out).flatten(1).any(1)
-    assert changed.tolist() == [layout.starts[1] <= row < layout.ends[1] for row in range(layout.total)]
+    assert changed.tolist() == [
+        layout.starts[1] <= row < layout.ends[1] for row in range(layout.total)
+    ]
     other = k.clone()
     other[:20] += torch.randn(20, 2, 32, generator=torch.Generator().manual_seed(0))
     changed = (shared_prompt_attention(q, other, v, layout, impl=impl) != out).flatten(1).any(1)
@@ -121,10 +133,14 @@ def test_a_response_sees_the_prompt_and_itself_only(impl):
 def test_takes_strided_slices_of_a_fused_projection(impl):
     """q, k and v as views of one [tokens, heads, head_dim] tensor, and a gradient with strides."""
     layout = PrefixLayout.from_groups([(9, [4, 5])])
-    fused = torch.randn(layout.total, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    fused = torch.randn(
+        layout.total, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
 
     def attend(x, impl):
-        return shared_prompt_attention(*x.requires_grad_().split((4, 2, 2), dim=1), layout=layout, impl=impl)
+        return shared_prompt_attention(
+            *x.requires_grad_().split((4, 2, 2), dim=1), layout=layout, impl=impl
+        )
 
     grads = []
     for name in (impl, "dense"):
@@ -139,7 +155,7 @@ def test_repeats_bit_for_bit():
     inputs = inputs_for(layout, 6, 2, torch.float32)
     for impl in ("merge", "gather"):
         first, second = (
-            out_and_gradients(lambda q, k, v: shared_prompt_attention(q, k, v, layout, impl=impl), *inputs)  # noqa: B023
+            out_and_gradients(partial(shared_prompt_attention, layout=layout, impl=impl), *inputs)
             for _ in range(2)
         )
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -173,7 +189,9 @@ def test_gather_sums_the_gradients_of_many_responses_in_fp32():
         one = PrefixLayout.from_sequences([len(rows)])
         inputs = [x[rows].double() for x in (q, k, v, grad)]
         inputs[3][:16] = 0 if leaf > 1 else inputs[3][:16]
-        part = out_and_gradients(lambda q, k, v: shared_prompt_attention(q, k, v, one, impl="dense"), *inputs)  # noqa: B023
+        part = out_and_gradients(
+            partial(shared_prompt_attention, layout=one, impl="dense"), *inputs
+        )
         rounded += part[3][:16].bfloat16()
     assert largest_error([rounded], [expected[3][:16]]) > 1e-2
 
@@ -190,10 +208,16 @@ def test_refuses_what_does_not_fit():
     layout = PrefixLayout.from_groups([(4, [2, 3])])
     q, k = torch.zeros(9, 4, 8), torch.zeros(9, 2, 8)
     for arguments, message in (
-        ((q[:8], k, k), "q: shape .* must be .* with 9 tokens, the sum of the layout's segments 0 to 2"),
+        (
+            (q[:8], k, k),
+            "q: shape .* must be .* with 9 tokens, the sum of the layout's segments 0 to 2",
+        ),
         ((q, k, k[:, :1]), "k .* and v .* must have one shape"),
         ((q, k[..., :4], k[..., :4]), "q's head_dim 8"),
-        ((q, k.repeat(1, 2, 1)[:, :3], k.repeat(1, 2, 1)[:, :3]), "q: 4 heads must be a multiple of the 3"),
+        (
+            (q, k.repeat(1, 2, 1)[:, :3], k.repeat(1, 2, 1)[:, :3]),
+            "q: 4 heads must be a multiple of the 3",
+        ),
         ((q, k.double(), k), "k: torch.float64 .* must match q"),
         ((q[:, :, None], k, k), "q: shape"),
     ):

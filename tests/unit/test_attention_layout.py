@@ -24,14 +24,18 @@ def random_layout(seed: int) -> PrefixLayout:
         parent = -1 if generator.random() < 0.15 else generator.choice(path)
         parents.append(parent)
         path = [*path[: path.index(parent) + 1], segment] if parent >= 0 else [segment]
-    return PrefixLayout(tuple(generator.choice([0, 1, 2, 3, 7, 16]) for _ in parents), tuple(parents))
+    return PrefixLayout(
+        tuple(generator.choice([0, 1, 2, 3, 7, 16]) for _ in parents), tuple(parents)
+    )
 
 
 LAYOUTS = [random_layout(seed) for seed in range(60)]
 
 
 def brute_force_mask(layout: PrefixLayout) -> torch.Tensor:
-    """From the definition, token by token: an ancestor's token, or an earlier one of the own segment."""
+    """From the definition, token by token: an ancestor's token, or an earlier one of the own
+    segment.
+    """
     owner = [segment for segment, length in enumerate(layout.lengths) for _ in range(length)]
     mask = torch.zeros(len(owner), len(owner), dtype=torch.bool)
     for row, segment in enumerate(owner):
@@ -72,12 +76,16 @@ def test_mask_and_pairs_follow_the_definition(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_sequence_reads_as_if_it_were_alone(layout):
-    """Along each leaf's path: positions count from 0, each token is predicted by the one before, masks are causal."""
+    """Along each leaf's path: positions count from 0, each token is predicted by the one before,
+    masks are causal.
+    """
     for leaf in layout.leaves:
         rows = layout.path_rows(leaf)
         assert layout.position_ids()[rows].tolist() == list(range(len(rows)))
         assert layout.predictor_rows()[rows].tolist() == [-1, *rows.tolist()][: len(rows)]
-        assert torch.equal(layout.dense_mask()[rows][:, rows], torch.ones(len(rows), len(rows)).tril().bool())
+        assert torch.equal(
+            layout.dense_mask()[rows][:, rows], torch.ones(len(rows), len(rows)).tril().bool()
+        )
     lengths = [len(layout.path_rows(leaf)) for leaf in layout.leaves]
     assert separate(layout) == PrefixLayout.from_sequences(lengths)
     assert layout.longest >= max(lengths)
@@ -93,7 +101,9 @@ def test_compress_changes_no_row(layout):
 def test_compress_leaves_a_single_sequence_of_a_single_response():
     assert compress(PrefixLayout.from_groups([(512, [256])])) == PrefixLayout.from_sequences([768])
     assert compress(PrefixLayout((2, 3, 1), (-1, 0, 1))) == PrefixLayout.from_sequences([6])
-    assert compress(PrefixLayout((3, 0, 2, 4), (-1, 0, 1, 1))) == PrefixLayout((3, 2, 4), (-1, 0, 0))
+    assert compress(PrefixLayout((3, 0, 2, 4), (-1, 0, 1, 1))) == PrefixLayout(
+        (3, 2, 4), (-1, 0, 0)
+    )
 
 
 def test_pad_adds_a_root_that_nobody_sees():
@@ -114,15 +124,20 @@ def test_pad_adds_a_root_that_nobody_sees():
 @pytest.mark.parametrize("seed", range(12))
 def test_trie_of_tokens_gives_every_sequence_back(seed, min_shared):
     generator = random.Random(seed)
-    sequences = [[generator.randint(0, 2) for _ in range(generator.randint(1, 9))] for _ in range(12)]
+    sequences = [
+        [generator.randint(0, 2) for _ in range(generator.randint(1, 9))] for _ in range(12)
+    ]
     packed = pack(sequences, min_shared)
     for sequence, leaf in zip(sequences, packed.leaves, strict=True):
         assert packed.tokens[packed.layout.path_rows(leaf)].tolist() == sequence
     assert sorted(packed.leaves) == list(packed.layout.leaves)
     shared = set(packed.layout.parents) - {-1}
     assert all(packed.layout.lengths[segment] >= min_shared for segment in shared)
-    if min_shared == 1:  # then it is the minimal trie: as many tokens as there are distinct prefixes
-        prefixes = {tuple(sequence[:end]) for sequence in sequences for end in range(1, len(sequence) + 1)}
+    # then it is the minimal trie: as many tokens as there are distinct prefixes
+    if min_shared == 1:
+        prefixes = {
+            tuple(sequence[:end]) for sequence in sequences for end in range(1, len(sequence) + 1)
+        }
         assert packed.layout.total == len(prefixes)
 
 
@@ -185,12 +200,20 @@ def test_index_tensors_are_built_once_per_device():
 def test_flops_of_the_groups_that_everybody_quotes():
     """Ideal speed-ups of a 7B-like model, from the formulas P^2/2 + sum(R^2/2 + P R) and P + sum R."""
     shape = FlopsModel(28, 3584, 18944, 28, 4, 128, vocab_size=152064)
-    for prompt, response, group, expected in ((256, 1024, 8, 1.19), (1024, 1024, 16, 1.78), (1024, 8192, 16, 1.09)):
+    for prompt, response, group, expected in (
+        (256, 1024, 8, 1.19),
+        (1024, 1024, 16, 1.78),
+        (1024, 8192, 16, 1.09),
+    ):
         layout = PrefixLayout.from_groups([(prompt, [response] * group)])
         tokens = prompt + group * response
-        visible = prompt * (prompt + 1) / 2 + group * (response * (response + 1) / 2 + prompt * response)
+        visible = prompt * (prompt + 1) / 2 + group * (
+            response * (response + 1) / 2 + prompt * response
+        )
         assert (layout.total, pairs(layout)) == (tokens, visible)
-        speedup = step_flops(shape, separate(layout), group * response) / step_flops(shape, layout, group * response)
+        speedup = step_flops(shape, separate(layout), group * response) / step_flops(
+            shape, layout, group * response
+        )
         assert speedup == pytest.approx(expected, abs=0.03)
 
 

@@ -1,4 +1,6 @@
-"""Megatron, FSDP2 and a toy of plain torch pass the suite that says what a training backend must do."""
+"""Megatron, FSDP2 and a toy of plain torch pass the suite that says what a training backend must
+do.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_every_member_of_the_interface_occurs_in_the_suite() -> None:
     tree = ast.parse(Path(backend_conformance.__file__).read_text())
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    members = {name for kind in (TrainBackend, BackendModule) for name in vars(kind) if not name.startswith("_")}
-    assert len(members) > 20 and members <= used, f"no backend is asked for {sorted(members - used)}"
+    members = {
+        name
+        for kind in (TrainBackend, BackendModule)
+        for name in vars(kind)
+        if not name.startswith("_")
+    }
+    assert len(members) > 20 and members <= used, (
+        f"no backend is asked for {sorted(members - used)}"
+    )
 
 
 class TestMegatron(BackendConformance):
@@ -49,7 +58,9 @@ class TestMegatron(BackendConformance):
 def made_by(name: str) -> Make:
     def made(config: Config) -> Learner:
         spec, timeline = ModelSpec.read(config.model.path), Timeline(None, "")
-        backend = backend_module(name).create(config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline)
+        backend = backend_module(name).create(
+            config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline
+        )
         return Learner(config, backend, PLATFORM, timeline)
 
     return made
@@ -80,21 +91,30 @@ class TestFsdpWithAdapters(BackendConformance):
                 "checkpoint": {"export_hf": "merged"},
                 "trainer": {"backend": "fsdp"},
             }
-            sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changed.items()}
-            return made_by("fsdp")(Config.model_validate(config.model_copy(update=sections).model_dump()))
+            sections = {
+                name: getattr(config, name).model_copy(update=keys)
+                for name, keys in changed.items()
+            }
+            return made_by("fsdp")(
+                Config.model_validate(config.model_copy(update=sections).model_dump())
+            )
 
         self.adapter = adapter
         return made
 
     def by_hand(self, model: Path) -> list[dict[str, torch.Tensor]]:
-        return [merged_by_hand(state, factor=2.0) for state in by_hand(peft_model(model, self.adapter))]
+        return [
+            merged_by_hand(state, factor=2.0) for state in by_hand(peft_model(model, self.adapter))
+        ]
 
 
 class TestToy(BackendConformance):
     """It does not let anyone watch its LM head."""
 
     offloads = False
-    has_no = frozenset({*(fault for fault in step_faults.LOSS if " behind " in fault), step_faults.COPIES})
+    has_no = frozenset(
+        {*(fault for fault in step_faults.LOSS if " behind " in fault), step_faults.COPIES}
+    )
     name = "tests.helpers.toy_backend:BACKEND"
 
     @pytest.fixture

@@ -1,4 +1,6 @@
-"""Frozen models in the policy's pass give exactly what separate passes give, and never see a gradient."""
+"""Frozen models in the policy's pass give exactly what separate passes give, and never see a
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from tests.helpers.models import make_model
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
-    paths = [make_model(tmp_path_factory.mktemp(f"model{seed}"), "llama", tied=True, seed=seed) for seed in range(3)]
+    paths = [
+        make_model(tmp_path_factory.mktemp(f"model{seed}"), "llama", tied=True, seed=seed)
+        for seed in range(3)
+    ]
     with single_process(model_config(paths[0])):
         yield paths
 
@@ -44,12 +49,17 @@ def test_one_pass_equals_separate_passes(models: list[Path]) -> None:
     for ours, theirs in zip(together.parameters(), alone.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
     for model in together.frozen.values():
-        assert all(parameter.grad is None and not parameter.requires_grad for parameter in model.parameters())
+        assert all(
+            parameter.grad is None and not parameter.requires_grad
+            for parameter in model.parameters()
+        )
 
 
 def test_frozen_models_are_invisible_to_optimizer_and_checkpoint(models: list[Path]) -> None:
     together, alone = loaded_stage(models[0], {"reference": models[1]}), loaded_stage(models[0])
-    assert [name for name, _ in together.named_parameters()] == [name for name, _ in alone.named_parameters()]
+    assert [name for name, _ in together.named_parameters()] == [
+        name for name, _ in alone.named_parameters()
+    ]
     assert together.state_dict().keys() == alone.state_dict().keys()
     assert together.sharded_state_dict().keys() == alone.policy.sharded_state_dict().keys()
 

@@ -1,4 +1,6 @@
-"""trainer.frozen_pass=separate: the same update as together, bit for bit, with old policy and reference before the policy."""
+"""trainer.frozen_pass=separate: the same update as together, bit for bit, with old policy and
+reference before the policy.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,19 @@ def configuration(model: Path, frozen_pass: str, stages: int = 1) -> Config:
 def shares() -> list[list[Microbatch]]:
     groups = make_groups(0, 2 * SHARES, RESPONSES, seed=5)
     # two pieces of each group, so that a pass has several microbatches of one group
-    pieces = [[m for g in groups[2 * s : 2 * s + 2] for m in build_microbatches(g, 2, True, 1)] for s in range(SHARES)]
+    pieces = [
+        [m for g in groups[2 * s : 2 * s + 2] for m in build_microbatches(g, 2, True, 1)]
+        for s in range(SHARES)
+    ]
     assert all(len(microbatches) == 4 for microbatches in pieces)
     return pieces
 
 
 def trained(config: Config) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
-    """The reports of two updates, and the policy's weights after them. The reference is another model than the start."""
+    """The reports of two updates, and the policy's weights after them.
+
+    The reference is another model than the start.
+    """
     learner, stage = make_learner(config)
     with torch.no_grad():
         for parameter in stage.frozen["reference"].parameters():
@@ -67,10 +75,14 @@ def trained(config: Config) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
 
 
 def test_separate_passes_give_the_same_update_bit_for_bit(model: Path) -> None:
-    (ours, weights), (expected, same) = (trained(configuration(model, way)) for way in ("separate", "together"))
+    (ours, weights), (expected, same) = (
+        trained(configuration(model, way)) for way in ("separate", "together")
+    )
     assert ours == expected
     assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
-    assert ours[0]["kl"] > 1e-4 and ours[1]["clip_ratio"] > 0, "old policy and reference must show in the numbers"
+    assert ours[0]["kl"] > 1e-4 and ours[1]["clip_ratio"] > 0, (
+        "old policy and reference must show in the numbers"
+    )
 
 
 class Watched(Source):
@@ -88,7 +100,9 @@ class Watched(Source):
 
 @pytest.mark.parametrize("way", ["separate", "together"])
 def test_the_order_of_passes(model: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Separate: only the first pass goes along with arrivals, and the policy's pass computes nothing of the frozen models."""
+    """Separate: only the first pass goes along with arrivals, and the policy's pass computes
+    nothing of the frozen models.
+    """
     learner, stage = make_learner(configuration(model, way))
     learner.publish(0)
     log: list[str] = []
@@ -122,7 +136,8 @@ def test_the_last_microbatch_is_known_to_the_policys_pass(model: Path) -> None:
 def test_the_memory_plan_has_no_frozen_hidden_states_in_separate_passes(model: Path) -> None:
     spec = ModelSpec.read(str(model))
     together, separate = (
-        _activation_bytes(configuration(model, way, stages=2), spec, stage=1) for way in ("together", "separate")
+        _activation_bytes(configuration(model, way, stages=2), spec, stage=1)
+        for way in ("together", "separate")
     )
     assert separate[0] < together[0], "what arrives from the stage before"
     assert separate[1] <= together[1], "hidden states at the head"

@@ -1,7 +1,8 @@
-"""Buffers that checkpoints hold are the file's to the bit wherever a bf16 run computes with them: trainer, engine and export.
+"""Buffers that checkpoints hold are the file's to the bit wherever a bf16 run computes with them:
+trainer, engine and export.
 
-DeepSeek's and MiniMax' routers add one to scores that are close to each other. transformers keeps the former in fp32 and rounds the
-latter when it loads a model in bf16.
+DeepSeek's and MiniMax' routers add one to scores that are close to each other. transformers keeps
+the former in fp32 and rounds the latter when it loads a model in bf16.
 """
 
 from __future__ import annotations
@@ -38,9 +39,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def made(kind: str, directory: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     """A model whose biases bf16 would round to one number; returns them too."""
-    file = make_other(directory, kind, num_local_experts=4, num_experts_per_tok=2) / "model.safetensors"
+    file = (
+        make_other(directory, kind, num_local_experts=4, num_experts_per_tok=2)
+        / "model.safetensors"
+    )
     held = load_file(file)
-    biases = {name: 14 + torch.arange(4) * 1e-3 + number for number, name in enumerate(held) if name.endswith(BIAS)}
+    biases = {
+        name: 14 + torch.arange(4) * 1e-3 + number
+        for number, name in enumerate(held)
+        if name.endswith(BIAS)
+    }
     assert biases and all(len(set(bias.bfloat16().tolist())) == 1 for bias in biases.values())
     save_file(held | biases, file, metadata={"format": "pt"})
     return directory, biases
@@ -57,11 +65,17 @@ def assert_equal(found: dict[str, torch.Tensor], biases: dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "minimax_m2"])
-def test_routers_add_the_same_biases_in_trainer_engine_and_export(kind: str, tmp_path: Path) -> None:
+def test_routers_add_the_same_biases_in_trainer_engine_and_export(
+    kind: str, tmp_path: Path
+) -> None:
     model, biases = made(kind, tmp_path / "model")
-    config = model_config(model, model={"dtype": "bf16"}, trainer={"backend": "fsdp"}, algorithm={"kl_coef": 0.1})
+    config = model_config(
+        model, model={"dtype": "bf16"}, trainer={"backend": "fsdp"}, algorithm={"kl_coef": 0.1}
+    )
     spec, timeline = ModelSpec.of(config), Timeline(None, "")
-    backend = backend_module("fsdp").create(config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline)
+    backend = backend_module("fsdp").create(
+        config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline
+    )
     assert isinstance(backend, FsdpBackend)
     for name in ("policy", "reference"):
         assert_equal(buffers(backend._models[name].causal), biases)
@@ -76,7 +90,9 @@ def test_routers_add_the_same_biases_in_trainer_engine_and_export(kind: str, tmp
 
     backend.export(tmp_path / "hf")
     written = {
-        name: tensor for file in (tmp_path / "hf").glob("*.safetensors") for name, tensor in load_file(file).items()
+        name: tensor
+        for file in (tmp_path / "hf").glob("*.safetensors")
+        for name, tensor in load_file(file).items()
     }
     assert_equal({name: written[name] for name in biases}, biases)
     assert '"bfloat16"' in (tmp_path / "hf" / "config.json").read_text()
@@ -86,4 +102,6 @@ def test_routers_add_the_same_biases_in_trainer_engine_and_export(kind: str, tmp
     server = load_server(str(model), "bf16", torch.device("cpu"), "key", 64, 4)
     held = buffers(server._worker._model)
     server.close()
-    assert [tensor.dtype for tensor in held.values()] == [torch.float32] * len(biases), "a publish fills them unrounded"
+    assert [tensor.dtype for tensor in held.values()] == [torch.float32] * len(biases), (
+        "a publish fills them unrounded"
+    )

@@ -1,4 +1,6 @@
-"""The counts of FSDP2's reductions (invariant I7): a sample that is the same before and behind a reduction."""
+"""The counts of FSDP2's reductions (invariant I7): a sample that is the same before and behind a
+reduction.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ RANKS = 3
 @pytest.fixture
 def parts() -> list[torch.Tensor]:
     """A gradient of each rank."""
-    return list(torch.randn(RANKS, RANKS * CHUNK, generator=torch.Generator().manual_seed(1)).unbind())
+    return list(
+        torch.randn(RANKS, RANKS * CHUNK, generator=torch.Generator().manual_seed(1)).unbind()
+    )
 
 
 def reduced(
     parts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, forgotten: int | None = None
 ) -> ReducedGradient:
-    """The counts of all ranks added up, as FSDP2 calls them on each. forgotten: a rank whose part is not in the sum."""
+    """The counts of all ranks added up, as FSDP2 calls them on each. forgotten: a rank whose part
+    is not in the sum.
+    """
     whole = sum(part for rank, part in enumerate(parts) if rank != forgotten)
     total: torch.Tensor | None = None
     for rank, part in enumerate(parts):
@@ -36,7 +42,8 @@ def reduced(
 
         monkeypatch.setattr(reduction, "_reduce_scatter", scatter)
         given, output = (
-            one.allocate((n,), dtype=torch.float32, device=torch.device("cpu")) for n in (len(part), CHUNK)
+            one.allocate((n,), dtype=torch.float32, device=torch.device("cpu"))
+            for n in (len(part), CHUNK)
         )
         given.copy_(part)
         one(output, given, None, None)  # type: ignore[arg-type]
@@ -68,11 +75,16 @@ def test_only_every_so_manieth_element_of_a_chunk_is_looked_at(
     seen = reduced(parts, monkeypatch)
     for name in ("own", "squares", "reduced"):
         torch.testing.assert_close(getattr(seen, name), getattr(sums, name), rtol=0, atol=0)
-    assert seen.squares == pytest.approx(sum(float(p.view(RANKS, CHUNK)[:, taken].square().sum()) for p in parts))
+    assert seen.squares == pytest.approx(
+        sum(float(p.view(RANKS, CHUNK)[:, taken].square().sum()) for p in parts)
+    )
 
 
 def test_a_gradients_size_around_its_division_is_that_of_a_sample(tmp_path: Any) -> None:
-    weights = [torch.nn.Parameter(torch.zeros(7, SAMPLED_EVERY)), torch.nn.Parameter(torch.zeros(3))]
+    weights = [
+        torch.nn.Parameter(torch.zeros(7, SAMPLED_EVERY)),
+        torch.nn.Parameter(torch.zeros(3)),
+    ]
     optimizer = ShardedAdamW(weights, model_config(tmp_path), torch.float64)
     for weight in weights:
         weight.grad = torch.full_like(weight, torch.nan)

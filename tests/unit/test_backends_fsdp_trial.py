@@ -1,4 +1,6 @@
-"""The trial before a run finds how a model of transformers may be packed, and lets nothing through that is another function."""
+"""The trial before a run finds how a model of transformers may be packed, and lets nothing through
+that is another function.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +30,31 @@ SHARED = Way("shared", "auto")
 
 
 def run_of(model: Path, **sections: dict[str, Any]) -> tuple[Config, ModelSpec]:
-    lengths = {"data": {"max_prompt_tokens": 64}, "rollout": {"max_response_tokens": 64, "responses_per_prompt": 4}}
+    lengths = {
+        "data": {"max_prompt_tokens": 64},
+        "rollout": {"max_response_tokens": 64, "responses_per_prompt": 4},
+    }
     config = model_config(model, trainer={"backend": "fsdp"}, **lengths, **sections)
     return config, ModelSpec.of(config)
 
 
 WAYS = {
-    **dict.fromkeys(("mistral", "phi", "phi3", "glm4", "granite", "olmo2", "gpt2", "qwen3_moe", "mixtral"), SHARED),
+    **dict.fromkeys(
+        ("mistral", "phi", "phi3", "glm4", "granite", "olmo2", "gpt2", "qwen3_moe", "mixtral"),
+        SHARED,
+    ),
     **dict.fromkeys(("gemma3_text", "cohere2", "deepseek_v3"), Way("packed", "sdpa")),
     "gemma2": Way("packed", "eager"),  # whose soft caps sdpa leaves out
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), Way("alone", "sdpa")),  # a state runs on through the packed row
+    # a state runs on through the packed row
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), Way("alone", "sdpa")),
     "gpt_oss": Way("alone", "eager"),
 }
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_every_model_goes_the_fastest_way_that_is_right_and_says_so_in_one_line(kind: str, tmp_path: Path) -> None:
+def test_every_model_goes_the_fastest_way_that_is_right_and_says_so_in_one_line(
+    kind: str, tmp_path: Path
+) -> None:
     config, spec = run_of(make_other(tmp_path, kind))
     settled, (line,) = fit(config, spec)
     way = WAYS[kind]
@@ -54,25 +65,38 @@ def test_every_model_goes_the_fastest_way_that_is_right_and_says_so_in_one_line(
     assert Config.model_validate(settled.model_dump()) == settled, "no rule is broken"
 
 
-def test_plan_says_how_a_model_is_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_says_how_a_model_is_packed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny = random_tiny(tmp_path / "tiny")
     model, run = make_usable(tmp_path / "model", "gemma3_text", tiny), tmp_path / "run"
     assert main(["plan", *settings(tiny, run, model__path=model, trainer__backend="fsdp")]) == 0
     planned = capsys.readouterr().out
-    assert "model.path: transformers gemma3_text, separate sequences are packed, by transformers' sdpa" in planned
-    assert "not shared by auto (" not in planned and "; not shared (" in planned, "and why no faster way is right"
+    assert (
+        "model.path: transformers gemma3_text, separate sequences are packed, by transformers' sdpa"
+        in planned
+    )
+    assert "not shared by auto (" not in planned and "; not shared (" in planned, (
+        "and why no faster way is right"
+    )
 
 
 def test_a_window_that_no_sequence_exceeds_is_none(tmp_path: Path) -> None:
     model = make_other(tmp_path, "gemma3_text", sliding_window=128)
     config, spec = run_of(model)
     assert fit(config, spec)[0].attention.shared_prompt
-    longer = config.model_copy(update={"data": config.data.model_copy(update={"max_prompt_tokens": 65})})
+    longer = config.model_copy(
+        update={"data": config.data.model_copy(update={"max_prompt_tokens": 65})}
+    )
     assert not fit(longer, spec)[0].attention.shared_prompt
 
 
 SLIDING: dict[str, dict[str, Any]] = {
-    "gemma3_text": {"layer_types": ["sliding_attention"] * 4, "num_hidden_layers": 4, "sliding_window": 64},
+    "gemma3_text": {
+        "layer_types": ["sliding_attention"] * 4,
+        "num_hidden_layers": 4,
+        "sliding_window": 64,
+    },
     "mistral": {"sliding_window": 64},
     "one layer": {"sliding_window": 64, "num_hidden_layers": 1},
 }
@@ -82,15 +106,20 @@ SLIDING: dict[str, dict[str, Any]] = {
 def test_a_model_whose_layers_all_have_windows_is_packed_and_sequences_that_see_each_other_are_found(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The windows of the trial are shorter than its sequences, and still let a response see what precedes its prompt."""
-    config, spec = run_of(make_other(tmp_path, kind if kind in OTHERS else "mistral", **SLIDING[kind]))
+    """The windows of the trial are shorter than its sequences, and still let a response see what
+    precedes its prompt.
+    """
+    config, spec = run_of(
+        make_other(tmp_path, kind if kind in OTHERS else "mistral", **SLIDING[kind])
+    )
     model = trial.few_layers(spec, 128)
     assert model.config.sliding_window < max(len(one.tokens) for one in trial._sequences())
     settled, (line,) = fit(config, spec)
     assert settled.attention.implementation == "sdpa" and "separate sequences are packed" in line
     packed = Way("packed", "sdpa")
     assert tried(spec, packed, 128) is None
-    _positions_go_on(monkeypatch)  # by which transformers' attention keeps the sequences of a row apart
+    # by which transformers' attention keeps the sequences of a row apart
+    _positions_go_on(monkeypatch)
     assert "log-probs differ" in str(tried(spec, packed, 128))
 
 
@@ -114,11 +143,16 @@ def test_whatever_a_model_raises_by_itself_is_one_line(
     with pytest.raises(ConfigError) as caught:
         fit(config, spec)
     line = str(caught.value)
-    assert line.startswith(f"model.path: {tmp_path}: a trial of transformers mistral") and "\n" not in line
+    assert (
+        line.startswith(f"model.path: {tmp_path}: a trial of transformers mistral")
+        and "\n" not in line
+    )
     assert line.endswith("(selected index k out of range); use another model")
 
 
-def test_a_model_that_cannot_recompute_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_recompute_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("it does not support gradient checkpointing")
 
@@ -139,7 +173,9 @@ def test_recomputed_layers_have_the_same_gradients(tmp_path: Path) -> None:
     assert tried(spec, SHARED, 128, recompute=True) is None
 
 
-def test_families_with_a_file_need_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_with_a_file_need_no_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trial, "tried", lambda *_: pytest.fail("a trial"))
     config, spec = run_of(make_model(tmp_path))
     assert backend_module("fsdp").fit(config, spec) == (config, [])
@@ -151,7 +187,13 @@ def test_without_the_attentions_own_refusals_the_trial_finds_the_same(
     """Control: windows and caps that the attention is not told of change log-probs."""
     whole = huggingface._attend
 
-    def silent(*given: Any, sliding_window: Any = None, softcap: Any = None, s_aux: Any = None, **named: Any) -> Any:
+    def silent(
+        *given: Any,
+        sliding_window: Any = None,
+        softcap: Any = None,
+        s_aux: Any = None,
+        **named: Any,
+    ) -> Any:
         return whole(*given, **named)
 
     monkeypatch.setattr(huggingface, "_attend", silent)
@@ -176,7 +218,9 @@ def _no_gradient_through_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
 def _half_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = huggingface.shared_prompt_attention
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any, **named: Any
+    ) -> torch.Tensor:
         return whole(q, k + (k.detach() - k) / 2, v, *given, **named)
 
     monkeypatch.setattr(huggingface, "shared_prompt_attention", attend)
@@ -190,7 +234,9 @@ def _half_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
         (_half_a_gradient, "the gradient of"),
     ],
 )
-def test_faults_are_found(fault: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_are_found(
+    fault: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, spec = run_of(make_other(tmp_path, "mistral"))
     assert tried(spec, SHARED, 128) is None
     fault(monkeypatch)
@@ -207,11 +253,15 @@ def test_a_weight_without_a_gradient_from_some_microbatches_is_for_one_device_al
     assert tried(spec, SHARED, 128, ranks=2) is None
 
     def cut(hidden: torch.Tensor, weight: torch.Tensor, *given: Any, **named: Any) -> Any:
-        return vocab_parallel_logprobs(hidden, weight if len(hidden) > 1 else weight.detach(), *given, **named)
+        return vocab_parallel_logprobs(
+            hidden, weight if len(hidden) > 1 else weight.detach(), *given, **named
+        )
 
     monkeypatch.setattr(model, "vocab_parallel_logprobs", cut)
     assert tried(spec, SHARED, 128) is None
-    assert "lm_head.weight gets no gradient from some microbatches" in str(tried(spec, SHARED, 128, ranks=2))
+    assert "lm_head.weight gets no gradient from some microbatches" in str(
+        tried(spec, SHARED, 128, ranks=2)
+    )
 
 
 def test_a_torch_that_is_too_old_is_named_before_anything_starts(
@@ -221,7 +271,9 @@ def test_a_torch_that_is_too_old_is_named_before_anything_starts(
 
     config, spec = run_of(make_model(tmp_path))
     monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter")
-    with pytest.raises(ConfigError, match=r"trainer.backend: fsdp needs .*; install torch 2.10 or later"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.backend: fsdp needs .*; install torch 2.10 or later"
+    ):
         backend_module("fsdp").fit(config, spec)
 
 
@@ -230,11 +282,17 @@ def test_a_model_that_no_way_is_right_for_is_refused_in_one_line(
 ) -> None:
     """Among them one whose context changes nothing: no trial of it could fail."""
     config, spec = run_of(make_other(tmp_path, "mistral"))
-    monkeypatch.setattr(trial, "_forward", lambda model, tokens, prompt: _uniform(model, tokens, prompt))
+    monkeypatch.setattr(
+        trial, "_forward", lambda model, tokens, prompt: _uniform(model, tokens, prompt)
+    )
     with pytest.raises(ConfigError) as caught:
         fit(config, spec)
     line = str(caught.value)
-    assert line.startswith("model.path: ") and line.endswith("; use another model") and "\n" not in line
+    assert (
+        line.startswith("model.path: ")
+        and line.endswith("; use another model")
+        and "\n" not in line
+    )
     assert "the prompt changes nothing" in line
 
 

@@ -31,18 +31,26 @@ def assert_identical(found: dict[str, torch.Tensor], expected: dict[str, torch.T
     assert not [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3", False), ("qwen3", True), ("qwen3_moe", False)])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("qwen3", False), ("qwen3", True), ("qwen3_moe", False)]
+)
 def test_export_gives_back_what_was_loaded(family: str, tied: bool, tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path / "model", family, tied=tied, vocab=61)
     module = Stage().load(spec, 0)
     target = tmp_path / "deep" / "hf"
     export_hf(module, spec, target, Mesh().place(0))
-    assert sorted(file.name for file in target.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(file.name for file in target.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     assert_identical(read_all(target), load_file(tmp_path / "model" / "model.safetensors"))
     config = json.loads((target / "config.json").read_text())
     source = json.loads((tmp_path / "model" / "config.json").read_text())
     assert source["torch_dtype"] == "bfloat16"
-    assert config == source | {"torch_dtype": "float32"}, "the type must be that of the tensors written"
+    assert config == source | {"torch_dtype": "float32"}, (
+        "the type must be that of the tensors written"
+    )
     assert [path.name for path in target.parent.iterdir()] == ["hf"]
 
 
@@ -81,19 +89,44 @@ def test_an_existing_directory_is_replaced_only_by_a_complete_one(
         patch.setattr(export, "_copy_rest", disk_full)
         with pytest.raises(ExportError, match=r"completing .*hf\.tmp: .*No space left on device"):
             export_hf(module, spec, target, Mesh().place(0))
-    assert [file.name for file in target.iterdir()] == ["old"], "a failed export must not touch the former one"
+    assert [file.name for file in target.iterdir()] == ["old"], (
+        "a failed export must not touch the former one"
+    )
     export_hf(module, spec, target, Mesh().place(0))
     assert not (target / "old").exists() and (target / "model.safetensors").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "model"]
 
 
 COPIED = (
-    *("additional_chat_templates/tool_use.jinja", "spiece.model", "tekken.json", "qwen.tiktoken", "vocab.txt"),
-    *("preprocessor_config.json", "processor_config.json", "tokenization_own.py", "LICENSE", "chat_template.json"),
+    *(
+        "additional_chat_templates/tool_use.jinja",
+        "spiece.model",
+        "tekken.json",
+        "qwen.tiktoken",
+        "vocab.txt",
+    ),
+    *(
+        "preprocessor_config.json",
+        "processor_config.json",
+        "tokenization_own.py",
+        "LICENSE",
+        "chat_template.json",
+    ),
 )
 LEFT = (
-    *("pytorch_model.bin", "model.gguf", "pytorch_model.bin.index.json", "original/consolidated.00.pth"),
-    *("original/params.json", "onnx/model.onnx", "README.md", "hf_quant_config.json", ".gitattributes"),
+    *(
+        "pytorch_model.bin",
+        "model.gguf",
+        "pytorch_model.bin.index.json",
+        "original/consolidated.00.pth",
+    ),
+    *(
+        "original/params.json",
+        "onnx/model.onnx",
+        "README.md",
+        "hf_quant_config.json",
+        ".gitattributes",
+    ),
     *("checkpoint-500/config.json", "pa_npu_prompts.json"),
 )
 
@@ -112,24 +145,38 @@ def test_all_files_of_the_model_that_are_no_weights_are_in_its_export(tmp_path: 
     target = tmp_path / "hf"
     export_hf(Stage().load(spec, 0), spec, target, Mesh().place(0))
     found = {str(file.relative_to(target)) for file in target.rglob("*") if file.is_file()}
-    assert found == {*COPIED, "tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"}
+    assert found == {
+        *COPIED,
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "config.json",
+        "model.safetensors",
+    }
     assert all((target / name).read_text() == f"of {name}" for name in COPIED)
 
 
-def test_an_export_has_the_template_and_the_format_that_the_model_was_trained_with(tmp_path: Path) -> None:
+def test_an_export_has_the_template_and_the_format_that_the_model_was_trained_with(
+    tmp_path: Path,
+) -> None:
     spec = make_source(tmp_path / "model")
     module, place = Stage().load(spec, 0), Mesh().place(0)
     file = tmp_path / "mine.jinja"
     file.write_text("{{ messages }} trained")
     data = DataConfig(
-        train="t", chat_template=str(file), instruction="Box it.", template_options={"enable_thinking": False}
+        train="t",
+        chat_template=str(file),
+        instruction="Box it.",
+        template_options={"enable_thinking": False},
     )
     target = tmp_path / "hf"
     for template in (None, "{{ messages }} kept"):
         export_hf(module, spec, target, place, prompts=data, template=template)
         text = template or "{{ messages }} trained"
         assert (target / "chat_template.jinja").read_text() == text
-        assert json.loads((target / "tokenizer_config.json").read_text()) == {"chat_template": text, "x": 1}
+        assert json.loads((target / "tokenizer_config.json").read_text()) == {
+            "chat_template": text,
+            "x": 1,
+        }
         assert not (target / "chat_template.json").exists(), "it would say another"
     asked, changed = read_prompt_format(target).given_to(DataConfig(train="other"))
     assert (asked.chat_template, asked.instruction, asked.template_options) == (
@@ -138,10 +185,17 @@ def test_an_export_has_the_template_and_the_format_that_the_model_was_trained_wi
         {"enable_thinking": False},
     )
     assert changed == ["instruction", "template_options"]
-    own, changed = read_prompt_format(target).given_to(DataConfig(train="other", instruction="Mine."))
-    assert own.instruction == "Mine." and changed == ["template_options"], "what is set goes before it"
+    own, changed = read_prompt_format(target).given_to(
+        DataConfig(train="other", instruction="Mine.")
+    )
+    assert own.instruction == "Mine." and changed == ["template_options"], (
+        "what is set goes before it"
+    )
     export_hf(module, spec, target, place, prompts=DataConfig(train="t"))
-    assert not (target / "pa_npu_prompts.json").exists() and not (target / "chat_template.jinja").exists()
+    assert (
+        not (target / "pa_npu_prompts.json").exists()
+        and not (target / "chat_template.jinja").exists()
+    )
     export_hf(module, spec, target, place, prompts=DataConfig(train="t", chat_template="never"))
     assert read_prompt_format(target) == PromptFormat(chat_template="never")
     (target / "pa_npu_prompts.json").write_text("[")

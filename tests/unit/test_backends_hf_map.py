@@ -1,4 +1,6 @@
-"""The map between HF and Megatron: every layout holds every HF tensor exactly, and bad checkpoints are refused."""
+"""The map between HF and Megatron: every layout holds every HF tensor exactly, and bad checkpoints
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from tests.helpers.weights import FAMILIES, Stage, make_checkpoint
 
 
 @pytest.mark.parametrize(
-    ("family", "ep_size"), [*((family, 1) for family in FAMILIES), ("qwen3_moe", 2), ("qwen3_moe", 4)]
+    ("family", "ep_size"),
+    [*((family, 1) for family in FAMILIES), ("qwen3_moe", 2), ("qwen3_moe", 4)],
 )
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -25,20 +28,28 @@ from tests.helpers.weights import FAMILIES, Stage, make_checkpoint
 def test_shards_of_all_ranks_are_the_checkpoint(
     family: str, ep_size: int, tied: bool, tp_size: int, num_stages: int, tmp_path: Path
 ) -> None:
-    """HF -> shards -> HF is bit-identical; 61 tokens are no multiple of 2 or 4, so the vocabulary is padded."""
+    """HF -> shards -> HF is bit-identical; 61 tokens are no multiple of 2 or 4, so the vocabulary
+    is padded.
+    """
     spec = make_checkpoint(tmp_path, family, tied=tied, vocab=61)
     expected = load_file(tmp_path / "model.safetensors")
     found: dict[str, torch.Tensor] = {}
     for stage in range(num_stages):
         layout = Stage(tp_size, stage, num_stages, ep_size)
-        ranks = [hf_map.standard_parameters(layout.load(spec, rank)) for rank in range(layout.num_ranks)]
-        assert not any(p.isnan().any() for rank in ranks for p in rank.values()), "a parameter was not filled"
+        ranks = [
+            hf_map.standard_parameters(layout.load(spec, rank)) for rank in range(layout.num_ranks)
+        ]
+        assert not any(p.isnan().any() for rank in ranks for p in rank.values()), (
+            "a parameter was not filled"
+        )
         for tensor in hf_map.stage_tensors(ranks[0], spec, hf_map.first_layer(layout.build(spec))):
             assert tensor.name not in found, f"{tensor.name} is owned by two stages"
             owner = hf_map.holder(tensor, spec, layout.place(0))
             holders = ranks[:tp_size] if owner is None else [ranks[owner]]
             shards = [
-                hf_map.part_view(rank[tensor.parameter], tensor, spec).reshape(tensor.local_shape(tp_size))
+                hf_map.part_view(rank[tensor.parameter], tensor, spec).reshape(
+                    tensor.local_shape(tp_size)
+                )
                 for rank in holders
             ]
             whole = shards[0] if tensor.shard_dim is None else torch.cat(shards, tensor.shard_dim)
@@ -48,7 +59,9 @@ def test_shards_of_all_ranks_are_the_checkpoint(
 
 
 def test_fused_parameters_have_megatrons_layout(tmp_path: Path) -> None:
-    """qkv rows go group by group (its queries, its key, its value); fc1 is the rank's gate over the rank's up."""
+    """qkv rows go group by group (its queries, its key, its value); fc1 is the rank's gate over the
+    rank's up.
+    """
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     hf = load_file(tmp_path / "model.safetensors")
     rank = hf_map.standard_parameters(Stage(2).load(spec, 1))
@@ -57,11 +70,17 @@ def test_fused_parameters_have_megatrons_layout(tmp_path: Path) -> None:
     d = spec.head_dim
     rows = []
     for group in (2, 3):  # rank 1 of 2 has the last two of four groups, with two query heads each
-        rows += [q[2 * group * d : 2 * (group + 1) * d], k[group * d : (group + 1) * d], v[group * d : (group + 1) * d]]
+        rows += [
+            q[2 * group * d : 2 * (group + 1) * d],
+            k[group * d : (group + 1) * d],
+            v[group * d : (group + 1) * d],
+        ]
     assert torch.equal(rank["decoder.layers.3.self_attention.linear_qkv.weight"], torch.cat(rows))
     gate, up = hf[f"{layer}mlp.gate_proj.weight"], hf[f"{layer}mlp.up_proj.weight"]
     half = spec.ffn_size // 2
-    assert torch.equal(rank["decoder.layers.3.mlp.linear_fc1.weight"], torch.cat([gate[half:], up[half:]]))
+    assert torch.equal(
+        rank["decoder.layers.3.mlp.linear_fc1.weight"], torch.cat([gate[half:], up[half:]])
+    )
     down = hf[f"{layer}mlp.down_proj.weight"]
     assert torch.equal(rank["decoder.layers.3.mlp.linear_fc2.weight"], down[:, half:])
 
@@ -72,7 +91,9 @@ def test_padding_rows_are_zero_and_the_tied_copy_is_loaded_but_not_owned(tmp_pat
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(last[hf_map.OUTPUT][:13], embedding[48:])
     assert last[hf_map.OUTPUT].shape[0] == 16 and not last[hf_map.OUTPUT][13:].any()
-    assert not any(tensor.parameter == hf_map.OUTPUT for tensor in hf_map.stage_tensors(last, spec, 2))
+    assert not any(
+        tensor.parameter == hf_map.OUTPUT for tensor in hf_map.stage_tensors(last, spec, 2)
+    )
 
 
 def test_parameters_keep_their_own_type(tmp_path: Path) -> None:
@@ -84,11 +105,15 @@ def test_parameters_keep_their_own_type(tmp_path: Path) -> None:
 
 def test_wrappers_around_the_stage_do_not_matter(tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
-    wrapped = torch.nn.ModuleDict({"module": torch.nn.ModuleDict({"policy": Stage(1, 1, 2).build(spec)})})
+    wrapped = torch.nn.ModuleDict(
+        {"module": torch.nn.ModuleDict({"policy": Stage(1, 1, 2).build(spec)})}
+    )
     hf_map.load_hf(wrapped, spec, Mesh().place(0))
     assert hf_map.first_layer(wrapped) == 2
     hf = load_file(tmp_path / "model.safetensors")
-    found = hf_map.standard_parameters(wrapped)["decoder.layers.1.self_attention.linear_proj.weight"]
+    found = hf_map.standard_parameters(wrapped)[
+        "decoder.layers.1.self_attention.linear_proj.weight"
+    ]
     assert torch.equal(found, hf["model.layers.3.self_attn.o_proj.weight"])
     twice = torch.nn.ModuleDict({"a": Stage().build(spec), "b": Stage().build(spec)})
     with pytest.raises(DataError, match="there twice"):
@@ -125,7 +150,10 @@ def rewrite(directory: Path, change: dict[str, torch.Tensor | None]) -> None:
             {"model.layers.1.mlp.up_proj.weight": torch.zeros(47, 32)},
             r"up_proj.weight has shape \(47, 32\).*\(48, 32\)",
         ),
-        ({"model.norm.weight": None}, r"lacks 1 tensor\(s\) of the model, the first is 'model.norm.weight'"),
+        (
+            {"model.norm.weight": None},
+            r"lacks 1 tensor\(s\) of the model, the first is 'model.norm.weight'",
+        ),
         ({"model.layers.0.self_attn.o_proj.bias": torch.zeros(32)}, r"does not use.*o_proj.bias"),
         ({"lm_head.weight": None}, r"the first is 'lm_head.weight'"),
     ],
@@ -143,7 +171,10 @@ def test_head_of_a_tied_checkpoint_and_old_rotary_buffers_are_ignored(tmp_path: 
     spec = make_checkpoint(tmp_path, "llama", tied=True)
     rewrite(
         tmp_path,
-        {"lm_head.weight": torch.zeros(64, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)},
+        {
+            "lm_head.weight": torch.zeros(64, 32),
+            "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
+        },
     )
     Stage().load(spec, 0)
 

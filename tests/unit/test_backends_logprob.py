@@ -1,4 +1,6 @@
-"""Chunked log-prob and entropy against the full softmax in fp64: values, gradients, padding, and what is held in memory."""
+"""Chunked log-prob and entropy against the full softmax in fp64: values, gradients, padding, and
+what is held in memory.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from pa_npu.backends.logprob import vocab_parallel_logprobs
 ROWS, HIDDEN, VOCAB = 13, 16, 50
 
 
-def make_inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def make_inputs(
+    dtype: torch.dtype, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     hidden = (torch.randn(ROWS, HIDDEN, generator=generator) * scale).to(dtype).requires_grad_()
     weight = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype).requires_grad_()
@@ -24,7 +28,9 @@ def full_softmax(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     log_softmax = (hidden.double() @ weight.double().t() / temperature).log_softmax(-1)
-    return log_softmax.gather(-1, targets[:, None]).squeeze(-1), -(log_softmax.exp() * log_softmax).sum(-1)
+    return log_softmax.gather(-1, targets[:, None]).squeeze(-1), -(
+        log_softmax.exp() * log_softmax
+    ).sum(-1)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 13, 64])
@@ -37,7 +43,13 @@ def test_values_and_gradients_equal_the_full_softmax(
     hidden, weight, targets = make_inputs(dtype)
     down, down_entropy = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(1)).to(dtype)
     logprobs, entropy = vocab_parallel_logprobs(
-        hidden, weight, targets, vocab_size=VOCAB, temperature=temperature, chunk=chunk, entropy_grad=entropy_grad
+        hidden,
+        weight,
+        targets,
+        vocab_size=VOCAB,
+        temperature=temperature,
+        chunk=chunk,
+        entropy_grad=entropy_grad,
     )
     reference = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     expected, expected_entropy = full_softmax(*reference, targets=targets, temperature=temperature)
@@ -68,7 +80,9 @@ def test_large_logits_neither_overflow_nor_lose_the_target() -> None:
 
 def test_padding_rows_are_no_part_of_the_softmax() -> None:
     hidden, weight, targets = make_inputs(torch.float64)
-    padded = torch.cat([weight.detach(), torch.full((6, HIDDEN), 9.0, dtype=weight.dtype)]).requires_grad_()
+    padded = torch.cat(
+        [weight.detach(), torch.full((6, HIDDEN), 9.0, dtype=weight.dtype)]
+    ).requires_grad_()
     expected, _ = vocab_parallel_logprobs(hidden, weight, targets, vocab_size=VOCAB)
     logprobs, _ = vocab_parallel_logprobs(hidden, padded, targets, vocab_size=VOCAB)
     assert torch.equal(logprobs, expected)
@@ -82,7 +96,11 @@ def test_bf16_head_gradient_is_summed_over_chunks_in_fp32() -> None:
     hidden, weight, targets = make_inputs(torch.bfloat16)
     logprobs, _ = vocab_parallel_logprobs(hidden, weight, targets, vocab_size=VOCAB, chunk=1)
     logprobs.sum().backward()
-    assert logprobs.dtype == torch.float32 and weight.grad is not None and weight.grad.dtype == torch.bfloat16
+    assert (
+        logprobs.dtype == torch.float32
+        and weight.grad is not None
+        and weight.grad.dtype == torch.bfloat16
+    )
     reference = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     expected, _ = full_softmax(*reference, targets=targets, temperature=1.0)
     expected.sum().backward()
@@ -107,10 +125,18 @@ class LargestTensor(TorchDispatchMode):
 
 def test_logits_of_all_rows_never_exist() -> None:
     rows, vocab, chunk = 512, 64, 32
-    hidden, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(vocab, 4, requires_grad=True)
+    hidden, weight = (
+        torch.randn(rows, 4, requires_grad=True),
+        torch.randn(vocab, 4, requires_grad=True),
+    )
     with LargestTensor() as largest:
         logprobs, entropy = vocab_parallel_logprobs(
-            hidden, weight, torch.zeros(rows, dtype=torch.long), vocab_size=vocab, chunk=chunk, entropy_grad=True
+            hidden,
+            weight,
+            torch.zeros(rows, dtype=torch.long),
+            vocab_size=vocab,
+            chunk=chunk,
+            entropy_grad=True,
         )
         (logprobs + entropy).sum().backward()
     assert largest.numel <= max(chunk * vocab, hidden.numel())

@@ -1,4 +1,6 @@
-"""Adapters (LoRA) in the fsdp backend: what is trained, what stays, and what is sent, saved and exported."""
+"""Adapters (LoRA) in the fsdp backend: what is trained, what stays, and what is sent, saved and
+exported.
+"""
 
 from __future__ import annotations
 
@@ -56,19 +58,29 @@ def learner_of(model: Path, /, **sections: dict[str, Any]) -> Learner:
     given = {"trainer": {"backend": "fsdp"}, **sections}
     config = config_of(model, **given)
     spec, timeline = ModelSpec.read(config.model.path), Timeline(None, "")
-    backend = backend_module("fsdp").create(config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline)
+    backend = backend_module("fsdp").create(
+        config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline
+    )
     return Learner(config, backend, PLATFORM, timeline)
 
 
 def train(learner: Learner, shared: bool = True) -> None:
     learner.publish(0)
     for share in shares():
-        learner.accumulate(Source(one for group in share for one in build_microbatches(group, RESPONSES, shared, 1)))
+        learner.accumulate(
+            Source(
+                one for group in share for one in build_microbatches(group, RESPONSES, shared, 1)
+            )
+        )
         learner.step()
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in directory.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def sent(learner: Learner, bucket_bytes: int = 2**14) -> dict[str, torch.Tensor]:
@@ -80,12 +92,16 @@ def sent(learner: Learner, bucket_bytes: int = 2**14) -> dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared prompts", "separate sequences"])
 @pytest.mark.parametrize(
-    "options", [{}, {"use_rslora": True, "target_modules": ["q_proj", "down_proj"]}], ids=["all", "some"]
+    "options",
+    [{}, {"use_rslora": True, "target_modules": ["q_proj", "down_proj"]}],
+    ids=["all", "some"],
 )
 def test_updates_are_those_of_peft_on_the_plain_model(
     shared: bool, options: dict[str, Any], model: Path, tmp_path: Path
 ) -> None:
-    """fp32: two updates with an old policy and a reference; A and B agree within 1e-5 of their size or 1e-6."""
+    """fp32: two updates with an old policy and a reference; A and B agree within 1e-5 of their size
+    or 1e-6.
+    """
     adapter = make_adapter(model, tmp_path / "adapter", **options)
     learner = learner_of(model, model={"adapter": str(adapter)})
     train(learner, shared)
@@ -98,11 +114,15 @@ def test_updates_are_those_of_peft_on_the_plain_model(
     }
     assert trained.keys() == expected.keys() == first.keys()
     for name, tensor in trained.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
+        torch.testing.assert_close(
+            tensor, expected[name], rtol=1e-3, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}"
+        )
         assert (tensor - first[name]).abs().max() > 1e-4, f"{name} has not moved"
 
 
-def test_the_base_stays_to_the_bit_and_the_reference_is_the_plain_model_to_the_bit(model: Path) -> None:
+def test_the_base_stays_to_the_bit_and_the_reference_is_the_plain_model_to_the_bit(
+    model: Path,
+) -> None:
     learner, untrained = learner_of(model, lora={"rank": 4}), learner_of(model)
     digest, backend = learner.backend.digest(), cast(Any, learner.backend)
     train(learner)
@@ -113,7 +133,9 @@ def test_the_base_stays_to_the_bit_and_the_reference_is_the_plain_model_to_the_b
         if ".lora_" not in name
     }
     stored = weights(model)
-    assert base.keys() == stored.keys() and all(torch.equal(base[name], tensor) for name, tensor in stored.items())
+    assert base.keys() == stored.keys() and all(
+        torch.equal(base[name], tensor) for name, tensor in stored.items()
+    )
     batch = build_microbatches(shares()[0][0], RESPONSES, True, 1)
     found: list[Any] = []
     for one in (learner, untrained):
@@ -123,12 +145,17 @@ def test_the_base_stays_to_the_bit_and_the_reference_is_the_plain_model_to_the_b
 
 
 @pytest.mark.parametrize("rank_stabilized", [False, True])
-def test_what_is_sent_is_merged_in_fp32_and_rounded_once(rank_stabilized: bool, model: Path, tmp_path: Path) -> None:
+def test_what_is_sent_is_merged_in_fp32_and_rounded_once(
+    rank_stabilized: bool, model: Path, tmp_path: Path
+) -> None:
     adapter = make_adapter(model, tmp_path / "adapter", use_rslora=rank_stabilized)
     learner = learner_of(model, model={"adapter": str(adapter), "dtype": "bf16"})
     factor = 8 / 4**0.5 if rank_stabilized else 8 / 4
     whole = peft_model(model, adapter).state_dict()
-    rounded = {name: tensor if ".lora_" in name else tensor.to(torch.bfloat16) for name, tensor in whole.items()}
+    rounded = {
+        name: tensor if ".lora_" in name else tensor.to(torch.bfloat16)
+        for name, tensor in whole.items()
+    }
     expected = merged_by_hand(rounded, factor, torch.bfloat16)
     for bucket_bytes in (2**12, 2**20):  # cut within weights, and not
         found = sent(learner, bucket_bytes)
@@ -137,10 +164,14 @@ def test_what_is_sent_is_merged_in_fp32_and_rounded_once(rank_stabilized: bool, 
         # fp32 and fp64 sums round to two neighbours where they lie at the middle between these
         assert unlike <= 1e-4 * sum(tensor.numel() for tensor in found.values())
     unmerged = merged_by_hand(rounded, 0.0, torch.bfloat16)
-    product = merged_by_hand({n: t if ".lora_" in n else torch.zeros_like(t) for n, t in rounded.items()}, factor)
+    product = merged_by_hand(
+        {n: t if ".lora_" in n else torch.zeros_like(t) for n, t in rounded.items()}, factor
+    )
     twice = {name: tensor + product[name].bfloat16() for name, tensor in unmerged.items()}
     changed = sum(int((twice[name] != expected[name]).sum()) for name in found)
-    assert changed > 1e-2 * sum(tensor.numel() for tensor in found.values()), "rounding twice would be seen"
+    assert changed > 1e-2 * sum(tensor.numel() for tensor in found.values()), (
+        "rounding twice would be seen"
+    )
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "up_proj"]], ids=["all", "some"])
@@ -159,20 +190,33 @@ def test_exports_load_in_peft_and_transformers_and_give_the_trainers_logprobs(
     export_checkpoint(checkpoint, tmp_path / "merged", merged=True)
 
     for name in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (tmp_path / "adapter later" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
+        assert (tmp_path / "adapter later" / name).read_bytes() == (
+            tmp_path / "adapter" / name
+        ).read_bytes()
     stored = weights(tmp_path / "merged")
-    assert stored.keys() == merged.keys() and all(torch.equal(stored[name], merged[name]) for name in stored)
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # peft 0.19's loading wants no process group to be there
+    assert stored.keys() == merged.keys() and all(
+        torch.equal(stored[name], merged[name]) for name in stored
+    )
+    # peft 0.19's loading wants no process group to be there
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
     loaded = {
         "peft": PeftModel.from_pretrained(plain(model), tmp_path / "adapter"),
-        "transformers": AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype=torch.float32),
+        "transformers": AutoModelForCausalLM.from_pretrained(
+            tmp_path / "adapter", dtype=torch.float32
+        ),
         "merged": plain(tmp_path / "merged"),
     }
     for name, policy in loaded.items():
         torch.testing.assert_close(
-            logprobs(policy, microbatch), own[0], rtol=0, atol=1e-4, msg=lambda t, n=name: f"{n}: {t}"
+            logprobs(policy, microbatch),
+            own[0],
+            rtol=0,
+            atol=1e-4,
+            msg=lambda t, n=name: f"{n}: {t}",
         )
-    assert (logprobs(plain(model), microbatch) - own[0]).abs().max() > 1e-3, "the untrained model would be seen"
+    assert (logprobs(plain(model), microbatch) - own[0]).abs().max() > 1e-3, (
+        "the untrained model would be seen"
+    )
 
 
 @torch.no_grad()
@@ -191,21 +235,38 @@ def saved(learner: Learner, run: Path) -> Path:
     return run / "checkpoints" / directory_name(1)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "up_proj"], r".*layers\.1\..*(k|v)_proj"])
-def test_the_plan_counts_the_adapters_that_are_made(targets: Any, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "targets", ["all-linear", ["q_proj", "up_proj"], r".*layers\.1\..*(k|v)_proj"]
+)
+def test_the_plan_counts_the_adapters_that_are_made(
+    targets: Any, model: Path, tmp_path: Path
+) -> None:
     adapter = make_adapter(model, tmp_path / "adapter", target_modules=targets, r=3)
-    config = model_config(model, model={"adapter": str(adapter)}, algorithm={"kl_coef": 0.1}, **FSDP)
+    config = model_config(
+        model, model={"adapter": str(adapter)}, algorithm={"kl_coef": 0.1}, **FSDP
+    )
     spec, made = ModelSpec.of(config), sum(tensor.numel() for tensor in weights(adapter).values())
     held = dict(trainer_memory(config, spec).parts)
-    assert (held["gradients"], held["optimizer"], held["frozen models"]) == (4 * made, 8 * made, 4 * made)
+    assert (held["gradients"], held["optimizer"], held["frozen models"]) == (
+        4 * made,
+        8 * made,
+        4 * made,
+    )
     assert held["weights"] == 4 * (made + sum(tensor.numel() for tensor in weights(model).values()))
     begun = model_config(model, lora={"rank": 3}, algorithm={"kl_coef": 0.1}, **FSDP)
-    assert dict(trainer_memory(begun, spec).parts)["frozen models"] == 0, "the reference is the adapters' being off"
+    assert dict(trainer_memory(begun, spec).parts)["frozen models"] == 0, (
+        "the reference is the adapters' being off"
+    )
 
 
 @pytest.mark.parametrize("kind", ["gptj", "mistral", "qwen3_moe", "qwen3_next", "deepseek_v3"])
-def test_the_plan_counts_the_adapters_of_other_models_and_says_that_experts_get_none(kind: str, tmp_path: Path) -> None:
-    """Layers may be named .h., routers may be no layers; experts are in one tensor. Only Qwen3-MoE has a family file."""
+def test_the_plan_counts_the_adapters_of_other_models_and_says_that_experts_get_none(
+    kind: str, tmp_path: Path
+) -> None:
+    """Layers may be named .h., routers may be no layers; experts are in one tensor.
+
+    Only Qwen3-MoE has a family file.
+    """
     path = make_other(tmp_path, kind, **({"rotary_dim": 16} if kind == "gptj" else {}))
     config = model_config(path, lora={"rank": 3}, **FSDP)
     spec, causal = ModelSpec.of(config), AutoModelForCausalLM.from_pretrained(path)
@@ -214,7 +275,11 @@ def test_the_plan_counts_the_adapters_of_other_models_and_says_that_experts_get_
     assert adapter_parameters(config, spec) == made > 0
     findings = Findings(spec=spec, own_memory=False)
     settle_places(config, findings)
-    said = [line for line in findings.counts if line.startswith("lora.targets: the experts of this mixture get no")]
+    said = [
+        line
+        for line in findings.counts
+        if line.startswith("lora.targets: the experts of this mixture get no")
+    ]
     assert len(said) == (kind in ("qwen3_moe", "qwen3_next", "deepseek_v3"))
     assert not without_adapters(model_config(path, **FSDP), spec), "without adapters all is trained"
 
@@ -227,15 +292,24 @@ def test_a_mixtures_experts_and_routers_stay_while_its_attention_is_trained(tmp_
     found, first = sent(learner), weights(mixture)
     assert found.keys() == first.keys()
     trained = {name for name, tensor in found.items() if not torch.equal(tensor, first[name])}
-    assert trained == {name for name in first if name.endswith("_proj.weight") and ".self_attn." in name}
+    assert trained == {
+        name for name in first if name.endswith("_proj.weight") and ".self_attn." in name
+    }
 
 
-def test_a_checkpoint_holds_adapters_and_goes_on_as_if_nothing_had_been(model: Path, tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"lora": {"rank": 2}, "algorithm": {"kl_coef": 0.1, "reference_refresh_every": 1}}
+def test_a_checkpoint_holds_adapters_and_goes_on_as_if_nothing_had_been(
+    model: Path, tmp_path: Path
+) -> None:
+    sections: dict[str, Any] = {
+        "lora": {"rank": 2},
+        "algorithm": {"kl_coef": 0.1, "reference_refresh_every": 1},
+    }
     learner = learner_of(model, **sections)
     train(learner)
     checkpoint = saved(learner, tmp_path / "adapters")
-    names = {name for name in FileSystemReader(checkpoint).read_metadata().state_dict_metadata} - {"updates.0"}
+    names = {name for name in FileSystemReader(checkpoint).read_metadata().state_dict_metadata} - {
+        "updates.0"
+    }
     assert all(".lora_" in name for name in names) and len(names) == 3 * 2 * 2 * 7
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     full = saved(learner_of(model), tmp_path / "full")
@@ -249,15 +323,20 @@ def test_a_checkpoint_holds_adapters_and_goes_on_as_if_nothing_had_been(model: P
     assert resumed.backend.digest() == learner.backend.digest()
 
 
-def test_adapters_of_another_base_are_refused_whatever_byte_differs(model: Path, tmp_path: Path) -> None:
+def test_adapters_of_another_base_are_refused_whatever_byte_differs(
+    model: Path, tmp_path: Path
+) -> None:
     learner = learner_of(model, lora={"rank": 2})
     checkpoint = saved(learner, tmp_path / "run")
     other = shutil.copytree(model, tmp_path / "other")
     stored = weights(other)
     middle = stored["model.layers.1.mlp.up_proj.weight"]
-    middle[60, 30] = middle[60, 30].view(torch.int32).bitwise_xor(1).view(torch.float32)  # the last bit
+    # the last bit
+    middle[60, 30] = middle[60, 30].view(torch.int32).bitwise_xor(1).view(torch.float32)
     save_file(stored, other / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(DataError, match=r"checkpoint.load: .* has adapters of other weights than model.path's"):
+    with pytest.raises(
+        DataError, match=r"checkpoint.load: .* has adapters of other weights than model.path's"
+    ):
         learner_of(other, lora={"rank": 2}).backend.load(checkpoint)
     learner_of(model, lora={"rank": 2}).backend.load(checkpoint)
 
@@ -293,10 +372,19 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda directory: (directory / "adapter_config.json").unlink(), "has no adapter_config.json"),
+        (
+            lambda directory: (directory / "adapter_config.json").unlink(),
+            "has no adapter_config.json",
+        ),
         (lambda directory: (directory / "adapter_config.json").write_text("{"), "is not JSON"),
-        (lambda directory: (directory / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
-        (lambda directory: (directory / "adapter_model.safetensors").write_text("?"), "cannot be read"),
+        (
+            lambda directory: (directory / "adapter_model.safetensors").unlink(),
+            "has no adapter_model.safetensors",
+        ),
+        (
+            lambda directory: (directory / "adapter_model.safetensors").write_text("?"),
+            "cannot be read",
+        ),
         (config_with(peft_type="IA3"), "only LORA is supported"),
         (config_with(use_dora=True), "use_dora = True is not supported"),
         (config_with(modules_to_save=["lm_head"]), "modules_to_save"),
@@ -309,17 +397,29 @@ NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (config_with(target_modules=["lm_head"]), "the LM head"),
         (config_with(target_modules="("), "is no regular expression"),
         (config_with(r=3), r"and \[3, 64\] in the model"),
-        (lambda directory: (directory / "adapter_model.safetensors").write_bytes(b""), "cannot be read"),
+        (
+            lambda directory: (directory / "adapter_model.safetensors").write_bytes(b""),
+            "cannot be read",
+        ),
         (cut_short, "cannot be read"),
         (
             tensors_with(lambda stored: stored.update({NAME: stored[NAME] * float("nan")})),
             f"{NAME} holds values that are not",
         ),
-        (tensors_with(lambda stored: stored.update({NAME: stored[NAME].long()})), f"{NAME} holds torch.int64"),
+        (
+            tensors_with(lambda stored: stored.update({NAME: stored[NAME].long()})),
+            f"{NAME} holds torch.int64",
+        ),
         (tensors_with(lambda stored: stored.clear()), "misses base_model"),
-        (tensors_with(lambda stored: stored.update({f"{NAME}.x": stored[NAME].clone()})), f"has {NAME}.x"),
+        (
+            tensors_with(lambda stored: stored.update({f"{NAME}.x": stored[NAME].clone()})),
+            f"has {NAME}.x",
+        ),
         (tensors_with(lambda stored: stored.pop(NAME)), f"misses {NAME}"),
-        (tensors_with(lambda stored: stored.update({NAME: torch.zeros(4, 8)})), r"is \[4, 8\], and \[4, 64\]"),
+        (
+            tensors_with(lambda stored: stored.update({NAME: torch.zeros(4, 8)})),
+            r"is \[4, 8\], and \[4, 64\]",
+        ),
     ],
 )
 def test_what_is_no_adapter_of_the_model_is_refused_in_a_line(
@@ -331,7 +431,8 @@ def test_what_is_no_adapter_of_the_model_is_refused_in_a_line(
     spec = ModelSpec.read(str(model))
     for refused in (
         lambda: add_adapters(plain(model), config),
-        lambda: settle_places(config, Findings(spec)),  # before anything starts, and without the weights
+        # before anything starts, and without the weights
+        lambda: settle_places(config, Findings(spec)),
     ):
         with pytest.raises(DataError, match=message) as raised:
             refused()
@@ -380,12 +481,20 @@ def trained_of(model: Path, config: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"lora": {"rank": 8}}, "lora.rank: 8 with trainer.backend=megatron, which trains no adapters"),
+        (
+            {"lora": {"rank": 8}},
+            "lora.rank: 8 with trainer.backend=megatron, which trains no adapters",
+        ),
         ({"model": {"adapter": "x"}}, "model.adapter: x with trainer.backend=megatron"),
-        ({"lora": {"rank": 8}, "model": {"adapter": "x"}, **FSDP}, "lora.rank: 8 beside model.adapter"),
+        (
+            {"lora": {"rank": 8}, "model": {"adapter": "x"}, **FSDP},
+            "lora.rank: 8 beside model.adapter",
+        ),
         ({"lora": {"alpha": 8.0}}, "lora.alpha: 8.0 would be read by nothing"),
     ],
 )
-def test_keys_that_do_not_fit_together_are_refused(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_keys_that_do_not_fit_together_are_refused(
+    sections: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValidationError, match=message):
         model_config(tmp_path, **sections)

@@ -1,4 +1,6 @@
-"""The rules of MindSpeed's activation, against a stand-in MindSpeed that breaks what the real one breaks."""
+"""The rules of MindSpeed's activation, against a stand-in MindSpeed that breaks what the real one
+breaks.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,11 @@ def run_with(stand_ins: dict[str, str], directory: Path, code: str) -> None:
         file = directory / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(textwrap.dedent(text))
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{directory}:{ROOT}", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": f"{directory}:{ROOT}",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
     command = [sys.executable, "-c", textwrap.dedent(code), "--an-argument-of-ours", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -118,7 +124,11 @@ def test_activation_keeps_the_rules_and_refuses_what_cannot_work(tmp_path: Path)
 
 
 def test_without_mindspeed_the_replacements_are_in_place(tmp_path: Path) -> None:
-    stand_ins = {name: text for name, text in STAND_INS.items() if not name.startswith(("megatron/", "mindspeed/"))}
+    stand_ins = {
+        name: text
+        for name, text in STAND_INS.items()
+        if not name.startswith(("megatron/", "mindspeed/"))
+    }
     run_with(
         stand_ins,
         tmp_path,

@@ -1,4 +1,6 @@
-"""A packed group equals its separate sequences, whatever is recomputed; and the check would see a wrong position."""
+"""A packed group equals its separate sequences, whatever is recomputed; and the check would see a
+wrong position.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def tokens() -> torch.Tensor:
-    return torch.randint(0, 128, (1, PROMPT + sum(RESPONSES)), generator=torch.Generator().manual_seed(3))
+    return torch.randint(
+        0, 128, (1, PROMPT + sum(RESPONSES)), generator=torch.Generator().manual_seed(3)
+    )
 
 
-def run_packed(stage: Any, tokens: torch.Tensor, layout: PrefixLayout, chunk: int = 64) -> torch.Tensor:
+def run_packed(
+    stage: Any, tokens: torch.Tensor, layout: PrefixLayout, chunk: int = 64
+) -> torch.Tensor:
     """Log-probs of all response tokens; gradients of their sum are left in the parameters."""
     rows = layout.predictor_rows()[PROMPT : tokens.shape[1]]
     output = stage(pad(tokens, layout.total), layout, rows, tokens[0, PROMPT:], 1.0, chunk)
@@ -84,7 +90,9 @@ def test_packed_group_equals_separate_sequences(model: Path, tokens: torch.Tenso
     assert worst_relative(gradients(packed), gradients(separate)) < 5e-6
 
 
-def test_the_comparison_sees_positions_that_do_not_restart(model: Path, tokens: torch.Tensor) -> None:
+def test_the_comparison_sees_positions_that_do_not_restart(
+    model: Path, tokens: torch.Tensor
+) -> None:
     wrong = NotRestarted.from_groups([(PROMPT, list(RESPONSES))])
     stage = loaded_stage(model)
     difference = (run_packed(stage, tokens, wrong) - run_separately(stage, tokens)).abs().max()
@@ -108,7 +116,9 @@ def test_bf16_stays_near_fp32(model: Path, tokens: torch.Tensor) -> None:
     assert ours.dtype == torch.float32
     assert (ours - theirs).abs().mean() < 0.05
     for name, gradient in gradients(wide).items():
-        cosine = torch.cosine_similarity(gradients(narrow)[name].float().flatten(), gradient.flatten(), dim=0)
+        cosine = torch.cosine_similarity(
+            gradients(narrow)[name].float().flatten(), gradient.flatten(), dim=0
+        )
         assert cosine > 0.99, f"{name}: {cosine:.4f}"
 
 
@@ -122,12 +132,16 @@ def test_wrong_shapes_are_refused_with_the_remedy(model: Path, tokens: torch.Ten
 def test_a_sessions_tree_has_the_gradients_of_its_branches_one_by_one_at_the_cost_of_its_unique_tokens(
     model: Path,
 ) -> None:
-    """Compaction, a sub-agent and a retry, as samples of a group: log-probs and gradients of the trained tokens."""
+    """Compaction, a sub-agent and a retry, as samples of a group: log-probs and gradients of the
+    trained tokens.
+    """
     numbers = np.random.default_rng(5)
 
     def written(count: int) -> Generation:
         logprobs = np.full(count, -0.5, np.float32)
-        return Generation(numbers.integers(0, 128, count, dtype=np.int32), logprobs, "", "stop", version=0)
+        return Generation(
+            numbers.integers(0, 128, count, dtype=np.int32), logprobs, "", "stop", version=0
+        )
 
     def shown(count: int) -> npt.NDArray[np.int32]:
         return numbers.integers(0, 128, count, dtype=np.int32)
@@ -151,7 +165,9 @@ def test_a_sessions_tree_has_the_gradients_of_its_branches_one_by_one_at_the_cos
 
     def run(stage: Any, microbatch: Any) -> torch.Tensor:
         layout = microbatch.layout
-        output = stage(microbatch.tokens[None], layout, microbatch.rows, microbatch.targets, 1.0, 64)
+        output = stage(
+            microbatch.tokens[None], layout, microbatch.rows, microbatch.targets, 1.0, 64
+        )
         output.logprobs.sum().backward()
         found: torch.Tensor = output.logprobs.detach()
         return found

@@ -11,15 +11,31 @@ from transformers import AutoModelForCausalLM
 
 from pa_npu.attention import PrefixLayout
 from pa_npu.families.spec import ModelSpec
-from tests.helpers.megatron import loaded_stage, model_config, relative_gradient_errors, single_process
+from tests.helpers.megatron import (
+    loaded_stage,
+    model_config,
+    relative_gradient_errors,
+    single_process,
+)
 from tests.helpers.models import make_model
 
 LENGTH = 24
-CASES = [("qwen2", False), ("qwen2", True), ("qwen3", True), ("qwen3", False), ("llama", False), ("llama", True)]
+CASES = [
+    ("qwen2", False),
+    ("qwen2", True),
+    ("qwen3", True),
+    ("qwen3", False),
+    ("llama", False),
+    ("llama", True),
+]
 MIXTURES = {
     "all sparse": {"num_hidden_layers": 2},
     "gate weights as they are": {"norm_topk_prob": False, "num_experts_per_tok": 3},
-    "dense layers among sparse ones": {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    "dense layers among sparse ones": {
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },
 }
 
 
@@ -30,12 +46,16 @@ def parallel_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
-def test_logprobs_entropy_and_gradients_equal_transformers(family: str, tied: bool, tmp_path: Path) -> None:
+def test_logprobs_entropy_and_gradients_equal_transformers(
+    family: str, tied: bool, tmp_path: Path
+) -> None:
     check_equal(make_model(tmp_path, family, tied=tied))
 
 
 @pytest.mark.parametrize("case", MIXTURES)
-def test_a_mixture_of_experts_computes_what_transformers_computes(case: str, tmp_path: Path) -> None:
+def test_a_mixture_of_experts_computes_what_transformers_computes(
+    case: str, tmp_path: Path
+) -> None:
     check_equal(make_model(tmp_path, "qwen3_moe", **MIXTURES[case]))
 
 

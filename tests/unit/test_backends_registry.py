@@ -26,7 +26,9 @@ def parameters(function: object) -> list[tuple[str, object]]:
     return [(name, item.default) for name, item in signature.parameters.items() if name != "self"]
 
 
-@pytest.mark.parametrize(("protocol", "implementation"), IMPLEMENTATIONS, ids=lambda value: value.__name__)
+@pytest.mark.parametrize(
+    ("protocol", "implementation"), IMPLEMENTATIONS, ids=lambda value: value.__name__
+)
 def test_an_implementation_has_the_protocols_members_with_their_parameters(
     protocol: type, implementation: type
 ) -> None:
@@ -37,7 +39,9 @@ def test_an_implementation_has_the_protocols_members_with_their_parameters(
             made = f"self.{name} = " in inspect.getsource(implementation.__init__)  # type: ignore[misc]
             assert made or hasattr(implementation, name), name
         else:
-            assert parameters(inspect.getattr_static(implementation, name)) == parameters(member), name
+            assert parameters(inspect.getattr_static(implementation, name)) == parameters(member), (
+                name
+            )
 
 
 def test_every_registered_backend_offers_what_the_registry_promises() -> None:
@@ -45,7 +49,9 @@ def test_every_registered_backend_offers_what_the_registry_promises() -> None:
     for name in _MODULES:
         module = backend_module(name)
         for function in ("create", "export_checkpoint"):
-            assert parameters(getattr(module, function)) == parameters(getattr(BackendModule, function)), (
+            assert parameters(getattr(module, function)) == parameters(
+                getattr(BackendModule, function)
+            ), (
                 name,
                 function,
             )
@@ -53,17 +59,23 @@ def test_every_registered_backend_offers_what_the_registry_promises() -> None:
 
 def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match=r"trainer.backend: 'deepspeed' is none of megatron, fsdp and not module:NAME; use one"
+        ConfigError,
+        match=r"trainer.backend: 'deepspeed' is none of megatron, fsdp and not module:NAME; use "
+        r"one",
     ):
         backend_module("deepspeed")
 
 
 def test_a_backend_of_ones_own_that_lacks_something_is_refused_with_what_it_lacks() -> None:
     with pytest.raises(
-        ConfigError, match=r"trainer.backend: json:dumps has no changes, fit, create, export_checkpoint\(\); see"
+        ConfigError,
+        match=r"trainer.backend: json:dumps has no changes, fit, create, export_checkpoint\(\); "
+        r"see",
     ):
         backend_module("json:dumps")
-    with pytest.raises(ConfigError, match=r"trainer.backend: nowhere:BACKEND cannot be imported .*No module named"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.backend: nowhere:BACKEND cannot be imported .*No module named"
+    ):
         backend_module("nowhere:BACKEND")
 
 
@@ -74,12 +86,17 @@ def test_a_platform_that_megatron_does_not_run_on_is_named() -> None:
         name = "tpu"
 
     assert fused_ops(PLATFORM) is PLATFORM.ops
-    with pytest.raises(UserError, match=r"trainer.backend: megatron does not run on tpu; set run.device to one of npu"):
+    with pytest.raises(
+        UserError,
+        match=r"trainer.backend: megatron does not run on tpu; set run.device to one of npu",
+    ):
         fused_ops(Other())
 
 
 def test_megatron_is_imported_by_creating_a_backend_only() -> None:
-    """The trainer, the registry and the list of patches are imported by processes that must not see Megatron."""
+    """The trainer, the registry and the list of patches are imported by processes that must not see
+    Megatron.
+    """
     code = (
         "import sys; import pa_npu.trainer.main, pa_npu.backends.megatron.patches; "
         "from pa_npu.backends.registry import backend_module; backend_module('megatron'); "

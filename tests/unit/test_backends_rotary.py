@@ -1,4 +1,6 @@
-"""Rotary positions equal those of transformers for every form in which a config.json may state them; other forms are refused."""
+"""Rotary positions equal those of transformers for every form in which a config.json may state
+them; other forms are refused.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,12 @@ CONFIG = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 131072,
 }
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 LINEAR = {"type": "linear", "factor": 4.0}
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -55,13 +62,28 @@ FORMS: dict[str, dict[str, Any]] = {
     "theta beside, scaling null": {"rope_theta": 5e5, "rope_scaling": None},
     "theta inside parameters": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
     "theta inside parameters, no type": {"rope_parameters": {"rope_theta": 5e5}},
-    "theta inside scaling only": {"rope_scaling": {"rope_theta": 5e5, "rope_type": "linear", "factor": 4.0}},
-    "theta inside and beside": {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
-    "theta inside scaling and beside": {"rope_theta": 1e4, "rope_scaling": {"rope_theta": 5e5, **LINEAR}},
+    "theta inside scaling only": {
+        "rope_scaling": {"rope_theta": 5e5, "rope_type": "linear", "factor": 4.0}
+    },
+    "theta inside and beside": {
+        "rope_theta": 1e4,
+        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
+    },
+    "theta inside scaling and beside": {
+        "rope_theta": 1e4,
+        "rope_scaling": {"rope_theta": 5e5, **LINEAR},
+    },
     "theta beside parameters": {"rope_theta": 5e5, "rope_parameters": LINEAR},
     "legacy type in scaling": {"rope_theta": 5e5, "rope_scaling": LINEAR},
     "legacy type in parameters": {"rope_parameters": {"rope_theta": 5e5, **LINEAR}},
-    "both types": {"rope_parameters": {"rope_theta": 5e5, "type": "linear", "rope_type": "default", "factor": 4.0}},
+    "both types": {
+        "rope_parameters": {
+            "rope_theta": 5e5,
+            "type": "linear",
+            "rope_type": "default",
+            "factor": 4.0,
+        }
+    },
     "both objects, linear in scaling": {
         "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
         "rope_scaling": LINEAR,
@@ -70,8 +92,14 @@ FORMS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_theta": 5e5, **LINEAR},
         "rope_scaling": {"rope_theta": 1e5, "rope_type": "default"},
     },
-    "both objects, scaling empty": {"rope_parameters": {"rope_theta": 5e5, **LINEAR}, "rope_scaling": {}},
-    "default with a factor": {"rope_theta": 5e5, "rope_scaling": {"type": "default", "factor": 4.0}},
+    "both objects, scaling empty": {
+        "rope_parameters": {"rope_theta": 5e5, **LINEAR},
+        "rope_scaling": {},
+    },
+    "default with a factor": {
+        "rope_theta": 5e5,
+        "rope_scaling": {"type": "default", "factor": 4.0},
+    },
     "llama3": {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
     "llama3, legacy type": {"rope_parameters": {"rope_theta": 5e5, "type": "llama3", **LLAMA3}},
     "llama3, original positions beside": {
@@ -87,7 +115,9 @@ FORMS: dict[str, dict[str, Any]] = {
         },
     },
 }
-del FORMS["llama3, original positions are all"]["rope_parameters"]["original_max_position_embeddings"]
+del FORMS["llama3, original positions are all"]["rope_parameters"][
+    "original_max_position_embeddings"
+]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -117,7 +147,10 @@ def test_the_table_grows_without_changing_its_rows() -> None:
     positions = torch.tensor([5, 255])
     before = table.rows(positions, 256, torch.float32)
     table.rows(torch.tensor([5000]), 5001, torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(before, table.rows(positions, 256, torch.float32), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(before, table.rows(positions, 256, torch.float32), strict=True)
+    )
 
 
 def test_every_scaling_changes_the_rows() -> None:
@@ -131,14 +164,29 @@ def test_every_scaling_changes_the_rows() -> None:
 @pytest.mark.parametrize(
     ("extra", "says"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope scaling 'yarn' is not supported"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope scaling 'dynamic' is not supported"),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope scaling 'longrope' is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope scaling 'yarn' is not supported",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "rope scaling 'dynamic' is not supported",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}},
+            "rope scaling 'longrope' is not supported",
+        ),
         ({"rope_scaling": {"rope_type": ["linear"], "factor": 4.0}}, "is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no 'low_freq_factor'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "has no 'factor'"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor: 0 is not a positive number"),
-        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}}, "is not below high_freq_factor"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 0}},
+            "factor: 0 is not a positive number",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
+            "is not below high_freq_factor",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "'full_attention' layers"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_theta": float("inf")}, "rope_theta: inf is not a positive number"),

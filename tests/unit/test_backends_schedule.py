@@ -32,7 +32,9 @@ def test_only_the_last_backward_runs_outside_of_no_sync(count: int) -> None:
         yield
         log.append("sync")
 
-    config = SimpleNamespace(no_sync_func=no_sync, finalize_model_grads_func=lambda models: log.append("finalise"))
+    config = SimpleNamespace(
+        no_sync_func=no_sync, finalize_model_grads_func=lambda models: log.append("finalise")
+    )
     taken: list[int] = []
     arriving = (taken.append(number) or number for number in range(count))
     model: Any = SimpleNamespace(config=config)

@@ -13,7 +13,10 @@ from tools.processes import ROOT
 
 
 def test_what_a_benchmark_has_started_ends_when_it_is_ended_by_sigterm(tmp_path: Path) -> None:
-    child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
+    child = (
+        "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(60)']); time.sleep(60)"
+    )
     program = f"""
 import pathlib, sys, time
 from tools.processes import end_on_sigterm, started
@@ -22,7 +25,9 @@ with started([sys.executable, "-c", {child!r}], pathlib.Path({str(tmp_path / "lo
     print(process.pid, flush=True)
     time.sleep(60)
 """
-    benchmark = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    benchmark = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert benchmark.stdout is not None
     with benchmark:
         group = int(benchmark.stdout.readline())

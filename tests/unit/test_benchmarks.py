@@ -29,7 +29,9 @@ def test_shares_of_an_ablation_add_up_and_what_two_bring_together_is_halved() ->
 
     shares = shapley(together)
     assert sum(shares) == pytest.approx(together((True, True, True)) - together(ALL_OFF))
-    assert shares == pytest.approx([gain + extra for gain, extra in zip(gains, (0.3, 0.0, 0.3), strict=True)])
+    assert shares == pytest.approx(
+        [gain + extra for gain, extra in zip(gains, (0.3, 0.0, 0.3), strict=True)]
+    )
 
 
 def test_the_ideal_of_scaling_is_that_of_the_slower_side() -> None:
@@ -47,7 +49,12 @@ def test_a_small_job_reaches_what_its_engines_and_replicas_allow(
     """The coordinator, its store and HTTP are real. Loose bounds: the machine may be busy."""
     monkeypatch.setattr(bench_scaling, "GROUPS_PER_ENGINE", 4)
     out = tmp_path / "rows.json"
-    assert bench_scaling.main(["--engines", "2", "--replicas", "", "--iterations", "2", "--json", str(out)]) == 0
+    assert (
+        bench_scaling.main(
+            ["--engines", "2", "--replicas", "", "--iterations", "2", "--json", str(out)]
+        )
+        == 0
+    )
     (row,) = [Row(**row) for row in json.loads(out.read_text())]
     assert (row.sweep, row.engines, row.replicas) == ("engines", 2, 1)
     assert 0.2 < row.of_ideal <= 1.001 and 0 < row.coordinator < 1
@@ -67,7 +74,11 @@ def test_every_case_of_staleness_is_a_configuration() -> None:
             config.schedule.tokens_per_update,
         )
     assert len(ratios) == 15
-    assert ratios["k1-sampling"] == (1, "sampling", None) and ratios["k4-uncorrected"] == (4, "proximal", None)
+    assert ratios["k1-sampling"] == (1, "sampling", None) and ratios["k4-uncorrected"] == (
+        4,
+        "proximal",
+        None,
+    )
     assert ratios["k1-sampling-budget"] == (1, "sampling", 2000)
 
 
@@ -75,14 +86,21 @@ def test_every_case_of_staleness_is_a_configuration() -> None:
 def test_every_mode_of_swaps_is_a_configuration(name: str, tmp_path: Path) -> None:
     keys = {"schedule": {"max_staleness": 1}, "publish": MODES[name]}
     config = bench_scaling.configuration(tmp_path, tmp_path / "run", 8, 4, ignore_eos=False, **keys)
-    assert [config.delays(1), config.swaps_in_turn(1)] == [name != "blocking", name == "delayed, rolling"]
+    assert [config.delays(1), config.swaps_in_turn(1)] == [
+        name != "blocking",
+        name == "delayed, rolling",
+    ]
 
 
-def test_a_line_of_a_chain_is_timed_with_as_many_groups_and_responses_of_the_same_lengths(tmp_path: Path) -> None:
+def test_a_line_of_a_chain_is_timed_with_as_many_groups_and_responses_of_the_same_lengths(
+    tmp_path: Path,
+) -> None:
     run = make_chained_run(tmp_path / "run", [step(0)], tmp_path / "model")
     (link,) = read_chain(run)
     responses = link.table()
     groups = bench_chain.groups_like(responses)
     assert len(groups) == link.groups
-    assert [length for group in groups for length in group.trained_lengths] == responses.rows["length"].tolist()
+    assert [length for group in groups for length in group.trained_lengths] == responses.rows[
+        "length"
+    ].tolist()
     assert bench_chain.IterationCost(iteration_s=4.0, line_s=0.004, responses=12).share == 0.001

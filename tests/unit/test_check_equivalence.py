@@ -41,7 +41,9 @@ def test_a_difference_beyond_a_variants_bound_ends_the_tool_with_1(
 
     monkeypatch.setattr(check_equivalence, "run", run)
     assert check_equivalence.main(["--work", str(tmp_path)], [variant]) == code
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(variant.name)]
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith(variant.name)
+    ]
     assert line.endswith(said)
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints that are not what was written: one line names the file and the next older one; nothing of it is run or trained."""
+"""Checkpoints that are not what was written: one line names the file and the next older one;
+nothing of it is run or trained.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class ShardedRun(Run):
 
     def make_learner(self) -> Learner:
         spec, timeline = ModelSpec.read(self.config.model.path), Timeline(None, "")
-        backend = backend_module("fsdp").create(self.config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline)
+        backend = backend_module("fsdp").create(
+            self.config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline
+        )
         return Learner(self.config, backend, PLATFORM, timeline)
 
 
@@ -72,7 +76,9 @@ def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 
     @cache
     def made(kind: str) -> Run:
-        run = (Run if kind == "megatron" else ShardedRun)(model, tmp_path_factory.mktemp("run"), **KINDS[kind])
+        run = (Run if kind == "megatron" else ShardedRun)(
+            model, tmp_path_factory.mktemp("run"), **KINDS[kind]
+        )
         for version in range(2):
             run.train(version)
             run.checkpoints.finish(version + 1)
@@ -98,10 +104,20 @@ def checkpoint(run: Run, tmp_path: Path) -> Path:
     return tmp_path / "checkpoints" / store.directory_name(2)
 
 
-def of_each_kind(cases: list[tuple[Callable[[Path], None], str]], at_once: set[tuple[str, Any]]) -> list[Any]:
-    """Parameters kind, damage, said: all of Megatron's and those of `at_once`; the others are nightly."""
+def of_each_kind(
+    cases: list[tuple[Callable[[Path], None], str]], at_once: set[tuple[str, Any]]
+) -> list[Any]:
+    """Parameters kind, damage, said: all of Megatron's and those of `at_once`; the others are
+    nightly.
+    """
     return [
-        pytest.param(kind, damage, said, marks=[] if fast else [pytest.mark.nightly], id=f"{kind}-{damage.__name__}")
+        pytest.param(
+            kind,
+            damage,
+            said,
+            marks=[] if fast else [pytest.mark.nightly],
+            id=f"{kind}-{damage.__name__}",
+        )
         for kind in KINDS
         for damage, said in cases
         if kind == "megatron" or damage is not forge_the_common_part  # which others have not
@@ -152,7 +168,11 @@ def test_what_is_not_what_was_written_is_refused_in_one_line_that_names_it_and_t
         else:
             export_checkpoint(checkpoint, checkpoint.parent / "hf")
     line = str(refused.value)
-    assert said in line and str(checkpoint) in line and f"the next older one is {older(checkpoint)}" in line
+    assert (
+        said in line
+        and str(checkpoint) in line
+        and f"the next older one is {older(checkpoint)}" in line
+    )
     assert not (checkpoint.parent / "made").exists() and not (checkpoint.parent / "hf").exists()
 
 
@@ -160,7 +180,10 @@ def test_what_is_not_what_was_written_is_refused_in_one_line_that_names_it_and_t
     ("kind", "damage", "said"),
     of_each_kind(
         [
-            (take_the_shard_of_another_version, "a file is of a checkpoint after 1 updates instead of 2"),
+            (
+                take_the_shard_of_another_version,
+                "a file is of a checkpoint after 1 updates instead of 2",
+            ),
             (forge_the_index, r"one of its files names (posix|nt)\.mkdir"),
             (forge_the_common_part, r"one of its files names (posix|nt)\.mkdir"),
         ],
@@ -181,7 +204,10 @@ def test_a_forger_who_signs_anew_neither_mixes_versions_nor_runs_code(
         return
     command = [sys.executable, "-m", "pa_npu.launcher", "export", "--checkpoint", str(checkpoint)]
     done = subprocess.run(
-        [*command, "--output", str(checkpoint.parent / "hf")], capture_output=True, text=True, timeout=120
+        [*command, "--output", str(checkpoint.parent / "hf")],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert not (checkpoint.parent / "made").exists()
@@ -200,8 +226,13 @@ def test_as_a_control_the_payloads_are_run_by_a_reader_that_trusts_them(tmp_path
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_masters_that_are_not_the_models_weights_are_refused(distributed: bool, model: Path, tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"model": {"dtype": "bf16"}, "trainer": {"distributed_optimizer": distributed}}
+def test_masters_that_are_not_the_models_weights_are_refused(
+    distributed: bool, model: Path, tmp_path: Path
+) -> None:
+    sections: dict[str, Any] = {
+        "model": {"dtype": "bf16"},
+        "trainer": {"distributed_optimizer": distributed},
+    }
     run = Run(model, tmp_path, **sections)
     run.train(0)
     run.checkpoints.finish(1)
@@ -211,7 +242,9 @@ def test_masters_that_are_not_the_models_weights_are_refused(distributed: bool, 
     with torch.no_grad():
         masters[0][0][0] += 1.0
     run.checkpoints.finish(2)
-    with pytest.raises(UserError, match=r"the optimizer's weights of .* are not those of the model"):
+    with pytest.raises(
+        UserError, match=r"the optimizer's weights of .* are not those of the model"
+    ):
         resume(run, run.directory / store.directory_name(2))
 
 
@@ -225,5 +258,6 @@ def test_a_checkpoint_of_a_release_without_digests_is_loaded_with_one_warning(
     with caplog.at_level(logging.WARNING):
         assert resume(run, checkpoint) == 2
     assert [record.message for record in caplog.records if "without digests" in record.message] == [
-        f"checkpoint {checkpoint} is of a release without digests: its files are checked by their sizes alone"
+        f"checkpoint {checkpoint} is of a release without digests: its files are checked by their "
+        "sizes alone"
     ]

@@ -105,8 +105,12 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_one_line_and_the_next_older
     assert store.newest(tmp_path) == (newest, "")
     damage(newest)  # type: ignore[operator]
     found, said = store.newest(tmp_path)
-    assert found == older and said.count("is skipped") == 1 and str(newest) in said and reason in said
-    with pytest.raises(UserError, match=r"checkpoint.load: .* is not a complete checkpoint: .*; give another"):
+    assert (
+        found == older and said.count("is skipped") == 1 and str(newest) in said and reason in said
+    )
+    with pytest.raises(
+        UserError, match=r"checkpoint.load: .* is not a complete checkpoint: .*; give another"
+    ):
         store.read_meta(newest)
 
 
@@ -126,7 +130,9 @@ META = asdict(make_meta(4, Path("nowhere"))) | {"files": {"__0_0.distcp": 7, ".m
 @example(content=json.dumps(META | {"files": {"long" * 64: 1}}).encode())
 @example(content=json.dumps(META | {"files": {"long/" * 512: 1}}).encode())
 @example(content=b" " * (65 << 20))
-def test_any_meta_data_are_those_of_a_checkpoint_or_what_is_wrong_in_one_line(written: Path, content: bytes) -> None:
+def test_any_meta_data_are_those_of_a_checkpoint_or_what_is_wrong_in_one_line(
+    written: Path, content: bytes
+) -> None:
     (written / store.META_FILE).write_bytes(content)
     problem = store.problem(written)
     if problem is None:
@@ -151,7 +157,9 @@ def test_what_is_not_complete_is_neither_found_nor_left_behind(tmp_path: Path) -
     said = store.clean(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["iteration_000002"]
     assert said == [f"checkpoint {tmp_path / 'iteration_000004'}: its incomplete files are removed"]
-    assert store.newest(tmp_path / "nowhere") == (None, "") and store.clean(tmp_path / "nowhere") == []
+    assert (
+        store.newest(tmp_path / "nowhere") == (None, "") and store.clean(tmp_path / "nowhere") == []
+    )
 
 
 @pytest.mark.parametrize("killed_before", [1, 2, 3])
@@ -181,7 +189,11 @@ def test_a_kill_at_any_step_of_replacing_a_checkpoint_leaves_a_complete_one_of_t
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(Path, "rename", step(Path.rename))
         real = store.shutil.rmtree
-        patch.setattr(store.shutil, "rmtree", lambda path, **o: step(real)(path, **o) if Path(path).exists() else None)
+        patch.setattr(
+            store.shutil,
+            "rmtree",
+            lambda path, **o: step(real)(path, **o) if Path(path).exists() else None,
+        )
         store.commit(directory, make_meta(4, directory))
     store.clean(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["iteration_000004"]

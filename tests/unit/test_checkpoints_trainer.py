@@ -1,4 +1,6 @@
-"""Checkpoints of one process: the version that was scheduled is saved, whatever fails costs a line, everything comes back."""
+"""Checkpoints of one process: the version that was scheduled is saved, whatever fails costs a line,
+everything comes back.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class Run:
         self.directory = directory / "checkpoints"
         self.checkpoints = Checkpointing(self.config, self.learner, self.data, Timeline(None, ""))
 
-    def configure(self, model: Path, directory: Path, sections: dict[str, dict[str, Any]]) -> Config:
+    def configure(
+        self, model: Path, directory: Path, sections: dict[str, dict[str, Any]]
+    ) -> Config:
         return make_config(model, run={"dir": str(directory)}, **sections)
 
     def make_learner(self) -> Learner:
@@ -89,11 +93,17 @@ class Run:
         return numbers(consume(self.learner, source(groups, version), 1).report)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in self.stage.policy.named_parameters()}
+        return {
+            name: tensor.detach().clone() for name, tensor in self.stage.policy.named_parameters()
+        }
 
     def moment_tensors(self) -> list[torch.Tensor]:
         (optimizer,) = self.backend._optimizer.chained_optimizers
-        return [state[name] for state in optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        return [
+            state[name]
+            for state in optimizer.optimizer.state.values()
+            for name in ("exp_avg", "exp_avg_sq")
+        ]
 
     def moments(self) -> dict[str, torch.Tensor]:
         return {str(number): tensor.clone() for number, tensor in enumerate(self.moment_tensors())}
@@ -103,7 +113,9 @@ class Run:
 
 
 def until_failed(run: Run, version: int) -> dict[str, float]:
-    """The numbers of the border, with nothing due, at which the write in progress turns out to have failed."""
+    """The numbers of the border, with nothing due, at which the write in progress turns out to have
+    failed.
+    """
     deadline = time.monotonic() + 30
     while "checkpoint_failed" not in (border := numbers(run.checkpoints.at_border(version))):
         assert time.monotonic() < deadline, "the write has not failed within 30 s"
@@ -127,7 +139,9 @@ def held(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """A disk that is full after `size` bytes, as far as this process and its children are concerned."""
+    """A disk that is full after `size` bytes, as far as this process and its children are
+    concerned.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -151,9 +165,11 @@ class Late:
 def test_what_is_saved_is_the_version_that_was_scheduled_although_it_changed_since(
     forked: bool, distributed: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer is held until weights and moments have changed. Without the fork, as a control, the change is saved.
+    """The writer is held until weights and moments have changed. Without the fork, as a control,
+    the change is saved.
 
-    The control's optimizer is the plain one: since core 0.13 the distributed one gathers copies of its state.
+    The control's optimizer is the plain one: since core 0.13 the distributed one gathers copies of
+    its state.
     """
     trainer = {"distributed_optimizer": distributed}
     run = Run(model, tmp_path, trainer=trainer)
@@ -174,9 +190,16 @@ def test_what_is_saved_is_the_version_that_was_scheduled_although_it_changed_sin
     os.close(wait)
     os.close(go)
 
-    resumed = Run(model, tmp_path, trainer=trainer, checkpoint={"load": str(run.directory / "iteration_000001")})
+    resumed = Run(
+        model,
+        tmp_path,
+        trainer=trainer,
+        checkpoint={"load": str(run.directory / "iteration_000001")},
+    )
     if not forked:  # a snapshot can be told from the memory itself, and a resume does
-        with pytest.raises(DataError, match="optimizer's state of rank 0 is not the one that was saved"):
+        with pytest.raises(
+            DataError, match="optimizer's state of rank 0 is not the one that was saved"
+        ):
             resumed.checkpoints.load()
         return
     assert resumed.checkpoints.load() == 1
@@ -203,7 +226,11 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_it_is_completed_at_a
     run.checkpoints.finish(4)
     assert run.complete() == [2, 4]
     meta = store.read_meta(run.directory / "iteration_000002")
-    assert (meta.version, meta.updates, meta.data) == (2, 2, {"position": 2 * GROUPS, "fingerprint": "prompts"})
+    assert (meta.version, meta.updates, meta.data) == (
+        2,
+        2,
+        {"position": 2 * GROUPS, "fingerprint": "prompts"},
+    )
 
 
 def test_a_checkpoint_that_is_given_to_others_holds_no_secret_and_a_change_of_one_is_seen(
@@ -225,11 +252,18 @@ def test_a_checkpoint_that_is_given_to_others_holds_no_secret_and_a_change_of_on
     run.train(0)
     run.checkpoints.finish(1)
     directory = run.directory / "iteration_000001"
-    assert not [file for file in directory.rglob("*") if file.is_file() and b"S3CRET" in file.read_bytes()]
+    assert not [
+        file for file in directory.rglob("*") if file.is_file() and b"S3CRET" in file.read_bytes()
+    ]
     assert stat.S_IMODE((directory / store.META_FILE).stat().st_mode) == 0o600
     saved = store.read_meta(directory).config
-    assert saved["rollout"]["extra_args"][2:] == ["--seed", "1"] and saved["rollout"]["max_response_tokens"] > 0
-    assert check_continuation(saved, run.config, "C") is None and differences(saved, run.config) == []
+    assert (
+        saved["rollout"]["extra_args"][2:] == ["--seed", "1"]
+        and saved["rollout"]["max_response_tokens"] > 0
+    )
+    assert (
+        check_continuation(saved, run.config, "C") is None and differences(saved, run.config) == []
+    )
     Config.model_validate(saved)  # as export does
 
     other = run.configure(model, tmp_path, {"checkpoint": {"every": 1}, **sections("S3CRET-2")})
@@ -260,12 +294,17 @@ def test_a_full_disk_costs_a_line_and_no_more_until_the_last_checkpoint(
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("pa_npu")]
     assert "iteration_000004 could not be written (rank 0: File too large" in line, line
     assert f"usable: {run.directory / 'iteration_000002'}" in line
-    assert [path.name for path in run.directory.iterdir()] == ["iteration_000002"], "its files are still there"
+    assert [path.name for path in run.directory.iterdir()] == ["iteration_000002"], (
+        "its files are still there"
+    )
 
     run.checkpoints.at_border(6)
     run.checkpoints.finish(6)
     assert run.complete() == [2, 6]
-    with largest_file(2**16), pytest.raises(CheckpointError, match=r"of version 8, could not .*usable: .*000006"):
+    with (
+        largest_file(2**16),
+        pytest.raises(CheckpointError, match=r"of version 8, could not .*usable: .*000006"),
+    ):
         run.checkpoints.finish(8)
     assert run.complete() == [2, 6]
 
@@ -337,8 +376,12 @@ def test_retention_reads_the_evaluations_of_the_run(model: Path, tmp_path: Path)
     assert run.complete() == [2, 3]
 
 
-def test_a_reference_refreshed_since_comes_back_and_the_next_steps_are_the_same(model: Path, tmp_path: Path) -> None:
-    """Version 3 lies between the refreshes of 2 and 4; a reference of the HF model would give another loss."""
+def test_a_reference_refreshed_since_comes_back_and_the_next_steps_are_the_same(
+    model: Path, tmp_path: Path
+) -> None:
+    """Version 3 lies between the refreshes of 2 and 4; a reference of the HF model would give
+    another loss.
+    """
     sections: dict[str, dict[str, Any]] = {
         "algorithm": {"kl_coef": 0.5, "reference_refresh_every": 2},
         "optimizer": {"learning_rate": 1e-2},
@@ -348,7 +391,10 @@ def test_a_reference_refreshed_since_comes_back_and_the_next_steps_are_the_same(
         run.train(version)
         run.checkpoints.at_border(version + 1)
     run.checkpoints.finish(3)
-    assert store.read_meta(run.directory / "iteration_000001").reference == {"version": 0, "saved": False}
+    assert store.read_meta(run.directory / "iteration_000001").reference == {
+        "version": 0,
+        "saved": False,
+    }
     expected = [run.train(version) for version in (3, 4)]
 
     load = str(run.directory / "iteration_000003")
@@ -364,7 +410,9 @@ def test_a_reference_refreshed_since_comes_back_and_the_next_steps_are_the_same(
     first_kl.stage.frozen["reference"].load_state_dict(
         make_learner(first_kl.config)[1].frozen["reference"].state_dict()
     )
-    assert first_kl.train(3)["kl"] != expected[0]["kl"], "the refreshed reference makes no difference here"
+    assert first_kl.train(3)["kl"] != expected[0]["kl"], (
+        "the refreshed reference makes no difference here"
+    )
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -383,7 +431,9 @@ def test_every_kind_of_optimizer_comes_back(
     weights, moments = run.weights(), run.moments()
     run.train(1)
     run.checkpoints.finish(1)
-    resumed = Run(model, tmp_path, checkpoint={"load": str(run.directory / "iteration_000001")}, **sections)
+    resumed = Run(
+        model, tmp_path, checkpoint={"load": str(run.directory / "iteration_000001")}, **sections
+    )
     resumed.checkpoints.load()
     assert same(resumed.weights(), weights) and same(resumed.moments(), moments)
     resumed.train(1)
@@ -404,7 +454,9 @@ def test_random_numbers_go_on_where_they_were(model: Path, tmp_path: Path) -> No
     expected = draw()
     run.checkpoints.finish(1)
     assert draw() != expected
-    Run(model, tmp_path, checkpoint={"load": str(run.directory / "iteration_000001")}).checkpoints.load()
+    Run(
+        model, tmp_path, checkpoint={"load": str(run.directory / "iteration_000001")}
+    ).checkpoints.load()
     assert draw() == expected
 
 
@@ -427,7 +479,9 @@ def test_a_new_learning_rate_is_not_undone_by_the_checkpoint_and_the_schedule_go
     assert resumed.train(2)["learning_rate"] == pytest.approx(1e-2 * 3 / 4)
     group = resumed.backend._optimizer.param_groups[0]
     assert (group["betas"], group["eps"]) == ((0.9, 0.9), 1e-5)
-    same_config = Run(model, tmp_path, checkpoint=load, optimizer={"learning_rate": 1e-3, **schedule})
+    same_config = Run(
+        model, tmp_path, checkpoint=load, optimizer={"learning_rate": 1e-3, **schedule}
+    )
     same_config.checkpoints.load()
     assert same_config.train(2)["learning_rate"] == pytest.approx(1e-3 * 3 / 4)
 
@@ -435,10 +489,15 @@ def test_a_new_learning_rate_is_not_undone_by_the_checkpoint_and_the_schedule_go
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"checkpoint": {"keep_best": 1}}, "keep_best: 1 has no effect with checkpoint.keep_last = 0"),
+        (
+            {"checkpoint": {"keep_best": 1}},
+            "keep_best: 1 has no effect with checkpoint.keep_last = 0",
+        ),
         ({"checkpoint": {"keep_best": 1, "keep_last": 1}}, "without evaluations in between"),
     ],
 )
-def test_retention_that_could_not_work_is_refused(sections: dict[str, Any], message: str, model: Path) -> None:
+def test_retention_that_could_not_work_is_refused(
+    sections: dict[str, Any], message: str, model: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         make_config(model, **sections)

@@ -1,4 +1,6 @@
-"""The command line and the Python interface lose no character of a text, and take `~` for the home directory everywhere."""
+"""The command line and the Python interface lose no character of a text, and take `~` for the home
+directory everywhere.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,11 @@ def value_at(config: Config, key: str) -> Any:
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_of_the_command_line_is_what_was_given(text: str, tmp_path: Path) -> None:
     keys = ["data.instruction", "data.system_prompt", "reward.functions.0.pattern"]
-    given = [*BARE, "reward.functions=[{name: format, pattern: x}]", *(f"{key}={text}" for key in keys)]
+    given = [
+        *BARE,
+        "reward.functions=[{name: format, pattern: x}]",
+        *(f"{key}={text}" for key in keys),
+    ]
     config = load_config([], given)
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(config), encoding="utf-8")
@@ -80,7 +86,18 @@ def test_a_text_of_the_command_line_is_what_was_given(text: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "path", ["runs/try #2", "my set #2.jsonl", "[draft] set.jsonl", "a: b", "2024", " spaced", "*.jsonl", "&x", "- x"]
+    "path",
+    [
+        "runs/try #2",
+        "my set #2.jsonl",
+        "[draft] set.jsonl",
+        "a: b",
+        "2024",
+        " spaced",
+        "*.jsonl",
+        "&x",
+        "- x",
+    ],
 )
 def test_a_path_of_the_command_line_is_what_was_given(path: str) -> None:
     keys = ["run.dir", "data.train", "data.test", "model.path", "checkpoint.load"]
@@ -105,19 +122,26 @@ def test_lists_sections_and_no_value_are_still_yaml() -> None:
     )
     assert [dataset.path for dataset in config.data.datasets] == ["a # b", "c"]
     assert (config.data.system_prompt, config.data.instruction) == (None, None)
-    assert config.rollout.extra_args == ("--a # b",) and config.rollout.env == {"HINT": "after ####"}
+    assert config.rollout.extra_args == ("--a # b",) and config.rollout.env == {
+        "HINT": "after ####"
+    }
     assert config.environment.options == {"hint": "after ####"}
 
 
 def test_a_text_that_all_stands_in_quotes_may_hold_escapes() -> None:
-    config = load_config([], [*BARE, 'data.instruction="one\\ntwo"', "data.system_prompt='it''s # here'"])
+    config = load_config(
+        [], [*BARE, 'data.instruction="one\\ntwo"', "data.system_prompt='it''s # here'"]
+    )
     assert (config.data.instruction, config.data.system_prompt) == ("one\ntwo", "it's # here")
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("rollout.engines=2 # of three", "YAML takes what follows # for a comment; put the text in quotes"),
+        (
+            "rollout.engines=2 # of three",
+            "YAML takes what follows # for a comment; put the text in quotes",
+        ),
         ("rollout.extra_args=[--a] #--b", "YAML takes what follows # for a comment"),
         ("environment.options.hint=after ####", "YAML takes what follows # for a comment"),
         ("environment.options.hint=#### first", "YAML takes what follows # for a comment"),
@@ -125,12 +149,17 @@ def test_a_text_that_all_stands_in_quotes_may_hold_escapes() -> None:
         ("data.template_options={a: &b c}", "& and * begin YAML's anchors"),
         ("data.instruction=a\x07b", "holds control characters"),
         ("data.instruction=\udcff", "holds control characters"),
-        ('data.instruction="in \\boxed{}"', "holds the control character '\\x08'; in YAML's double quotes"),
+        (
+            'data.instruction="in \\boxed{}"',
+            "holds the control character '\\x08'; in YAML's double quotes",
+        ),
         ("data.test=", 'data.test: "" is not allowed'),
         ("run.dir=", 'run.dir: "" is not allowed'),
     ],
 )
-def test_what_would_be_lost_of_other_values_is_refused_in_a_line(override: str, expected: str) -> None:
+def test_what_would_be_lost_of_other_values_is_refused_in_a_line(
+    override: str, expected: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config([], [*BARE, override])
     assert expected in str(refused.value) and "\n" not in str(refused.value)
@@ -139,7 +168,9 @@ def test_what_would_be_lost_of_other_values_is_refused_in_a_line(override: str, 
 def test_a_control_character_of_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text('data: {train: t, instruction: "Put it in \\boxed{}"}\nmodel: {path: m}\n')
-    with pytest.raises(ConfigError, match=r"c\.yaml:1: data\.instruction: .* holds the control character"):
+    with pytest.raises(
+        ConfigError, match=r"c\.yaml:1: data\.instruction: .* holds the control character"
+    ):
         load_config([str(file)])
     file.write_text("data: {train: t, instruction: 'Put it in \\boxed{}'}\nmodel: {path: m}\n")
     assert load_config([str(file)]).data.instruction == "Put it in \\boxed{}"
@@ -165,7 +196,15 @@ def test_evaluate_takes_paths_as_they_are(monkeypatch: pytest.MonkeyPatch) -> No
     assert config.data.instruction == "after ####"
 
 
-PATH_KEYS = ["run.dir", "model.path", "model.adapter", "data.train", "data.test", "rollout.python", "checkpoint.load"]
+PATH_KEYS = [
+    "run.dir",
+    "model.path",
+    "model.adapter",
+    "data.train",
+    "data.test",
+    "rollout.python",
+    "checkpoint.load",
+]
 
 
 @pytest.mark.parametrize("key", PATH_KEYS)
@@ -195,7 +234,9 @@ def read_yaml_value(text: str, key: str, directory: Path) -> Any:
     return read_yaml(str(file))[0][section][name]
 
 
-def test_a_leading_tilde_is_the_home_directory_inside_lists_and_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leading_tilde_is_the_home_directory_inside_lists_and_sets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     root = re.escape("/")
     user = os.path.expanduser("~root")
@@ -210,7 +251,10 @@ def test_a_leading_tilde_is_the_home_directory_inside_lists_and_sets(monkeypatch
     )
     assert config.model.path == f"{user}/m" and re.match(root, user)
     assert [dataset.path for dataset in config.data.datasets] == ["/home/somebody/a.jsonl", "b~/c"]
-    assert [held_out.path for held_out in config.evaluation_sets.values()] == ["/home/somebody/e", "/home/somebody/f"]
+    assert [held_out.path for held_out in config.evaluation_sets.values()] == [
+        "/home/somebody/e",
+        "/home/somebody/f",
+    ]
     assert config.data.chat_template == "/home/somebody/t.jinja"
 
 
@@ -225,7 +269,10 @@ def test_a_leading_tilde_is_the_home_directory_inside_lists_and_sets(monkeypatch
     ],
 )
 def test_options_take_a_tilde_too(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/somebody")
@@ -248,7 +295,9 @@ def test_options_take_a_tilde_too(
         ("runs/`date`", "holds a variable"),
     ],
 )
-def test_a_run_goes_into_no_directory_that_is_called_like_a_url_or_a_variable(path: str, why: str) -> None:
+def test_a_run_goes_into_no_directory_that_is_called_like_a_url_or_a_variable(
+    path: str, why: str
+) -> None:
     with pytest.raises(ConfigError, match=f"run\\.dir: .* {re.escape(why)}"):
         load_config([], [*BARE, f"run.dir={path}"])
     with pytest.raises(ConfigError, match=f"--output|run.dir: .* {re.escape(why)}"):
@@ -263,11 +312,18 @@ def test_unusual_directories_that_are_meant_are_taken(path: str) -> None:
     assert load_config([], [*BARE, f"run.dir={path}"]).run.dir == path
 
 
-def test_the_python_interface_takes_values_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_interface_takes_values_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "c.yaml").write_text("model: {path: m}\ndata: {train: t}\n")
     text = '"quoted" # and more'
-    run = Run("~/c.yaml", {"data.instruction": text, "run.dir": tmp_path / "try #2", "data.test": None})
+    run = Run(
+        "~/c.yaml", {"data.instruction": text, "run.dir": tmp_path / "try #2", "data.test": None}
+    )
     assert run.config.data.instruction == text and run.dir == tmp_path / "try #2"
     again = Run(run.config, {"evaluate.sets.a": "my set #2.jsonl", "data.system_prompt": "null"})
-    assert again.config.evaluate.sets == {"a": "my set #2.jsonl"} and again.config.data.system_prompt == "null"
+    assert (
+        again.config.evaluate.sets == {"a": "my set #2.jsonl"}
+        and again.config.data.system_prompt == "null"
+    )

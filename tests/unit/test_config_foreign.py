@@ -119,27 +119,43 @@ trainer: {total_training_steps: 100, n_gpus_per_node: 8, nnodes: 1, save_freq: -
 """
 
 
-def test_a_file_of_trl_becomes_a_configuration_and_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_trl_becomes_a_configuration_and_a_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     theirs, ours = tmp_path / "grpo.yaml", tmp_path / "ours.yaml"
     theirs.write_text(TRL)
     assert main(["--from", "trl", str(theirs), "--output", str(ours)]) == 0
     lost = capsys.readouterr().err.splitlines()
     config = load_config([str(ours)])
     assert (config.microbatch.responses, config.schedule.updates_per_iteration) == (8, 1)
-    assert (config.model.path, config.model.dtype, config.run.dir) == ("models/Qwen2.5-7B", "bf16", "runs/trl")
+    assert (config.model.path, config.model.dtype, config.run.dir) == (
+        "models/Qwen2.5-7B",
+        "bf16",
+        "runs/trl",
+    )
     assert (config.optimizer.learning_rate, config.optimizer.warmup_iterations) == (1e-6, 10)
     assert (config.rollout.responses_per_prompt, config.schedule.prompts_per_iteration) == (16, 32)
-    assert (config.algorithm.clip_low, config.algorithm.clip_high, config.algorithm.kl_coef) == (0.2, 0.28, 0.001)
+    assert (config.algorithm.clip_low, config.algorithm.clip_high, config.algorithm.kl_coef) == (
+        0.2,
+        0.28,
+        0.001,
+    )
     assert (config.algorithm.aggregation, config.algorithm.advantage) == ("dr-grpo", "centred")
     assert (config.algorithm.importance_sampling, config.algorithm.importance_cap) == ("token", 3.0)
     assert (config.schedule.iterations, config.checkpoint.every) == (300, 50)
-    named = [line.split(": ")[1].split(" = ")[0] for line in lost if line.startswith("not translated: ")]
+    named = [
+        line.split(": ")[1].split(" = ")[0] for line in lost if line.startswith("not translated: ")
+    ]
     assert set(named) == {"top_k", "num_iterations"}
     assert config.telemetry.trackers == ("wandb",)
     (hub,) = [
-        line for line in lost if line.startswith("changed: data.train = trl-lib/DeepMath-103K: is a name on a hub")
+        line
+        for line in lost
+        if line.startswith("changed: data.train = trl-lib/DeepMath-103K: is a name on a hub")
     ]
-    assert config.data.train == "trl-lib/DeepMath-103K" and hub.endswith("set this to its directory")
+    assert config.data.train == "trl-lib/DeepMath-103K" and hub.endswith(
+        "set this to its directory"
+    )
 
 
 def test_a_file_of_verl_becomes_a_configuration_and_a_list() -> None:
@@ -149,37 +165,60 @@ def test_a_file_of_verl_becomes_a_configuration_and_a_list() -> None:
         "path": "data/gsm8k/test.parquet",
         "max_rows": 200,
     }
-    assert values["schedule.prompts_per_iteration"] == 1024 and values["schedule.updates_per_iteration"] == 4
+    assert (
+        values["schedule.prompts_per_iteration"] == 1024
+        and values["schedule.updates_per_iteration"] == 4
+    )
     assert values["data.overlong_prompt"] == "skip"
     assert values["data.question_column"] == "problem"
     assert values["data.template_options"] == {"enable_thinking": False}
-    assert (values["algorithm.kl_coef"], values["algorithm.kl_in"], values["algorithm.kl_estimator"]) == (
+    assert (
+        values["algorithm.kl_coef"],
+        values["algorithm.kl_in"],
+        values["algorithm.kl_estimator"],
+    ) == (
         0.001,
         "loss",
         "k3",
     )
-    assert (values["algorithm.clip_low"], values["algorithm.clip_high"], values["algorithm.dual_clip"]) == (
+    assert (
+        values["algorithm.clip_low"],
+        values["algorithm.clip_high"],
+        values["algorithm.dual_clip"],
+    ) == (
         0.2,
         0.28,
         10.0,
     )
     assert values["optimizer.betas"] == [0.9, 0.999]
     assert values["trainer.tensor_parallel"] == 2
-    assert values["algorithm.aggregation"] == "sequence-mean" and values["algorithm.advantage"] == "group-std"
+    assert (
+        values["algorithm.aggregation"] == "sequence-mean"
+        and values["algorithm.advantage"] == "group-std"
+    )
     assert (values["checkpoint.every"], values["schedule.evaluate_every"]) == (0, 5)
     assert values["telemetry.trackers"] == ["wandb"]
     assert set(imported.untranslated) == {
         "actor_rollout_ref.actor.megatron.context_parallel_size",
     }
-    assert (values["trainer.backend"], values["trainer.devices"], values["rollout.engines"]) == ("megatron", 8, 4)
-    assert values["placement.colocate"] and values["data.answer_column"] == "reward_model.ground_truth"
+    assert (values["trainer.backend"], values["trainer.devices"], values["rollout.engines"]) == (
+        "megatron",
+        8,
+        4,
+    )
+    assert (
+        values["placement.colocate"] and values["data.answer_column"] == "reward_model.ground_truth"
+    )
     assert set(values) <= OURS
 
 
 def test_trackers_without_a_counterpart_are_listed_and_none_is_an_empty_list() -> None:
     several = import_config("trl", {"report_to": ["tensorboard", "clearml"], "adam_beta1": 0.8})
     values = several.values
-    assert (values["telemetry.trackers"], values["optimizer.betas"]) == (["tensorboard"], [0.8, 0.999])
+    assert (values["telemetry.trackers"], values["optimizer.betas"]) == (
+        ["tensorboard"],
+        [0.8, 0.999],
+    )
     assert list(several.untranslated) == ["report_to"]
     assert import_config("trl", {"report_to": "none"}).values["telemetry.trackers"] == []
 
@@ -194,8 +233,12 @@ def test_every_key_is_translated_or_listed_or_known_to_be_unneeded() -> None:
         }
 
 
-@pytest.mark.parametrize("text", ["epsilon: [1]\ngeneration_batch_size: x", "- 1", "warmup_steps: x"])
-def test_a_file_of_something_else_is_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "text", ["epsilon: [1]\ngeneration_batch_size: x", "- 1", "warmup_steps: x"]
+)
+def test_a_file_of_something_else_is_one_line(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "x.yaml").write_text(text)
     assert main(["--from", "trl", str(tmp_path / "x.yaml")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -273,8 +316,14 @@ def test_verls_shell_script_is_read_as_bash_reads_it(
     tmp_path: Path, home: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, lost = imported_file(tmp_path / "run.sh", "verl", SCRIPT, capsys)
-    assert (config.data.train, config.data.test) == ("/home/me/verl/train.parquet", "/home/me/verl/test.parquet")
-    assert (config.model.path, config.trainer.backend) == ("/home/me/verl/models/Qwen3-8B", "megatron")
+    assert (config.data.train, config.data.test) == (
+        "/home/me/verl/train.parquet",
+        "/home/me/verl/test.parquet",
+    )
+    assert (config.model.path, config.trainer.backend) == (
+        "/home/me/verl/models/Qwen3-8B",
+        "megatron",
+    )
     assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (2048, 4096)
     assert (config.schedule.prompts_per_iteration, config.schedule.updates_per_iteration) == (64, 4)
     assert (config.optimizer.learning_rate, config.microbatch.max_tokens) == (1e-6, 12288)
@@ -282,10 +331,20 @@ def test_verls_shell_script_is_read_as_bash_reads_it(
     assert (config.telemetry.trackers, config.telemetry.project) == (("wandb",), "GRPO-Qwen3")
     assert (config.schedule.evaluate_every, config.checkpoint.every) == (5, 20)
     actor = "actor_rollout_ref.actor.megatron"
-    assert set(lost) == {f"{actor}.param_offload", "trainer.experiment_name", "trainer.n_gpus_per_node"}
-    assert config.trainer.recompute == "full" and not config.placement.colocate, "how many devices, nobody knows"
-    assert lost["trainer.experiment_name"].startswith("line 11: the output of `date +%m%d`; it cannot be read without")
-    assert lost["trainer.n_gpus_per_node"].startswith("line 45: $GPUS_OF_NOBODY is set neither in the script nor in")
+    assert set(lost) == {
+        f"{actor}.param_offload",
+        "trainer.experiment_name",
+        "trainer.n_gpus_per_node",
+    }
+    assert config.trainer.recompute == "full" and not config.placement.colocate, (
+        "how many devices, nobody knows"
+    )
+    assert lost["trainer.experiment_name"].startswith(
+        "line 11: the output of `date +%m%d`; it cannot be read without"
+    )
+    assert lost["trainer.n_gpus_per_node"].startswith(
+        "line 45: $GPUS_OF_NOBODY is set neither in the script nor in"
+    )
     assert "`offload` is set where a condition or a loop decides" in lost[f"{actor}.param_offload"]
 
 
@@ -302,7 +361,8 @@ def test_a_script_sees_the_environment_as_it_would_when_it_runs(
     "script",
     [
         SCRIPT.replace("$(date +%m%d)", "0101").replace("${GPUS_OF_NOBODY}", "8"),
-        'A="x y"; main_ppo a=$A b="$A" c=\'$A\' d=${A}z e="${A:-q}" f=${B:-"p q"} g=${B-} h="${A:+set}${B:+not}"',
+        'A="x y"; main_ppo a=$A b="$A" c=\'$A\' d=${A}z e="${A:-q}" f=${B:-"p q"} g=${B-} '
+        'h="${A:+set}${B:+not}"',
         'A=(k.a=1 \'k.b=2 3\'); A+=(k.c=4)\nmain_ppo ${A[@]} "${A[@]}" x="${A[@]}"',
         "A=a; A+=b; B='it'\\''s'\nmain_ppo $A=$B \\\n  x=1 # \\\n  y=2",
         'main_ppo x=$((2 * (3 + 4) - 1)) y=$(( -7 % 4 )) z="a\\"b\\$c" w=\\$HOME v=a#b "$@" # c=1',
@@ -315,13 +375,29 @@ def test_a_scripts_words_are_bashs(script: str, tmp_path: Path, home: None) -> N
     (tmp_path / "main_ppo").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$WORDS"\n')
     (tmp_path / "main_ppo").chmod(0o700)
     text = script.replace("python3 -m verl.trainer.main_ppo", "main_ppo")
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "WORDS": str(tmp_path / "words")}
-    subprocess.run(["bash", "-c", text], env=environment, cwd=tmp_path, check=True, capture_output=True, timeout=30)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "WORDS": str(tmp_path / "words"),
+    }
+    subprocess.run(
+        ["bash", "-c", text],
+        env=environment,
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        timeout=30,
+    )
     expected = (tmp_path / "words").read_text().splitlines()
     found = _Script(text)
     (words,) = [words for _, words in found.commands() if "main_ppo" in words]
-    ours = [found.variables["offload"][0] if "\0" in word else word for word in words[words.index("main_ppo") + 1 :]]
-    theirs = [word if "param_offload" not in word else found.variables["offload"][0] for word in expected]
+    ours = [
+        found.variables["offload"][0] if "\0" in word else word
+        for word in words[words.index("main_ppo") + 1 :]
+    ]
+    theirs = [
+        word if "param_offload" not in word else found.variables["offload"][0] for word in expected
+    ]
     assert ours == theirs
 
 
@@ -371,7 +447,9 @@ def main():
 """
 
 
-def test_trls_program_is_read_without_being_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trls_program_is_read_without_being_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, lost = imported_file(tmp_path / "train.py", "trl", PROGRAM, capsys)
     assert (config.model.path, config.data.train, config.run.dir) == (
         "Qwen/Qwen2.5-1.5B-Instruct",
@@ -385,21 +463,34 @@ def test_trls_program_is_read_without_being_run(tmp_path: Path, capsys: pytest.C
     assert set(lost) == {"reward_funcs", "max_steps"}
     assert (config.data.test, config.model.dtype) == ("openai/gsm8k", "bf16")
     assert lost["max_steps"] == (
-        "compute_steps(): line 29: no literal; it cannot be read without running the program; set schedule.iterations"
+        "compute_steps(): line 29: no literal; it cannot be read without running the program; set "
+        "schedule.iterations"
     )
-    assert "'correct'" in lost["reward_funcs"] and "reward.functions=[{name: 'MODULE:correct'}]" in lost["reward_funcs"]
+    assert (
+        "'correct'" in lost["reward_funcs"]
+        and "reward.functions=[{name: 'MODULE:correct'}]" in lost["reward_funcs"]
+    )
 
 
 def test_options_of_trls_command_line_are_read_from_a_script(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = (
-        "LR=2e-6\naccelerate launch --num_processes 8 train_grpo.py --model_name_or_path m --learning_rate=$LR \\\n"
-        "  --dataset_name t.jsonl --num_generations 4 --gradient_checkpointing --report_to wandb tensorboard\n"
+        "LR=2e-6\naccelerate launch --num_processes 8 train_grpo.py --model_name_or_path m "
+        "--learning_rate=$LR \\\n"
+        "  --dataset_name t.jsonl --num_generations 4 --gradient_checkpointing --report_to wandb "
+        "tensorboard\n"
     )
     config, lost = imported_file(tmp_path / "train.sh", "trl", script, capsys)
-    assert (config.model.path, config.data.train, config.optimizer.learning_rate) == ("m", "t.jsonl", 2e-6)
-    assert (config.trainer.recompute, config.telemetry.trackers) == ("full", ("wandb", "tensorboard"))
+    assert (config.model.path, config.data.train, config.optimizer.learning_rate) == (
+        "m",
+        "t.jsonl",
+        2e-6,
+    )
+    assert (config.trainer.recompute, config.telemetry.trackers) == (
+        "full",
+        ("wandb", "tensorboard"),
+    )
     assert config.rollout.responses_per_prompt == 4 and not lost
 
 
@@ -446,5 +537,7 @@ def test_reading_a_script_always_ends(text: str) -> None:
     )
 )
 def test_every_argument_of_a_program_is_read_or_named(text: str) -> None:
-    given_ = read_program(f"x = {text}\nx2 = x\nGRPOConfig(learning_rate={text}, seed=x2)", "train.py")
+    given_ = read_program(
+        f"x = {text}\nx2 = x\nGRPOConfig(learning_rate={text}, seed=x2)", "train.py"
+    )
     assert {*given_.values, *given_.unread} == {"learning_rate", "seed"}

@@ -1,4 +1,6 @@
-"""Scripts of other systems: each plans on the devices that it was written for, or is named as another system's."""
+"""Scripts of other systems: each plans on the devices that it was written for, or is named as
+another system's.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatro
     +reward_model.reward_kwargs.overlong_buffer_cfg.log=False \
     trainer.n_gpus_per_node=8 trainer.nnodes="${NNODES}" trainer.total_epochs=10
 """
-VERL_COLOCATED = VERL_8B.replace("trainer.nnodes=1", "trainer.nnodes=2").replace("Qwen3-8B", "Qwen2.5-32B-Instruct")
+VERL_COLOCATED = VERL_8B.replace("trainer.nnodes=1", "trainer.nnodes=2").replace(
+    "Qwen3-8B", "Qwen2.5-32B-Instruct"
+)
 VERL_TURNS = (
     'PROJECT_DIR="$(pwd)"\n'
     + VERL_HEAD
@@ -101,13 +105,17 @@ VERL_TURNS = (
 """
 )
 TRL_OPTIONS = (
-    " --model_name_or_path Qwen/Qwen2.5-1.5B-Instruct --dataset_name trl-lib/DeepMath-103K --learning_rate 1e-6"
-    " --num_generations 8 --per_device_train_batch_size 4 --gradient_accumulation_steps 4 --max_completion_length 512"
-    " --max_steps 100 --report_to none --reward_funcs accuracy_reward think_format_reward"
+    " --model_name_or_path Qwen/Qwen2.5-1.5B-Instruct --dataset_name trl-lib/DeepMath-103K "
+    "--learning_rate 1e-6 --num_generations 8 --per_device_train_batch_size 4 "
+    "--gradient_accumulation_steps 4 --max_completion_length 512 --max_steps 100 --report_to none "
+    "--reward_funcs accuracy_reward think_format_reward"
 )
-TRL_GRPO = f"accelerate launch --num_processes 4 --mixed_precision bf16 trl/scripts/grpo.py{TRL_OPTIONS}\n"
+TRL_GRPO = (
+    f"accelerate launch --num_processes 4 --mixed_precision bf16 trl/scripts/grpo.py{TRL_OPTIONS}\n"
+)
 TRL_SERVER = (
-    "CUDA_VISIBLE_DEVICES=0,1,2,3 trl vllm-serve --model Qwen/Qwen2.5-7B --tensor-parallel-size 2 --data-parallel-size 2 &\n"
+    "CUDA_VISIBLE_DEVICES=0,1,2,3 trl vllm-serve --model Qwen/Qwen2.5-7B --tensor-parallel-size 2 "
+    "--data-parallel-size 2 &\n"
     "CUDA_VISIBLE_DEVICES=4,5,6,7 accelerate launch grpo.py --use_vllm --vllm_mode server"
     f"{TRL_OPTIONS.replace('Qwen2.5-1.5B-Instruct', 'Qwen2.5-7B')}\n"
 )
@@ -130,13 +138,16 @@ trainer = GRPOTrainer(
 trainer.train()
 """
 TRL_ONLINE_DPO = (
-    "accelerate launch --num_processes 2 examples/scripts/online_dpo.py --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct"
-    " --dataset_name trl-lib/tldr --learning_rate 5e-7 --per_device_train_batch_size 8 --gradient_accumulation_steps 4"
-    " --max_new_tokens 128 --beta 0.1 --missing_eos_penalty 1.0 --use_peft --lora_r 32 --max_steps 60 --report_to none\n"
+    "accelerate launch --num_processes 2 examples/scripts/online_dpo.py --model_name_or_path "
+    "Qwen/Qwen2.5-0.5B-Instruct --dataset_name trl-lib/tldr --learning_rate 5e-7 "
+    "--per_device_train_batch_size 8 --gradient_accumulation_steps 4 --max_new_tokens 128 --beta "
+    "0.1 --missing_eos_penalty 1.0 --use_peft --lora_r 32 --max_steps 60 --report_to none\n"
 )
 
 
-def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, *options: str) -> Config:
+def planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, *options: str
+) -> Config:
     """The configuration that the tool writes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
@@ -149,12 +160,16 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: st
 
 
 def plan(*options: str) -> int:
-    return launcher(["plan", "--config", "ours.yaml", "--device", "cuda", "--device-memory-gib", "96", *options])
+    return launcher(
+        ["plan", "--config", "ours.yaml", "--device", "cuda", "--device-memory-gib", "96", *options]
+    )
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """What the tool says of each key, by the key."""
-    lines = [line.partition(": ")[2].partition(" = ") for line in capsys.readouterr().err.splitlines()]
+    lines = [
+        line.partition(": ")[2].partition(" = ") for line in capsys.readouterr().err.splitlines()
+    ]
     return {name: why for name, _, why in lines}
 
 
@@ -231,7 +246,12 @@ def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
             "server_trl.sh",
             TRL_SERVER,
             8,
-            {"placement.colocate": False, "rollout.engines": 2, "rollout.tensor_parallel": 2, "trainer.devices": 4},
+            {
+                "placement.colocate": False,
+                "rollout.engines": 2,
+                "rollout.tensor_parallel": 2,
+                "trainer.devices": 4,
+            },
         ),
         (
             "online_dpo_trl.sh",
@@ -264,40 +284,68 @@ def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )
 def test_a_script_of_another_system_plans_on_the_devices_that_it_was_written_for(
-    name: str, text: str, devices: int, expected: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    text: str,
+    devices: int,
+    expected: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = planned(tmp_path, monkeypatch, name, text)
     assert config.num_devices == devices
-    values = {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in expected}
+    values = {
+        key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])
+        for key in expected
+    }
     assert values == expected
     assert plan() == 0
 
 
-def test_devices_that_a_program_does_not_say_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_a_program_does_not_say_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = planned(tmp_path, monkeypatch, "lora_trl.py", TRL_LORA, "--devices", "8")
-    assert config.num_devices == 8 and config.placement.colocate and config.schedule.prompts_per_iteration == 8
+    assert (
+        config.num_devices == 8
+        and config.placement.colocate
+        and config.schedule.prompts_per_iteration == 8
+    )
     assert plan() == 0
 
 
-def test_the_punishment_of_long_responses_is_translated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_punishment_of_long_responses_is_translated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = planned(tmp_path, monkeypatch, "mixture.sh", VERL_MIXTURE)
     first, second = config.reward.functions
-    assert (first.name, second.name, second.buffer_tokens, second.weight) == ("math", "overlong", 512, 0.5)
+    assert (first.name, second.name, second.buffer_tokens, second.weight) == (
+        "math",
+        "overlong",
+        512,
+        0.5,
+    )
 
 
 def test_all_training_files_are_kept_and_their_rows_are_the_weights_where_they_are_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = planned(tmp_path, monkeypatch, "mixture.sh", VERL_MIXTURE)
-    assert [entry.path for entry in config.data.datasets] == ["/home/me/a/train.parquet", "/home/me/b/train.parquet"]
+    assert [entry.path for entry in config.data.datasets] == [
+        "/home/me/a/train.parquet",
+        "/home/me/b/train.parquet",
+    ]
     assert "set their weights" in said(capsys)["data.train"]
     row = '{"prompt": "1+1?", "reward_model": {"ground_truth": "2"}}\n'
     for name, rows in (("a", 300), ("b", 900)):
         (tmp_path / f"{name}.jsonl").write_text(row * rows)
-    here = VERL_MIXTURE.replace("$HOME/a/train.parquet", "a.jsonl").replace("$HOME/b/train.parquet", "b.jsonl")
+    here = VERL_MIXTURE.replace("$HOME/a/train.parquet", "a.jsonl").replace(
+        "$HOME/b/train.parquet", "b.jsonl"
+    )
     config = planned(tmp_path, monkeypatch, "mixture.sh", here)
     assert config.data.shares == [0.25, 0.75]
-    assert config.schedule.iterations == 10 * (1200 // 512), "epochs of all rows, without the last batch"
+    assert config.schedule.iterations == 10 * (1200 // 512), (
+        "epochs of all rows, without the last batch"
+    )
     assert "trainer.total_epochs" not in said(capsys)
 
 
@@ -316,7 +364,8 @@ def test_adapters_of_megatron_go_to_the_backend_that_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = VERL_MIXTURE.replace("Qwen3-30B-A3B-Base", "Qwen2.5-7B").replace(
-        "algorithm.adv_estimator=grpo", "actor_rollout_ref.model.lora.rank=32 actor_rollout_ref.model.lora.alpha=64"
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.model.lora.rank=32 actor_rollout_ref.model.lora.alpha=64",
     )
     config = planned(tmp_path, monkeypatch, "lora.sh", text)
     assert (config.lora.rank, config.lora.alpha, config.trainer.backend) == (32, 64, "fsdp")
@@ -336,7 +385,9 @@ trainer = GRPOTrainer(model=model, args=GRPOConfig(max_steps=5), train_dataset="
     assert (config.lora.rank, config.lora.targets) == (32, ("q_proj", "k_proj"))
 
 
-def test_a_factor_over_the_ranks_root_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_factor_over_the_ranks_root_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """alpha / sqrt(rank) = 32 / 4 = 8 is our alpha / rank with alpha = 128."""
     text = TRL_ONLINE_DPO.replace("--lora_r 32", "--lora_r 16 --lora_alpha 32 --use_rslora")
     config = planned(tmp_path, monkeypatch, "rslora_trl.sh", text)
@@ -352,12 +403,14 @@ policy:
 cluster: {gpus_per_node: 8, num_nodes: 1}
 """
 PRIME_RL = (
-    "max_steps = 100\n[model]\nname = 'Qwen/Qwen3-0.6B'\n[orchestrator]\nbatch_size = 512\nrollouts_per_example = 16\n"
+    "max_steps = 100\n[model]\nname = 'Qwen/Qwen3-0.6B'\n[orchestrator]\nbatch_size = "
+    "512\nrollouts_per_example = 16\n"
 )
 OPENRLHF = (
-    "ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --actor_num_nodes 1 --actor_num_gpus_per_node 8"
-    " --vllm_num_engines 4 --vllm_tensor_parallel_size 2 --colocate_all_models --pretrain Qwen/Qwen2.5-7B"
-    " --advantage_estimator group_norm --n_samples_per_prompt 8 --learning_rate 5e-7\n"
+    "ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --actor_num_nodes 1 "
+    "--actor_num_gpus_per_node 8 --vllm_num_engines 4 --vllm_tensor_parallel_size 2 "
+    "--colocate_all_models --pretrain Qwen/Qwen2.5-7B --advantage_estimator group_norm "
+    "--n_samples_per_prompt 8 --learning_rate 5e-7\n"
 )
 
 
@@ -366,7 +419,11 @@ OPENRLHF = (
     ("system", "name", "text"),
     [
         ("NeMo-RL", "grpo_math.yaml", NEMO_RL),
-        ("NeMo-RL", "run.sh", "uv run examples/run_grpo.py cluster.num_nodes=2 grpo.num_prompts_per_step=64\n"),
+        (
+            "NeMo-RL",
+            "run.sh",
+            "uv run examples/run_grpo.py cluster.num_nodes=2 grpo.num_prompts_per_step=64\n",
+        ),
         ("prime-rl", "rl.toml", PRIME_RL),
         ("prime-rl", "rl.sh", "uv run rl @ rl.toml --orchestrator.batch-size 256\n"),
         ("OpenRLHF", "train.sh", OPENRLHF),
@@ -376,14 +433,21 @@ OPENRLHF = (
     ],
 )
 def test_a_file_of_another_system_is_named_in_one_line(
-    origin: str, system: str, name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    origin: str,
+    system: str,
+    name: str,
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / name).write_text(text)
     assert main(["--from", origin, str(tmp_path / name)]) == 2
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
     assert (
-        line.startswith(f"error: {tmp_path / name}: it is a file of {system}, which is not translated")
+        line.startswith(
+            f"error: {tmp_path / name}: it is a file of {system}, which is not translated"
+        )
         and not printed.out
     )
 
@@ -392,7 +456,12 @@ def test_a_file_of_another_system_is_named_in_one_line(
     ("origin", "name", "text", "line"),
     [
         ("trl", "run.sh", VERL_LORA, "it is a file of verl; give --from verl"),
-        ("verl", "train.yaml", "num_generations: 8\nlearning_rate: 1e-6\n", "it is a file of TRL; give --from trl"),
+        (
+            "verl",
+            "train.yaml",
+            "num_generations: 8\nlearning_rate: 1e-6\n",
+            "it is a file of TRL; give --from trl",
+        ),
         ("trl", "empty.yaml", "{}", "no key of trl is in it"),
         ("trl", "some.yaml", "frobnicate: 3", "no key of trl is in it"),
         ("verl", "some.yaml", "model: {path: x}", "no key of verl is in it"),
@@ -411,7 +480,8 @@ def test_a_file_of_another_system_is_named_in_one_line(
         (
             "verl",
             "sft.sh",
-            "torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet\n",
+            "torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer "
+            "data.train_files=a.parquet\n",
             "line 1 starts verl.trainer.fsdp_sft_trainer, which does not train by rewards",
         ),
     ],
@@ -439,20 +509,32 @@ def test_a_file_that_holds_no_such_training_is_refused_in_one_line(
             "num_generations: many",
             "num_generations: 'many' is not allowed; rollout.responses_per_prompt takes int >= 2",
         ),
-        ("trl", "num_generations: 8\nbeta: -1", "beta: -1 is not allowed; algorithm.kl_coef takes number >= 0"),
+        (
+            "trl",
+            "num_generations: 8\nbeta: -1",
+            "beta: -1 is not allowed; algorithm.kl_coef takes number >= 0",
+        ),
         ("trl", "num_generations: 8\nmax_steps: soon", "max_steps: 'soon' is not a number"),
         (
             "trl",
             "num_generations: 8\nlora_r: x\nuse_peft: true",
             "lora.rank: 'x' is not allowed; lora.rank takes int >= 0",
         ),
-        ("verl", "actor_rollout_ref: {rollout: {n: 1}}", "actor_rollout_ref.rollout.n: 1 is not allowed"),
+        (
+            "verl",
+            "actor_rollout_ref: {rollout: {n: 1}}",
+            "actor_rollout_ref.rollout.n: 1 is not allowed",
+        ),
         (
             "verl",
             "actor_rollout_ref: {actor: {clip_ratio: wide}}",
             "actor_rollout_ref.actor.clip_ratio: 'wide' is not allowed",
         ),
-        ("verl", "trainer: {n_gpus_per_node: eight}", "trainer.n_gpus_per_node: 'eight' is no whole number above 0"),
+        (
+            "verl",
+            "trainer: {n_gpus_per_node: eight}",
+            "trainer.n_gpus_per_node: 'eight' is no whole number above 0",
+        ),
         ("verl", "data: {train_batch_size: [1]}", "data.train_batch_size: [1] is not allowed"),
     ],
 )
@@ -469,9 +551,14 @@ def test_a_value_that_its_key_does_not_take_is_refused_by_their_name(
 def test_a_reward_function_of_verl_that_is_here_is_set_and_one_that_is_not_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = VERL_LORA.replace("trainer.nnodes=1", "trainer.nnodes=1 custom_reward_function.path=mine/score.py")
+    text = VERL_LORA.replace(
+        "trainer.nnodes=1", "trainer.nnodes=1 custom_reward_function.path=mine/score.py"
+    )
     planned(tmp_path, monkeypatch, "own.sh", text)
-    assert "reward.functions=[{name: 'score:compute_score'}]" in said(capsys)["custom_reward_function.path"]
+    assert (
+        "reward.functions=[{name: 'score:compute_score'}]"
+        in said(capsys)["custom_reward_function.path"]
+    )
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "score.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth): return 1.0\n"
@@ -480,10 +567,15 @@ def test_a_reward_function_of_verl_that_is_here_is_set_and_one_that_is_not_is_na
     assert [function.name for function in config.reward.functions] == ["mine.score:compute_score"]
 
 
-def test_verls_own_devices_for_engines_stay_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verls_own_devices_for_engines_stay_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (
         VERL_8B.replace("main_ppo", "one_step_off_policy.main_ppo", 1)
-        .replace("trainer.n_gpus_per_node=8", "trainer.n_gpus_per_node=6 rollout.nnodes=1 rollout.n_gpus_per_node=2")
+        .replace(
+            "trainer.n_gpus_per_node=8",
+            "trainer.n_gpus_per_node=6 rollout.nnodes=1 rollout.n_gpus_per_node=2",
+        )
         .replace("data.train_batch_size=1024", "data.train_batch_size=768")
         .replace("size=256", "size=192")
     )
@@ -496,7 +588,9 @@ def test_a_launcher_without_options_reads_the_program_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").write_text(TRL_LORA)
-    (tmp_path / "eight.yaml").write_text("compute_environment: LOCAL_MACHINE\nnum_processes: 8\nnum_machines: 1\n")
+    (tmp_path / "eight.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\nnum_processes: 8\nnum_machines: 1\n"
+    )
     script = "accelerate launch --config_file eight.yaml train.py\n"
     config = planned(tmp_path, monkeypatch, "run_trl.sh", script)
     assert config.num_devices == 8 and config.lora.rank == 16

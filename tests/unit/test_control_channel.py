@@ -1,4 +1,6 @@
-"""The channel carries values of any size, no wait blocks another user, and deadlines are kept and explained."""
+"""The channel carries values of any size, no wait blocks another user, and deadlines are kept and
+explained.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_the_store_itself_refuses_what_the_channel_cuts_up(server: Any) -> None:
         client.get("beyond")
 
 
-def test_a_key_becomes_visible_only_with_all_its_chunks(server: dist.TCPStore, channel: StoreChannel) -> None:
+def test_a_key_becomes_visible_only_with_all_its_chunks(
+    server: dist.TCPStore, channel: StoreChannel
+) -> None:
     seen: list[int] = []
     stop = threading.Event()
     other = StoreChannel(connect("127.0.0.1", server.port, 10.0))
@@ -74,14 +78,21 @@ def test_a_key_becomes_visible_only_with_all_its_chunks(server: dist.TCPStore, c
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.05, 0.4])
-def test_a_deadline_is_kept_and_says_what_where_and_how_long(channel: StoreChannel, timeout_s: float) -> None:
+def test_a_deadline_is_kept_and_says_what_where_and_how_long(
+    channel: StoreChannel, timeout_s: float
+) -> None:
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded) as caught:
-        channel.wait("publish/3/done", timeout_s, "weights of version 3 loaded, from the coordinator")
+        channel.wait(
+            "publish/3/done", timeout_s, "weights of version 3 loaded, from the coordinator"
+        )
     waited_s = time.monotonic() - start
     assert timeout_s <= waited_s < timeout_s + 0.25
     message = str(caught.value)
-    assert f"s for weights of version 3 loaded, from the coordinator: deadline of {timeout_s:g} s reached" in message
+    assert (
+        f"s for weights of version 3 loaded, from the coordinator: deadline of {timeout_s:g} s "
+        "reached" in message
+    )
     assert "key pa/0/publish/3/done" in message and "127.0.0.1" in message
     channel.put_bytes("publish/3/done", b"{}")
     assert channel.wait("publish/3/done", 0.0, "the same, now there") < 60
@@ -132,7 +143,9 @@ def test_a_wait_in_one_thread_blocks_no_other_user(
     assert slowest_s < 60.0, f"an operation beside a waiting thread took {slowest_s:.3f} s"
 
 
-async def test_an_async_wait_leaves_the_loop_free_and_can_be_cancelled(channel: StoreChannel) -> None:
+async def test_an_async_wait_leaves_the_loop_free_and_can_be_cancelled(
+    channel: StoreChannel,
+) -> None:
     waiting = asyncio.create_task(channel.wait_bytes_async("later", 20.0, "a later value"))
     forever = asyncio.create_task(channel.wait_bytes_async("never", 20.0, "nothing"))
     await asyncio.sleep(0.02)
@@ -157,13 +170,17 @@ def test_connecting_to_nothing_ends_at_its_deadline_with_the_address() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     start = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=f"store at 127.0.0.1:{port}: no connection within 0.3 s"):
+    with pytest.raises(
+        DeadlineExceeded, match=f"store at 127.0.0.1:{port}: no connection within 0.3 s"
+    ):
         connect("127.0.0.1", port, 0.3)
     assert time.monotonic() - start < 60.0
 
 
 def test_a_store_that_ends_is_named_and_not_waited_for(channel: StoreChannel) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    server = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
     orphan = StoreChannel(connect("127.0.0.1", server.port, 10.0))
     orphan.put_bytes("a", b"1")
     port = server.port
@@ -174,7 +191,9 @@ def test_a_store_that_ends_is_named_and_not_waited_for(channel: StoreChannel) ->
     assert time.monotonic() - start < 60.0
 
 
-def test_counters_count_across_clients_and_can_be_deleted(server: dist.TCPStore, channel: StoreChannel) -> None:
+def test_counters_count_across_clients_and_can_be_deleted(
+    server: dist.TCPStore, channel: StoreChannel
+) -> None:
     other = StoreChannel(connect("127.0.0.1", server.port, 10.0))
     assert [channel.add("n", 1), other.add("n", 2), channel.add("n", 1)] == [1, 3, 4]
     assert channel.delete("n")

@@ -34,9 +34,19 @@ def many_open_files() -> Iterator[None]:
 
 def test_a_users_code_is_tried_in_a_kept_process(many_open_files: None) -> None:
     config = load_config(
-        [], ["model.path=m", "data.train=t", "algorithm.advantage=pa_npu.algorithm.advantages:centred"]
+        [],
+        ["model.path=m", "data.train=t", "algorithm.advantage=pa_npu.algorithm.advantages:centred"],
     )
-    assert ask("pa_npu.algorithm.trial", config.model_dump_json().encode(), 60.0, "algorithm", "too slow") is None
+    assert (
+        ask(
+            "pa_npu.algorithm.trial",
+            config.model_dump_json().encode(),
+            60.0,
+            "algorithm",
+            "too slow",
+        )
+        is None
+    )
 
 
 def test_expressions_are_compared(many_open_files: None) -> None:

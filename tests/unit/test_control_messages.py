@@ -1,4 +1,6 @@
-"""Every message that processes exchange has one type, one key and one place, and comes back as it was sent."""
+"""Every message that processes exchange has one type, one key and one place, and comes back as it
+was sent.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from tests.helpers.reports import iteration_report
 
 ROOMS = (messages, publish_messages, roster)
 TOPICS = {
-    f"{room.__name__}.{name}": value for room in ROOMS for name, value in vars(room).items() if isinstance(value, Topic)
+    f"{room.__name__}.{name}": value
+    for room in ROOMS
+    for name, value in vars(room).items()
+    if isinstance(value, Topic)
 }
 
 # The keys of the buffer and of the data module's shards hold bytes of samples, no messages.
@@ -58,7 +63,12 @@ def test_every_message_comes_back_equal(name: str) -> None:
 def test_no_key_belongs_to_two_messages() -> None:
     """Under one prefix: the roster's keys have another than those of an attempt."""
     for rooms in ((messages, publish_messages), (roster,)):
-        keys = [value.key for room in rooms for value in vars(room).values() if isinstance(value, (Topic, Counter))]
+        keys = [
+            value.key
+            for room in rooms
+            for value in vars(room).values()
+            if isinstance(value, (Topic, Counter))
+        ]
         patterns = {re.sub(r"\{\w+\}", "{}", key) for key in keys}
         assert len(patterns) == len(keys), f"some key twice in {sorted(keys)}"
 
@@ -70,7 +80,9 @@ def test_topics_stand_in_their_rooms_and_nowhere_else_and_keys_are_spelled_there
         if file in rooms or _BYTES.search(str(file)):
             continue
         text = file.read_text()
-        assert not re.search(r"\b(Topic|Counter)\(\s*f?\"", text), f"{file}: a topic outside of the rooms of messages"
+        assert not re.search(r"\b(Topic|Counter)\(\s*f?\"", text), (
+            f"{file}: a topic outside of the rooms of messages"
+        )
         by_hand = re.search(r"\.(put|get|wait)_bytes(_async)?\(", text)
         assert not by_hand, f"{file}: {by_hand and by_hand.group()} under a key that is no topic's"
 
@@ -80,28 +92,50 @@ def test_a_report_becomes_a_record_under_the_names_of_metrics_jsonl() -> None:
     assert record["loss"] == 0.5 and record["kl"] == 0.1
     assert "importance_weight_mean" not in record and "probe_diff_max" not in record
     crossed = messages.BorderReport(0.5, 0.25, messages.CheckpointReport(None, 0)).record()
-    assert crossed == {"border_wait_s": 0.5, "border_send_s": 0.25, "checkpoint_failed": 0}, "version 0 can fail too"
+    assert crossed == {"border_wait_s": 0.5, "border_send_s": 0.25, "checkpoint_failed": 0}, (
+        "version 0 can fail too"
+    )
 
 
 def test_another_installations_report_is_one_clear_error() -> None:
     channel = StoreChannel(dist.HashStore(), "pa/0/")
     messages.REPORT.put(channel, iteration_report(2), iteration=2)
-    theirs = make_dataclass("IterationReport", [*get_type_hints(messages.IterationReport).items(), ("more", int)])
-    with pytest.raises(MessageError, match=r"IterationReport does not fit: .*missing required field `more`"):
+    theirs = make_dataclass(
+        "IterationReport", [*get_type_hints(messages.IterationReport).items(), ("more", int)]
+    )
+    with pytest.raises(
+        MessageError, match=r"IterationReport does not fit: .*missing required field `more`"
+    ):
         Topic(messages.REPORT.key, theirs, "").get(channel, iteration=2)
-    Topic(messages.REPORT.key, theirs, "").put(channel, theirs(**vars(iteration_report(2)), more=1), iteration=2)
+    Topic(messages.REPORT.key, theirs, "").put(
+        channel, theirs(**vars(iteration_report(2)), more=1), iteration=2
+    )
     with pytest.raises(MessageError, match=r"IterationReport lacks, or does not know, more"):
         messages.REPORT.get(channel, iteration=2)
 
 
-def test_what_a_run_runs_with_is_said_in_a_line_for_trainers_and_one_for_each_kind_of_engine() -> None:
+def test_what_a_run_runs_with_is_said_in_a_line_for_trainers_and_one_for_each_kind_of_engine() -> (
+    None
+):
     trainers = messages.TrainersRunOn(
-        2, "npu", "hccl", "3.10.9", "2.7.1", "megatron-core 0.12.1", "bf16", "auto", "npu-fusion", "torch", "not built"
+        2,
+        "npu",
+        "hccl",
+        "3.10.9",
+        "2.7.1",
+        "megatron-core 0.12.1",
+        "bf16",
+        "auto",
+        "npu-fusion",
+        "torch",
+        "not built",
     )
-    engines = tuple(messages.EngineRunsOn(f"http://{n}", "vllm", "0.23.0" if n else None) for n in range(3))
+    engines = tuple(
+        messages.EngineRunsOn(f"http://{n}", "vllm", "0.23.0" if n else None) for n in range(3)
+    )
     assert messages.RunsOn(trainers, engines).lines() == [
-        "trainers: 2 x npu (hccl), megatron-core 0.12.1, torch 2.7.1, Python 3.10.9, bf16; attention auto on npu-fusion, merged by "
-        "torch (fallback: not built)",
+        "trainers: 2 x npu (hccl), megatron-core 0.12.1, torch 2.7.1, Python 3.10.9, bf16; "
+        "attention auto on npu-fusion, merged by torch (fallback: not built)",
         "engines: 1 x vllm (version unknown)",
         "engines: 2 x vllm 0.23.0",
     ]

@@ -50,7 +50,9 @@ def test_a_message_comes_back_equal_with_its_types(channel: StoreChannel) -> Non
         TOPIC.get_if_there(channel, version=3),
     ]
     assert received == [SENT] * 4
-    assert isinstance(received[0].parts[0].tokens, tuple) and isinstance(received[0].parts[1].logprob, float)
+    assert isinstance(received[0].parts[0].tokens, tuple) and isinstance(
+        received[0].parts[1].logprob, float
+    )
     assert TOPIC.exists(channel, version=3) and not TOPIC.exists(channel, version=4)
 
 
@@ -78,13 +80,28 @@ def _altered(change: Callable[[dict[str, Any]], Any]) -> bytes:
         (b"[1]", "is no message"),
         (b'{"version": 3}', "is no message"),
         (_altered(lambda e: e.pop("message")), "is no message"),
-        (_altered(lambda e: e.update(message="Members")), "holds Members, this program reads Whole"),
+        (
+            _altered(lambda e: e.update(message="Members")),
+            "holds Members, this program reads Whole",
+        ),
         (_altered(lambda e: e["fields"].pop("reason")), "missing required field `reason`"),
         (_altered(lambda e: e["fields"].update(more=1)), "does not know, more"),
-        (_altered(lambda e: e["fields"].update(version="3")), r"Expected `int`, got `str` - at `\$.version`"),
-        (_altered(lambda e: e["fields"].update(version=True)), r"Expected `int`, got `bool` - at `\$.version`"),
-        (_altered(lambda e: e["fields"].update(version=3.0)), r"Expected `int`, got `float` - at `\$.version`"),
-        (_altered(lambda e: e["fields"].update(version=None)), r"Expected `int`, got `null` - at `\$.version`"),
+        (
+            _altered(lambda e: e["fields"].update(version="3")),
+            r"Expected `int`, got `str` - at `\$.version`",
+        ),
+        (
+            _altered(lambda e: e["fields"].update(version=True)),
+            r"Expected `int`, got `bool` - at `\$.version`",
+        ),
+        (
+            _altered(lambda e: e["fields"].update(version=3.0)),
+            r"Expected `int`, got `float` - at `\$.version`",
+        ),
+        (
+            _altered(lambda e: e["fields"].update(version=None)),
+            r"Expected `int`, got `null` - at `\$.version`",
+        ),
         (_altered(lambda e: e["fields"].update(reason=1)), r"got `int` - at `\$.reason`"),
         (_altered(lambda e: e["fields"].update(pair=["store"])), r"length 2, got 1 - at `\$.pair`"),
         (_altered(lambda e: e["fields"].update(extra=[])), r"at `\$.extra`"),
@@ -99,15 +116,24 @@ def _altered(change: Callable[[dict[str, Any]], Any]) -> bytes:
         (_altered(lambda e: e["fields"].update(parts="none")), r"got `str` - at `\$.parts`"),
     ],
 )
-def test_anything_else_is_one_line_that_names_key_and_field(channel: StoreChannel, data: bytes, said: str) -> None:
+def test_anything_else_is_one_line_that_names_key_and_field(
+    channel: StoreChannel, data: bytes, said: str
+) -> None:
     channel.put_bytes(TOPIC.at(version=3), data)
     with pytest.raises(MessageError, match=said) as raised:
         TOPIC.get(channel, version=3)
     text = str(raised.value)
-    assert "publish/3/whole" in text and "same installation" in text and "\n" not in text and len(text) < 500
+    assert (
+        "publish/3/whole" in text
+        and "same installation" in text
+        and "\n" not in text
+        and len(text) < 500
+    )
 
 
-def test_a_place_that_the_key_does_not_have_is_an_error_of_the_program(channel: StoreChannel) -> None:
+def test_a_place_that_the_key_does_not_have_is_an_error_of_the_program(
+    channel: StoreChannel,
+) -> None:
     for place in ({}, {"version": 1, "attempt": 2}, {"attempt": 1}):
         with pytest.raises(TypeError, match="version"):
             TOPIC.exists(channel, **place)
@@ -117,7 +143,12 @@ def test_a_place_that_the_key_does_not_have_is_an_error_of_the_program(channel: 
 
 def test_a_counter_counts(channel: StoreChannel) -> None:
     counter = Counter("changes")
-    assert [counter.value(channel), counter.add(channel), counter.add(channel, 2), counter.value(channel)] == [
+    assert [
+        counter.value(channel),
+        counter.add(channel),
+        counter.add(channel, 2),
+        counter.value(channel),
+    ] == [
         0,
         1,
         3,

@@ -37,7 +37,9 @@ def constructed(sections: dict[str, dict[str, Any]]) -> set[str]:
 
 
 @pytest.mark.parametrize("feature", USES)
-def test_a_plain_run_constructs_nothing_of_a_feature_and_a_run_that_uses_it_does(feature: str) -> None:
+def test_a_plain_run_constructs_nothing_of_a_feature_and_a_run_that_uses_it_does(
+    feature: str,
+) -> None:
     assert constructed({}) == {"EveryGroup"}
     assert feature in constructed(USES[feature]), "negative control"
 

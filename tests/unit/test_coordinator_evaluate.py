@@ -1,4 +1,6 @@
-"""Evaluation on scripted engines: what is asked, what comes out of it, and what an overlapped one leaves when it must end."""
+"""Evaluation on scripted engines: what is asked, what comes out of it, and what an overlapped one
+leaves when it must end.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ QUESTIONS = 12
 
 
 class Engine:
-    """Answers each question with its number, sampled ones rightly where the seed is even; keeps what `held` says in flight."""
+    """Answers each question with its number, sampled ones rightly where the seed is even; keeps
+    what `held` says in flight.
+    """
 
     name = "scripted"
 
@@ -45,7 +49,10 @@ class Engine:
         self.asked.append((question, n, seed, sampling))
         try:
             if question in self.held:
-                await comes(asyncio.Event(), lambda: f"question {question} was held, and nobody gave up on it")
+                await comes(
+                    asyncio.Event(),
+                    lambda: f"question {question} was held, and nobody gave up on it",
+                )
             await asyncio.sleep(0)
         except asyncio.CancelledError:
             self.cancelled.append(question)
@@ -109,9 +116,13 @@ def make(engine: Engine, kind: type[SingleTurn] = SingleTurn, **evaluate: Any) -
 
 async def test_greedy_answers_and_samples_of_every_set_with_their_own_temperature() -> None:
     engine = Engine()
-    found = await make(engine, samples=4, temperature=0.7, top_p=0.9, max_response_tokens=16).evaluate(4)
+    found = await make(
+        engine, samples=4, temperature=0.7, top_p=0.9, max_response_tokens=16
+    ).evaluate(4)
     assert (found.version, found.questions, found.planned) == (4, QUESTIONS, QUESTIONS)
-    assert sorted((q, n) for q, n, _, _ in engine.asked) == sorted((q, n) for q in range(QUESTIONS) for n in (1, 4))
+    assert sorted((q, n) for q, n, _, _ in engine.asked) == sorted(
+        (q, n) for q in range(QUESTIONS) for n in (1, 4)
+    )
     for _, n, _, sampling in engine.asked:
         assert (sampling.temperature, sampling.top_p) == ((0.0, 1.0) if n == 1 else (0.7, 0.9))
         assert sampling.max_tokens == 16 and not sampling.logprobs
@@ -119,9 +130,15 @@ async def test_greedy_answers_and_samples_of_every_set_with_their_own_temperatur
     assert record["accuracy"] == 1.0 and list(record["sets"]) == ["test", "other"]
     metrics = record["sets"]["other"]["metrics"]
     values = {name: metrics[name]["value"] for name in metrics}
-    assert values == pytest.approx({"greedy": 1.0, "avg@4": 0.5, "pass@2": 5 / 6, "pass@4": 1.0, "maj@4": 0.5})
+    assert values == pytest.approx(
+        {"greedy": 1.0, "avg@4": 0.5, "pass@2": 5 / 6, "pass@4": 1.0, "maj@4": 0.5}
+    )
     assert record["best_by"] == pytest.approx(5 / 6)
-    assert {response.final for response in found.responses if response.question == 0 and response.name == "test"} == {
+    assert {
+        response.final
+        for response in found.responses
+        if response.question == 0 and response.name == "test"
+    } == {
         "0",
         "-1",
     }
@@ -164,7 +181,9 @@ async def test_an_overlapped_evaluation_that_ends_in_time_is_whole() -> None:
     assert len(records.written) == 1, "it was told already"
 
 
-async def test_one_that_is_cut_short_counts_the_questions_before_the_first_that_is_missing() -> None:
+async def test_one_that_is_cut_short_counts_the_questions_before_the_first_that_is_missing() -> (
+    None
+):
     engine = Engine()
     evaluations, records = beside(engine)
     assert evaluations.evaluator is not None
@@ -176,8 +195,12 @@ async def test_one_that_is_cut_short_counts_the_questions_before_the_first_that_
     await asyncio.wait_for(evaluations.cut_short(4), 5)
     record, responses = records.written.pop()
     assert (record["questions"], record["planned"]) == (5, QUESTIONS) and not records.written
-    assert {int(response.answer) for response in responses} == set(order[:5]), "not the short ones behind it"
-    assert sorted(engine.cancelled) == sorted(engine.held) and len(asyncio.all_tasks()) == 1, "nothing goes on"
+    assert {int(response.answer) for response in responses} == set(order[:5]), (
+        "not the short ones behind it"
+    )
+    assert sorted(engine.cancelled) == sorted(engine.held) and len(asyncio.all_tasks()) == 1, (
+        "nothing goes on"
+    )
     engine.held, engine.cancelled = {order[0]}, []
     evaluations.start(4)
     await asyncio.sleep(0.2)
@@ -192,14 +215,22 @@ async def test_an_answer_of_other_weights_ends_the_evaluation() -> None:
 
 async def test_a_sample_beyond_the_runs_limits_ends_the_evaluation() -> None:
     with pytest.raises(
-        EnvironmentFailed, match=r"sample 0 has 36 tokens .*, more than rollout.max_response_tokens = 24"
+        EnvironmentFailed,
+        match=r"sample 0 has 36 tokens .*, more than rollout.max_response_tokens = 24",
     ):
         await make(Engine(), TooLong).evaluate(4)
 
 
 async def test_without_questions_there_is_no_evaluation() -> None:
     with pytest.raises(PaNpuError, match="no held-out prompts"):
-        Evaluator(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}), {}, None, None, None, None)
+        Evaluator(
+            Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}),
+            {},
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 @pytest.mark.parametrize(
@@ -215,7 +246,9 @@ async def test_without_questions_there_is_no_evaluation() -> None:
 )
 def test_keys_that_mean_nothing_are_refused(keys: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as raised:
-        Config.model_validate({"model": {"path": "m"}, "data": {"train": "t", "test": "a"}, "evaluate": keys})
+        Config.model_validate(
+            {"model": {"path": "m"}, "data": {"train": "t", "test": "a"}, "evaluate": keys}
+        )
     assert words in str(raised.value)
 
 
@@ -225,5 +258,7 @@ def test_names_of_metrics_are_those_that_results_have() -> None:
     from tests.unit.test_evaluation_results import judged
 
     for samples in (0, 1, 2, 3, 4, 5, 8, 12):
-        responses = [judged(0, number, True) for number in range(samples)] + [judged(0, 0, True, kind="greedy")]
+        responses = [judged(0, number, True) for number in range(samples)] + [
+            judged(0, 0, True, kind="greedy")
+        ]
         assert list(values_by_question(responses)) == metric_names(samples)

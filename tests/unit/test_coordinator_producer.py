@@ -1,4 +1,6 @@
-"""One iteration's production: what is asked, what reaches the buffer, when, and what a failure does."""
+"""One iteration's production: what is asked, what reaches the buffer, when, and what a failure
+does.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ GROUPS, RESPONSES = 8, 4
 
 
 class ScriptedEngine:
-    """Answers a group when its turn comes: `order` lists dispatch indices by completion. A turn that never comes is an error."""
+    """Answers a group when its turn comes: `order` lists dispatch indices by completion.
+
+    A turn that never comes is an error.
+    """
 
     def __init__(
         self,
@@ -81,8 +86,15 @@ class ScriptedEngine:
 
     def _why_no_turn(self, index: int) -> str:
         before = self._order[self.answered]
-        asked = "has no answer yet" if before in [asked for asked, _, _ in self.asked] else "was never asked for"
-        return f"engine {self.name}: group {index} never had its turn, because group {before} comes first and {asked}"
+        asked = (
+            "has no answer yet"
+            if before in [asked for asked, _, _ in self.asked]
+            else "was never asked for"
+        )
+        return (
+            f"engine {self.name}: group {index} never had its turn, because group {before} "
+            f"comes first and {asked}"
+        )
 
     async def close(self) -> None:
         pass
@@ -112,7 +124,9 @@ class ScriptedRewards:
         self._scored += 1
         if self._scored == GROUPS - 1:
             self.all_but_last.set()
-        return RewardResult(total, {"math": total}, total > 0, ("late",) if pairs[0][0] == 3 else ())
+        return RewardResult(
+            total, {"math": total}, total > 0, ("late",) if pairs[0][0] == 3 else ()
+        )
 
 
 class Shelf:
@@ -129,7 +143,10 @@ class Shelf:
 
 
 def prompts() -> list[Prompt]:
-    return [Prompt(100 + i, np.full(3, i, np.int32), str(i), f"question {i}", {"id": i}) for i in range(GROUPS)]
+    return [
+        Prompt(100 + i, np.full(3, i, np.int32), str(i), f"question {i}", {"id": i})
+        for i in range(GROUPS)
+    ]
 
 
 def config(**sections: dict[str, object]) -> Config:
@@ -180,7 +197,10 @@ def make_producer(
 
 
 async def produce(
-    config: Config, engines: list[ScriptedEngine], store_thread: ThreadPoolExecutor, window: int = 64
+    config: Config,
+    engines: list[ScriptedEngine],
+    store_thread: ThreadPoolExecutor,
+    window: int = 64,
 ) -> tuple[Produced, Shelf]:
     shelf = Shelf()
     producer = make_producer(config, engines, ScriptedRewards(), shelf, store_thread, window)
@@ -193,7 +213,9 @@ async def test_the_controller_is_told_which_engines_serve_each_iteration(store_t
             raise RuntimeError(f"{len(outlook.engines)} engines")  # ends the production here
 
     engines = [ScriptedEngine(name, []) for name in "ab"]
-    producer = make_producer(config(), engines[:1], ScriptedRewards(), Shelf(), store_thread, Told())
+    producer = make_producer(
+        config(), engines[:1], ScriptedRewards(), Shelf(), store_thread, Told()
+    )
     with pytest.raises(RuntimeError, match="1 engines"):
         await producer.produce(0, prompts())
     producer.pool.add(engines[1])  # type: ignore[arg-type]
@@ -208,13 +230,19 @@ async def test_groups_carry_what_was_sampled_with_the_seeds_of_their_index(store
     engine = ScriptedEngine("a", [2, 0, 1, 3, 7, 6, 5, 4])
     _, shelf = await produce(config(), [engine], store_thread)
     assert sorted(engine.asked) == [(i, RESPONSES, group_seed(7, 5, i)) for i in range(GROUPS)]
-    assert sorted(shelf.groups) == [(replica, slot) for replica in range(2) for slot in range(GROUPS // 2)]
+    assert sorted(shelf.groups) == [
+        (replica, slot) for replica in range(2) for slot in range(GROUPS // 2)
+    ]
     for group in shelf.groups.values():
         index = group.index
         wanted = [completion(index, i) for i in range(RESPONSES)]
         assert (group.iteration, group.version_range, group.prompt_id) == (5, (5, 5), 100 + index)
-        np.testing.assert_array_equal(group.tokens[group.trained], np.concatenate([c.tokens for c in wanted]))
-        np.testing.assert_array_equal(group.logprobs[group.trained], np.concatenate([c.logprobs for c in wanted]))
+        np.testing.assert_array_equal(
+            group.tokens[group.trained], np.concatenate([c.tokens for c in wanted])
+        )
+        np.testing.assert_array_equal(
+            group.logprobs[group.trained], np.concatenate([c.logprobs for c in wanted])
+        )
         np.testing.assert_array_equal(group.trained_lengths, [len(c.tokens) for c in wanted])
         np.testing.assert_array_equal(group.finished, [0, 1, 1, 1])
         rewards = np.array([(index * i) % 3 for i in range(RESPONSES)], np.float32)
@@ -224,43 +252,68 @@ async def test_groups_carry_what_was_sampled_with_the_seeds_of_their_index(store
     assert {group.index for group in shelf.groups.values()} == set(range(GROUPS))
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [3, 1, 7, 0, 2, 6, 4, 5]])
+@pytest.mark.parametrize(
+    "order", [[0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [3, 1, 7, 0, 2, 6, 4, 5]]
+)
 async def test_prompt_order_puts_every_group_into_the_slot_of_its_index(store_thread, order):
-    _, shelf = await produce(config(schedule={"order": "prompt"}), [ScriptedEngine("a", order)], store_thread)
-    assert {key: group.index for key, group in shelf.groups.items()} == {(i % 2, i // 2): i for i in range(GROUPS)}
+    _, shelf = await produce(
+        config(schedule={"order": "prompt"}), [ScriptedEngine("a", order)], store_thread
+    )
+    assert {key: group.index for key, group in shelf.groups.items()} == {
+        (i % 2, i // 2): i for i in range(GROUPS)
+    }
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_streaming_delivers_while_others_are_generated_and_sync_holds_all_until_the_last(store_thread, stream):
+async def test_streaming_delivers_while_others_are_generated_and_sync_holds_all_until_the_last(
+    store_thread, stream
+):
     seen = []
 
     async def before_last() -> None:
-        """Runs when all groups but the last are scored: whatever is delivered early is in the buffer after this."""
-        await comes(rewards.all_but_last, lambda: f"not all of the first {GROUPS - 1} groups were scored")
+        """Runs when all groups but the last are scored: whatever is delivered early is in the
+        buffer after this.
+        """
+        await comes(
+            rewards.all_but_last, lambda: f"not all of the first {GROUPS - 1} groups were scored"
+        )
         for _ in range(5):
             await asyncio.sleep(0)
         # one thread puts in order, so this comes after every earlier put
-        await asyncio.get_running_loop().run_in_executor(store_thread, lambda: seen.append(len(shelf.groups)))
+        await asyncio.get_running_loop().run_in_executor(
+            store_thread, lambda: seen.append(len(shelf.groups))
+        )
 
     rewards, shelf = ScriptedRewards(), Shelf()
     engine = ScriptedEngine("a", list(range(GROUPS)), before_last=before_last)
-    await make_producer(config(schedule={"stream": stream}), [engine], rewards, shelf, store_thread).produce(
-        5, prompts()
-    )
+    await make_producer(
+        config(schedule={"stream": stream}), [engine], rewards, shelf, store_thread
+    ).produce(5, prompts())
     assert seen == [GROUPS - 1 if stream else 0]
     assert len(shelf.groups) == GROUPS
 
 
 async def test_batch_advantages_use_the_whole_iteration(store_thread):
-    chosen = config(schedule={"stream": False, "order": "prompt"}, algorithm={"advantage": "batch-std"})
+    chosen = config(
+        schedule={"stream": False, "order": "prompt"}, algorithm={"advantage": "batch-std"}
+    )
     _, shelf = await produce(chosen, [ScriptedEngine("a", list(range(GROUPS)))], store_thread)
     by_index = sorted(shelf.groups.values(), key=lambda group: group.index)
-    for group, wanted in zip(by_index, batch_advantages([group.rewards for group in by_index]), strict=True):
+    for group, wanted in zip(
+        by_index, batch_advantages([group.rewards for group in by_index]), strict=True
+    ):
         np.testing.assert_allclose(sample_advantages(group), wanted, rtol=1e-6)
 
 
 def dynamic(**schedule: object) -> Config:
-    return config(schedule={"prompts_per_iteration": 4, "order": "prompt", "dynamic_sampling": True, **schedule})
+    return config(
+        schedule={
+            "prompts_per_iteration": 4,
+            "order": "prompt",
+            "dynamic_sampling": True,
+            **schedule,
+        }
+    )
 
 
 def informative(chosen: Config, further: Iterator[Prompt]) -> EveryGroup:
@@ -270,7 +323,10 @@ def informative(chosen: Config, further: Iterator[Prompt]) -> EveryGroup:
 async def produce_dynamic(
     chosen: Config, order: list[int], store_thread: ThreadPoolExecutor
 ) -> tuple[Produced, Shelf, ScriptedEngine, int]:
-    """Rewards (index * i) % 3 make every third group uninformative, from 0. Returns also the number of further prompts."""
+    """Rewards (index * i) % 3 make every third group uninformative, from 0.
+
+    Returns also the number of further prompts.
+    """
     shelf, engine, further = Shelf(), ScriptedEngine("a", order), iter(prompts()[4:])
     producer = make_producer(chosen, [engine], ScriptedRewards(), shelf, store_thread)
     production = await producer.produce(5, prompts()[:4], informative(chosen, further))
@@ -279,8 +335,12 @@ async def produce_dynamic(
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [3, 4, 0, 5, 2, 1], [0, 4, 3, 5, 1, 2]])
-async def test_dynamic_sampling_trains_the_first_informative_groups_of_dispatch_order(store_thread, order, stream):
-    production, shelf, engine, further = await produce_dynamic(dynamic(stream=stream), order, store_thread)
+async def test_dynamic_sampling_trains_the_first_informative_groups_of_dispatch_order(
+    store_thread, order, stream
+):
+    production, shelf, engine, further = await produce_dynamic(
+        dynamic(stream=stream), order, store_thread
+    )
     assert {key: (g.index, g.prompt_id) for key, g in shelf.groups.items()} == {
         (0, 0): (0, 101),
         (1, 0): (1, 102),
@@ -299,7 +359,9 @@ async def test_dynamic_sampling_trains_the_first_informative_groups_of_dispatch_
 
 
 async def test_dynamic_sampling_in_completion_order_trains_the_same_groups(store_thread):
-    _, shelf, _, further = await produce_dynamic(dynamic(order="completion"), [3, 4, 0, 5, 2, 1], store_thread)
+    _, shelf, _, further = await produce_dynamic(
+        dynamic(order="completion"), [3, 4, 0, 5, 2, 1], store_thread
+    )
     assert {group.prompt_id for group in shelf.groups.values()} == {101, 102, 104, 105}
     assert {group.index for group in shelf.groups.values()} == set(range(4)) and further == 2
 
@@ -307,7 +369,8 @@ async def test_dynamic_sampling_in_completion_order_trains_the_same_groups(store
 async def test_dynamic_sampling_ends_the_run_at_its_limit(store_thread, monkeypatch):
     monkeypatch.setattr(updates, "MOST_ITERATIONS", 1)
     message = (
-        r"of \d groups [12] were all right or all wrong, and 4 dispatched ones cannot give 4 informative ones; raise"
+        r"of \d groups [12] were all right or all wrong, and 4 dispatched ones cannot give 4 "
+        r"informative ones; raise"
     )
     with pytest.raises(UserError, match=message):
         await asyncio.wait_for(produce_dynamic(dynamic(), [0, 1, 2, 3], store_thread), 5)
@@ -343,12 +406,17 @@ async def test_numbers_and_samples_of_an_iteration(store_thread):
     assert numbers["prompt_length_mean"] == 3 and numbers["window"] == 64
     assert [sample["index"] for sample in production.samples] == [0, 1], "whatever finished first"
     kept = {(row.index, row.response): row for row in production.kept}
-    assert sorted(kept) == [(index, response) for index in range(3) for response in range(RESPONSES)]
+    assert sorted(kept) == [
+        (index, response) for index in range(3) for response in range(RESPONSES)
+    ]
     for group in groups:
         for number in range(RESPONSES if group.index < 3 else 0):
             row, trained = kept[group.index, number], group[number : number + 1]
             own = trained.trained
-            assert row.tokens == trained.tokens[own].tolist() and row.logprobs == trained.logprobs[own].tolist()
+            assert (
+                row.tokens == trained.tokens[own].tolist()
+                and row.logprobs == trained.logprobs[own].tolist()
+            )
             assert row.advantage == trained.advantages[own][0] and row.reward == trained.rewards[0]
     assert production.samples[1]["responses"][2] == {
         "text": "1/2",
@@ -367,20 +435,29 @@ async def test_a_dying_engine_ends_the_iteration_at_once_with_its_error(store_th
     assert len(asyncio.all_tasks()) == 1, "nothing is left in flight"
 
 
-async def test_a_script_that_waits_for_a_group_nobody_asks_for_ends_in_seconds_and_says_so(store_thread, monkeypatch):
-    """About ScriptedEngine itself: without it a mistake in the dispatch would show after a request's own deadline only."""
+async def test_a_script_that_waits_for_a_group_nobody_asks_for_ends_in_seconds_and_says_so(
+    store_thread, monkeypatch
+):
+    """About ScriptedEngine itself: without it a mistake in the dispatch would show after a
+    request's own deadline only.
+    """
     monkeypatch.setattr(stuck, "LIMIT_S", 0.05)
     engine = ScriptedEngine("a", [7, 0, 1, 2, 3, 4, 5, 6])
     with pytest.raises(
-        EnvironmentFailed, match="group 0 never had its turn, because group 7 comes first and was never"
+        EnvironmentFailed,
+        match="group 0 never had its turn, because group 7 comes first and was never",
     ):
         await produce(config(), [engine], store_thread, window=RESPONSES)
 
 
 class Answers:
-    """Answers at once, with lengths by prompt id; what it was asked is on a list that engines share."""
+    """Answers at once, with lengths by prompt id; what it was asked is on a list that engines
+    share.
+    """
 
-    def __init__(self, name: str, lengths: dict[int, int], asked: list[tuple[str, int, int, int]]) -> None:
+    def __init__(
+        self, name: str, lengths: dict[int, int], asked: list[tuple[str, int, int, int]]
+    ) -> None:
         self.name = name
         self._lengths = lengths
         self._asked = asked
@@ -416,11 +493,15 @@ BY_LENGTH = [6, 3, 1, 7, 4, 0, 5, 2]
 async def two_iterations(
     chosen: Config, store_thread: ThreadPoolExecutor, engines: int = 1
 ) -> tuple[list[tuple[str, int, int, int]], Shelf]:
-    """Requests and groups of the second iteration, which knows the lengths of the first; one group in flight per engine."""
+    """Requests and groups of the second iteration, which knows the lengths of the first; one group
+    in flight per engine.
+    """
     asked: list[tuple[str, int, int, int]] = []
     shelf = Shelf()
     answering = [Answers(f"engine {number}", LENGTHS, asked) for number in range(engines)]
-    producer = make_producer(chosen, answering, ScriptedRewards(), shelf, store_thread, window=RESPONSES)  # type: ignore[arg-type]
+    producer = make_producer(
+        chosen, answering, ScriptedRewards(), shelf, store_thread, window=RESPONSES
+    )  # type: ignore[arg-type]
     await producer.produce(0, prompts())
     assert [index for _, index, _, _ in asked] == list(range(GROUPS)), "nothing is known at first"
     asked.clear()
@@ -441,14 +522,18 @@ async def two_iterations(
     ],
     ids=["auto", "auto-sync", "longest-first", "in-order", "auto-prompt", "each-step-by-itself"],
 )
-async def test_prompts_are_dispatched_by_what_their_earlier_responses_were(store_thread, schedule, expected):
+async def test_prompts_are_dispatched_by_what_their_earlier_responses_were(
+    store_thread, schedule, expected
+):
     asked, _ = await two_iterations(config(schedule=schedule), store_thread)
     assert [index for _, index, _, _ in asked] == expected
 
 
 async def test_every_group_is_one_request_on_one_engine(store_thread):
     asked, _ = await two_iterations(config(), store_thread, engines=3)
-    assert sorted((index, n) for _, index, n, _ in asked) == [(index, RESPONSES) for index in range(GROUPS)]
+    assert sorted((index, n) for _, index, n, _ in asked) == [
+        (index, RESPONSES) for index in range(GROUPS)
+    ]
     assert len({name for name, _, _, _ in asked}) > 1
 
 
@@ -460,34 +545,48 @@ async def test_dispatch_order_changes_nothing_that_is_trained(store_thread, orde
     for dispatch in ("in-order", "longest-first"):
         chosen = config(schedule={"order": order, "stream": stream, "dispatch": dispatch})
         asked, shelf = await two_iterations(chosen, store_thread)
-        assert sorted((index, seed) for _, index, _, seed in asked) == [(i, group_seed(7, 1, i)) for i in range(GROUPS)]
+        assert sorted((index, seed) for _, index, _, seed in asked) == [
+            (i, group_seed(7, 1, i)) for i in range(GROUPS)
+        ]
         shelves.append(shelf.groups)
-    in_order, by_length = ({key: to_bytes(group) for key, group in groups.items()} for groups in shelves)
+    in_order, by_length = (
+        {key: to_bytes(group) for key, group in groups.items()} for groups in shelves
+    )
     assert sorted(in_order.values()) == sorted(by_length.values())
     assert order == "completion" or in_order == by_length
 
 
-async def test_dynamic_sampling_dispatched_by_length_trains_the_first_informative_groups_all_the_same(store_thread):
+async def test_dynamic_sampling_dispatched_by_length_trains_the_first_informative_groups_all_the_same(
+    store_thread,
+):
     results = []
     for dispatch in ("in-order", "longest-first"):
         asked: list[tuple[str, int, int, int]] = []
         shelf = Shelf()
         answering = [Answers("a", LENGTHS, asked)]
         chosen = dynamic(dispatch=dispatch)
-        producer = make_producer(chosen, answering, ScriptedRewards(), shelf, store_thread, window=RESPONSES)  # type: ignore[arg-type]
+        producer = make_producer(
+            chosen, answering, ScriptedRewards(), shelf, store_thread, window=RESPONSES
+        )  # type: ignore[arg-type]
         for iteration in range(2):
             asked.clear()
             shelf.groups.clear()
             further = iter(prompts()[4:])
             await producer.produce(iteration, prompts()[:4], informative(chosen, further))
-        results.append(([index for _, index, _, _ in asked], {k: to_bytes(g) for k, g in shelf.groups.items()}))
+        results.append(
+            ([index for _, index, _, _ in asked], {k: to_bytes(g) for k, g in shelf.groups.items()})
+        )
     (in_order, expected), (by_length, trained) = results
-    assert in_order == [0, 1, 2, 3, 4, 5] and by_length == [3, 1, 0, 2, 4, 5], "replacements as they come"
+    assert in_order == [0, 1, 2, 3, 4, 5] and by_length == [3, 1, 0, 2, 4, 5], (
+        "replacements as they come"
+    )
     assert trained == expected
 
 
 async def test_tail_waste_is_the_idle_share_after_the_last_dispatch(store_thread, monkeypatch):
-    """Two places of one group each: groups of 4, 1, 1 and 1 s, the long one first and the long one last."""
+    """Two places of one group each: groups of 4, 1, 1 and 1 s, the long one first and the long one
+    last.
+    """
     clock = [0.0]
     monkeypatch.setattr("pa_npu.engines.pool.time.perf_counter", lambda: clock[0])
     for ends, waste in (
@@ -517,10 +616,14 @@ async def test_tail_waste_is_the_idle_share_after_the_last_dispatch(store_thread
                     meter.nothing_left()
         clock[0] += 10
         meter.nothing_left()
-        assert meter.tail_waste == pytest.approx(waste), "what comes after the last response is not generation"
+        assert meter.tail_waste == pytest.approx(waste), (
+            "what comes after the last response is not generation"
+        )
 
 
-async def test_while_there_is_something_to_dispatch_no_engine_is_looked_at_for_the_tail_but_its_own(monkeypatch):
+async def test_while_there_is_something_to_dispatch_no_engine_is_looked_at_for_the_tail_but_its_own(
+    monkeypatch,
+):
     pool = EnginePool([Answers(name, LENGTHS, []) for name in "abc"])  # type: ignore[misc]
     meter, looks = TailMeter(pool), []
     use = pool.use

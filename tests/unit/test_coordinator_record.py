@@ -1,4 +1,6 @@
-"""The coordinator's numbers in metrics.jsonl against their definitions, on made-up groups, seconds and counters."""
+"""The coordinator's numbers in metrics.jsonl against their definitions, on made-up groups, seconds
+and counters.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,26 @@ RESPONSES, SECONDS, DEVICES = 3, 8.0, 5
 
 def hold(done_s: float) -> EnginesHold:
     """A publish that ends then."""
-    return EnginesHold(None, done_s - 0.75, done_s - 0.5, done_s - 0.125, done_s, MemoryPeak(7000, 5000), 0.5)
+    return EnginesHold(
+        None, done_s - 0.75, done_s - 0.5, done_s - 0.125, done_s, MemoryPeak(7000, 5000), 0.5
+    )
 
 
 def test_a_device_that_decodes_and_trains_is_idle_while_it_does_neither() -> None:
-    """Four trainer devices, of which two have an engine: one busy for half of the iteration and one for a quarter."""
-    produced: Any = SimpleNamespace(iteration=4, numbers={"tokens_prompt": 10, "tokens_response": 10})
+    """Four trainer devices, of which two have an engine: one busy for half of the iteration and one
+    for a quarter.
+    """
+    produced: Any = SimpleNamespace(
+        iteration=4, numbers={"tokens_prompt": 10, "tokens_response": 10}
+    )
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
 
     def record(shared: bool) -> dict[str, Any]:
         before = {name: EngineUse(busy_s=1.0, shared=shared) for name in "ab"}
-        after = {name: EngineUse(busy_s=busy_s, shared=shared) for name, busy_s in (("a", 5.0), ("b", 3.0))}
+        after = {
+            name: EngineUse(busy_s=busy_s, shared=shared)
+            for name, busy_s in (("a", 5.0), ("b", 3.0))
+        }
         return iteration_record(
             config,
             produced,
@@ -50,8 +61,12 @@ def test_a_device_that_decodes_and_trains_is_idle_while_it_does_neither() -> Non
         )
 
     found = record(shared=True)
-    assert found["trainer_idle"] == pytest.approx(0.5) and found["engine_idle"] == pytest.approx(1 - 0.375)
-    assert found["device_idle"] == pytest.approx(0.5 - 2 * 0.375 / 4), "waiting while the device decodes is not idle"
+    assert found["trainer_idle"] == pytest.approx(0.5) and found["engine_idle"] == pytest.approx(
+        1 - 0.375
+    )
+    assert found["device_idle"] == pytest.approx(0.5 - 2 * 0.375 / 4), (
+        "waiting while the device decodes is not idle"
+    )
     assert "device_idle" not in record(shared=False)
 
 
@@ -66,29 +81,51 @@ def test_every_number_is_what_its_definition_gives() -> None:
     production = Production(4)
     lengths, prompts, totals, correct, finished = [], [], [], [], []
     for index in range(4):
-        prompt = Prompt(prompt_id=index, text="", tokens=np.arange(3 + index, dtype=np.int32), answer="", row={})
+        prompt = Prompt(
+            prompt_id=index, text="", tokens=np.arange(3 + index, dtype=np.int32), answer="", row={}
+        )
         sizes, ends = rng.integers(1, 9, RESPONSES), rng.random(RESPONSES) < 0.6
-        samples = [sample(prompt.tokens, int(n), bool(end)) for n, end in zip(sizes, ends, strict=True)]
+        samples = [
+            sample(prompt.tokens, int(n), bool(end)) for n, end in zip(sizes, ends, strict=True)
+        ]
         reward, right = rng.random(RESPONSES).astype(np.float32), rng.random(RESPONSES) < 0.5
         if index == 1:
             reward[:] = reward[0]
-        result = RewardResult(total=reward, correct=right, functions={"math": 2 * reward}, errors=())
+        result = RewardResult(
+            total=reward, correct=right, functions={"math": 2 * reward}, errors=()
+        )
         scored = ScoredGroup(
-            prompt, samples, result, {"tokens": 10, "tokens_unique": 4 + index, f"sessions_{index % 2}": 1}
+            prompt,
+            samples,
+            result,
+            {"tokens": 10, "tokens_unique": 4 + index, f"sessions_{index % 2}": 1},
         )
         production.scored(index, scored)
         if index < 3:  # one that is generated and not trained
             production.add(index, scored)
             production.put(scored.group(0, 4, index), scored, {(index % 2, index // 2): None})
-            lengths.append(sizes), prompts.append(3 + index), totals.append(reward), finished.append(ends)
+            (
+                lengths.append(sizes),
+                prompts.append(3 + index),
+                totals.append(reward),
+                finished.append(ends),
+            )
         correct.append(right)
     produced = production.end(window=12, tail_waste=0.25, replica_imbalance=0.1)
     length, total, end = np.array(lengths), np.array(totals), np.array(finished)
 
-    before = {"a": EngineUse(requests=5, tokens=100, busy_s=2.0), "gone": EngineUse(requests=9, busy_s=9.0)}
+    before = {
+        "a": EngineUse(requests=5, tokens=100, busy_s=2.0),
+        "gone": EngineUse(requests=9, busy_s=9.0),
+    }
     after = {
         "a": EngineUse(requests=8, tokens=160, busy_s=6.0),
-        "new": EngineUse(requests=2, tokens=40, busy_s=1.0, settings=EngineSettings(engines=(1,), device="npu 910B")),
+        "new": EngineUse(
+            requests=2,
+            tokens=40,
+            busy_s=1.0,
+            settings=EngineSettings(engines=(1,), device="npu 910B"),
+        ),
     }
     record = iteration_record(
         Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}),
@@ -96,7 +133,11 @@ def test_every_number_is_what_its_definition_gives() -> None:
         iteration_report(4, wait_s=1.5, train_s=3.0, tokens_computed=70),
         BorderReport(0.5, 0.125),
         Prediction("periodic", 7.0, -0.1),
-        Window({"seconds": 1.25, "accuracy": 0.5}, Border(hold(10.75 - SECONDS), before, DEVICES - 1), None),
+        Window(
+            {"seconds": 1.25, "accuracy": 0.5},
+            Border(hold(10.75 - SECONDS), before, DEVICES - 1),
+            None,
+        ),
         Border(hold(10.75), after, DEVICES - 1),
     )
     tokens, prompt_tokens = int(length.sum()), RESPONSES * sum(prompts)

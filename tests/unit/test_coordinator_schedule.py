@@ -1,4 +1,6 @@
-"""The real producer, pool and pace in virtual time are what the model says: same dispatch, same completions, same end."""
+"""The real producer, pool and pace in virtual time are what the model says: same dispatch, same
+completions, same end.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,13 @@ class Engine:
         self._set_timer()
         await done.wait()
         return [
-            Generation(np.full(m, (seed + i) % 50, np.int32), np.full(m, -1.0, np.float32), "", "stop", version=0)
+            Generation(
+                np.full(m, (seed + i) % 50, np.int32),
+                np.full(m, -1.0, np.float32),
+                "",
+                "stop",
+                version=0,
+            )
             for i, m in enumerate(lengths)
         ]
 
@@ -140,7 +148,11 @@ def run(
         {
             "model": {"path": "m"},
             "data": {"train": "t"},
-            "rollout": {"responses_per_prompt": RESPONSES, "max_response_tokens": 64, "max_num_seqs": 128},
+            "rollout": {
+                "responses_per_prompt": RESPONSES,
+                "max_response_tokens": 64,
+                "max_num_seqs": 128,
+            },
             "schedule": {"prompts_per_iteration": GROUPS, **schedule},
         }
     )
@@ -204,7 +216,9 @@ TWO = {"a": CPU_ENGINE, "b": CPU_ENGINE.scaled(1.7)}
 SCHEDULES = {
     "window": Schedule("w", tuple(range(GROUPS)), (same_windows("ab", 24),)),
     "backwards": Schedule("w", tuple(reversed(range(GROUPS))), (same_windows("ab", 40),)),
-    "levels": Schedule("l", tuple(range(GROUPS)), (same_windows("ab", 16), same_windows("ab", 48, 6))),
+    "levels": Schedule(
+        "l", tuple(range(GROUPS)), (same_windows("ab", 16), same_windows("ab", 48, 6))
+    ),
     "turns": Schedule(
         "t",
         tuple(range(GROUPS)),
@@ -230,16 +244,24 @@ def test_the_coordinator_does_what_the_model_says_to_the_microsecond(name, engin
     for timing in outcome.timings:
         engine, start_s, end_s = real[timing.index]
         assert engine == timing.engine, f"group {timing.index}"
-        assert (start_s, end_s) == pytest.approx((timing.start_s, timing.end_s), abs=1e-6), f"group {timing.index}"
+        assert (start_s, end_s) == pytest.approx((timing.start_s, timing.end_s), abs=1e-6), (
+            f"group {timing.index}"
+        )
     assert ends_s[0] == pytest.approx(outcome.end_s, abs=1e-6)
 
 
 def test_a_run_chooses_turns_predicts_itself_and_is_quicker_for_it():
     controller, _, ends_s = run(EQUAL, {"a": CPU_ENGINE}, iterations=6)
     assert controller.schedules[-1].turns, controller.schedules[-1].name
-    assert max(abs(error) for error in controller.errors[1:] if error is not None) <= 0.05, controller.errors
+    assert max(abs(error) for error in controller.errors[1:] if error is not None) <= 0.05, (
+        controller.errors
+    )
     best = min(
-        model(EQUAL, {"a": CPU_ENGINE}, Schedule("w", tuple(range(GROUPS)), (same_windows("a", 8 * w),))).end_s
+        model(
+            EQUAL,
+            {"a": CPU_ENGINE},
+            Schedule("w", tuple(range(GROUPS)), (same_windows("a", 8 * w),)),
+        ).end_s
         for w in range(1, 17)
     )
     assert ends_s[-1] <= 0.95 * best, f"{ends_s}, the best constant window {best}"
@@ -250,7 +272,9 @@ def test_with_prompt_order_every_schedule_trains_the_same_bytes_in_the_same_slot
     """Periodic with what was chosen, with other schedules, and synchronous."""
     controller, shelves, _ = run(lengths, TWO, iterations=4, order="prompt")
     _, held, _ = run(lengths, TWO, iterations=4, order="prompt", stream=False)
-    assert len({schedule.name for schedule in controller.schedules}) > 1, "negative control: it followed several"
+    assert len({schedule.name for schedule in controller.schedules}) > 1, (
+        "negative control: it followed several"
+    )
     for number in range(4):
         assert shelves[number].groups == held[number].groups
     for schedule in SCHEDULES.values():
@@ -259,7 +283,9 @@ def test_with_prompt_order_every_schedule_trains_the_same_bytes_in_the_same_slot
 
 
 async def test_a_turn_that_waits_for_a_completion_is_woken_by_it_and_one_in_the_past_does_not_wait():
-    schedule = Schedule("t", (0, 1, 2), (same_windows("a", 8),), (Turn(0, 0.0), Turn(1, 0.0), Turn(0, -5.0)))
+    schedule = Schedule(
+        "t", (0, 1, 2), (same_windows("a", 8),), (Turn(0, 0.0), Turn(1, 0.0), Turn(0, -5.0))
+    )
     pace = Pace(schedule, 1)
     lease: Any = SimpleNamespace(engine=SimpleNamespace(name="a"))
     await asyncio.wait_for(pace.before_admit(), 1)
@@ -323,6 +349,10 @@ def test_what_training_takes_is_learned_and_expected_by_unique_tokens() -> None:
         seconds = (270 if computed else 90) * 0.01
         learned.observe(outlook, [timing], IterationTimes(5.0, 0.1, seconds + 0.5, 0.5))
         (group,) = learned.expected(outlook)
-        assert group.train_s == pytest.approx(seconds) and group.lengths == (40.0, 40.0), "engines write as before"
+        assert group.train_s == pytest.approx(seconds) and group.lengths == (40.0, 40.0), (
+            "engines write as before"
+        )
         found.append(learned.speeds)
-    assert found[0] is not None and found[1] is not None and found[0][1] == pytest.approx(found[1][1])
+    assert (
+        found[0] is not None and found[1] is not None and found[0][1] == pytest.approx(found[1][1])
+    )

@@ -1,4 +1,6 @@
-"""How a process ends that runs its event loop through run_until_terminated: by itself, by SIGTERM, or by its second."""
+"""How a process ends that runs its event loop through run_until_terminated: by itself, by SIGTERM,
+or by its second.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,14 @@ print("returned", flush=True)
         ("never_ends", "ready goes on", -signal.SIGTERM),
     ],
 )
-def test_the_process_ends_as_it_would_without_but_for_what_it_closes_before(work: str, said: str, code: int) -> None:
+def test_the_process_ends_as_it_would_without_but_for_what_it_closes_before(
+    work: str, said: str, code: int
+) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, work], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-c", PROGRAM, work],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert process.stdout is not None
     with process:

@@ -34,20 +34,26 @@ def records(path: Path, *rows: dict[str, Any]) -> list[Any]:
     ("row", "question", "answer"),
     [
         ({"question": "2+3?", "answer": "2 and 3\n#### 5"}, "2+3?", "5"),  # GSM8K
-        ({"problem": "$x$", "solution": "s", "answer": "\\pi", "subject": "Algebra", "level": 2}, "$x$", "\\pi"),  # MATH-500
-        ({"ID": "2024-I-1", "Problem": "Every day", "Solution": "long", "Answer": 204}, "Every day", "204"),  # AIME 2024
+        # MATH-500
+        ({"problem": "$x$", "solution": "s", "answer": "\\pi", "subject": "Algebra", "level": 2}, "$x$", "\\pi"),
+        # AIME 2024
+        ({"ID": "2024-I-1", "Problem": "Every day", "Solution": "long", "Answer": 204}, "Every day", "204"),
         ({"id": 60, "problem": "Every", "solution": "s", "answer": "204", "url": "u", "year": "2024"}, "Every", "204"),
         ({"question": "Find", "answer": "70"}, "Find", "70"),  # AIME 2025
         ({"id": 0, "question": "Cities", "answer": 27.0, "url": "u"}, "Cities", "27"),  # AMC 2023
         ({"id": 4, "problem": "Cities", "answer": 3.5}, "Cities", "3.5"),
     ],
 )  # fmt: skip
-def test_layouts_of_questions_with_an_answer(tmp_path: Path, row: dict[str, Any], question: str, answer: str) -> None:
+def test_layouts_of_questions_with_an_answer(
+    tmp_path: Path, row: dict[str, Any], question: str, answer: str
+) -> None:
     (found,) = records(tmp_path / "set.jsonl", row)
     assert found.messages == ({"role": "user", "content": question},) and found.answer == answer
 
 
-def test_gpqa_is_read_from_its_csv_with_options_in_an_order_of_its_own_that_is_always_the_same(tmp_path: Path) -> None:
+def test_gpqa_is_read_from_its_csv_with_options_in_an_order_of_its_own_that_is_always_the_same(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "gpqa_diamond.csv"
     rows = [GPQA | {"Question": f"Which one, {number}?\nof these"} for number in range(40)]
     with file.open("w", newline="") as stream:
@@ -59,7 +65,12 @@ def test_gpqa_is_read_from_its_csv_with_options_in_an_order_of_its_own_that_is_a
     assert [record.messages for record in found] == [record.messages for record in again]
     for record in found:
         lines = dict(line.split(") ") for line in record.messages[0]["content"].splitlines()[-4:])
-        assert lines[record.answer] == "blue" and sorted(lines.values()) == ["blue", "green", "grey", "red"]
+        assert lines[record.answer] == "blue" and sorted(lines.values()) == [
+            "blue",
+            "green",
+            "grey",
+            "red",
+        ]
     assert {record.answer for record in found} == set("ABCD"), "the right one stands everywhere"
     assert found[0].row["Subdomain"] == "Optics"
 
@@ -67,7 +78,8 @@ def test_gpqa_is_read_from_its_csv_with_options_in_an_order_of_its_own_that_is_a
 @pytest.mark.parametrize(
     "row",
     [
-        {"question": "Which?", "choices": ["red", "blue", "green"], "answer": 1, "subject": "x"},  # MMLU
+        # MMLU
+        {"question": "Which?", "choices": ["red", "blue", "green"], "answer": 1, "subject": "x"},
         {
             "question": "Which?",
             "choices": {"text": ["red", "blue", "green"], "label": ["1", "2", "3"]},
@@ -77,9 +89,16 @@ def test_gpqa_is_read_from_its_csv_with_options_in_an_order_of_its_own_that_is_a
 )
 def test_other_multiple_choices(tmp_path: Path, row: dict[str, Any]) -> None:
     (found,) = records(tmp_path / "set.jsonl", row)
-    assert found.messages[0]["content"] == "Which?\n\nA) red\nB) blue\nC) green" and found.answer == "B"
+    assert (
+        found.messages[0]["content"] == "Which?\n\nA) red\nB) blue\nC) green"
+        and found.answer == "B"
+    )
     group = RewardInput(
-        "", found.answer, ["It is \\boxed{B}", "It is \\boxed{C}", "B is nice, but no"], [1, 1, 1], found.row
+        "",
+        found.answer,
+        ["It is \\boxed{B}", "It is \\boxed{C}", "B is nice, but no"],
+        [1, 1, 1],
+        found.row,
     )
     assert math_reward(group) == [1.0, 0.0, 0.0]
 

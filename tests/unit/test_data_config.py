@@ -41,17 +41,25 @@ def test_a_path_stays_a_path_and_a_list_takes_overrides(tmp_path) -> None:
         (["data.train=[{weight: 2}]"], "data.train.0.path: required"),
         (["data.train=[{path: a, weight: -2}]"], "data.train.0.weight: -2 is not allowed"),
         (["data.train=[{path: a, weight: no}]"], 'data.train.0.weight: "no" is not allowed'),
-        (["data.train=[{path: a, wight: 2}]"], "data.train.0.wight: unknown key; did you mean data.train.0.weight?"),
-        (["data.train=[{path: x/a.jsonl}, {path: y/a.jsonl}]"], "data.train: 2 datasets are called a"),
+        (["data.train=[{path: a, wight: 2}]"], "data.train.0.wight: unknown key; did you mean "
+                                               "data.train.0.weight?"),
+        (["data.train=[{path: x/a.jsonl}, {path: y/a.jsonl}]"], "data.train: 2 datasets are called "
+                                                                "a"),
         (["data.train=[{path: \"a\\tb\"}]"], "data.train.0: 'a\\tb' holds control characters"),
-        (["data.train=a", "data.test={path: b, splt: c}"], "data.test.splt: unknown key; did you mean data.test.split?"),
-        (["data.train=a", "evaluate.sets={x: {path: 3}}"], "evaluate.sets.x.path: 3 is not allowed"),
+        (["data.train=a", "data.test={path: b, splt: c}"], "data.test.splt: unknown key; did you "
+                                                           "mean data.test.split?"),
+        (["data.train=a", "evaluate.sets={x: {path: 3}}"], "evaluate.sets.x.path: 3 is not "
+                                                           "allowed"),
         (["data.train=a", "evaluate.samples=3"], "there are no held-out sets"),
-        (["data.train=a", "data.template_options.thinking=true", "data.chat_template=never"], "would be read by nothing"),
-        (["data.train=a", "data.chat_template=sometimes"], "data.chat_template: 'sometimes' is not auto, always, never"),
-        (["data.train=a", "data.skip=solved"], "data.skip: removed in an earlier release; use schedule.dynamic_sampling"),
+        (["data.train=a", "data.template_options.thinking=true", "data.chat_template=never"], "would be read by "
+                                                                                              "nothing"),
+        (["data.train=a", "data.chat_template=sometimes"], "data.chat_template: 'sometimes' is not "
+                                                           "auto, always, never"),
+        (["data.train=a", "data.skip=solved"], "data.skip: removed in an earlier release; use "
+                                               "schedule.dynamic_sampling"),
         (["data.train=a", "data.skip_epochs=2"], "data.skip_epochs: removed in an earlier release"),
-        (["data.train=a", "schedule.on_publish=continue"], "schedule.on_publish: removed in an earlier release"),
+        (["data.train=a", "schedule.on_publish=continue"], "schedule.on_publish: removed in an "
+                                                           "earlier release"),
     ],
 )  # fmt: skip
 def test_each_mistake_is_one_line(overrides: list[str], expected: str) -> None:

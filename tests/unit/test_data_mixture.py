@@ -1,4 +1,6 @@
-"""Several datasets as one stream: shares by weight at every moment, epochs of each, one state that resumes all (I6)."""
+"""Several datasets as one stream: shares by weight at every moment, epochs of each, one state that
+resumes all (I6).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from pa_npu.errors import DataError
 def loaded(sizes: dict[str, int]) -> list[PromptSet]:
     found, first = [], 0
     for name, size in sizes.items():
-        prompts = tuple(Prompt(first + i, np.array([first + i], np.int32), str(i), "", {}, name) for i in range(size))
+        prompts = tuple(
+            Prompt(first + i, np.array([first + i], np.int32), str(i), "", {}, name)
+            for i in range(size)
+        )
         found.append(PromptSet(name, prompts, size, 0, 0))
         first += size
     return found
@@ -29,7 +34,9 @@ def stream(sizes: dict[str, int], weights: list[float]) -> TrainingStream:
     return TrainingStream(config, loaded(sizes), 1)
 
 
-@pytest.mark.parametrize("weights", [[1, 1, 1], [3, 1, 1], [0.7, 0.2, 0.1], [1e-3, 5, 80], [1, 1 / 3, 1 / 7]])
+@pytest.mark.parametrize(
+    "weights", [[1, 1, 1], [3, 1, 1], [0.7, 0.2, 0.1], [1e-3, 5, 80], [1, 1 / 3, 1 / 7]]
+)
 def test_every_stretch_has_the_shares_of_the_weights_to_a_prompt(weights: list[float]) -> None:
     mixed = stream({"a": 50, "b": 20, "c": 7}, weights)
     sources = [prompt.source for prompt in mixed.take(400)]
@@ -37,7 +44,9 @@ def test_every_stretch_has_the_shares_of_the_weights_to_a_prompt(weights: list[f
         counts = Counter(sources[:end])
         for name, weight in zip("abc", weights, strict=True):
             expected = end * weight / sum(weights)
-            assert abs(counts[name] - expected) <= 1.0 + 1e-9, f"{name}: {counts[name]} of {end}, not {expected}"
+            assert abs(counts[name] - expected) <= 1.0 + 1e-9, (
+                f"{name}: {counts[name]} of {end}, not {expected}"
+            )
 
 
 def test_each_dataset_has_epochs_of_its_own_in_the_order_that_it_has_alone() -> None:
@@ -61,7 +70,9 @@ def test_other_weights_count_from_the_checkpoint_on_and_other_datasets_are_refus
     first.take(100)
     second = stream({"a": 11, "b": 5}, [1, 1])
     second.restore(first.state())
-    assert Counter(prompt.source for prompt in second.take(10)) == {"a": 5, "b": 5}, "nothing is made up for"
+    assert Counter(prompt.source for prompt in second.take(10)) == {"a": 5, "b": 5}, (
+        "nothing is made up for"
+    )
     for other in (stream({"a": 11, "c": 5}, [9, 1]), stream({"a": 12, "b": 5}, [9, 1])):
         with pytest.raises(DataError, match="the checkpoint"):
             other.restore(first.state())
@@ -73,7 +84,10 @@ def test_other_weights_count_from_the_checkpoint_on_and_other_datasets_are_refus
 
 def test_the_record_counts_each_dataset() -> None:
     mixed = stream({"a": 10, "b": 10}, [3, 1])
-    outcomes = [Outcome(prompt.source, 1.0 if prompt.source == "a" else None, 0.5) for prompt in mixed.take(8)]
+    outcomes = [
+        Outcome(prompt.source, 1.0 if prompt.source == "a" else None, 0.5)
+        for prompt in mixed.take(8)
+    ]
     assert mixed.observe(outcomes) == {
         "sources": {
             "a": {"share": 0.75, "prompts": 6, "accuracy": 1.0, "reward_mean": 0.5},

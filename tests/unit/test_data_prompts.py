@@ -1,4 +1,6 @@
-"""Datasets become prompts in every layout, and each bad one ends in a DataError that names the place and the remedy."""
+"""Datasets become prompts in every layout, and each bad one ends in a DataError that names the
+place and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def tokenizer() -> Any:
 
 
 def write(path: Path, *lines: Any) -> str:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    path.write_text(
+        "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
+    )
     return str(path)
 
 
@@ -48,7 +52,9 @@ def refusal(path: str, tokenizer: Any, **settings: Any) -> str:
     return message
 
 
-def test_gsm8k_row_gives_the_template_tokens_and_the_final_answer(tmp_path: Path, tokenizer: Any) -> None:
+def test_gsm8k_row_gives_the_template_tokens_and_the_final_answer(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     (prompt,) = load(write(tmp_path / "a.jsonl", QUESTION), tokenizer)
     assert prompt.text == "<|user|>What is 12+34?<|assistant|>"
     assert tokenizer.convert_ids_to_tokens(prompt.tokens.tolist()) == [
@@ -62,28 +68,51 @@ def test_gsm8k_row_gives_the_template_tokens_and_the_final_answer(tmp_path: Path
     ("row", "text", "answer"),
     [
         ({"prompt": "2+2?", "answer": 4}, "<|user|>2+2?<|assistant|>", "4"),
-        ({"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"}, "<|user|>2+2?<|assistant|>", "4"),
+        (
+            {"prompt": [{"role": "user", "content": "2+2?"}], "answer": "4"},
+            "<|user|>2+2?<|assistant|>",
+            "4",
+        ),
         ({"question": "2+2?", "answer": " x=4 "}, "<|user|>2+2?<|assistant|>", "x=4"),
         ({"problem": "2+2?", "solution": "So 4.", "answer": "4"}, "<|user|>2+2?<|assistant|>", "4"),
-        ({"problem": "2+2?", "solution": r"So \boxed{4}."}, "<|user|>2+2?<|assistant|>", r"So \boxed{4}."),
         (
-            {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "2+2?"}], "answer": "#### 4"},
+            {"problem": "2+2?", "solution": r"So \boxed{4}."},
+            "<|user|>2+2?<|assistant|>",
+            r"So \boxed{4}.",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "system", "content": "S"},
+                    {"role": "user", "content": "2+2?"},
+                ],
+                "answer": "#### 4",
+            },
             "<|system|>S<|user|>2+2?<|assistant|>",
             "4",
         ),
         (
-            {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "2+2=4\n#### 4"}]},
+            {
+                "messages": [
+                    {"role": "user", "content": "2+2?"},
+                    {"role": "assistant", "content": "2+2=4\n#### 4"},
+                ]
+            },
             "<|user|>2+2?<|assistant|>",
             "4",
         ),
     ],
 )
-def test_layouts(row: dict[str, Any], text: str, answer: str, tmp_path: Path, tokenizer: Any) -> None:
+def test_layouts(
+    row: dict[str, Any], text: str, answer: str, tmp_path: Path, tokenizer: Any
+) -> None:
     (prompt,) = load(write(tmp_path / "a.jsonl", row), tokenizer)
     assert (prompt.text, prompt.answer) == (text, answer)
 
 
-def test_parquet_and_jsonl_of_the_same_rows_give_the_same_prompts(tmp_path: Path, tokenizer: Any) -> None:
+def test_parquet_and_jsonl_of_the_same_rows_give_the_same_prompts(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     rows = [QUESTION, {"question": "What is 50+49?", "answer": "#### 99"}]
     table = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
@@ -94,8 +123,13 @@ def test_parquet_and_jsonl_of_the_same_rows_give_the_same_prompts(tmp_path: Path
     ]
 
 
-def test_system_prompt_and_instruction_are_rendered_where_they_belong(tmp_path: Path, tokenizer: Any) -> None:
-    own = {"messages": [{"role": "system", "content": "own"}, {"role": "user", "content": "q"}], "answer": "1"}
+def test_system_prompt_and_instruction_are_rendered_where_they_belong(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    own = {
+        "messages": [{"role": "system", "content": "own"}, {"role": "user", "content": "q"}],
+        "answer": "1",
+    }
     path = write(tmp_path / "a.jsonl", QUESTION, own)
     settings = {"system_prompt": "Be brief.", "instruction": "End with ####."}
     first, second = load(path, tokenizer, **settings)
@@ -114,7 +148,11 @@ def test_template_policy_follows_the_tokenizer(tmp_path: Path) -> None:
     refusing = make_tokenizer()
     refusing.chat_template = "{{ raise_exception('no system role here') }}"
     message = refusal(path, refusing, system_prompt="S")
-    assert f"{path}:1" in message and "no system role here" in message and "data.chat_template=never" in message
+    assert (
+        f"{path}:1" in message
+        and "no system role here" in message
+        and "data.chat_template=never" in message
+    )
 
 
 def test_blank_lines_are_skipped_and_lines_still_counted(tmp_path: Path, tokenizer: Any) -> None:
@@ -132,7 +170,10 @@ def test_blank_lines_are_skipped_and_lines_still_counted(tmp_path: Path, tokeniz
         ('{"question": "q"}', "no answer (columns: question); "),
         ('{"question": "q", "answer": null}', "no answer (columns: question, answer); "),
         ('{"question": "q", "answer": "  "}', "no answer (columns: question, answer); "),
-        ('{"question": "q", "answer": "so 5\\n#### "}', "no answer after #### (columns: question, answer);"),
+        (
+            '{"question": "q", "answer": "so 5\\n#### "}',
+            "no answer after #### (columns: question, answer);",
+        ),
         ('{"question": "q", "answer": [5]}', "answer is [5], not a text or a number"),
         ('{"question": "q", "answer": true}', "answer is true, not a text or a number"),
         ('{"question": " ", "answer": "5"}', "question is empty"),
@@ -144,12 +185,17 @@ def test_blank_lines_are_skipped_and_lines_still_counted(tmp_path: Path, tokeniz
         ("{}", "no question, problem, prompt, messages or conversations (columns: none)"),
         ('{"messages": [], "answer": "5"}', "messages is [], not a list of messages"),
         ('{"messages": "q", "answer": "5"}', 'messages is "q", not a list of messages'),
-        ('{"messages": [{"role": "user"}], "answer": "5"}', 'each must be {"role": text, "content": text}'),
+        (
+            '{"messages": [{"role": "user"}], "answer": "5"}',
+            'each must be {"role": text, "content": text}',
+        ),
         ('{"messages": [{"role": "user", "content": "q"}]}', "no answer (columns: messages); "),
         ('{"messages": [{"role": "assistant", "content": "q"}]}', "an answer but no question"),
     ],
 )
-def test_a_broken_row_is_named_by_file_and_line(line: str, expected: str, tmp_path: Path, tokenizer: Any) -> None:
+def test_a_broken_row_is_named_by_file_and_line(
+    line: str, expected: str, tmp_path: Path, tokenizer: Any
+) -> None:
     path = write(tmp_path / "bad.jsonl", QUESTION, line, QUESTION)
     message = refusal(path, tokenizer)
     assert message.startswith(f"{path}:2: ") and expected in message, message
@@ -170,7 +216,9 @@ def test_unusable_files_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     damaged.write_bytes(damaged.read_bytes()[:-20])
     assert "unreadable parquet" in refusal(str(damaged), tokenizer)
     holes = tmp_path / "holes.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([QUESTION, {"question": "q", "answer": None}]), holes)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([QUESTION, {"question": "q", "answer": None}]), holes
+    )
     assert refusal(str(holes), tokenizer).startswith(f"{holes}: row 2: no answer")
 
 
@@ -180,11 +228,15 @@ def test_the_key_of_the_test_set_is_named(tmp_path: Path, tokenizer: Any) -> Non
         load_prompts(Dataset(path=str(config.test)), tokenizer, config, "data.test")
 
 
-def test_overlong_prompts_are_refused_truncated_or_skipped_and_counted(tmp_path: Path, tokenizer: Any) -> None:
+def test_overlong_prompts_are_refused_truncated_or_skipped_and_counted(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     long = {"question": "What is 12+34+56+78?", "answer": "180"}  # 17 tokens; QUESTION has 11
     path = write(tmp_path / "a.jsonl", QUESTION, long, QUESTION, long)
     message = refusal(path, tokenizer, max_prompt_tokens=11)
-    assert message.startswith(f"{path}:2: the prompt has 17 tokens and 1 more, more than data.max_prompt_tokens = 11")
+    assert message.startswith(
+        f"{path}:2: the prompt has 17 tokens and 1 more, more than data.max_prompt_tokens = 11"
+    )
     assert "longest: 17" in message and "truncate or skip" in message
 
     skipped = loaded(path, tokenizer, max_prompt_tokens=11, overlong_prompt="skip")
@@ -210,23 +262,33 @@ VERL = {
 }
 
 
-def test_columns_are_taken_by_name_and_the_row_stays_as_it_was(tmp_path: Path, tokenizer: Any) -> None:
+def test_columns_are_taken_by_name_and_the_row_stays_as_it_was(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     own = {"frage": "2+2?", "loesung": "so #### 4", "question": "another", "answer": "5"}
     path = write(tmp_path / "a.jsonl", own)
     (prompt,) = load(path, tokenizer, question_column="frage", answer_column="loesung")
     assert (prompt.text, prompt.answer, prompt.row) == ("<|user|>2+2?<|assistant|>", "4", own)
     (only_answer,) = load(path, tokenizer, answer_column="loesung")
     assert (only_answer.text, only_answer.answer) == ("<|user|>another<|assistant|>", "4")
-    (nested,) = load(write(tmp_path / "v.jsonl", VERL), tokenizer, answer_column="reward_model.ground_truth")
+    (nested,) = load(
+        write(tmp_path / "v.jsonl", VERL), tokenizer, answer_column="reward_model.ground_truth"
+    )
     assert (nested.text, nested.answer, nested.row) == ("<|user|>2+2?<|assistant|>", "4", VERL)
     message = refusal(path, tokenizer, question_column="fragen")
-    assert message.startswith(f"{path}:1: no value in fragen (columns: frage, loesung, question, answer)")
+    assert message.startswith(
+        f"{path}:1: no value in fragen (columns: frage, loesung, question, answer)"
+    )
     assert "question_column" in message
     bad = write(tmp_path / "b.jsonl", {"frage": 7, "answer": "1"}, {"frage": " ", "answer": "1"})
-    assert "frage is 7, not a text or a list of messages" in refusal(bad, tokenizer, question_column="frage")
+    assert "frage is 7, not a text or a list of messages" in refusal(
+        bad, tokenizer, question_column="frage"
+    )
 
 
-def test_held_out_sets_go_by_their_layout_where_they_lack_the_named_columns(tmp_path: Path, tokenizer: Any) -> None:
+def test_held_out_sets_go_by_their_layout_where_they_lack_the_named_columns(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     path = write(tmp_path / "a.jsonl", QUESTION)
     config = DataConfig(train="t", question_column="frage", answer_column="loesung")
     for key in ("evaluate.sets.gsm8k", "data.test"):
@@ -239,14 +301,22 @@ def test_held_out_sets_go_by_their_layout_where_they_lack_the_named_columns(tmp_
         load_prompts(strict, tokenizer, DataConfig(train="t"), "evaluate.sets.gsm8k")
 
 
-def test_a_dataset_may_have_options_of_its_own_and_prompts_are_told_apart(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_dataset_may_have_options_of_its_own_and_prompts_are_told_apart(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     rows = [{"question": f"{i}+1?", "answer": i + 1} for i in range(5)]
     first, second = write(tmp_path / "one.jsonl", *rows), write(tmp_path / "two.jsonl", *rows)
     config = DataConfig.model_validate(
         {
             "train": [
                 {"path": first, "max_rows": 2},
-                {"path": second, "name": "zwei", "max_rows": 3, "instruction": "Think.", "system_prompt": "S"},
+                {
+                    "path": second,
+                    "name": "zwei",
+                    "max_rows": 3,
+                    "instruction": "Think.",
+                    "system_prompt": "S",
+                },
             ],
             "system_prompt": "all",
         }
@@ -258,13 +328,17 @@ def test_a_dataset_may_have_options_of_its_own_and_prompts_are_told_apart(tmp_pa
     ]
     assert one[0].text == "<|system|>all<|user|>0+1?<|assistant|>"
     assert two[0].text == "<|system|>S<|user|>0+1?\nThink.<|assistant|>"
-    assert len(load_prompts(Dataset(path=first, max_rows=1), tokenizer, config, "data.test").prompts) == 1
+    assert (
+        len(load_prompts(Dataset(path=first, max_rows=1), tokenizer, config, "data.test").prompts)
+        == 1
+    )
 
 
 # Like Qwen3's: thinking is left out by an empty block that the model finds already written.
 THINKING = (
-    "{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
-    "{% if enable_thinking is defined and enable_thinking is false %}(no thoughts){% endif %}{% endif %}"
+    "{%- for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if "
+    "add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and enable_thinking is "
+    "false %}(no thoughts){% endif %}{% endif %}"
 )
 
 
@@ -274,15 +348,21 @@ def test_thinking_is_switched_by_the_templates_own_variable(tmp_path: Path) -> N
     text = "<|user|>What is 12+34?<|assistant|>"
     assert load(path, thinking)[0].text == text
     assert load(path, thinking, template_options={"enable_thinking": True})[0].text == text
-    assert load(path, thinking, template_options={"enable_thinking": False})[0].text == f"{text}(no thoughts)"
+    assert (
+        load(path, thinking, template_options={"enable_thinking": False})[0].text
+        == f"{text}(no thoughts)"
+    )
     message = refusal(path, thinking, template_options={"enable_thought": False})
     assert "does not read enable_thought (it reads enable_thinking)" in message
     for how in ("tokenize", "messages"):
         assert f"does not read {how} " in refusal(path, thinking, template_options={how: True})
-    thinking.chat_template = THINKING + "{% generation %}{% endgeneration %}"  # whose variables cannot be told
+    # whose variables cannot be told
+    thinking.chat_template = THINKING + "{% generation %}{% endgeneration %}"
     assert "does not read messages " in refusal(path, thinking, template_options={"messages": []})
     thinking.chat_template = None
-    assert "no chat template to read them" in refusal(path, thinking, template_options={"enable_thinking": False})
+    assert "no chat template to read them" in refusal(
+        path, thinking, template_options={"enable_thinking": False}
+    )
 
 
 def test_a_template_of_ones_own_is_a_file(tmp_path: Path, tokenizer: Any) -> None:
@@ -316,20 +396,32 @@ def test_variables_of_a_template_are_found_where_they_can_be_told() -> None:
     assert template_variables("{{ " + "(" * 50_000) is None
 
 
-# As Qwen3's: tools before the conversation, calls and reasoning where they were written, names of tools with their answers.
+# As Qwen3's: tools before the conversation, calls and reasoning where they were written, names of
+# tools with their answers.
 TOOL_TEMPLATE = (
-    "{%- if tools %}[tools]{% for tool in tools %}{{ tool | tojson }}{% endfor %}[/tools]{% endif %}"
-    "{%- for message in messages %}<|{{ message.role }}{% if message.name %}:{{ message.name }}{% endif %}"
-    "{% if message.tool_call_id %}#{{ message.tool_call_id }}{% endif %}|>"
-    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<call>{{ call.function.name }}({{ call.function.arguments | tojson }})</call>"
-    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{%- if tools %}[tools]{% for tool in tools %}{{ tool | tojson }}{% endfor %}[/tools]{% endif "
+    "%}{%- for message in messages %}<|{{ message.role }}{% if message.name %}:{{ message.name "
+    "}}{% endif %}{% if message.tool_call_id %}#{{ message.tool_call_id }}{% endif %}|>{% if "
+    "message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}{{ "
+    "message.content }}{% for call in message.tool_calls or [] %}<call>{{ call.function.name }}({{ "
+    "call.function.arguments | tojson }})</call>{% endfor %}{% endfor %}{% if "
+    "add_generation_prompt %}<|assistant|>{% endif %}"
 )
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": ["x"]}}}
-CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": 2, "y": null}'}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "required": ["x"]}},
+}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "add", "arguments": '{"x": 2, "y": null}'},
+}
 TOOL_ROW = {
     "messages": [
-        {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}],
+        },
         {"role": "assistant", "content": None, "reasoning_content": "I add.", "tool_calls": [CALL]},
         {"role": "tool", "content": "4", "name": "add", "tool_call_id": "c1"},
     ],
@@ -337,7 +429,8 @@ TOOL_ROW = {
     "answer": "4",
 }
 TOOL_TEXT = (
-    '<|user|>2+2?<|assistant|><think>I add.</think><call>add({"x": 2, "y": null})</call><|tool:add#c1|>4<|assistant|>'
+    '<|user|>2+2?<|assistant|><think>I add.</think><call>add({"x": 2, "y": '
+    "null})</call><|tool:add#c1|>4<|assistant|>"
 )
 
 
@@ -352,7 +445,9 @@ def without_tools(text: str) -> str:
     return text.partition("[/tools]")[2]
 
 
-def test_calls_reasoning_names_tools_and_parts_of_a_row_are_rendered_whole(tmp_path: Path, tool_tokenizer: Any) -> None:
+def test_calls_reasoning_names_tools_and_parts_of_a_row_are_rendered_whole(
+    tmp_path: Path, tool_tokenizer: Any
+) -> None:
     (prompt,) = load(write(tmp_path / "a.jsonl", TOOL_ROW), tool_tokenizer)
     assert without_tools(prompt.text) == TOOL_TEXT
     assert '"name": "add"' in prompt.text.partition("[/tools]")[0], "the row's tools"
@@ -364,7 +459,9 @@ def test_calls_reasoning_names_tools_and_parts_of_a_row_are_rendered_whole(tmp_p
     assert other.text == prompt.text
 
 
-def test_a_tables_nulls_are_fields_that_a_message_does_not_have(tmp_path: Path, tool_tokenizer: Any) -> None:
+def test_a_tables_nulls_are_fields_that_a_message_does_not_have(
+    tmp_path: Path, tool_tokenizer: Any
+) -> None:
     first = json.loads(json.dumps(TOOL_ROW))
     first["messages"][0]["content"] = "2+2?"
     first["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"x": 2}
@@ -373,23 +470,38 @@ def test_a_tables_nulls_are_fields_that_a_message_does_not_have(tmp_path: Path, 
     table = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([first, second]), table)
     (user, called, _), _ = pyarrow.parquet.read_table(table)["messages"].to_pylist()
-    assert "tool_calls" in user and "y" in called["tool_calls"][0]["function"]["arguments"], "the table has nulls there"
+    assert "tool_calls" in user and "y" in called["tool_calls"][0]["function"]["arguments"], (
+        "the table has nulls there"
+    )
     texts = [without_tools(prompt.text) for prompt in load(str(table), tool_tokenizer)]
     assert texts == [TOOL_TEXT.replace('{"x": 2, "y": null}', f'{{"{name}": 2}}') for name in "xy"]
 
 
-def test_what_a_template_would_drop_is_one_line_or_goes_into_the_text(tmp_path: Path, tokenizer: Any) -> None:
+def test_what_a_template_would_drop_is_one_line_or_goes_into_the_text(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     path = write(tmp_path / "a.jsonl", TOOL_ROW)
     assert "the chat template leaves out the call of add (tool_calls)" in refusal(path, tokenizer)
     assert "plain text (there is no chat template) leaves out the call" in refusal(
         path, tokenizer, chat_template="never"
     )
     only_tools = {"question": "2+2?", "answer": "4", "tools": [ADD]}
-    assert "leaves out the tool add (tools)" in refusal(write(tmp_path / "t.jsonl", only_tools), tokenizer)
+    assert "leaves out the tool add (tools)" in refusal(
+        write(tmp_path / "t.jsonl", only_tools), tokenizer
+    )
     (named,) = load(write(tmp_path / "n.jsonl", only_tools | {"tools": ["add"]}), tokenizer)
-    assert named.row["tools"] == ["add"], "names are no functions that a template could describe; they stay the row's"
+    assert named.row["tools"] == ["add"], (
+        "names are no functions that a template could describe; they stay the row's"
+    )
     thinking = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
-    row = {"messages": [{"role": "user", "content": "q"}, thinking, {"role": "user", "content": "sure?"}], "answer": 4}
+    row = {
+        "messages": [
+            {"role": "user", "content": "q"},
+            thinking,
+            {"role": "user", "content": "sure?"},
+        ],
+        "answer": 4,
+    }
     (prompt,) = load(write(tmp_path / "r.jsonl", row), tokenizer)
     assert "<think>\n2 and 2\n</think>\n\n4" in prompt.text
 
@@ -397,14 +509,25 @@ def test_what_a_template_would_drop_is_one_line_or_goes_into_the_text(tmp_path: 
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "only parts of type text can be read"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]},
+            "only parts of type text can be read",
+        ),
         ({"role": "user", "content": 5}, "content is 5, not a text or a list of text parts"),
-        ({"role": "assistant", "content": "", "tool_calls": [{"id": "c"}]}, "which names no function"),
-        ({"role": "assistant", "content": "", "tool_calls": "add"}, 'tool_calls is "add", not a list'),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "c"}]},
+            "which names no function",
+        ),
+        (
+            {"role": "assistant", "content": "", "tool_calls": "add"},
+            'tool_calls is "add", not a list',
+        ),
         ({"role": 1, "content": "q"}, "has no role that is a text"),
     ],
 )
-def test_a_message_that_cannot_be_read_is_one_line(message: Any, expected: str, tmp_path: Path, tokenizer: Any) -> None:
+def test_a_message_that_cannot_be_read_is_one_line(
+    message: Any, expected: str, tmp_path: Path, tokenizer: Any
+) -> None:
     row = {"messages": [message, {"role": "user", "content": "q"}], "answer": "1"}
     assert expected in refusal(write(tmp_path / "a.jsonl", row), tokenizer)
 
@@ -450,7 +573,9 @@ def test_a_conversation_has_its_system_prompt_from_its_own_message_or_from_its_c
     ], "reward functions find the messages in the field's form"
 
 
-def test_a_conversation_beside_the_same_question_is_no_second_question(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_conversation_beside_the_same_question_is_no_second_question(
+    tmp_path: Path, tokenizer: Any
+) -> None:
     talk = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
     same = {"problem": "2+2?", "conversations": talk, "answer": "4"}
     titled = {"question": "2+2?", "conversation": 17, "answer": "4"}
@@ -466,7 +591,10 @@ def test_a_conversation_beside_the_same_question_is_no_second_question(tmp_path:
         ({"from": "alien", "value": "q"}, 'is from "alien", who is none of human, user, gpt'),
         ({"from": 5, "value": "q"}, "is from 5, who is none of"),
         ({"from": "human"}, 'conversations holds {"from": "human"}; each must be'),
-        ({"from": "function_call", "value": "add(2)"}, "is a function_call whose value is not the JSON of one"),
+        (
+            {"from": "function_call", "value": "add(2)"},
+            "is a function_call whose value is not the JSON of one",
+        ),
         ({"from": "function_call", "value": "[1]"}, "tool_calls has 1, which names no function"),
         ("Human: q", '"Human: q" is not an object'),
     ],
@@ -483,7 +611,9 @@ def test_a_last_message_of_the_assistant_is_the_answer_of_messages_and_the_begin
 ) -> None:
     talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
     (solved,) = load(write(tmp_path / "m.jsonl", {"messages": talk, "answer": "4"}), tokenizer)
-    assert (solved.text, solved.answer) == ("<|user|>2+2?<|assistant|>", "4"), "the solution is no part of the question"
+    assert (solved.text, solved.answer) == ("<|user|>2+2?<|assistant|>", "4"), (
+        "the solution is no part of the question"
+    )
     (begun,) = load(write(tmp_path / "p.jsonl", {"prompt": talk, "answer": "4"}), tokenizer)
     assert begun.text == "<|user|>2+2?<|assistant|>It is 4."
 
@@ -499,9 +629,14 @@ def test_columns_that_ask_different_things_are_named(tmp_path: Path, tokenizer: 
     assert prompt.text == "<|system|>Box it.<|user|>2+2?<|assistant|>"
     (plain,) = load(path, tokenizer, question_column="question")
     assert plain.text == "<|user|>2+2?<|assistant|>"
-    same = row | {"prompt": asked[1:], "messages": [asked[1], {"role": "assistant", "content": "4"}]}
+    same = row | {
+        "prompt": asked[1:],
+        "messages": [asked[1], {"role": "assistant", "content": "4"}],
+    }
     (prompt,) = load(write(tmp_path / "s.jsonl", same), tokenizer)
-    assert prompt.text == "<|user|>2+2?<|assistant|>", "the same question in several forms is no doubt"
+    assert prompt.text == "<|user|>2+2?<|assistant|>", (
+        "the same question in several forms is no doubt"
+    )
 
 
 @pytest.mark.parametrize(
@@ -517,7 +652,9 @@ def test_a_row_without_an_answer_names_its_columns_and_the_key(
     row: dict[str, Any], columns: str, remedy: str, tmp_path: Path, tokenizer: Any
 ) -> None:
     message = refusal(write(tmp_path / "a.jsonl", row), tokenizer)
-    assert "no answer" in message and f"(columns: {columns}" in message and remedy in message, message
+    assert "no answer" in message and f"(columns: {columns}" in message and remedy in message, (
+        message
+    )
 
 
 def test_a_row_that_cannot_fit_is_not_tokenised(tmp_path: Path, tokenizer: Any) -> None:
@@ -544,7 +681,9 @@ def test_a_row_that_cannot_fit_is_not_tokenised(tmp_path: Path, tokenizer: Any) 
 
 
 def test_the_first_prompt_is_shown_as_engines_get_it(tmp_path: Path, tokenizer: Any) -> None:
-    (prompt,) = load(write(tmp_path / "a.jsonl", QUESTION), tokenizer, instruction="End\twith ####.")
+    (prompt,) = load(
+        write(tmp_path / "a.jsonl", QUESTION), tokenizer, instruction="End\twith ####."
+    )
     lines = first_prompt_lines(prompt, tokenizer)
     assert lines[0] == f"first prompt, {len(prompt.tokens)} tokens:"
     assert lines[1:] == ["  <|user|>What is 12+34?", "  End\\twith ####.<|assistant|>"]

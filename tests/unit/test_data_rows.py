@@ -1,4 +1,6 @@
-"""Datasets on disk in every layout that libraries write become the same rows, and what is ambiguous is one line."""
+"""Datasets on disk in every layout that libraries write become the same rows, and what is ambiguous
+is one line.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,22 @@ def refusal(path: Path, split: str | None = None, *usual: str) -> str:
 
 
 def save_to_disk(directory: Path, parts: list[list[dict[str, Any]]]) -> None:
-    """The layout of Dataset.save_to_disk (datasets 2 to 4): arrow streams, and a state.json that lists them."""
+    """The layout of Dataset.save_to_disk (datasets 2 to 4): arrow streams, and a state.json that
+    lists them.
+    """
     directory.mkdir(parents=True)
     names = [f"data-{number:05d}-of-{len(parts):05d}.arrow" for number in range(len(parts))]
     for name, part in zip(names, parts, strict=True):
         table = pa.Table.from_pylist(part)
-        with pa.OSFile(str(directory / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        with (
+            pa.OSFile(str(directory / name), "wb") as file,
+            pa.ipc.new_stream(file, table.schema) as writer,
+        ):
             writer.write_table(table, max_chunksize=2)
     (directory / "dataset_info.json").write_text("{}")
-    (directory / "state.json").write_text(json.dumps({"_data_files": [{"filename": n} for n in names], "_split": None}))
+    (directory / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": n} for n in names], "_split": None})
+    )
 
 
 def test_a_dataset_that_was_saved_to_disk_in_several_files(tmp_path: Path) -> None:
@@ -59,7 +68,9 @@ def test_a_dictionary_of_datasets_and_its_splits(tmp_path: Path) -> None:
     save_to_disk(tmp_path / "d" / "validation", [ROWS[5:]])
     (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "validation"]}')
     assert rows(tmp_path / "d") == ROWS[:5]
-    assert rows(tmp_path / "d", None, "test", "validation") == ROWS[5:], "held-out sets take what there is"
+    assert rows(tmp_path / "d", None, "test", "validation") == ROWS[5:], (
+        "held-out sets take what there is"
+    )
     assert rows(tmp_path / "d", "validation") == ROWS[5:] == rows(tmp_path / "d" / "validation")
     assert "has the splits train, validation, not test" in refusal(tmp_path / "d", "test")
 
@@ -71,12 +82,17 @@ def test_damaged_arrow_files_are_one_line(tmp_path: Path) -> None:
     for cut in (0, 3, 100, len(whole) // 2):
         file.write_bytes(whole[:cut])
         assert "unreadable arrow stream" in refusal(tmp_path / "d"), cut
-    with pa.OSFile(str(file), "wb") as out, pa.ipc.new_file(out, pa.Table.from_pylist(ROWS).schema) as writer:
+    with (
+        pa.OSFile(str(file), "wb") as out,
+        pa.ipc.new_file(out, pa.Table.from_pylist(ROWS).schema) as writer,
+    ):
         writer.write_table(pa.Table.from_pylist(ROWS))
     assert rows(tmp_path / "d") == ROWS, "the other form of arrow is told by its content"
 
 
-@pytest.mark.parametrize("layout", ["{split}-0000{part}-of-00002.parquet", "data/{split}-0000{part}-of-00002.parquet"])
+@pytest.mark.parametrize(
+    "layout", ["{split}-0000{part}-of-00002.parquet", "data/{split}-0000{part}-of-00002.parquet"]
+)
 def test_a_hubs_repository_of_parquet_files(tmp_path: Path, layout: str) -> None:
     for split, parts in (("train", [ROWS[:2], ROWS[2:5]]), ("test", [ROWS[5:]])):
         for number, part in enumerate(parts):
@@ -110,7 +126,9 @@ def test_what_the_datasets_library_itself_writes_is_read(tmp_path: Path) -> None
     whole = datasets.Dataset.from_list(ROWS)
     whole.shuffle(seed=1).select(range(4)).save_to_disk(tmp_path / "chosen", num_shards=2)
     assert rows(tmp_path / "chosen") == whole.shuffle(seed=1).select(range(4)).to_list()
-    datasets.DatasetDict({"train": whole, "test": whole.select([0])}).save_to_disk(tmp_path / "both")
+    datasets.DatasetDict({"train": whole, "test": whole.select([0])}).save_to_disk(
+        tmp_path / "both"
+    )
     assert rows(tmp_path / "both") == ROWS and rows(tmp_path / "both", "test") == ROWS[:1]
 
 
@@ -131,16 +149,24 @@ def test_cells_of_megabytes_and_files_by_their_ending_in_any_case(tmp_path: Path
         ("a.csv", "question,answer,answer\nq,1,2\n", 'a.csv:1: two columns are called "answer"'),
         ("a.csv", 'question,answer\nq,1\n"open,2\nr,3\n', "a.csv:3: the row is no CSV"),
         ("a.csv", 'question,answer\n"2"+"2",4\n', "a.csv:2: the row is no CSV"),
-        ("a.jsonl", '{"question": "q", "answer": 1, "answer": 2}\n', 'the name "answer" occurs twice'),
+        (
+            "a.jsonl",
+            '{"question": "q", "answer": 1, "answer": 2}\n',
+            'the name "answer" occurs twice',
+        ),
     ],
 )
-def test_what_would_be_lost_without_a_word_is_one_line(tmp_path: Path, name: str, text: str, expected: str) -> None:
+def test_what_would_be_lost_without_a_word_is_one_line(
+    tmp_path: Path, name: str, text: str, expected: str
+) -> None:
     (tmp_path / name).write_text(text)
     assert expected in refusal(tmp_path / name)
 
 
 def test_columns_of_one_name_in_a_table_are_refused(tmp_path: Path) -> None:
-    table = pa.Table.from_arrays([pa.array(["q"]), pa.array(["1"]), pa.array(["2"])], ["question", "answer", "answer"])
+    table = pa.Table.from_arrays(
+        [pa.array(["q"]), pa.array(["1"]), pa.array(["2"])], ["question", "answer", "answer"]
+    )
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert 'two columns are called "answer"' in refusal(tmp_path / "a.parquet")
 

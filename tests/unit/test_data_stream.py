@@ -14,7 +14,10 @@ from pa_npu.errors import DataError
 
 
 def make_prompts(number: int, first_token: int = 0) -> list[Prompt]:
-    return [Prompt(i, np.array([first_token + i, 7], np.int32), str(i), f"prompt {i}", {}) for i in range(number)]
+    return [
+        Prompt(i, np.array([first_token + i, 7], np.int32), str(i), f"prompt {i}", {})
+        for i in range(number)
+    ]
 
 
 def ids(prompts: list[Prompt]) -> list[int]:
@@ -38,16 +41,45 @@ def test_batches_that_cross_epochs_lose_and_repeat_nothing() -> None:
 
 def test_order_depends_on_the_seed_and_only_on_it() -> None:
     prompts = make_prompts(50)
-    assert ids(PromptStream(prompts, seed=1).take(50)) == ids(PromptStream(prompts, seed=1).take(50))
-    assert ids(PromptStream(prompts, seed=1).take(50)) != ids(PromptStream(prompts, seed=2).take(50))
+    assert ids(PromptStream(prompts, seed=1).take(50)) == ids(
+        PromptStream(prompts, seed=1).take(50)
+    )
+    assert ids(PromptStream(prompts, seed=1).take(50)) != ids(
+        PromptStream(prompts, seed=2).take(50)
+    )
 
 
 def test_the_order_stays_what_saved_positions_mean() -> None:
-    assert ids(PromptStream(make_prompts(8), seed=1).take(16)) == [6, 3, 7, 1, 4, 0, 2, 5, 7, 2, 0, 6, 3, 1, 4, 5]
+    assert ids(PromptStream(make_prompts(8), seed=1).take(16)) == [
+        6,
+        3,
+        7,
+        1,
+        4,
+        0,
+        2,
+        5,
+        7,
+        2,
+        0,
+        6,
+        3,
+        1,
+        4,
+        5,
+    ]
 
 
 def test_without_shuffling_prompts_come_in_dataset_order() -> None:
-    assert ids(PromptStream(make_prompts(3), seed=5, shuffle=False).take(7)) == [0, 1, 2, 0, 1, 2, 0]
+    assert ids(PromptStream(make_prompts(3), seed=5, shuffle=False).take(7)) == [
+        0,
+        1,
+        2,
+        0,
+        1,
+        2,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("taken", [0, 3, 7, 8, 19])

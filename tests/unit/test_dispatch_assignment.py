@@ -92,10 +92,15 @@ def test_each_optimizer_step_trains_the_next_groups_to_come_and_is_balanced_by_i
         assert {index for index, (_, slot) in enumerate(slots) if slot < 4} == set(range(16))
         assignment.finish()
         most = [
-            max(sum(works[i] for i, s in enumerate(slots) if s[0] == r and s[1] // 4 == share) for r in range(4))
+            max(
+                sum(works[i] for i, s in enumerate(slots) if s[0] == r and s[1] // 4 == share)
+                for r in range(4)
+            )
             for share in range(2)
         ]
-        assert assignment.imbalance == pytest.approx(sum(most) / (sum(works) / 4) - 1), "steps are waited for"
+        assert assignment.imbalance == pytest.approx(sum(most) / (sum(works) / 4) - 1), (
+            "steps are waited for"
+        )
 
 
 def test_random_works_fill_every_slot_exactly_once():
@@ -117,7 +122,9 @@ def test_repeated_missing_and_unknown_groups_violate_i2():
 
 
 def test_balancing_by_operations_beats_balancing_by_tokens():
-    """Groups of about as many tokens, of 8 equal responses or of one long one: those that tokens pair are of one kind."""
+    """Groups of about as many tokens, of 8 equal responses or of one long one: those that tokens
+    pair are of one kind.
+    """
     config = Config.model_validate(
         {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"max_response_tokens": 8192}}
     )
@@ -153,7 +160,10 @@ def test_work_is_that_of_the_microbatches_as_they_are_packed(responses, shared):
     per_layer_token = 6 * (64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 96)
     prompts = 4 if not shared else 4 // (responses or 4)
     tokens = prompts * 10 + sum(lengths)
-    # a row sees itself and all before it in its own sequence; a shared prompt's rows are there once per microbatch
+    # a row sees itself and all before it in its own sequence; a shared prompt's rows are there once
+    # per microbatch
     pairs = prompts * (10 * 11 // 2) + sum(n * (n + 1) // 2 + n * 10 for n in lengths)
-    expected = 2 * per_layer_token * tokens + 3.5 * 4 * 2 * 4 * 16 * pairs + 6 * 64 * 50 * sum(lengths)
+    expected = (
+        2 * per_layer_token * tokens + 3.5 * 4 * 2 * 4 * 16 * pairs + 6 * 64 * 50 * sum(lengths)
+    )
     assert GroupWork(ModelSpec.parse("m", SMALL), config)(10, lengths) == pytest.approx(expected)

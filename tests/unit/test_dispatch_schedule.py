@@ -1,4 +1,6 @@
-"""Schedules: orders are permutations, turns hold back until their time, windows change with the groups, engines fill by speed."""
+"""Schedules: orders are permutations, turns hold back until their time, windows change with the
+groups, engines fill by speed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_orders_by_length():
 
 
 def dispatching(turns: list[Turn], engines: int = 1) -> Dispatching:
-    return Dispatching(Schedule("s", tuple(range(8)), (same_windows(["a"], 64),), tuple(turns)), engines)
+    return Dispatching(
+        Schedule("s", tuple(range(8)), (same_windows(["a"], 64),), tuple(turns)), engines
+    )
 
 
 def test_a_group_waits_for_its_completions_and_for_the_seconds_after_the_last_of_them():
@@ -90,8 +94,14 @@ class Load:
 def test_the_emptiest_engine_for_its_window_takes_the_group():
     loads = {"slow": Load(16, 1000.0), "fast": Load(32, 1900.0), "full": Load(64, 10.0)}
     windows = {"slow": 32, "fast": 64, "full": 64}
-    assert engine_with_room(loads, 8, windows.__getitem__) == "fast", "1900 of 64 are fewer than 1000 of 32"
-    assert engine_with_room(loads, 8, lambda _: 64) == "slow", "negative control: with one window for all"
+    assert engine_with_room(loads, 8, windows.__getitem__) == "fast", (
+        "1900 of 64 are fewer than 1000 of 32"
+    )
+    assert engine_with_room(loads, 8, lambda _: 64) == "slow", (
+        "negative control: with one window for all"
+    )
     assert engine_with_room(loads, 40, windows.__getitem__) is None
     loads["idle"] = Load(0, 0.0)
-    assert engine_with_room(loads, 400, lambda _: 8) == "idle", "takes a group larger than its window"
+    assert engine_with_room(loads, 400, lambda _: 8) == "idle", (
+        "takes a group larger than its window"
+    )

@@ -1,4 +1,6 @@
-"""Names in the documents exist: tests, files of the package, tools; and the commands that they show are run."""
+"""Names in the documents exist: tests, files of the package, tools; and the commands that they show
+are run.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,18 @@ from tests.helpers.documented_commands import (
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-_PATHS = re.compile(r"`((?:tests|tools|launch|configs|docs|examples|ops)/[\w./-]+\.(?:py|sh|yaml|md))(?:::(\w+))?`")
+_PATHS = re.compile(
+    r"`((?:tests|tools|launch|configs|docs|examples|ops)/[\w./-]+\.(?:py|sh|yaml|md))(?:::(\w+))?`"
+)
 
 
 def _functions(path: Path) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    return {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
 
 
 def _missing(text: str) -> list[str]:
@@ -44,7 +52,8 @@ def test_every_file_and_test_that_a_page_names_exists(page: Path) -> None:
 
 def test_a_name_that_does_not_exist_is_found() -> None:
     assert _missing(
-        "see `tests/unit/test_documents.py::test_gone` and `tools/gone.py` and `tests/unit/test_documents.py`"
+        "see `tests/unit/test_documents.py::test_gone` and `tools/gone.py` and "
+        "`tests/unit/test_documents.py`"
     ) == [
         "tests/unit/test_documents.py::test_gone",
         "tools/gone.py",
@@ -59,9 +68,13 @@ def test_every_command_that_a_page_shows_is_run_by_a_test_or_said_not_to_be() ->
         for command, pages in shown.items()
         if command not in known and not all(page in PAGES_NOT_RUN for page in pages)
     }
-    assert not unknown, f"run these as written, or say in tests/helpers/documented_commands.py why not: {unknown}"
+    assert not unknown, (
+        f"run these as written, or say in tests/helpers/documented_commands.py why not: {unknown}"
+    )
     assert not known.keys() - shown.keys(), "no page shows these any more"
-    assert len(known) == sum(map(len, (AS_WRITTEN, PLANNED, ELSEWHERE, NOT_RUN))), "each in one place"
+    assert len(known) == sum(map(len, (AS_WRITTEN, PLANNED, ELSEWHERE, NOT_RUN))), (
+        "each in one place"
+    )
     for test in ELSEWHERE.values():
         file, _, name = test.partition("::")
         assert (ROOT / file).is_file() and (not name or name in _functions(ROOT / file)), test
@@ -69,6 +82,8 @@ def test_every_command_that_a_page_shows_is_run_by_a_test_or_said_not_to_be() ->
 
 
 def test_commands_are_found_with_continued_lines_and_without_comments() -> None:
-    shown = "# first\nexport A=1 B=$PWD\npa-npu run a=1 \\\n    'b=[#x]'     # and so on\nsource x\n"
+    shown = (
+        "# first\nexport A=1 B=$PWD\npa-npu run a=1 \\\n    'b=[#x]'     # and so on\nsource x\n"
+    )
     page = f"```bash\n{shown}```\n```python\nno\n```\n"
     assert commands(page) == ["pa-npu run a=1 'b=[#x]'"]

@@ -24,7 +24,9 @@ SAMPLING = Sampling(max_tokens=12, temperature=1.0, stop_token_ids=(2,))
 async def test_one_request_for_a_group_equals_single_requests_with_the_following_seeds():
     async with serving(StandInEngine(Speed())) as url, EngineClient(url, 1000) as client:
         group = await client.generate(PROMPT, 4, 40, SAMPLING, deadline_s=5)
-        singles = [(await client.generate(PROMPT, 1, 40 + i, SAMPLING, deadline_s=5))[0] for i in range(4)]
+        singles = [
+            (await client.generate(PROMPT, 1, 40 + i, SAMPLING, deadline_s=5))[0] for i in range(4)
+        ]
     assert [c.tokens.tolist() for c in group] == [c.tokens.tolist() for c in singles]
     assert [c.logprobs.tolist() for c in group] == [c.logprobs.tolist() for c in singles]
     assert len({tuple(c.tokens.tolist()) for c in group}) == 4
@@ -36,12 +38,19 @@ async def test_exactly_max_tokens_where_the_end_is_ignored():
     sampling = Sampling(max_tokens=9, temperature=1.0, ignore_eos=True, logprobs=False)
     async with serving(StandInEngine(Speed())) as url, EngineClient(url, 1000) as client:
         group = await client.generate(PROMPT, 3, 1, sampling, deadline_s=5)
-    assert [(len(c.tokens), c.finish_reason, len(c.logprobs)) for c in group] == [(9, "length", 0)] * 3
+    assert [(len(c.tokens), c.finish_reason, len(c.logprobs)) for c in group] == [
+        (9, "length", 0)
+    ] * 3
 
 
 async def test_smaller_vocabulary_than_the_engine_has_is_noticed():
-    async with serving(StandInEngine(Speed(), vocab_size=1000)) as url, EngineClient(url, 10) as client:
-        with pytest.raises(EngineError, match="outside of the vocabulary of 10; does it serve another model"):
+    async with (
+        serving(StandInEngine(Speed(), vocab_size=1000)) as url,
+        EngineClient(url, 10) as client,
+    ):
+        with pytest.raises(
+            EngineError, match="outside of the vocabulary of 10; does it serve another model"
+        ):
             await client.generate(PROMPT, 8, 0, SAMPLING, deadline_s=5)
 
 
@@ -63,15 +72,24 @@ async def test_worker_calls_reach_the_engine_and_never_carry_a_timeout():
 
     async def collective_rpc(request: web.Request) -> web.Response:
         bodies.append(await request.json())
-        return web.json_response({"results": [{"version": 3}, {"version": 3}]}, headers={VERSION_HEADER: "3"})
+        return web.json_response(
+            {"results": [{"version": 3}, {"version": 3}]}, headers={VERSION_HEADER: "3"}
+        )
 
-    groups = WeightGroups(("10.0.0.1", 29400), 3, 5, [{"name": "stage", "manifest": "{}"}], "hccl", 60.0)
+    groups = WeightGroups(
+        ("10.0.0.1", 29400), 3, 5, [{"name": "stage", "manifest": "{}"}], "hccl", 60.0
+    )
     async with server({"/collective_rpc": collective_rpc}) as url, EngineClient(url, 10) as client:
         await client.join_weight_groups(groups, deadline_s=5)
         assert (await client.load_weights(3, deadline_s=5)).versions == (3, 3)
         assert (await client.loaded_weights(deadline_s=5)).versions == (3, 3)
     place = {"store": ["10.0.0.1", 29400], "first_rank": 3, "world_size": 5}
-    joined = {**place, "stages": [{"name": "stage", "manifest": "{}"}], "backend": "hccl", "timeout_s": 60.0}
+    joined = {
+        **place,
+        "stages": [{"name": "stage", "manifest": "{}"}],
+        "backend": "hccl",
+        "timeout_s": 60.0,
+    }
     assert bodies == [
         {"method": "pa_connect", "args": [joined]},
         {"method": "pa_receive", "args": [3]},
@@ -104,7 +122,10 @@ async def test_api_key_from_the_environment_is_sent(monkeypatch):
 
 async def test_a_hanging_engine_ends_in_deadline_exceeded_within_the_deadline():
     # 1000 s per step
-    async with serving(StandInEngine(Speed(step_s=1000.0))) as url, EngineClient(url, 1000) as client:
+    async with (
+        serving(StandInEngine(Speed(step_s=1000.0))) as url,
+        EngineClient(url, 1000) as client,
+    ):
         start = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=r"/v1/completions not answered within 0.2 s"):
             await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=0.2)
@@ -116,11 +137,15 @@ async def test_refusal_names_engine_request_status_and_reason():
         return web.json_response({"error": {"message": "prompt too long"}}, status=400)
 
     async with server({"/v1/completions": complete}) as url, EngineClient(url, 10) as client:
-        with pytest.raises(EngineError, match=rf"engine {url}: /v1/completions answered 400: .*prompt too long"):
+        with pytest.raises(
+            EngineError, match=rf"engine {url}: /v1/completions answered 400: .*prompt too long"
+        ):
             await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=5)
 
 
-async def test_an_endless_or_dripping_answer_costs_bounded_memory_and_time(monkeypatch: pytest.MonkeyPatch):
+async def test_an_endless_or_dripping_answer_costs_bounded_memory_and_time(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr("pa_npu.engines.client.ANSWER_BYTES", 2**20)
     sent = 0
 
@@ -140,7 +165,9 @@ async def test_an_endless_or_dripping_answer_costs_bounded_memory_and_time(monke
             await asyncio.sleep(0.02)
 
     async with server({"/v1/completions": endless}) as url, EngineClient(url, 10) as client:
-        with pytest.raises(EngineError, match=r"/v1/completions: its answer is longer than \d+ bytes"):
+        with pytest.raises(
+            EngineError, match=r"/v1/completions: its answer is longer than \d+ bytes"
+        ):
             await client.generate(PROMPT, 1, 0, SAMPLING, deadline_s=30)
     assert sent < 2**26
     async with server({"/v1/completions": drip}) as url, EngineClient(url, 10) as client:
@@ -163,7 +190,9 @@ async def test_waiting_for_an_engine_that_never_comes_ends_at_the_deadline():
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         async with EngineClient(f"http://127.0.0.1:{reserved.getsockname()[1]}", 10) as client:
-            with pytest.raises(DeadlineExceeded, match=r"not ready after 0.3 s .*see the engine's log"):
+            with pytest.raises(
+                DeadlineExceeded, match=r"not ready after 0.3 s .*see the engine's log"
+            ):
                 await client.wait_ready(deadline_s=0.3)
 
 
@@ -182,12 +211,16 @@ async def test_an_engine_that_loses_its_workers_while_it_is_greeted_is_not_waite
 
     handlers = {"/health": answer, "/version": answer, "/collective_rpc": silent}
     async with server(handlers) as url, EngineClient(url, 10) as client:
-        with pytest.raises(DeadlineExceeded, match=r"pa_version on its workers not answered within 0.2 s"):
+        with pytest.raises(
+            DeadlineExceeded, match=r"pa_version on its workers not answered within 0.2 s"
+        ):
             await client.wait_ready(deadline_s=20)
 
 
 async def test_stand_in_has_the_throughput_it_was_set_to():
-    """16 sequences of 40 tokens at 1 ms + 0.25 ms per sequence and token: 40 * 5 ms, alone 40 * 1.25 ms."""
+    """16 sequences of 40 tokens at 1 ms + 0.25 ms per sequence and token: 40 * 5 ms, alone 40 *
+    1.25 ms.
+    """
     engine = StandInEngine(Speed(step_s=0.001, sequence_s=0.00025, stride=4))
     sampling = Sampling(max_tokens=40, temperature=1.0, ignore_eos=True)
     async with serving(engine) as url, EngineClient(url, 1000) as client:
@@ -195,7 +228,9 @@ async def test_stand_in_has_the_throughput_it_was_set_to():
         await client.generate(PROMPT, 1, 0, sampling, deadline_s=5)
         alone = time.monotonic() - start
         start = time.monotonic()
-        await asyncio.gather(*(client.generate(PROMPT, 4, i, sampling, deadline_s=5) for i in range(4)))
+        await asyncio.gather(
+            *(client.generate(PROMPT, 4, i, sampling, deadline_s=5) for i in range(4))
+        )
         together = time.monotonic() - start
     # a machine under load can only be slower
     assert alone >= 0.05 and together >= 0.19, (alone, together)
@@ -245,14 +280,19 @@ async def test_closing_the_client_ends_a_request_whose_answer_is_on_its_way():
 
 
 async def test_calls_of_the_workers_share_no_connection_and_generation_does():
-    """uvicorn ends a connection after an error of the workers; a request on its way then would look like the engine's death."""
+    """uvicorn ends a connection after an error of the workers; a request on its way then would look
+    like the engine's death.
+    """
     connections: dict[str, list[object]] = {}
 
     async def answer(request: web.Request) -> web.Response:
         connections.setdefault(request.path, []).append(request.transport)
         return web.Response(status=400, text="no")
 
-    async with server({"/collective_rpc": answer, "/v1/completions": answer}) as url, EngineClient(url, 10) as client:
+    async with (
+        server({"/collective_rpc": answer, "/v1/completions": answer}) as url,
+        EngineClient(url, 10) as client,
+    ):
         for _ in range(2):
             with pytest.raises(EngineError, match="answered 400: no"):
                 await client.loaded_weights(deadline_s=5)

@@ -8,7 +8,13 @@ import math
 import numpy as np
 import pytest
 
-from pa_npu.engines.codec import Answered, LogProbs, checked_generations, decode_response, encode_request
+from pa_npu.engines.codec import (
+    Answered,
+    LogProbs,
+    checked_generations,
+    decode_response,
+    encode_request,
+)
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.samples.seeds import group_seed
 
@@ -40,22 +46,39 @@ def decode(*choices: dict[str, object], n: int = 1, sampling: Sampling = SAMPLIN
 
 def test_request_states_every_sampling_parameter_so_that_no_model_default_applies():
     body = json.loads(encode_request(np.array([3, 4], np.int32), 8, 11, SAMPLING))
-    assert body["prompt"] == [3, 4] and body["n"] == 8 and body["seed"] == 11 and body["max_tokens"] == 4
+    assert (
+        body["prompt"] == [3, 4]
+        and body["n"] == 8
+        and body["seed"] == 11
+        and body["max_tokens"] == 4
+    )
     assert body["temperature"] == 0.7 and body["stop_token_ids"] == [2, 5] and body["logprobs"] == 0
-    assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1.0, -1, 0.0, 1.0)
+    assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (
+        1.0,
+        -1,
+        0.0,
+        1.0,
+    )
     assert "stream" not in body and "timeout" not in body
 
 
 def test_ignoring_the_end_token_also_drops_stop_tokens_which_would_end_a_response():
     body = json.loads(
-        encode_request(np.array([3], np.int32), 1, 0, Sampling(4, 1.0, (2,), ignore_eos=True, logprobs=False))
+        encode_request(
+            np.array([3], np.int32), 1, 0, Sampling(4, 1.0, (2,), ignore_eos=True, logprobs=False)
+        )
     )
     assert body["ignore_eos"] is True and body["stop_token_ids"] == [] and "logprobs" not in body
 
 
 def test_completions_come_in_order_of_their_seeds_with_types_of_the_buffer():
     first, second = decode(
-        choice(1, token_ids=[9, 9, 9, 9], finish_reason="length", logprobs={"token_logprobs": [0.0] * 4}),
+        choice(
+            1,
+            token_ids=[9, 9, 9, 9],
+            finish_reason="length",
+            logprobs={"token_logprobs": [0.0] * 4},
+        ),
         choice(0),
         n=2,
     )
@@ -121,7 +144,12 @@ def test_what_is_impossible_is_named_with_its_response(changes, message):
 
 
 def test_group_seeds_are_31_bit_distinct_and_stable():
-    seeds = [group_seed(run, iteration, index) for run in (1, 2) for iteration in range(20) for index in range(64)]
+    seeds = [
+        group_seed(run, iteration, index)
+        for run in (1, 2)
+        for iteration in range(20)
+        for index in range(64)
+    ]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**31 for seed in seeds)
     # a change of this number changes every run that is resumed across it
     assert group_seed(1, 0, 0) == 856614432

@@ -1,4 +1,6 @@
-"""A group that engines hand on: room for what it still has to write, and how often that may be without a token."""
+"""A group that engines hand on: room for what it still has to write, and how often that may be
+without a token.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Engine:
     def _part(self, seed: int, first: int) -> Generation:
         cut = self._cuts(seed)
         tokens = np.arange(first, LENGTH if cut is None else max(first, cut), dtype=np.int32)
-        return Generation(tokens, tokens.astype(np.float32), "", "length" if cut is None else "cut", version=0)
+        return Generation(
+            tokens, tokens.astype(np.float32), "", "length" if cut is None else "cut", version=0
+        )
 
     async def close(self) -> None:
         """Nothing is open."""
@@ -104,5 +108,8 @@ async def test_responses_may_be_handed_on_unbegun_as_often_as_devices_change_the
 
 async def test_an_engine_that_hands_on_unbegun_what_nobody_asked_it_to_is_named() -> None:
     pool = pool_of(Engine("broken", lambda seed: 0))
-    with await session_of(pool) as session, pytest.raises(EngineError, match="engine broken: it ended responses"):
+    with (
+        await session_of(pool) as session,
+        pytest.raises(EngineError, match="engine broken: it ended responses"),
+    ):
         await session.generate(PROMPT, SIZE, 0, SAMPLING)

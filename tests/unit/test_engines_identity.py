@@ -1,4 +1,6 @@
-"""I1 from the engine's own mouth: which start of it answered, by which weight version, and what a client does about it."""
+"""I1 from the engine's own mouth: which start of it answered, by which weight version, and what a
+client does about it.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ async def test_a_response_carries_the_version_that_generated_it():
 
 
 async def test_an_engine_that_was_started_again_after_the_publish_is_gone_at_its_first_response():
-    """The same address, the same model: only the engine itself can tell that its weights are those of the model directory."""
+    """The same address, the same model: only the engine itself can tell that its weights are those
+    of the model directory.
+    """
     async with contextlib.AsyncExitStack() as stack:
         async with serving(StandInEngine(Speed())) as url:
             client = await stack.enter_async_context(EngineClient(url, 1000))
@@ -55,7 +59,8 @@ async def test_an_engine_that_was_started_again_after_the_publish_is_gone_at_its
             await generate(client)
         async with serving(StandInEngine(Speed()), port=int(url.rpartition(":")[2])):
             with pytest.raises(
-                EngineGone, match=r"it was started again \(it says that it is .*does not hold the weights"
+                EngineGone,
+                match=r"it was started again \(it says that it is .*does not hold the weights",
             ):
                 await generate(client)
 
@@ -85,7 +90,8 @@ async def test_another_version_than_this_run_published_breaks_the_invariant(held
     async with loaded(7) as (engine, client):
         engine.identity.version = held
         with pytest.raises(
-            InvariantViolation, match=rf"I1 version: .*by weight version {held or NO_VERSION}, but .*gave it 7"
+            InvariantViolation,
+            match=rf"I1 version: .*by weight version {held or NO_VERSION}, but .*gave it 7",
         ):
             await generate(client)
 
@@ -116,14 +122,20 @@ async def test_a_server_that_does_not_say_what_it_holds_is_refused_at_the_publis
     engine = StandInEngine(Speed())
     engine.identity.headers = lambda version_before: {}  # type: ignore[method-assign, assignment]
     async with serving(engine) as url, EngineClient(url, 1000) as client:
-        with pytest.raises(EngineError, match=r"hold weight versions .7., but its server says nothing"):
+        with pytest.raises(
+            EngineError, match=r"hold weight versions .7., but its server says nothing"
+        ):
             await client.load_weights(7, deadline_s=5)
 
 
 class Server:
-    """A guarded application in memory. answers: status and body by path and method of the workers; asked: for which, in order."""
+    """A guarded application in memory. answers: status and body by path and method of the workers;
+    asked: for which, in order.
+    """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, tuple[int, Any]]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, answers: Mapping[str, tuple[int, Any]]
+    ) -> None:
         monkeypatch.setenv("VLLM_API_KEY", KEY)
         self._answers = answers
         self.asked: list[str] = []
@@ -141,10 +153,16 @@ class Server:
         data = json.dumps(answer).encode()
         for part in (data[:5], data[5:]):
             await send(
-                {"type": "http.response.body", "body": part, "more_body": part is not data[5:] and part == data[:5]}
+                {
+                    "type": "http.response.body",
+                    "body": part,
+                    "more_body": part is not data[5:] and part == data[:5],
+                }
             )
 
-    async def __call__(self, path: str, method: str | None = None) -> tuple[int, dict[str, str], Any]:
+    async def __call__(
+        self, path: str, method: str | None = None
+    ) -> tuple[int, dict[str, str], Any]:
         """Status, headers and JSON of an answer."""
         body = json.dumps({"method": method, "args": []}).encode() if method else b""
         parts = [
@@ -160,16 +178,27 @@ class Server:
             sent.append(message)
 
         headers = [(b"authorization", b"Bearer " + KEY.encode())]
-        await self._guard({"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send)
+        await self._guard(
+            {"type": "http", "method": "POST", "path": path, "headers": headers}, receive, send
+        )
         fields = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-        return sent[0]["status"], fields, json.loads(b"".join(message["body"] for message in sent[1:]))
+        return (
+            sent[0]["status"],
+            fields,
+            json.loads(b"".join(message["body"] for message in sent[1:])),
+        )
 
 
 async def test_the_guard_notes_the_version_that_all_workers_loaded(monkeypatch):
     results = [{"version": 3, "bytes": 10}, {"version": 3}]
-    server = Server(monkeypatch, {"/v1/completions": (200, {"choices": []}), "pa_receive": (200, {"results": results})})
+    server = Server(
+        monkeypatch,
+        {"/v1/completions": (200, {"choices": []}), "pa_receive": (200, {"results": results})},
+    )
     _, before, _ = await server("/v1/completions")
-    assert before[VERSION_HEADER] == NO_VERSION and before[INSTANCE_HEADER] and before["x-own"] == "1"
+    assert (
+        before[VERSION_HEADER] == NO_VERSION and before[INSTANCE_HEADER] and before["x-own"] == "1"
+    )
     status, load, answer = await server("/collective_rpc", "pa_receive")
     assert status == 200 and answer == {"results": results} and load[VERSION_HEADER] == "3"
     _, after, answer = await server("/v1/completions")
@@ -188,8 +217,13 @@ async def test_the_guard_notes_the_version_that_all_workers_loaded(monkeypatch):
         (200, ["results"]),
     ],
 )
-async def test_the_guard_holds_no_version_after_a_load_that_did_not_succeed_everywhere(monkeypatch, answer):
-    answers: dict[str, tuple[int, Any]] = {"/x": (200, {}), "pa_receive": (200, {"results": [{"version": 3}]})}
+async def test_the_guard_holds_no_version_after_a_load_that_did_not_succeed_everywhere(
+    monkeypatch, answer
+):
+    answers: dict[str, tuple[int, Any]] = {
+        "/x": (200, {}),
+        "pa_receive": (200, {"results": [{"version": 3}]}),
+    }
     server = Server(monkeypatch, answers)
     await server("/collective_rpc", "pa_receive")
     answers["pa_receive"] = answer
@@ -198,11 +232,17 @@ async def test_the_guard_holds_no_version_after_a_load_that_did_not_succeed_ever
     assert load[VERSION_HEADER] == after[VERSION_HEADER] == NO_VERSION
 
 
-async def test_a_load_has_forgotten_the_prefixes_of_the_old_weights_before_it_is_answered(monkeypatch):
+async def test_a_load_has_forgotten_the_prefixes_of_the_old_weights_before_it_is_answered(
+    monkeypatch,
+):
     answers: dict[str, tuple[int, Any]] = {"pa_receive": (200, {"results": [{"version": 3}]})}
     server = Server(monkeypatch, answers)
     status, load, _ = await server("/collective_rpc", "pa_receive")
-    assert server.asked == ["pa_receive", "/reset_prefix_cache"] and status == 200 and load[VERSION_HEADER] == "3"
+    assert (
+        server.asked == ["pa_receive", "/reset_prefix_cache"]
+        and status == 200
+        and load[VERSION_HEADER] == "3"
+    )
     await server("/collective_rpc", "pa_version")
     assert server.asked[2:] == ["pa_version"]
 
@@ -219,19 +259,27 @@ async def test_a_load_has_forgotten_the_prefixes_of_the_old_weights_before_it_is
 
 
 async def test_other_calls_of_the_workers_change_no_version(monkeypatch):
-    answers = {"pa_receive": (200, {"results": [{"version": 3}]}), "pa_version": (200, {"results": [{"version": 5}]})}
+    answers = {
+        "pa_receive": (200, {"results": [{"version": 3}]}),
+        "pa_version": (200, {"results": [{"version": 5}]}),
+    }
     server = Server(monkeypatch, answers)
     await server("/collective_rpc", "pa_receive")
     assert (await server("/collective_rpc", "pa_version"))[1][VERSION_HEADER] == "3"
 
 
 async def test_two_starts_of_an_engine_have_different_names(monkeypatch):
-    names = {(await Server(monkeypatch, {"/x": (200, {})})("/x"))[1][INSTANCE_HEADER] for _ in range(3)}
+    names = {
+        (await Server(monkeypatch, {"/x": (200, {})})("/x"))[1][INSTANCE_HEADER] for _ in range(3)
+    }
     assert len(names) == 3
 
 
 async def test_a_health_page_says_it_without_the_key_and_a_refusal_does_not():
-    async with serving(StandInEngine(Speed(), api_key=KEY)) as url, aiohttp.ClientSession() as session:
+    async with (
+        serving(StandInEngine(Speed(), api_key=KEY)) as url,
+        aiohttp.ClientSession() as session,
+    ):
         async with session.get(url + "/health") as response:
             assert response.headers[VERSION_HEADER] == NO_VERSION
         async with session.post(url + "/v1/completions", json={}) as response:

@@ -8,7 +8,9 @@ from tests.unit.test_engines_membership import Job
 
 
 @pytest.mark.parametrize("noticed", [True, False])
-async def test_an_engine_of_the_launchers_that_is_left_out_has_left_whoever_noticed_its_death_first(noticed):
+async def test_an_engine_of_the_launchers_that_is_left_out_has_left_whoever_noticed_its_death_first(
+    noticed,
+):
     job = Job()
     async with job.fleet:
         await job.serving("a")
@@ -22,12 +24,17 @@ async def test_an_engine_of_the_launchers_that_is_left_out_has_left_whoever_noti
             job.roster.ask_leave(index)
         else:
             job.roster.ask_leave(index)
-            await job.until(lambda: job.roster.has_left(index) or job.fleet._members[index].state == "leaving", "seen")
+            await job.until(
+                lambda: job.roster.has_left(index) or job.fleet._members[index].state == "leaving",
+                "seen",
+            )
             await job.fleet.lost(job.engines["b"], "killed")
         await job.until(lambda: job.roster.has_left(index), "it has left")
         assert job.fleet.size == 1
         again = job.roster.announce("b")
-        await job.until(lambda: again in job.fleet._members, "at a place of its own it is welcome again")
+        await job.until(
+            lambda: again in job.fleet._members, "at a place of its own it is welcome again"
+        )
 
 
 async def test_an_engine_that_was_started_again_on_another_node_is_asked_there():

@@ -1,4 +1,6 @@
-"""Engines that want to leave: whatever state they are in, they are gone once nothing is in flight and no publish has them."""
+"""Engines that want to leave: whatever state they are in, they are gone once nothing is in flight
+and no publish has them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Job:
         self.roster = Roster(StoreChannel(dist.HashStore()), "")
         self.pool = EnginePool()
         self.engines: dict[str, SlowToStart] = {}
-        self.fleet = Fleet(RolloutConfig(), self.pool, Roster(self.roster._channel, ""), self._make, needs_routes)
+        self.fleet = Fleet(
+            RolloutConfig(), self.pool, Roster(self.roster._channel, ""), self._make, needs_routes
+        )
 
     def _make(self, url: str) -> Any:
         return self.engines.setdefault(url, SlowToStart(url))
@@ -115,7 +119,9 @@ async def test_an_engine_that_wants_to_leave_inside_a_publish_stays_until_it_is_
             await asyncio.sleep(0.6)  # several looks of the fleet
             assert not job.roster.has_left(index) and not job.engines["b"].closed
             job.fleet.serve(members, 1)
-        assert [engine.name for engine in job.pool.engines] == ["a"], "it does not serve the new version"
+        assert [engine.name for engine in job.pool.engines] == ["a"], (
+            "it does not serve the new version"
+        )
         await job.until(lambda: job.roster.has_left(index), "it has left")
 
 
@@ -128,7 +134,9 @@ async def test_a_lost_engine_that_nothing_starts_again_has_left(wants):
         if wants:
             job.pool.in_flight = lambda engine: 1  # type: ignore[method-assign]
             job.roster.ask_leave(index)
-            await job.until(lambda: job.fleet._members[index].state == "leaving", "the fleet has seen the wish")
+            await job.until(
+                lambda: job.fleet._members[index].state == "leaving", "the fleet has seen the wish"
+            )
         await job.fleet.lost(job.engines["b"], "it died")  # type: ignore[arg-type]
         assert job.roster.has_left(index) and job.fleet.size == 1
 
@@ -148,7 +156,9 @@ async def test_an_engine_that_joined_before_a_publish_takes_part_in_it_and_one_t
 
 
 async def test_an_engine_that_joins_while_others_are_asked_to_load_gets_that_version_right_after():
-    """They are asked when nothing is in flight any more, which may be long before the trainers have the version."""
+    """They are asked when nothing is in flight any more, which may be long before the trainers have
+    the version.
+    """
     job = Job()
     delivered: list[tuple[str, int]] = []
 
@@ -174,12 +184,16 @@ async def test_an_engine_that_joins_while_others_are_asked_to_load_gets_that_ver
             await job.until(lambda: job.fleet._members[index].state == "ready", "it is ready")
             assert delivered == [], "not among the loads of a publish"
             job.fleet.serve(members, 1)
-        await job.until(lambda: job.fleet._members[index].state == "serving", "it serves inside the iteration")
+        await job.until(
+            lambda: job.fleet._members[index].state == "serving", "it serves inside the iteration"
+        )
     assert delivered == [("c", 1)]
 
 
 async def test_a_fleet_that_ends_while_it_removes_an_engine_ends():
-    """The engine takes a while to stop; the end of the fleet comes in between and must not be taken for that."""
+    """The engine takes a while to stop; the end of the fleet comes in between and must not be taken
+    for that.
+    """
     job = Job()
     stopping = asyncio.Event()
 
@@ -201,7 +215,9 @@ async def test_a_fleet_that_ends_while_it_removes_an_engine_ends():
 
 
 async def test_an_engine_that_answers_what_nobody_expects_ends_the_run_at_once():
-    """Nobody waits for the tasks of the fleet: without a word from them, engines would be waited for until a deadline."""
+    """Nobody waits for the tasks of the fleet: without a word from them, engines would be waited
+    for until a deadline.
+    """
 
     class Odd(SlowToStart):
         async def wait_ready(self, *, deadline_s: float) -> EngineCapabilities:
@@ -220,7 +236,10 @@ async def test_an_engine_that_answers_what_nobody_expects_ends_the_run_at_once()
 @pytest.mark.parametrize(
     ("capabilities", "problem"),
     [
-        (EngineCapabilities("vllm", num_workers=2), "has 2 workers, but rollout.tensor_parallel = 1"),
+        (
+            EngineCapabilities("vllm", num_workers=2),
+            "has 2 workers, but rollout.tensor_parallel = 1",
+        ),
         (EngineCapabilities("vllm", "0.9"), r"\(0.9\) does not say which experts a token took"),
     ],
 )
@@ -244,7 +263,9 @@ async def test_the_end_of_the_last_engine_says_what_happened_to_it():
     async with job.fleet:
         await job.serving("a")
         await job.fleet.lost(job.engines["a"], "engine a: it was started again")  # type: ignore[arg-type]
-        with pytest.raises(EngineGone, match=r"no engine is left, .* the last, a: engine a: it was started again"):
+        with pytest.raises(
+            EngineGone, match=r"no engine is left, .* the last, a: engine a: it was started again"
+        ):
             await job.pool.admit(1, 1, lambda _: 8, 1.0)
 
 
@@ -255,6 +276,11 @@ async def test_the_roster_knows_them_and_they_are_no_devices_of_their_own():
             job.roster.announce(url, shared=url == "shared")
             await job.until(lambda url=url: url in job.engines, "the fleet sees it")
             job.engines[url].answers.set()
-        await job.until(lambda: all(m.state == "ready" for m in job.fleet._members.values()), "both are ready")
+        await job.until(
+            lambda: all(m.state == "ready" for m in job.fleet._members.values()), "both are ready"
+        )
         assert job.fleet.size == 1
-        assert {name: use.shared for name, use in job.pool.use().items()} == {"own": False, "shared": True}
+        assert {name: use.shared for name, use in job.pool.use().items()} == {
+            "own": False,
+            "shared": True,
+        }

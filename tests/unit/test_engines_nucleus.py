@@ -20,7 +20,9 @@ from pa_npu.engines.transformers.decoding import nucleus
         (1.0, [2, 0, 3, 1]),
     ],
 )
-def test_the_smallest_set_with_that_probability_is_left_and_renormalised(top_p: float, left: list[int]) -> None:
+def test_the_smallest_set_with_that_probability_is_left_and_renormalised(
+    top_p: float, left: list[int]
+) -> None:
     probabilities = torch.tensor([0.3, 0.1, 0.4, 0.2])
     found = nucleus(probabilities.log(), top_p).exp()
     expected = torch.zeros(4)

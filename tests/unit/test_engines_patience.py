@@ -1,4 +1,6 @@
-"""A slow request is no dead engine: who is waited for, for how long, who is replaced, and what ends the run."""
+"""A slow request is no dead engine: who is waited for, for how long, who is replaced, and what ends
+the run.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,13 @@ SAMPLING = Sampling(max_tokens=8, temperature=1.0, ignore_eos=True)
 
 
 class Engine:
-    """takes_s per group. works: whether it answers a probe; dies: what is raised instead of a response."""
+    """takes_s per group. works: whether it answers a probe; dies: what is raised instead of a
+    response.
+    """
 
-    def __init__(self, name: str, takes_s: float, works: bool = True, dies: Exception | None = None) -> None:
+    def __init__(
+        self, name: str, takes_s: float, works: bool = True, dies: Exception | None = None
+    ) -> None:
         self.name = name
         self.probes = self.asked = 0
         self.cancelled = False
@@ -41,7 +47,10 @@ class Engine:
         if self._dies:
             raise self._dies
         return [
-            Generation(np.full(1, seed + i, np.int32), np.zeros(1, np.float32), "", "stop", version=0) for i in range(n)
+            Generation(
+                np.full(1, seed + i, np.int32), np.zeros(1, np.float32), "", "stop", version=0
+            )
+            for i in range(n)
         ]
 
     async def probe(self, *, deadline_s: float) -> None:
@@ -80,7 +89,8 @@ async def test_a_quick_engine_is_not_probed():
 async def test_only_an_engine_that_does_not_answer_the_probe_is_gone():
     engine = Engine("hung", 60.0, works=False)
     with pytest.raises(
-        EngineGone, match=r"hung: group 3 of iteration 1 not answered within 0.05 s, nor a probe after it: .*"
+        EngineGone,
+        match=r"hung: group 3 of iteration 1 not answered within 0.05 s, nor a probe after it: .*",
     ):
         await ask(engine)
     assert engine.cancelled, "its request is ended"
@@ -92,7 +102,8 @@ async def test_a_group_that_is_too_long_ends_the_run_in_one_line_that_names_it(m
     began = time.monotonic()
     with pytest.raises(
         GroupTooLong,
-        match=r"group 3 of iteration 1 is too long: engine slow works, .* 2 responses of up to 8 tokens within 0.21 s",
+        match=r"group 3 of iteration 1 is too long: engine slow works, .* 2 responses of up to 8 "
+        r"tokens within 0.21 s",
     ) as raised:
         await ask(engine)
     assert 0.2 < time.monotonic() - began < 50 and engine.cancelled
@@ -140,7 +151,12 @@ def pool_of(*engines: Engine) -> tuple[EnginePool, list[str]]:
 async def group(pool: EnginePool) -> str:
     lease = await pool.admit(2, 10, lambda _: 8, 5.0)
     with GroupSession(
-        pool, lease, lambda _: 8, deadline_s=0.05, again_deadline_s=5.0, what="group 3 of iteration 1"
+        pool,
+        lease,
+        lambda _: 8,
+        deadline_s=0.05,
+        again_deadline_s=5.0,
+        what="group 3 of iteration 1",
     ) as session:
         await session.generate(PROMPT, 2, 40, SAMPLING)
     return session.lease.engine.name
@@ -171,14 +187,18 @@ async def test_a_group_that_engine_after_engine_dies_of_is_named():
     engines = [Engine(name, 0.0, dies=EngineGone(f"engine {name}: it died")) for name in "abcdef"]
     pool, lost = pool_of(*engines)
     with pytest.raises(
-        EngineError, match=r"group 3 of iteration 1: 4 engines were lost while they generated it, the last: .*died"
+        EngineError,
+        match=r"group 3 of iteration 1: 4 engines were lost while they generated it, the last: "
+        r".*died",
     ):
         await group(pool)
     assert len(lost) == 3
 
 
 async def test_an_engine_whose_batch_is_full_answers_the_probe_through_its_workers():
-    """The probe's token waits for room, which a long group takes as long as it runs: that is no hang."""
+    """The probe's token waits for room, which a long group takes as long as it runs: that is no
+    hang.
+    """
     engine = StandInEngine(Speed(step_s=0.2, max_num_seqs=4))
     long = Sampling(max_tokens=1000, temperature=1.0, ignore_eos=True)
     async with serving(engine) as url, EngineClient(url, 1000) as client:

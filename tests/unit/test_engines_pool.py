@@ -1,4 +1,6 @@
-"""Admission: window, order, fewest in-flight tokens first, counters, deadlines; and structured concurrency."""
+"""Admission: window, order, fewest in-flight tokens first, counters, deadlines; and structured
+concurrency.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ def pool_of(*names: str) -> EnginePool:
 
 async def test_least_in_flight_tokens_first():
     pool = pool_of("a", "b")
-    order = [(await pool.admit(8, tokens, lambda _: 64, 1)).engine.name for tokens in (100, 30, 30, 30, 30)]
+    order = [
+        (await pool.admit(8, tokens, lambda _: 64, 1)).engine.name
+        for tokens in (100, 30, 30, 30, 30)
+    ]
     assert order == ["a", "b", "b", "b", "b"], "b holds 30, 60, 90 tokens against a's 100"
     assert (await pool.admit(8, 1, lambda _: 64, 1)).engine.name == "a"
 
@@ -68,7 +73,8 @@ async def test_admission_gives_up_at_its_deadline_and_says_what_is_in_flight():
     pool = pool_of("a")
     await pool.admit(8, 10, lambda _: 8, 1)
     with pytest.raises(
-        DeadlineExceeded, match=r"no room for 8 sequences on any of 1 engine within 0.05 s \(8 in flight"
+        DeadlineExceeded,
+        match=r"no room for 8 sequences on any of 1 engine within 0.05 s \(8 in flight",
     ):
         await pool.admit(8, 10, lambda _: 8, 0.05)
 
@@ -97,7 +103,10 @@ async def test_counters_and_mean_in_flight_are_integrals_over_time(monkeypatch):
 async def test_a_session_gives_room_back_when_its_block_raises():
     pool = pool_of("a")
     lease = await pool.admit(8, 10, lambda _: 8, 1)
-    with pytest.raises(EngineError), GroupSession(pool, lease, lambda _: 8, deadline_s=1, again_deadline_s=1):
+    with (
+        pytest.raises(EngineError),
+        GroupSession(pool, lease, lambda _: 8, deadline_s=1, again_deadline_s=1),
+    ):
         assert pool.num_in_flight == 8
         raise EngineError("dead")
     assert pool.num_in_flight == 0
@@ -227,7 +236,9 @@ async def test_gather_leaves_nothing_running():
 
 
 async def test_the_end_of_a_versions_last_session_wakes_who_waits_for_it_and_a_beginning_nobody():
-    """Its lease may have ended before: the session of a group that moves from engine to engine goes on without one."""
+    """Its lease may have ended before: the session of a group that moves from engine to engine goes
+    on without one.
+    """
     pool, asked = EnginePool(), []
 
     def is_over() -> bool:

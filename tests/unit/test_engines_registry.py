@@ -1,4 +1,6 @@
-"""Engine kinds by rollout.backend: which there are, what is said of others, and that one more takes one file."""
+"""Engine kinds by rollout.backend: which there are, what is said of others, and that one more takes
+one file.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def test_a_kind_of_a_users_own_is_one_file(tmp_path, monkeypatch):
     (tmp_path / "my_engine.py").write_text(
         "from pa_npu.engines.registry import EngineCommand, EngineKind\n"
         "KIND = EngineKind(\n"
-        "    command=lambda config, spec, index, port: EngineCommand(('my-server', str(port)), {'MINE': '1'}),\n"
+        "    command=lambda config, spec, index, port: EngineCommand(('my-server', str(port)), "
+        "{'MINE': '1'}),\n"
         "    client=lambda url, vocab_size, key: None,\n"
         "    check_keys=lambda config, spec: None,\n"
         "    check=lambda config: None,\n"
@@ -88,6 +91,11 @@ def test_nothing_outside_the_rooms_of_engines_knows_one():
 
 
 def test_the_registry_imports_no_engine():
-    code = "import sys, pa_npu.engines.registry; print([n for n in sys.modules if n.startswith('pa_npu.engines.')])"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    code = (
+        "import sys, pa_npu.engines.registry; print([n for n in sys.modules if "
+        "n.startswith('pa_npu.engines.')])"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
     assert "vllm" not in output and "transformers" not in output

@@ -1,4 +1,6 @@
-"""Engines that sleep while their devices train: who is put to sleep when, who wakes before a load, and what starts meanwhile."""
+"""Engines that sleep while their devices train: who is put to sleep when, who wakes before a load,
+and what starts meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ class Job:
         await publishing
 
     def calls(self, *names: str) -> list[str]:
-        """Calls of the engines in their order, those with these names; all since `forget` without names."""
+        """Calls of the engines in their order, those with these names; all since `forget` without
+        names.
+        """
         found = [call for served in self.engines for call, _ in served.engine.calls]
         return [call for call in found if call in names] if names else found
 
@@ -117,14 +121,18 @@ def engines() -> Any:
         one.stop()
 
 
-async def test_engines_sleep_until_the_trainers_are_ready_and_wake_before_they_load(engines: list[Served]) -> None:
+async def test_engines_sleep_until_the_trainers_are_ready_and_wake_before_they_load(
+    engines: list[Served],
+) -> None:
     async with Job(engines) as job:
         await job.version(0)
         job.forget()
         assert job.probes_due() == [True, True]
         await job.pool.sleep([1])
         assert [served.engine.is_asleep for served in engines] == [False, True]
-        assert [engine.name for engine in job.pool.engines] == [engines[0].url], "it is given nothing"
+        assert [engine.name for engine in job.pool.engines] == [engines[0].url], (
+            "it is given nothing"
+        )
         await job.pool.sleep(EVERYWHERE)
         assert job.calls("sleep") == ["sleep", "sleep"], "each once"
         assert job.probes_due() == [False, False]
@@ -132,9 +140,16 @@ async def test_engines_sleep_until_the_trainers_are_ready_and_wake_before_they_l
         job.forget()
         await job.version(1)
         for served in engines:
-            order = [call for call, _ in served.engine.calls if call in ("wake_up", "pa_connect", "pa_receive")]
+            order = [
+                call
+                for call, _ in served.engine.calls
+                if call in ("wake_up", "pa_connect", "pa_receive")
+            ]
             assert order == ["wake_up", "pa_receive"], "nothing is joined anew"
-        assert not any(job.roster.is_lent(place) for place in EVERYWHERE) and len(job.pool.engines) == 2
+        assert (
+            not any(job.roster.is_lent(place) for place in EVERYWHERE)
+            and len(job.pool.engines) == 2
+        )
         assert job.probes_due() == [True, True]
 
 
@@ -145,19 +160,29 @@ async def test_engines_that_cannot_sleep_are_asked_nothing(engines: list[Served]
         READY.put(job.channel, TrainersReady(0), version=0)
         await job.publish.publish(0, None, 20.0)
         await job.pool.sleep(EVERYWHERE)
-        assert not job.calls("sleep", "wake_up") and len(job.pool.engines) == 2 and not job.roster.is_lent(0)
-        with pytest.raises(ConfigError, match="says that it cannot sleep; start it with --enable-sleep-mode"):
+        assert (
+            not job.calls("sleep", "wake_up")
+            and len(job.pool.engines) == 2
+            and not job.roster.is_lent(0)
+        )
+        with pytest.raises(
+            ConfigError, match="says that it cannot sleep; start it with --enable-sleep-mode"
+        ):
             job.fleet.check_sleep()
 
 
-async def test_engines_that_can_sleep_but_have_devices_of_their_own_stay_awake(engines: list[Served]) -> None:
+async def test_engines_that_can_sleep_but_have_devices_of_their_own_stay_awake(
+    engines: list[Served],
+) -> None:
     async with Job(engines, shared=False) as job:
         await job.version(0)
         await job.pool.sleep(EVERYWHERE)
         assert not any(served.engine.is_asleep for served in engines) and not job.fleet.lends
 
 
-async def test_who_dies_asleep_is_found_at_the_border_and_may_start_then(engines: list[Served]) -> None:
+async def test_who_dies_asleep_is_found_at_the_border_and_may_start_then(
+    engines: list[Served],
+) -> None:
     async with Job(engines) as job:
         await job.version(0)
         await job.pool.sleep(EVERYWHERE)
@@ -165,12 +190,17 @@ async def test_who_dies_asleep_is_found_at_the_border_and_may_start_then(engines
         job.forget()
         READY.put(job.channel, TrainersReady(1), version=1)
         await job.publish.publish(1, None, 20.0)
-        assert [VERDICT.get(job.channel, version=1, attempt=n).done for n in range(2)] == [False, True]
+        assert [VERDICT.get(job.channel, version=1, attempt=n).done for n in range(2)] == [
+            False,
+            True,
+        ]
         assert job.roster.replacement_wanted(1, 0) and not job.roster.is_lent(1)
         assert [engine.name for engine in job.pool.engines] == [engines[0].url]
 
 
-async def test_a_device_trains_when_the_engine_that_is_being_started_there_sleeps(engines: list[Served]) -> None:
+async def test_a_device_trains_when_the_engine_that_is_being_started_there_sleeps(
+    engines: list[Served],
+) -> None:
     async with Job(engines) as job:
         await job.version(0)
         engines[1].stop()
@@ -188,7 +218,9 @@ async def test_a_device_trains_when_the_engine_that_is_being_started_there_sleep
         assert len(job.pool.engines) == 2 and job.calls("wake_up") == ["wake_up", "wake_up"]
 
 
-async def test_who_does_not_go_to_sleep_is_replaced_when_there_is_room(engines: list[Served]) -> None:
+async def test_who_does_not_go_to_sleep_is_replaced_when_there_is_room(
+    engines: list[Served],
+) -> None:
     async with Job(engines) as job:
         await job.version(0)
 
@@ -201,7 +233,9 @@ async def test_who_does_not_go_to_sleep_is_replaced_when_there_is_room(engines: 
         assert engines[1].engine.is_asleep
 
 
-async def test_when_none_is_left_that_sleeps_the_first_to_start_at_the_border_serves(engines: list[Served]) -> None:
+async def test_when_none_is_left_that_sleeps_the_first_to_start_at_the_border_serves(
+    engines: list[Served],
+) -> None:
     async with Job(engines) as job:
         await job.version(0)
 
@@ -220,21 +254,27 @@ async def test_when_none_is_left_that_sleeps_the_first_to_start_at_the_border_se
         assert [engine.name for engine in job.pool.engines] == [engines[0].url]
 
 
-async def test_engines_are_left_awake_where_the_configuration_says_so(engines: list[Served]) -> None:
+async def test_engines_are_left_awake_where_the_configuration_says_so(
+    engines: list[Served],
+) -> None:
     async with Job(engines, sleep=False) as job:
         await job.version(0)
         await job.pool.sleep(EVERYWHERE)
         assert not job.calls("sleep") and not job.fleet.lends
 
 
-async def test_the_next_coordinator_wakes_those_that_the_one_before_had_put_to_sleep(engines: list[Served]) -> None:
+async def test_the_next_coordinator_wakes_those_that_the_one_before_had_put_to_sleep(
+    engines: list[Served],
+) -> None:
     async with Job(engines) as job:
         await job.version(0)
         await job.pool.sleep(EVERYWHERE)
     job.coordinate()
     job.forget()
     async with job:
-        assert not any(job.roster.is_lent(place) for place in EVERYWHERE), "engines may start beside new trainers"
+        assert not any(job.roster.is_lent(place) for place in EVERYWHERE), (
+            "engines may start beside new trainers"
+        )
         await job.version(1)
         assert len(job.pool.engines) == 2 and not any(served.engine.is_asleep for served in engines)
 
@@ -244,5 +284,7 @@ async def test_a_wait_for_one_that_never_starts_ends(engines: list[Served]) -> N
         await job.version(0)
         job.fleet._startup_timeout_s = 1.0
         job.fleet._members[1].state = "starting"
-        with pytest.raises(DeadlineExceeded, match=f"waited 1 s for engines {engines[1].url} to sleep"):
+        with pytest.raises(
+            DeadlineExceeded, match=f"waited 1 s for engines {engines[1].url} to sleep"
+        ):
             await job.pool.sleep(EVERYWHERE)

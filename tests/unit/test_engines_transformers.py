@@ -23,7 +23,9 @@ from tests.helpers.engine_process import EngineProcess
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     directory = tmp_path_factory.mktemp("engine")
-    engine = EngineProcess("transformers", make_engine_model(directory / "model"), directory, {"max_num_seqs": 64})
+    engine = EngineProcess(
+        "transformers", make_engine_model(directory / "model"), directory, {"max_num_seqs": 64}
+    )
     try:
         asyncio.run(engine.wait_ready())
         yield engine.subject()
@@ -53,12 +55,24 @@ def test_the_command_starts_its_server_with_the_lengths_of_the_configuration(sub
     command = kind.command(chosen, spec, 0, 8123)
     assert command.argv[1:3] == ("-m", "pa_npu.engines.transformers.server")
     options = dict(zip(command.argv[3::2], command.argv[4::2], strict=True))
-    assert options["--model"] == str(subject.model) and options["--port"] == "8123" and options["--dtype"] == "fp32"
+    assert (
+        options["--model"] == str(subject.model)
+        and options["--port"] == "8123"
+        and options["--dtype"] == "fp32"
+    )
     assert options["--max-model-len"] == "150" and options["--max-num-seqs"] == "7"
-    assert command.env["A"] == "b" and command.env["OMP_NUM_THREADS"] == "1" and command.scratch_env is None
+    assert (
+        command.env["A"] == "b"
+        and command.env["OMP_NUM_THREADS"] == "1"
+        and command.scratch_env is None
+    )
     assert not any("KEY" in name for name in command.env), "the key is the launcher's to give"
-    trusting = chosen.model_copy(update={"model": chosen.model.model_copy(update={"trust_remote_code": True})})
-    assert set(kind.command(trusting, spec, 0, 8123).argv) - set(command.argv) == {"--trust-remote-code"}
+    trusting = chosen.model_copy(
+        update={"model": chosen.model.model_copy(update={"trust_remote_code": True})}
+    )
+    assert set(kind.command(trusting, spec, 0, 8123).argv) - set(command.argv) == {
+        "--trust-remote-code"
+    }
     with pytest.raises(ConfigError, match="exceeds the 512 positions of"):
         kind.command(config({"max_response_tokens": 500}, subject.model), spec, 0, 1)
 
@@ -66,7 +80,10 @@ def test_the_command_starts_its_server_with_the_lengths_of_the_configuration(sub
 @pytest.mark.parametrize(
     ("rollout", "problem"),
     [
-        ({"tensor_parallel": 2}, "tensor_parallel: 2: the transformers engine computes on one device"),
+        (
+            {"tensor_parallel": 2},
+            "tensor_parallel: 2: the transformers engine computes on one device",
+        ),
         ({"extra_args": ["--seed", "1"]}, "extra_args: the transformers engine knows no --seed"),
         ({"graph_mode": True}, "graph_mode: the transformers engine computes eagerly"),
     ],
@@ -76,7 +93,9 @@ def test_keys_that_it_would_not_read_are_refused(rollout, problem):
         engine_kind("transformers").check_keys(config(rollout), None)
 
 
-def test_a_response_ends_at_the_tokens_of_both_files_and_of_the_tokenizer_as_vllm_ends_it(tmp_path: Path) -> None:
+def test_a_response_ends_at_the_tokens_of_both_files_and_of_the_tokenizer_as_vllm_ends_it(
+    tmp_path: Path,
+) -> None:
     directory = make_engine_model(tmp_path / "model")
     spec = ModelSpec.read(str(directory))
     tokenizer = load_tokenizer(str(directory))
@@ -100,5 +119,7 @@ def test_an_interpreter_without_what_it_needs_is_refused(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho '{}'\n")
     python.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"rollout.python: .* has no torch, transformers, .*install it"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.python: .* has no torch, transformers, .*install it"
+    ):
         engine_kind("transformers").check(config({"python": str(python)}))

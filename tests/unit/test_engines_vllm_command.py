@@ -84,7 +84,9 @@ def test_command_has_the_arguments_that_exactness_depends_on():
     argv = command.argv
     assert argv[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
     assert option(argv, "--logprobs-mode") == "processed_logprobs"
-    assert option(argv, "--generation-config") == "vllm", "a model's own sampling defaults must not apply"
+    assert option(argv, "--generation-config") == "vllm", (
+        "a model's own sampling defaults must not apply"
+    )
     assert option(argv, "--worker-extension-cls") == "pa_npu.engines.vllm.worker.WorkerExtension"
     assert option(argv, "--max-model-len") == "128"
     assert option(argv, "--max-num-batched-tokens") == "32768"
@@ -103,10 +105,15 @@ def test_code_of_a_models_own_is_run_by_engines_as_by_trainers():
 
 def test_host_memory_engine_never_chunks_a_prompt_and_fixes_its_cache():
     command = server_command(config({"kv_cache_gib": 0.5}), SPEC, 0, 1)
-    assert "--no-enable-chunked-prefill" in command.argv, "seeded sampling kills a CPU engine on a chunked prefill"
+    assert "--no-enable-chunked-prefill" in command.argv, (
+        "seeded sampling kills a CPU engine on a chunked prefill"
+    )
     assert option(command.argv, "--kv-cache-memory-bytes") == str(2**29)
     assert option(command.argv, "--block-size") == "32"
-    assert command.env["OMP_NUM_THREADS"] == "1" and command.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert (
+        command.env["OMP_NUM_THREADS"] == "1"
+        and command.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    )
     assert "--gpu-memory-utilization" not in command.argv
 
 
@@ -120,7 +127,9 @@ def test_device_memory_engine_gets_its_share_of_it(monkeypatch):
     monkeypatch.setattr(engine.platform, "get", lambda kind: Device())
     command = server_command(config({"memory_fraction": 0.7, "graph_mode": True}), SPEC, 0, 1)
     assert option(command.argv, "--gpu-memory-utilization") == "0.7"
-    beside = config({"memory_fraction": 0.25}).model_copy(update={"placement": PlacementConfig(colocate=True)})
+    beside = config({"memory_fraction": 0.25}).model_copy(
+        update={"placement": PlacementConfig(colocate=True)}
+    )
     shared = server_command(beside, SPEC, 0, 1)
     assert option(shared.argv, "--gpu-memory-utilization") == "0.25", "beside a trainer"
     assert command.env["FROM_PLATFORM"] == "engine"
@@ -146,7 +155,10 @@ def test_engines_that_share_devices_can_sleep_where_these_have_memory(
     chosen = config().model_copy(update={"placement": PlacementConfig(colocate=colocate)})
     sections = {"run": {"device": run}, "rollout": rollout}
     chosen = chosen.model_copy(
-        update={name: getattr(chosen, name).model_copy(update=values) for name, values in sections.items()}
+        update={
+            name: getattr(chosen, name).model_copy(update=values)
+            for name, values in sections.items()
+        }
     )
     spec = dataclasses.replace(SPEC, experts=Experts(4, 2, 64, True, (0, 1))) if experts else SPEC
     assert ("--enable-sleep-mode" in server_command(chosen, spec, 0, 1).argv) is sleeps
@@ -162,12 +174,16 @@ def test_users_arguments_and_environment_come_last():
 def test_engine_can_import_this_package_but_no_site_packages_of_ours(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", "/users/own")
     checkout = str(Path(pa_npu.__file__).resolve().parent.parent)
-    assert server_command(config(), SPEC, 0, 1).env["PYTHONPATH"] == os.pathsep.join([checkout, "/users/own"])
+    assert server_command(config(), SPEC, 0, 1).env["PYTHONPATH"] == os.pathsep.join(
+        [checkout, "/users/own"]
+    )
 
     installed = tmp_path / "site-packages" / "pa_npu"
     installed.mkdir(parents=True)
     monkeypatch.setattr(pa_npu, "__file__", str(installed / "__init__.py"))
-    assert "PYTHONPATH" not in server_command(config(), SPEC, 0, 1).env, "the same interpreter finds it by itself"
+    assert "PYTHONPATH" not in server_command(config(), SPEC, 0, 1).env, (
+        "the same interpreter finds it by itself"
+    )
     other = config({"python": "/other/python"}, run={"device": "cpu", "dir": str(tmp_path / "run")})
     path = server_command(other, SPEC, 0, 1).env["PYTHONPATH"].split(os.pathsep)[0]
     assert os.listdir(path) == ["pa_npu"] and (Path(path) / "pa_npu").resolve() == installed
@@ -180,6 +196,8 @@ def test_engine_can_import_this_package_but_no_site_packages_of_ours(monkeypatch
         ({}, {"head_dim": 16}, "head_dim 16 is not one that vLLM's CPU attention supports"),
     ],
 )
-def test_combinations_that_would_kill_an_engine_later_are_refused_before_it_starts(rollout, spec, message):
+def test_combinations_that_would_kill_an_engine_later_are_refused_before_it_starts(
+    rollout, spec, message
+):
     with pytest.raises(ConfigError, match=message):
         server_command(config(rollout), dataclasses.replace(SPEC, **spec), 0, 1)

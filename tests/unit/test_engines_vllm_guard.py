@@ -1,4 +1,6 @@
-"""The API key of engines: what the guard lets pass, that it imports nothing of ours, and where the launcher puts the key."""
+"""The API key of engines: what the guard lets pass, that it imports nothing of ours, and where the
+launcher puts the key.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ KEY = "0123456789abcdef"
 INSIDE = {"type": "inside"}
 
 
-async def answer(scope: dict[str, Any], monkeypatch: pytest.MonkeyPatch, key: str = KEY) -> list[Any]:
+async def answer(
+    scope: dict[str, Any], monkeypatch: pytest.MonkeyPatch, key: str = KEY
+) -> list[Any]:
     """Returns the messages of a guarded application; it says so itself when it is reached."""
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -55,14 +59,30 @@ async def answer(scope: dict[str, Any], monkeypatch: pytest.MonkeyPatch, key: st
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "DELETE"])
 @pytest.mark.parametrize(
     "path",
-    ["/", "/collective_rpc", "/v1/models", "/metrics", "/health/", "/health/..", "//health", "/HEALTH", "/Health"],
+    [
+        "/",
+        "/collective_rpc",
+        "/v1/models",
+        "/metrics",
+        "/health/",
+        "/health/..",
+        "//health",
+        "/HEALTH",
+        "/Health",
+    ],
 )
 async def test_every_path_but_health_is_refused_without_the_key(monkeypatch, method, path):
     start, body = await answer({"method": method, "path": path}, monkeypatch)
     assert start["status"] == 401
-    assert json.loads(body["body"]) and body["body"].count(b"\n") == 1 and KEY.encode() not in body["body"]
+    assert (
+        json.loads(body["body"])
+        and body["body"].count(b"\n") == 1
+        and KEY.encode() not in body["body"]
+    )
     bearer = [(b"Authorization", b"bearer " + KEY.encode())]
-    assert await answer({"method": method, "path": path, "headers": bearer}, monkeypatch) == [INSIDE]
+    assert await answer({"method": method, "path": path, "headers": bearer}, monkeypatch) == [
+        INSIDE
+    ]
     assert await answer({"method": method, "path": "/health"}, monkeypatch) == [INSIDE]
 
 
@@ -94,7 +114,9 @@ async def test_an_engine_that_is_put_to_sleep_has_no_version_any_more(monkeypatc
     bearer = [(b"authorization", b"Bearer " + KEY.encode())]
     for path, headers, expected in (("/sleep", [], 3), ("/x", bearer, 3), ("/sleep", bearer, None)):
         guard._identity.version = 3
-        await guard({"type": "http", "method": "POST", "path": path, "headers": headers}, ignore, ignore)
+        await guard(
+            {"type": "http", "method": "POST", "path": path, "headers": headers}, ignore, ignore
+        )
         assert guard._identity.version == expected, "only who has the key puts it to sleep"
 
 
@@ -111,10 +133,16 @@ async def test_a_guard_that_was_given_no_key_refuses_everything(monkeypatch):
 
 
 def test_guard_runs_in_an_interpreter_that_has_the_standard_library_only():
-    code = "import json, sys, pa_npu.engines.vllm.guard as g; print(json.dumps(sorted(sys.modules)))"
+    code = (
+        "import json, sys, pa_npu.engines.vllm.guard as g; print(json.dumps(sorted(sys.modules)))"
+    )
     environment = {"PYTHONPATH": str(Path(commands.__file__).parents[2])}
     output = subprocess.run(
-        [sys.executable, "-S", "-c", code], env=environment, capture_output=True, check=True, text=True
+        [sys.executable, "-S", "-c", code],
+        env=environment,
+        capture_output=True,
+        check=True,
+        text=True,
     )
     packages = {name.partition(".")[0] for name in json.loads(output.stdout)}
     assert packages - sys.stdlib_module_names - {"__main__"} == {"pa_npu"}
@@ -129,7 +157,9 @@ async def test_stand_in_engine_asks_for_the_key_on_every_path_but_health():
             async with session.get(url + "/health") as response:
                 assert response.status == 200
         async with EngineClient(url, 100, api_key="another") as client:
-            with pytest.raises(EngineError, match=r"pa_version on its workers answered 401: .*API key"):
+            with pytest.raises(
+                EngineError, match=r"pa_version on its workers answered 401: .*API key"
+            ):
                 await client.loaded_weights(deadline_s=5)
         async with EngineClient(url, 100, api_key=KEY) as client:
             assert await client.loaded_weights(deadline_s=5) == LoadedWeights((None,))
@@ -137,7 +167,12 @@ async def test_stand_in_engine_asks_for_the_key_on_every_path_but_health():
 
 def config(**rollout: object) -> Config:
     return Config.model_validate(
-        {"run": {"device": "cpu"}, "model": {"path": "/models/tiny"}, "data": {"train": "t"}, "rollout": rollout}
+        {
+            "run": {"device": "cpu"},
+            "model": {"path": "/models/tiny"},
+            "data": {"train": "t"},
+            "rollout": rollout,
+        }
     )
 
 
@@ -156,13 +191,20 @@ def test_key_is_new_for_every_run_and_reaches_engines_and_coordinator_through_th
     engine = commands.engine_command(config(), SPEC, platform, placement, 0, 8000, key)
     coordinator = commands.coordinator_command(config(), platform, store, key)
     trainer = commands.trainer_command(config(), platform, placement, store, 0)
-    assert engine.argv[engine.argv.index("--middleware") + 1] == "pa_npu.engines.vllm.guard.EngineGuard"
+    assert (
+        engine.argv[engine.argv.index("--middleware") + 1]
+        == "pa_npu.engines.vllm.guard.EngineGuard"
+    )
     assert engine.env["VLLM_API_KEY"] == coordinator.env["VLLM_API_KEY"] == key
     assert "VLLM_API_KEY" not in trainer.env
-    assert not any(key in argument for command in (engine, coordinator, trainer) for argument in command.argv)
+    assert not any(
+        key in argument for command in (engine, coordinator, trainer) for argument in command.argv
+    )
 
 
-def test_attached_engines_key_is_that_of_the_environment_and_its_file_is_its_owners(monkeypatch, tmp_path):
+def test_attached_engines_key_is_that_of_the_environment_and_its_file_is_its_owners(
+    monkeypatch, tmp_path
+):
     monkeypatch.setenv("VLLM_API_KEY", "of-the-environment")
     attached = {"attach": ["http://127.0.0.1:8000"]}
     assert engine_key(config(**attached)) == "of-the-environment"

@@ -1,4 +1,6 @@
-"""Routes inside a vLLM worker lie by the slots of its KV cache: cached prefixes, preemption and ends leave none that are wrong."""
+"""Routes inside a vLLM worker lie by the slots of its KV cache: cached prefixes, preemption and
+ends leave none that are wrong.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,16 @@ class Layer(torch.nn.Module):
 
 
 class Runner:
-    """The part of vLLM's first model runner that is read; experts tell the token and the step's number."""
+    """The part of vLLM's first model runner that is read; experts tell the token and the step's
+    number.
+    """
 
     def __init__(self) -> None:
         self.model = torch.nn.ModuleList([Layer() for _ in range(LAYERS)])
         spec = SimpleNamespace(block_size=BLOCK)
-        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], num_blocks=16)
+        self.kv_cache_config = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], num_blocks=16
+        )
         self.requests: dict[str, Any] = {}
         self.input_batch = SimpleNamespace(req_ids=[])
         self.number = 0
@@ -43,17 +49,24 @@ class Runner:
     def execute_model(self, scheduled: Any) -> str:
         for name in scheduled.finished_req_ids:
             self.requests.pop(name, None)
-        self.input_batch.req_ids = [name for name in self.requests if name in scheduled.num_scheduled_tokens]
+        self.input_batch.req_ids = [
+            name for name in self.requests if name in scheduled.num_scheduled_tokens
+        ]
         rows = []
         for name in self.input_batch.req_ids:
             blocks, first = scheduled.places[name]
-            self.requests[name].block_ids, self.requests[name].num_computed_tokens = (blocks,), first
+            self.requests[name].block_ids, self.requests[name].num_computed_tokens = (
+                (blocks,),
+                first,
+            )
             count = scheduled.num_scheduled_tokens[name]
             rows += self.requests[name].tokens[first : first + count]
-        ids = torch.tensor(rows)[:, None] + torch.tensor([0, 100 * self.number])  # token, and in which step
+        # token, and in which step
+        ids = torch.tensor(rows)[:, None] + torch.tensor([0, 100 * self.number])
         for layer, one in enumerate(self.model):
             if not self.silent:
-                one.router.capture(torch.cat([ids + layer, torch.zeros(3, TAKEN, dtype=ids.dtype)]))  # padded
+                # padded
+                one.router.capture(torch.cat([ids + layer, torch.zeros(3, TAKEN, dtype=ids.dtype)]))
         self.number += 1
         return "done"
 
@@ -63,7 +76,10 @@ class Engine:
         self.runner = Runner()
         model_config = SimpleNamespace(enforce_eager=True)
         self.worker = SimpleNamespace(
-            rank=0, model_runner=self.runner, model_config=model_config, vllm_config=SimpleNamespace(model_config=None)
+            rank=0,
+            model_runner=self.runner,
+            model_config=model_config,
+            vllm_config=SimpleNamespace(model_config=None),
         )
         assert records_routes(self.worker)
         recorder = recorder_of(self.worker)
@@ -73,7 +89,10 @@ class Engine:
     def request(self, name: str, tokens: list[int], asks: bool = True) -> None:
         extra = {"routes": 1} if asks else None
         self.runner.requests[name] = SimpleNamespace(
-            tokens=tokens, block_ids=([],), num_computed_tokens=0, sampling_params=SimpleNamespace(extra_args=extra)
+            tokens=tokens,
+            block_ids=([],),
+            num_computed_tokens=0,
+            sampling_params=SimpleNamespace(extra_args=extra),
         )
 
     def step(self, finished: tuple[str, ...] = (), **places: tuple[list[int], int, int]) -> None:
@@ -86,7 +105,9 @@ class Engine:
         assert self.runner.execute_model(scheduled) == "done"
 
     def take(self, request: str, n: int = 1, given: int = 0) -> tuple[list[Any], list[list[Any]]]:
-        """(those given, those of each response): token and step of every token, after a look at the second layer."""
+        """(those given, those of each response): token and step of every token, after a look at the
+        second layer.
+        """
         found = self.recorder.take(request, n, given)
 
         def read(text: str) -> list[Any]:
@@ -98,14 +119,17 @@ class Engine:
 
 
 def test_a_cached_prefix_has_the_routes_of_the_pass_that_computed_it() -> None:
-    """Two responses of one request: the second finds the prompt's first block in the cache; another request finds it too."""
+    """Two responses of one request: the second finds the prompt's first block in the cache; another
+    request finds it too.
+    """
     engine = Engine()
     tokens = [10, 11, 12, 13, 14, 15, 16]
     engine.request("0_r-0-ab", tokens)
     engine.request("1_r-0-cd", [*tokens[:5], 25, 26])
     engine.step(**{"0_r-0-ab": ([3, 5], 0, 5), "1_r-0-cd": ([3, 7], 4, 1)})
     engine.step(**{"0_r-0-ab": ([3, 5], 5, 1), "1_r-0-cd": ([3, 7], 5, 1)})
-    # the second ends; the first goes on in the step in which a third request gets the second's block
+    # the second ends; the first goes on in the step in which a third request gets the second's
+    # block
     engine.request("s-0-ef", [10, 11, 12, 13, 34, 35])
     engine.step(("1_r-0-cd",), **{"0_r-0-ab": ([3, 5], 6, 1), "s-0-ef": ([3, 7], 4, 2)})
     prompt, (first, second) = engine.take("r", 2, 5)
@@ -115,15 +139,21 @@ def test_a_cached_prefix_has_the_routes_of_the_pass_that_computed_it() -> None:
     assert given == [(10, 0), (11, 0), (12, 0), (13, 0)] and own == [(34, 2), (35, 2)]
 
 
-def test_a_preempted_request_has_what_it_computed_again_or_what_it_had_when_it_was_left_out() -> None:
+def test_a_preempted_request_has_what_it_computed_again_or_what_it_had_when_it_was_left_out() -> (
+    None
+):
     engine = Engine()
     for name, start in (("a-0-x", 10), ("b-0-x", 20), ("c-0-x", 30)):
         engine.request(name, list(range(start, start + 8)))
     engine.step(**{"a-0-x": ([1], 0, 3), "b-0-x": ([2], 0, 3), "c-0-x": ([4], 0, 3)})
     engine.step(**{"a-0-x": ([1], 3, 1)})  # b and c are preempted: their blocks are free
-    engine.step(**{"a-0-x": ([1, 2, 4], 4, 2), "c-0-x": ([6], 0, 4)})  # a writes where b was; c is computed again
-    engine.step(("b-0-x",), **{"a-0-x": ([1, 2, 4], 6, 1)})  # b is aborted while it waits, and a writes on
-    assert engine.take("b")[1] == [[(20, 0), (21, 0), (22, 0)]], "what lies in its blocks is another's"
+    # a writes where b was; c is computed again
+    engine.step(**{"a-0-x": ([1, 2, 4], 4, 2), "c-0-x": ([6], 0, 4)})
+    # b is aborted while it waits, and a writes on
+    engine.step(("b-0-x",), **{"a-0-x": ([1, 2, 4], 6, 1)})
+    assert engine.take("b")[1] == [[(20, 0), (21, 0), (22, 0)]], (
+        "what lies in its blocks is another's"
+    )
     assert engine.take("c")[1] == [[(30, 2), (31, 2), (32, 2), (33, 2)]]
     assert engine.take("a")[1] == [[(10, 0), (11, 0), (12, 0), (13, 1), (14, 2), (15, 2), (16, 3)]]
 

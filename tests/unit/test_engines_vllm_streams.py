@@ -16,13 +16,17 @@ VOCABULARY = 11
 
 def worker_of(sampler: Callable[..., Any]) -> SimpleNamespace:
     runner = SimpleNamespace(
-        sampler=SimpleNamespace(topk_topp_sampler=sampler), requests={}, _update_states=lambda scheduled: None
+        sampler=SimpleNamespace(topk_topp_sampler=sampler),
+        requests={},
+        _update_states=lambda scheduled: None,
     )
     config = SimpleNamespace(get_vocab_size=lambda: VOCABULARY)
     return SimpleNamespace(model_runner=runner, device="cpu", model_config=config)
 
 
-def exponentials(logits: torch.Tensor, generators: dict[int, torch.Generator], k: None, p: None) -> torch.Tensor:
+def exponentials(
+    logits: torch.Tensor, generators: dict[int, torch.Generator], k: None, p: None
+) -> torch.Tensor:
     return torch.empty(logits.shape[1]).exponential_(generator=generators[0])
 
 
@@ -37,7 +41,9 @@ def test_a_request_begins_at_its_place_of_the_stream() -> None:
     assert torch.equal(rows[2], exponentials(torch.zeros(1, VOCABULARY), {0: rest}, None, None))
 
 
-@pytest.mark.parametrize("error", [TypeError("takes 3 arguments"), RuntimeError("no kernel"), AttributeError("state")])
+@pytest.mark.parametrize(
+    "error", [TypeError("takes 3 arguments"), RuntimeError("no kernel"), AttributeError("state")]
+)
 def test_a_sampler_that_raises_leaves_a_worker_that_says_it_cannot_continue(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:

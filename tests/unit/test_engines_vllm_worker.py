@@ -1,4 +1,6 @@
-"""The worker extension inside an engine, with a stand-in for vLLM: versions are stamped only when everything is loaded."""
+"""The worker extension inside an engine, with a stand-in for vLLM: versions are stamped only when
+everything is loaded.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class FakeReceiver(Receiver):
         assembler = Assembler(manifest)
         header = torch.tensor([version, manifest.digest])
         yield Message(manifest, assembler, None, header, "header")
-        for index, (bucket, buffer) in enumerate(zip(manifest.buckets, self.tensors.buckets(deadline), strict=True)):
+        for index, (bucket, buffer) in enumerate(
+            zip(manifest.buckets, self.tensors.buckets(deadline), strict=True)
+        ):
             if self.fail and index == 3:
                 raise self.fail
             assert buffer is not None
@@ -70,12 +74,18 @@ def make_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 
     monkeypatch.setattr(extension, "_reloading", reloading)
 
-    def make(tied: bool = False, fail: Exception | None = None, extra: frozenset[str] = frozenset()) -> Any:
+    def make(
+        tied: bool = False, fail: Exception | None = None, extra: frozenset[str] = frozenset()
+    ) -> Any:
         spec = make_checkpoint(tmp_path, "qwen2", tied=tied)
         tensors = StageTensors(Stage().load(spec, 0), spec, Mesh().place(0), 4096)
         worker: Any = extension.WorkerExtension()
         worker.model = FakeModel(set(tensors.manifest.shapes) | extra)
-        worker.rank, worker.device, worker.model_runner = 0, "cpu", SimpleNamespace(model=worker.model)
+        worker.rank, worker.device, worker.model_runner = (
+            0,
+            "cpu",
+            SimpleNamespace(model=worker.model),
+        )
         worker.model_config = SimpleNamespace()
         worker._pa_receiver = FakeReceiver(tensors, fail)
         return worker
@@ -87,9 +97,17 @@ def test_version_is_stamped_after_a_complete_receive(make_worker: Callable[..., 
     worker = make_worker()
     assert worker.pa_version()["version"] is None
     result = worker.pa_receive(4)
-    assert result["digests"] == list(worker._pa_receiver.digests) and len(result["digests"][0].split()) > 3
+    assert (
+        result["digests"] == list(worker._pa_receiver.digests)
+        and len(result["digests"][0].split()) > 3
+    )
     assert result["version"] == 4
-    assert worker.pa_version() == {"version": 4, "continues": False, "sleeps": False, "routes": False}
+    assert worker.pa_version() == {
+        "version": 4,
+        "continues": False,
+        "sleeps": False,
+        "routes": False,
+    }
     worker.model_config.enable_sleep_mode = True
     assert worker.pa_version()["sleeps"]
 
@@ -100,20 +118,27 @@ def test_failed_receive_unsets_the_version(make_worker: Callable[..., Any]) -> N
     worker._pa_receiver.fail = transport.WeightSyncError("the trainer died")
     with pytest.raises(transport.WeightSyncError, match="the trainer died"):
         worker.pa_receive(2)
-    assert worker.pa_version()["version"] is None, "half the weights are new: neither version 1 nor 2"
+    assert worker.pa_version()["version"] is None, (
+        "half the weights are new: neither version 1 nor 2"
+    )
 
 
 def test_parameter_without_weights_is_an_error(make_worker: Callable[..., Any]) -> None:
     worker = make_worker(extra=frozenset({"model.layers.9.mlp.gate_up_proj.weight"}))
     with pytest.raises(
-        transport.WeightSyncError, match=r"version 3: the trainer sent no weights for 1 .*model\.layers\.9"
+        transport.WeightSyncError,
+        match=r"version 3: the trainer sent no weights for 1 .*model\.layers\.9",
     ):
         worker.pa_receive(3)
     assert worker.pa_version()["version"] is None
 
 
-def test_tied_head_that_the_engine_holds_apart_gets_the_embedding(make_worker: Callable[..., Any]) -> None:
-    """During vLLM's layerwise reload embedding and head are two parameters; without reload the head is no parameter."""
+def test_tied_head_that_the_engine_holds_apart_gets_the_embedding(
+    make_worker: Callable[..., Any],
+) -> None:
+    """During vLLM's layerwise reload embedding and head are two parameters; without reload the head
+    is no parameter.
+    """
     worker = make_worker(tied=True, extra=frozenset({"lm_head.weight"}))
     worker.pa_receive(0)
     weights = worker.model.weights
@@ -134,7 +159,8 @@ def test_calls_without_a_connection_say_what_to_do() -> None:
 def test_layerwise_reload_is_always_finished(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reload that is left open would leave the engine with tensors that have no memory.
 
-    All of it is under the worker's device: a kernel may make memory on torch's default one while a layer loads or is finished.
+    All of it is under the worker's device: a kernel may make memory on torch's default one while a
+    layer loads or is finished.
     """
     calls: list[str] = []
 
@@ -174,17 +200,24 @@ def test_layerwise_reload_is_always_finished(fails: bool, monkeypatch: pytest.Mo
     except RuntimeError:
         calls.append("raised")
     note("after")
-    expected = ["enter vllm", "initialize model on meta", "load model on meta", "finalize model config on meta"]
+    expected = [
+        "enter vllm",
+        "initialize model on meta",
+        "load model on meta",
+        "finalize model config on meta",
+    ]
     assert calls == [*expected, "raised" if fails else "leave", "after on cpu"]
 
 
 def test_sampler_that_was_built_without_the_logprobs_mode_is_given_it() -> None:
     """As vllm-ascend builds it: raw whatever was asked for, in the sampler and in its random part."""
     sampler = SimpleNamespace(
-        logprobs_mode="raw_logprobs", topk_topp_sampler=SimpleNamespace(logprobs_mode="raw_logprobs")
+        logprobs_mode="raw_logprobs",
+        topk_topp_sampler=SimpleNamespace(logprobs_mode="raw_logprobs"),
     )
     worker = SimpleNamespace(
-        model_config=SimpleNamespace(logprobs_mode="processed_logprobs"), model_runner=SimpleNamespace(sampler=sampler)
+        model_config=SimpleNamespace(logprobs_mode="processed_logprobs"),
+        model_runner=SimpleNamespace(sampler=sampler),
     )
     extension.take_logprobs_mode(worker)
     assert sampler.logprobs_mode == sampler.topk_topp_sampler.logprobs_mode == "processed_logprobs"
@@ -193,7 +226,8 @@ def test_sampler_that_was_built_without_the_logprobs_mode_is_given_it() -> None:
 def test_sampler_without_a_logprobs_mode_is_left_as_it_is() -> None:
     sampler = SimpleNamespace()
     config = SimpleNamespace(logprobs_mode="processed_logprobs")
-    for runner in (SimpleNamespace(sampler=sampler), SimpleNamespace()):  # the last rank of a pipeline alone has one
+    # the last rank of a pipeline alone has one
+    for runner in (SimpleNamespace(sampler=sampler), SimpleNamespace()):
         extension.take_logprobs_mode(SimpleNamespace(model_config=config, model_runner=runner))
     assert vars(sampler) == {}
 
@@ -204,16 +238,32 @@ def test_engine_needs_nothing_but_torch_and_vllm() -> None:
     program = (
         "import sys, pa_npu.engines.vllm.worker\n"
         f"print([name for name in {banned!r} if name in sys.modules])\n"
-        "import json; print(json.dumps([name for name in sys.modules if name.startswith('pa_npu')]))"
+        "import json; print(json.dumps([name for name in sys.modules if "
+        "name.startswith('pa_npu')]))"
     )
     lines = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert lines[0] == "[]"
-    rooms = (".engines", ".engines.weight_calls", ".engines.live_weights", ".engines.vllm", ".weight_transfer")
+    rooms = (
+        ".engines",
+        ".engines.weight_calls",
+        ".engines.live_weights",
+        ".engines.vllm",
+        ".weight_transfer",
+    )
     rooms += tuple(f".engines.vllm.{part}" for part in ("worker", "routes", "streams", "live"))
     rooms += (".platform", ".platform.memory_peaks", ".platform.typical")
-    parts = ("adapters", "collectives", "computation", "contents", "digest", "manifest", "receiver", "transport")
+    parts = (
+        "adapters",
+        "collectives",
+        "computation",
+        "contents",
+        "digest",
+        "manifest",
+        "receiver",
+        "transport",
+    )
     rooms = (*rooms, *(f".weight_transfer.{part}" for part in parts))
     modules = {f"pa_npu{name}" for name in ("", ".errors", *rooms)}
     assert set(json.loads(lines[1])) == modules

@@ -1,4 +1,6 @@
-"""Results per question: summaries against hand-counted ones, files that come back as they were, comparison of two."""
+"""Results per question: summaries against hand-counted ones, files that come back as they were,
+comparison of two.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from pa_npu.evaluation.results import (
 
 
 def judged(
-    question: int, number: int, correct: bool, *, name: str = "a", kind: str = "sample", final: str = "x"
+    question: int,
+    number: int,
+    correct: bool,
+    *,
+    name: str = "a",
+    kind: str = "sample",
+    final: str = "x",
 ) -> Judged:
     text = f"\u202e<b>{question}</b>"
     return Judged(
@@ -41,7 +49,9 @@ def judged(
 
 
 def four_samples(rights: list[int]) -> list[Judged]:
-    return [judged(q, number, number < right) for q, right in enumerate(rights) for number in range(4)]
+    return [
+        judged(q, number, number < right) for q, right in enumerate(rights) for number in range(4)
+    ]
 
 
 def test_metrics_of_samples_and_of_the_greedy_answer() -> None:
@@ -55,12 +65,18 @@ def test_metrics_of_samples_and_of_the_greedy_answer() -> None:
         "pass@4": round(2 / 3, 6),
         "maj@4": 0.5,  # of two against two, half
     }
-    assert (found.questions, found.responses) == (3, 15) and found.truncated_ratio == pytest.approx(3 / 15)
+    assert (found.questions, found.responses) == (3, 15) and found.truncated_ratio == pytest.approx(
+        3 / 15
+    )
     assert found.length_mean == pytest.approx((3 * 100 + 3 * 10) / 15) and found.length_95 == 40
 
 
 def test_sets_are_kept_apart_in_their_order_and_uneven_samples_use_what_all_have() -> None:
-    responses = [judged(0, 0, True, name="b", kind="greedy"), *four_samples([4, 0]), judged(2, 0, True)]
+    responses = [
+        judged(0, 0, True, name="b", kind="greedy"),
+        *four_samples([4, 0]),
+        judged(2, 0, True),
+    ]
     found = summarise(responses)
     assert list(found) == ["b", "a"] and list(found["a"].metrics) == ["avg@1"]
     assert found["a"].metrics["avg@1"].value == pytest.approx(2 / 3)
@@ -82,7 +98,9 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
         read_results(results_file(tmp_path, 3))
 
 
-def test_a_run_says_what_each_version_gained_since_the_first_and_since_the_one_before(tmp_path: Path) -> None:
+def test_a_run_says_what_each_version_gained_since_the_first_and_since_the_one_before(
+    tmp_path: Path,
+) -> None:
     """Also where an earlier attempt made the first evaluations."""
     found = {0: four_samples([0, 2, 4]), 5: four_samples([2, 2, 4]), 10: four_samples([2, 3, 4])}
     progress = Progress(tmp_path)
@@ -95,5 +113,7 @@ def test_a_run_says_what_each_version_gained_since_the_first_and_since_the_one_b
     assert (last["first"]["version"], last["before"]["version"]) == (0, 5)
     for name, old in (("first", 0), ("before", 5)):
         expected = compare(found[old], found[10])["a"]
-        assert last[name]["sets"] == {"a": {metric: asdict(value) for metric, value in expected.items()}}
+        assert last[name]["sets"] == {
+            "a": {metric: asdict(value) for metric, value in expected.items()}
+        }
     assert last["first"]["sets"]["a"]["avg@4"]["value"] == pytest.approx(0.75 / 3)

@@ -1,4 +1,6 @@
-"""pass@k and maj@k against enumeration, intervals against simulation: how often they hold the truth."""
+"""pass@k and maj@k against enumeration, intervals against simulation: how often they hold the
+truth.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_with_a_correct_one(num_sampl
         verdicts = [index < num_correct for index in range(num_samples)]
         for k in range(1, num_samples + 1):
             choices = list(itertools.combinations(verdicts, k))
-            assert pass_at_k(num_samples, num_correct, k) == pytest.approx(sum(map(any, choices)) / len(choices))
+            assert pass_at_k(num_samples, num_correct, k) == pytest.approx(
+                sum(map(any, choices)) / len(choices)
+            )
 
 
 def test_pass_at_k_is_unbiased_and_the_plug_in_estimate_is_not() -> None:
@@ -25,7 +29,9 @@ def test_pass_at_k_is_unbiased_and_the_plug_in_estimate_is_not() -> None:
     p, n, k = 0.3, 10, 4
     chance = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
     truth = 1 - (1 - p) ** k
-    assert sum(w * pass_at_k(n, c, k) for c, w in enumerate(chance)) == pytest.approx(truth, abs=1e-12)
+    assert sum(w * pass_at_k(n, c, k) for c, w in enumerate(chance)) == pytest.approx(
+        truth, abs=1e-12
+    )
     plug_in = sum(w * (1 - (1 - c / n) ** k) for c, w in enumerate(chance))
     assert abs(plug_in - truth) > 0.02
 
@@ -51,7 +57,9 @@ def test_what_pass_at_k_cannot_mean_is_refused(n: int, c: int, k: int) -> None:
         (["5", "6", "6", "6"], [True, False, False, False], 1, 0.25),
     ],
 )
-def test_majority_votes(answers: list[str | None], correct: list[bool], k: int, value: float) -> None:
+def test_majority_votes(
+    answers: list[str | None], correct: list[bool], k: int, value: float
+) -> None:
     assert majority_at_k(answers, correct, k) == pytest.approx(value)
 
 
@@ -62,10 +70,14 @@ def test_majority_is_what_drawing_answers_and_counting_gives() -> None:
     for outcome in itertools.product(chances, repeat=3):
         counts = {answer: outcome.count(answer) for answer in outcome}
         winners = [answer for answer, count in counts.items() if count == max(counts.values())]
-        truth += math.prod(chances[answer] for answer in outcome) * ("right" in winners) / len(winners)
+        truth += (
+            math.prod(chances[answer] for answer in outcome) * ("right" in winners) / len(winners)
+        )
     rng = np.random.default_rng(1)
     drawn = rng.choice(list(chances), 60_000, p=list(chances.values())).tolist()
-    assert majority_at_k(drawn, [answer == "right" for answer in drawn], 3) == pytest.approx(truth, abs=0.01)
+    assert majority_at_k(drawn, [answer == "right" for answer in drawn], 3) == pytest.approx(
+        truth, abs=0.01
+    )
 
 
 def covered(draw, truth: float, trials: int = 3000) -> float:
@@ -78,11 +90,17 @@ def covered(draw, truth: float, trials: int = 3000) -> float:
 
 @pytest.mark.parametrize("p", [0.05, 0.5, 0.93])
 def test_intervals_of_one_answer_per_question_hold_the_truth_in_95_of_100(p: float) -> None:
-    assert 0.93 <= covered(lambda rng: estimate((rng.random(60) < p).astype(float).tolist()), p) <= 0.985
+    assert (
+        0.93
+        <= covered(lambda rng: estimate((rng.random(60) < p).astype(float).tolist()), p)
+        <= 0.985
+    )
 
 
 def test_intervals_of_several_samples_count_questions_not_responses() -> None:
-    """Questions of very different difficulty, 8 samples each: treating 400 responses as 400 draws would be far too sure."""
+    """Questions of very different difficulty, 8 samples each: treating 400 responses as 400 draws
+    would be far too sure.
+    """
 
     def draw(rng):
         difficulty = rng.beta(0.3, 0.3, 50)
@@ -115,10 +133,14 @@ def test_paired_differences_hold_the_truth_and_are_shorter_than_unpaired_ones() 
 def test_ends_of_the_scale_are_not_certainties() -> None:
     for value in (0.0, 1.0):
         found = estimate([value] * 20)
-        assert found.value == value and 0.1 < found.high - found.low < 0.25, "Wilson for 20 of 20: 0.84 to 1"
+        assert found.value == value and 0.1 < found.high - found.low < 0.25, (
+            "Wilson for 20 of 20: 0.84 to 1"
+        )
     assert estimate([1.0] * 20).low == pytest.approx(0.8389, abs=1e-3)
     same = paired_difference([1.0] * 30, [1.0] * 30)
-    assert (same.value, same.low, same.high) == (0.0, pytest.approx(-0.1), pytest.approx(0.1)), "rule of three"
+    assert (same.value, same.low, same.high) == (0.0, pytest.approx(-0.1), pytest.approx(0.1)), (
+        "rule of three"
+    )
     single = estimate([0.5])
     assert single.low < 0.1 and single.high > 0.9
     with pytest.raises(ValueError):

@@ -1,4 +1,5 @@
-"""The recipes of docs/architecture.md: each block of code there is a file, and does what its heading says when a key names it.
+"""The recipes of docs/architecture.md: each block of code there is a file, and does what its
+heading says when a key names it.
 
 What a recipe touches beside its own file is told in the registrations below: at most one line.
 """
@@ -61,7 +62,14 @@ def config(**sections: Any) -> Config:
 
 def test_every_seat_has_its_recipe() -> None:
     assert sorted(RECIPES) == [
-        *("my_advantage.py", "my_backend.py", "my_column.py", "my_engine.py", "my_environment.py", "my_loss.py"),
+        *(
+            "my_advantage.py",
+            "my_backend.py",
+            "my_column.py",
+            "my_engine.py",
+            "my_environment.py",
+            "my_loss.py",
+        ),
         *("my_reward.py", "my_sessions.py", "toy_platform.py", "yi.py"),
     ]
 
@@ -80,7 +88,11 @@ def test_the_files_that_a_prompt_passes_exist() -> None:
 def test_a_loss_and_an_advantage() -> None:
     own = config(algorithm={"loss": "my_loss:soft_clip", "advantage": "my_advantage:best_of"})
     check_algorithm(own)
-    assert group_advantages(np.array([0, 1, 1], np.float32), "my_advantage:best_of").tolist() == [-0.5, 0.5, 0.5]
+    assert group_advantages(np.array([0, 1, 1], np.float32), "my_advantage:best_of").tolist() == [
+        -0.5,
+        0.5,
+        0.5,
+    ]
 
 
 def test_a_column() -> None:
@@ -91,14 +103,20 @@ def test_a_column() -> None:
     values = np.arange(18, dtype=np.float32).reshape(3, 3, 2)
     sample.write(np.arange(3, dtype=np.int32), -np.ones(3, np.float32), 0, {column: values})
     samples, zeros = [sample.finish(True, "")], np.zeros(1, np.float32)
-    group = Group.of_samples(samples, zeros, zeros + 1, run_seed=0, iteration=0, index=0, prompt_id=0)
+    group = Group.of_samples(
+        samples, zeros, zeros + 1, run_seed=0, iteration=0, index=0, prompt_id=0
+    )
     buffer = RolloutBuffer(StoreChannel(dist.HashStore()), "run", 1, columns=run_columns(own))
     buffer.put(group, 0, 0)
     (microbatch,) = build_microbatches(buffer.read(0, 0, 0), 1, True, 1)
-    batch = replace(_made_up_batch(), **{"columns": microbatch.columns, "advantages": microbatch.advantages})
+    batch = replace(
+        _made_up_batch(), **{"columns": microbatch.columns, "advantages": microbatch.advantages}
+    )
     batch = replace(batch, logprobs=torch.full((3,), -1.0))
     terms = find_policy_loss(own.algorithm.loss)(batch, own.algorithm)
-    assert terms.loss.tolist() == values.mean((1, 2)).tolist(), "-A log pi with A = 1, each times its own weight"
+    assert terms.loss.tolist() == values.mean((1, 2)).tolist(), (
+        "-A log pi with A = 1, each times its own weight"
+    )
 
 
 async def test_a_reward() -> None:
@@ -106,19 +124,27 @@ async def test_a_reward() -> None:
     group = sample_group("What is 6*7?", "42", {}, 4)
     await asyncio.to_thread(check_reward_functions, own, group)
     async with RewardPool(own.reward) as pool:
-        assert (await pool.score(group)).total.tolist() == [float(len(text) < 20) for text in group.responses]
+        assert (await pool.score(group)).total.tolist() == [
+            float(len(text) < 20) for text in group.responses
+        ]
 
 
 async def test_an_environment() -> None:
-    own = config(environment={"name": "my_environment:SecondThoughts"}, rollout={"max_response_tokens": 60})
+    own = config(
+        environment={"name": "my_environment:SecondThoughts"}, rollout={"max_response_tokens": 60}
+    )
     samples = await episode(make_environment(own, TOKENIZER), Scripted([["#### 41", "#### 42"]]), 2)
     for sample in samples:
         spoken = np.flatnonzero(np.diff(sample.trained.astype(int)))
-        assert len(spoken) == 3 and sample.prompt_length == len(PROMPT.tokens), "asked, answered, asked, answered"
+        assert len(spoken) == 3 and sample.prompt_length == len(PROMPT.tokens), (
+            "asked, answered, asked, answered"
+        )
         assert sample.text == "#### 41#### 42"
 
 
-async def test_an_environment_that_opens_a_process_and_makes_several_samples_of_an_attempt() -> None:
+async def test_an_environment_that_opens_a_process_and_makes_several_samples_of_an_attempt() -> (
+    None
+):
     own = config(environment={"name": "my_sessions:Sessions"}, rollout={"max_response_tokens": 60})
     async with opened(make_environment(own, TOKENIZER), 30.0) as environment:
         samples = await episode(environment, Scripted([["#### 41"]] * 7), 4)

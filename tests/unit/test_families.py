@@ -1,4 +1,6 @@
-"""A family is one file: sizes as transformers reads them, every weight of its checkpoint, and nothing else to touch to add one."""
+"""A family is one file: sizes as transformers reads them, every weight of its checkpoint, and
+nothing else to touch to add one.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,17 @@ def test_names_shapes_and_number_of_parameters_are_those_that_transformers_write
     family: str, tied: bool, tmp_path: Path
 ) -> None:
     spec = ModelSpec.read(str(make_model(tmp_path, family, tied=tied)))
-    written = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    written = {
+        name: tuple(tensor.shape)
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
     assert spec.hf_tensors() == written
     assert spec.num_parameters == sum(math.prod(shape) for shape in written.values())
 
 
-@pytest.mark.parametrize("extra", [{}, {"num_key_value_heads": None}, {"num_key_value_heads": 8, "head_dim": 16}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"num_key_value_heads": None}, {"num_key_value_heads": 8, "head_dim": 16}]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_config_json_leaves_out_is_what_transformers_takes(
     family: str, extra: dict[str, Any], tmp_path: Path
@@ -63,7 +70,9 @@ def test_what_config_json_leaves_out_is_what_transformers_takes(
     (tmp_path / "config.json").write_text(json.dumps(raw))
     theirs, ours = AutoConfig.from_pretrained(tmp_path), ModelSpec.read(str(tmp_path))
     assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
+    assert ours.head_dim == (
+        getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    )
     assert ours.tied == theirs.tie_word_embeddings
     assert ours.eos_token_ids == () or ours.eos_token_ids == (theirs.eos_token_id,)
 
@@ -84,14 +93,25 @@ def test_a_family_from_outside_is_one_file_and_one_registration(
     renamed_spec = ModelSpec.read(str(renamed))
     new_names = dict(zip(spec.hf_tensors(), renamed_spec.hf_tensors(), strict=True))
     weights = load_file(original / "model.safetensors")
-    save_file({new_names[name]: tensor for name, tensor in weights.items()}, renamed / "model.safetensors")
+    save_file(
+        {new_names[name]: tensor for name, tensor in weights.items()}, renamed / "model.safetensors"
+    )
 
     tokens = torch.randint(0, 128, (1, 24), generator=torch.Generator().manual_seed(1))
     hf_model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32)
-    expected = hf_model(tokens).logits[0, :-1].double().log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
+    expected = (
+        hf_model(tokens)
+        .logits[0, :-1]
+        .double()
+        .log_softmax(-1)
+        .gather(-1, tokens[0, 1:, None])
+        .squeeze(-1)
+    )
     with single_process(model_config(tmp_path)):
         stage = loaded_stage(renamed)
-        output = stage(tokens, PrefixLayout.from_sequences([24]), torch.arange(23), tokens[0, 1:], 1.0, 7)
+        output = stage(
+            tokens, PrefixLayout.from_sequences([24]), torch.arange(23), tokens[0, 1:], 1.0, 7
+        )
         export_hf(stage.policy, renamed_spec, tmp_path / "export", Mesh().place(0))
     assert (output.logprobs - expected).abs().max() < 2e-6
     exported = load_file(tmp_path / "export" / "model.safetensors")
@@ -108,9 +128,14 @@ def test_a_family_from_outside_is_one_file_and_one_registration(
     ("raw", "says"),
     [
         (
-            {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 8, **MINIMAL},
-            "architecture 'mixtral', a mixture of experts, is not supported; use a model of the families qwen2, qwen3, "
-            "qwen3_moe, llama",
+            {
+                "model_type": "mixtral",
+                "architectures": ["MixtralForCausalLM"],
+                "num_local_experts": 8,
+                **MINIMAL,
+            },
+            "architecture 'mixtral', a mixture of experts, is not supported; use a model of the "
+            "families qwen2, qwen3, qwen3_moe, llama",
         ),
         ({"model_type": "gemma3_text", **MINIMAL}, "architecture 'gemma3_text' is not supported"),
         ({"model_type": ["llama"], **MINIMAL}, "is not supported"),
@@ -126,7 +151,10 @@ def test_other_families_are_refused_by_name_in_one_line(raw: dict[str, Any], say
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures ['LlamaForSequenceClassification']"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "architectures ['LlamaForSequenceClassification']",
+        ),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "code of its own (auto_map)"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights"),
         ({"use_sliding_window": True}, "sliding-window attention"),
@@ -144,10 +172,19 @@ def test_other_families_are_refused_by_name_in_one_line(raw: dict[str, Any], say
         ),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 4}, "leave no layer with experts"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": "1"}, "mlp_only_layers: '1' is not a list"),
-        ({"num_key_value_heads": 5}, "num_key_value_heads: 5 does not divide num_attention_heads = 32"),
+        (
+            {"num_key_value_heads": 5},
+            "num_key_value_heads: 5 does not divide num_attention_heads = 32",
+        ),
         ({"hidden_size": 66}, "num_attention_heads: 32 does not divide hidden_size = 66"),
-        ({"hidden_size": 66, "head_dim": 16}, "num_attention_heads: 32 does not divide hidden_size = 66"),
-        ({"model_type": "qwen2", "hidden_size": 66}, "num_attention_heads: 32 does not divide hidden_size = 66"),
+        (
+            {"hidden_size": 66, "head_dim": 16},
+            "num_attention_heads: 32 does not divide hidden_size = 66",
+        ),
+        (
+            {"model_type": "qwen2", "hidden_size": 66},
+            "num_attention_heads: 32 does not divide hidden_size = 66",
+        ),
         ({"head_dim": 7}, "head_dim: 7 is odd"),
         ({"num_hidden_layers": 2**30}, "is more than 4096"),
         ({"num_hidden_layers": 2.0}, "num_hidden_layers: 2.0 is not a count"),
@@ -156,10 +193,16 @@ def test_other_families_are_refused_by_name_in_one_line(raw: dict[str, Any], say
         ({"tie_word_embeddings": "no"}, "neither true nor false"),
     ],
 )
-def test_what_would_change_the_model_silently_is_one_line(changes: dict[str, Any], says: str) -> None:
+def test_what_would_change_the_model_silently_is_one_line(
+    changes: dict[str, Any], says: str
+) -> None:
     with pytest.raises(DataError) as caught:
         parse(**changes)
-    assert says in str(caught.value) and str(caught.value).startswith("model.path: m") and "\n" not in str(caught.value)
+    assert (
+        says in str(caught.value)
+        and str(caught.value).startswith("model.path: m")
+        and "\n" not in str(caught.value)
+    )
 
 
 def test_a_stated_head_size_may_differ_from_hidden_size_over_heads() -> None:

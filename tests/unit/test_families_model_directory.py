@@ -1,4 +1,6 @@
-"""A model directory whose files contradict each other is one line before anything starts, whatever is wrong with it."""
+"""A model directory whose files contradict each other is one line before anything starts, whatever
+is wrong with it.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,9 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "lacks b.safetensors, which its index names",
     ),
     "index that swaps files": (
-        lambda d: write_index(d, {n: "ab"[f[0] == "a"] + ".safetensors" for n, f in split(d).items()}),
+        lambda d: write_index(
+            d, {n: "ab"[f[0] == "a"] + ".safetensors" for n, f in split(d).items()}
+        ),
         "restore the index",
     ),
     "index without a stored tensor": (
@@ -154,7 +158,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: write_index(d, split(d) | {"x": "../a.safetensors"}),
         "names '../a.safetensors', which is no safetensors file of this directory",
     ),
-    "index of another form": (lambda d: write_index(d, [split(d)]), "has no weight_map from tensors to files"),
+    "index of another form": (
+        lambda d: write_index(d, [split(d)]),
+        "has no weight_map from tensors to files",
+    ),
     "a pipe as index": (lambda d: os.mkfifo(d / INDEX_FILE), "is not a regular file"),
     "a pipe as weights": (
         lambda d: ((d / SINGLE_FILE).unlink(), os.mkfifo(d / SINGLE_FILE)),
@@ -168,13 +175,19 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda d: (d / "vocab.json").symlink_to("/dev/zero"),
         "vocab.json cannot be used (it is not a regular file)",
     ),
-    "a dangling link": (lambda d: (d / "merges.txt").symlink_to(d / "blob"), "merges.txt cannot be read"),
+    "a dangling link": (
+        lambda d: (d / "merges.txt").symlink_to(d / "blob"),
+        "merges.txt cannot be read",
+    ),
     "an enormous file": (
         lambda d: ((d / "tokenizer.json").touch(), os.truncate(d / "tokenizer.json", 2**33)),
         "more than any file of its kind",
     ),
     "a huge header": (
-        lambda d: ((d / SINGLE_FILE).write_bytes(struct.pack("<Q", 2**40)), os.truncate(d / SINGLE_FILE, 2**41)),
+        lambda d: (
+            (d / SINGLE_FILE).write_bytes(struct.pack("<Q", 2**40)),
+            os.truncate(d / SINGLE_FILE, 2**41),
+        ),
         "is damaged or incomplete",
     ),
     "an end token out of range": (
@@ -194,7 +207,9 @@ def test_a_fault_is_one_line_in_a_second(fault: str, tmp_path: Path) -> None:
     assert time.process_time() - start < 2.0
 
 
-def test_end_tokens_of_config_json_and_of_the_tokenizer_are_in_the_vocabulary(tmp_path: Path) -> None:
+def test_end_tokens_of_config_json_and_of_the_tokenizer_are_in_the_vocabulary(
+    tmp_path: Path,
+) -> None:
     make_model(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"eos_token_id": 128}))
@@ -210,7 +225,8 @@ def test_end_tokens_of_config_json_and_of_the_tokenizer_are_in_the_vocabulary(tm
     spec = ModelSpec.read(str(tmp_path))
     check_tokenizer(spec, Tokenizer({"a": 0, "b": 127}))
     with pytest.raises(
-        DataError, match=r"token '<tool>' of the tokenizer has id 128, but config.json says vocab_size = 128"
+        DataError,
+        match=r"token '<tool>' of the tokenizer has id 128, but config.json says vocab_size = 128",
     ):
         check_tokenizer(spec, Tokenizer({"a": 0, "<tool>": 128}))
 
@@ -232,8 +248,12 @@ HEADER = {
     data=4,
 )
 @example(header=json.dumps(HEADER).encode(), data=32)
-def test_a_header_is_read_as_safetensors_reads_it_or_refused(model: Path, header: bytes, data: int) -> None:
-    """A file that passes here opens there with the same tensors, so that no fault is left for the trainers to find."""
+def test_a_header_is_read_as_safetensors_reads_it_or_refused(
+    model: Path, header: bytes, data: int
+) -> None:
+    """A file that passes here opens there with the same tensors, so that no fault is left for the
+    trainers to find.
+    """
     file = model / "near.safetensors"
     file.write_bytes(raw_file(header, bytes(data)))
     try:
@@ -243,18 +263,26 @@ def test_a_header_is_read_as_safetensors_reads_it_or_refused(model: Path, header
         return
     with safe_open(file, framework="pt") as stored:
         assert set(stored.keys()) == found.keys()
-        assert all(tuple(stored.get_slice(name).get_shape()) == tensor.shape for name, tensor in found.items())
+        assert all(
+            tuple(stored.get_slice(name).get_shape()) == tensor.shape
+            for name, tensor in found.items()
+        )
 
 
 @given(data=st.data())
 def test_a_changed_directory_loads_or_is_one_line(model: Path, data: st.DataObject) -> None:
-    """Damage to any of the files that say what the weights are; the bytes of the weights themselves may be anything."""
+    """Damage to any of the files that say what the weights are; the bytes of the weights themselves
+    may be anything.
+    """
     config, weights = (model / "config.json").read_bytes(), (model / SINGLE_FILE).read_bytes()
     header_bytes = 8 + struct.unpack("<Q", weights[:8])[0]
     if data.draw(st.booleans()):
         new_config, new_weights = data.draw(json_near(json.loads(config), most=2)), weights
     else:
-        new_config, new_weights = config, data.draw(changed_bytes(weights[:header_bytes])) + weights[header_bytes:]
+        new_config, new_weights = (
+            config,
+            data.draw(changed_bytes(weights[:header_bytes])) + weights[header_bytes:],
+        )
     try:
         (model / "config.json").write_bytes(new_config)
         (model / SINGLE_FILE).write_bytes(new_weights)

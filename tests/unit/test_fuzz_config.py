@@ -48,7 +48,10 @@ trainer: {devices: 4, tensor_parallel: 2}
 microbatch: {responses: 4}
 placement: {devices: [0, 1, 2, 3, 4, 5]}
 """
-SMALL = b"model: {path: m}\ndata: {train: t}\nreward: {functions: [{name: math}]}\nrollout: {env: {A: b}}\n"
+SMALL = (
+    b"model: {path: m}\ndata: {train: t}\nreward: {functions: [{name: math}]}\nrollout: {env: "
+    b"{A: b}}\n"
+)
 TREE = yaml.safe_load(EXAMPLE)
 TEXTS = [
     *(
@@ -127,7 +130,11 @@ def load(directory: Path, data: bytes, *overrides: str) -> Config | None:
         again.write_text(dump_config(config), encoding="utf-8")
         assert load_config([str(again)]) == config
     assert math.isfinite(config.optimizer.learning_rate) and math.isfinite(config.reward.timeout_s)
-    assert config.num_devices > 0 and config.microbatches_per_group > 0 and config.groups_per_replica > 0
+    assert (
+        config.num_devices > 0
+        and config.microbatches_per_group > 0
+        and config.groups_per_replica > 0
+    )
     return config
 
 
@@ -147,7 +154,9 @@ def test_changed_yaml_text_is_a_config_or_a_config_error(directory: Path, data: 
 
 
 @given(tree=changed_tree(TREE, most=2), flow=st.booleans())
-def test_changed_values_are_a_config_or_a_config_error(directory: Path, tree: Any, flow: bool) -> None:
+def test_changed_values_are_a_config_or_a_config_error(
+    directory: Path, tree: Any, flow: bool
+) -> None:
     text = to_json(tree) if flow else yaml.safe_dump(tree).encode("utf-8", "surrogatepass")
     load(directory, text)
 
@@ -159,12 +168,18 @@ KEY_TEXTS |= st.tuples(
     st.sampled_from(KEYS), st.sampled_from([".x", "s", ".0", ".0.name", " ", ".", "\n", "é", "=1"])
 ).map("".join)
 VALUE_TEXTS = (
-    st.sampled_from(TEXTS) | st.sampled_from(VALUES).map(lambda value: to_json(value).decode()) | st.text(max_size=8)
+    st.sampled_from(TEXTS)
+    | st.sampled_from(VALUES).map(lambda value: to_json(value).decode())
+    | st.text(max_size=8)
 )
 
 
 @given(
-    overrides=st.lists(st.tuples(KEY_TEXTS, VALUE_TEXTS).map("=".join) | st.text(max_size=12), min_size=1, max_size=3)
+    overrides=st.lists(
+        st.tuples(KEY_TEXTS, VALUE_TEXTS).map("=".join) | st.text(max_size=12),
+        min_size=1,
+        max_size=3,
+    )
 )
 def test_overrides_are_a_config_or_a_config_error(directory: Path, overrides: list[str]) -> None:
     load(directory, SMALL, *overrides)
@@ -210,7 +225,9 @@ def test_a_models_config_json_is_a_spec_or_a_data_error(directory: Path, data: b
         and spec.norm_eps > 0
         and all(isinstance(token, int) for token in spec.eos_token_ids)
     )
-    assert derived_lines(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}), spec, None, True)
+    assert derived_lines(
+        Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}), spec, None, True
+    )
 
 
 def test_hostile_bytes_are_not_all_refused_for_the_same_reason(directory: Path) -> None:

@@ -1,4 +1,6 @@
-"""Whatever comes from a file, an engine or another process: well-formed data, or the typed error of its reader."""
+"""Whatever comes from a file, an engine or another process: well-formed data, or the typed error of
+its reader.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ROWS: list[Any] = [
     {"question": "how many?", "answer": "so 3 #### 4", "level": [1, {"a": None}]},
     {"prompt": "say it", "answer": 5},
-    {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "answer": "a"},
+    {
+        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+        "answer": "a",
+    },
     {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "#### 7"}]},
 ]
 VOCABULARY = Tokenizer(WordLevel({"<unk>": 0, "how": 1, "u": 2}, unk_token="<unk>"))
@@ -63,7 +68,10 @@ def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(max_examples=settings().max_examples // 5)
-@given(data=st.data(), name=st.sampled_from(["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]))
+@given(
+    data=st.data(),
+    name=st.sampled_from(["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]),
+)
 def test_a_models_tokenizer_files_are_a_tokenizer_or_a_data_error(
     tokenizer_files: Path, data: st.DataObject, name: str
 ) -> None:
@@ -75,7 +83,10 @@ def test_a_models_tokenizer_files_are_a_tokenizer_or_a_data_error(
     try:
         tokenizer = load_tokenizer(str(tokenizer_files))
         prompts = load_prompts(
-            TrainingDataset(path=str(tokenizer_files / "row.jsonl")), tokenizer, DataConfig(train="t"), "data.train"
+            TrainingDataset(path=str(tokenizer_files / "row.jsonl")),
+            tokenizer,
+            DataConfig(train="t"),
+            "data.train",
         )
         assert all(len(prompt.tokens) for prompt in prompts.prompts)
     except DataError as error:
@@ -85,7 +96,9 @@ def test_a_models_tokenizer_files_are_a_tokenizer_or_a_data_error(
 
 
 def jsonl(rows: Any) -> bytes:
-    return b"".join(to_json(row) + b"\n" for row in rows) if isinstance(rows, list) else to_json(rows)
+    return (
+        b"".join(to_json(row) + b"\n" for row in rows) if isinstance(rows, list) else to_json(rows)
+    )
 
 
 def parquet(rows: Any) -> bytes:
@@ -95,9 +108,13 @@ def parquet(rows: Any) -> bytes:
 
 
 PARQUET = parquet([{"question": "how many?", "answer": "4"}, {"question": "u", "answer": "#### 5"}])
-PARQUET_LATIN = PARQUET.replace(b"how many?", b"how m\xe9ny?")  # bytes that are no UTF-8 in a column of text
+# bytes that are no UTF-8 in a column of text
+PARQUET_LATIN = PARQUET.replace(b"how many?", b"how m\xe9ny?")
 DATASETS = (
-    changed_tree(ROWS).map(jsonl) | changed_bytes(jsonl(ROWS)) | changed_bytes(PARQUET) | changed_bytes(PARQUET_LATIN)
+    changed_tree(ROWS).map(jsonl)
+    | changed_bytes(jsonl(ROWS))
+    | changed_bytes(PARQUET)
+    | changed_bytes(PARQUET_LATIN)
 )
 
 
@@ -107,7 +124,12 @@ DATASETS = (
     overlong=st.sampled_from(["refuse", "truncate", "skip"]),
     extra=st.sampled_from([{}, {"instruction": "Think."}, {"system_prompt": "Be good."}]),
 )
-@example(data=jsonl([{"question": "half \ud800", "answer": "1"}]), template="never", overlong="skip", extra={})
+@example(
+    data=jsonl([{"question": "half \ud800", "answer": "1"}]),
+    template="never",
+    overlong="skip",
+    extra={},
+)
 @example(data=PARQUET_LATIN, template="never", overlong="skip", extra={})
 def test_a_dataset_is_prompts_or_a_data_error(
     directory: Path, data: bytes, template: Any, overlong: Any, extra: dict[str, str]
@@ -115,7 +137,11 @@ def test_a_dataset_is_prompts_or_a_data_error(
     file = directory / "data"
     file.write_bytes(data)
     config = DataConfig(
-        train=str(file), chat_template=template, overlong_prompt=overlong, max_prompt_tokens=20, **extra
+        train=str(file),
+        chat_template=template,
+        overlong_prompt=overlong,
+        max_prompt_tokens=20,
+        **extra,
     )
     try:
         prompts = load_prompts(TrainingDataset(path=str(file)), TOKENIZER, config, "data.train")
@@ -126,7 +152,9 @@ def test_a_dataset_is_prompts_or_a_data_error(
     for prompt in prompts.prompts:
         assert 1 <= len(prompt.tokens) <= 20 and prompt.answer.strip()
         # what samples.jsonl and reward workers are sent
-        json.dumps([prompt.text, prompt.answer, prompt.row], ensure_ascii=False, default=str).encode()
+        json.dumps(
+            [prompt.text, prompt.answer, prompt.row], ensure_ascii=False, default=str
+        ).encode()
 
 
 GROUP = make_group()
@@ -135,7 +163,20 @@ HEADER_BYTES = struct.unpack("<Q", to_bytes(GROUP)[ENVELOPE_BYTES : ENVELOPE_BYT
 HEADER = json.loads(to_bytes(GROUP)[ENVELOPE_BYTES + 8 : ENVELOPE_BYTES + 8 + HEADER_BYTES])
 BODY = to_bytes(GROUP)[ENVELOPE_BYTES + 8 + HEADER_BYTES :]
 DTYPES = ["i1", "u1", "<i4", "<u4", "<i8", "<f2", "<f4", "<f8", "?"]
-NUMBERS = [0, 1, -1, 2, 255, 2**31 - 1, -(2**31), 2**63 - 1, 1e39, float("nan"), float("inf"), float("-inf")]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    2,
+    255,
+    2**31 - 1,
+    -(2**31),
+    2**63 - 1,
+    1e39,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+]
 
 
 @st.composite
@@ -145,13 +186,15 @@ def changed_tensors(draw: st.DrawFn) -> bytes:
     for _ in range(draw(st.integers(1, 3))):
         name = draw(st.sampled_from(sorted(tensors)))
         array = tensors.pop(name)
-        action = draw(st.sampled_from(["value", "value", "type", "shape", "length", "name", "drop"]))
+        action = draw(
+            st.sampled_from(["value", "value", "type", "shape", "length", "name", "drop"])
+        )
         with np.errstate(all="ignore"):
             if action == "value" and array.size:
                 array = array.copy()
-                array.flat[draw(st.integers(0, array.size - 1))] = np.array(draw(st.sampled_from(NUMBERS))).astype(
-                    array.dtype
-                )
+                array.flat[draw(st.integers(0, array.size - 1))] = np.array(
+                    draw(st.sampled_from(NUMBERS))
+                ).astype(array.dtype)
             elif action == "type":
                 array = array.astype(draw(st.sampled_from(DTYPES)))
             elif action == "shape":
@@ -204,7 +247,11 @@ RESPONSE = {
             "token_ids": [7, 2],
             "finish_reason": "stop",
             "stop_reason": None,
-            "logprobs": {"token_logprobs": [-0.5, -1.25], "tokens": ["a", "b"], "top_logprobs": [{}, {}]},
+            "logprobs": {
+                "token_logprobs": [-0.5, -1.25],
+                "tokens": ["a", "b"],
+                "top_logprobs": [{}, {}],
+            },
             "prompt_token_ids": [1, 2, 3],
         }
         for index in range(2)
@@ -214,9 +261,13 @@ RESPONSE = {
 
 
 @given(data=json_near(RESPONSE), with_logprobs=st.booleans())
-@example(data=to_json(RESPONSE).replace(b"[7, 2]", b"[9223372036854775808, 2]"), with_logprobs=False)
+@example(
+    data=to_json(RESPONSE).replace(b"[7, 2]", b"[9223372036854775808, 2]"), with_logprobs=False
+)
 @example(data=b'{"a":' * 3000, with_logprobs=False)
-def test_an_engines_answer_is_valid_completions_or_an_engine_error(data: bytes, with_logprobs: bool) -> None:
+def test_an_engines_answer_is_valid_completions_or_an_engine_error(
+    data: bytes, with_logprobs: bool
+) -> None:
     sampling = SAMPLING if with_logprobs else Sampling(4, 1.0, (2,), logprobs=False)
     try:
         completions = decode_response(data, 2, sampling, vocab_size=100, engine="http://e")
@@ -232,7 +283,10 @@ def test_an_engines_answer_is_valid_completions_or_an_engine_error(data: bytes, 
         completion.text.encode()
 
 
-@given(data=json_near({"results": [{"version": 3, "bytes": 10, "seconds": 0.5}], "success": True}) | st.just(b""))
+@given(
+    data=json_near({"results": [{"version": 3, "bytes": 10, "seconds": 0.5}], "success": True})
+    | st.just(b"")
+)
 def test_any_other_answer_of_an_engine_is_an_object_or_an_engine_error(data: bytes) -> None:
     try:
         answer = decode_object(data, "http://e")
@@ -264,7 +318,11 @@ def test_a_weight_manifest_is_complete_or_a_weight_sync_error(tree: Any) -> None
     assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))) == manifest
     assert 0 <= manifest.digest < 2**63 and manifest.num_bytes >= 0
     for bucket in manifest.buckets:
-        assert bucket.summary and bucket.num_elements > 0 and all(segment.start >= 0 for segment in bucket.segments)
+        assert (
+            bucket.summary
+            and bucket.num_elements > 0
+            and all(segment.start >= 0 for segment in bucket.segments)
+        )
 
 
 RECORD = {
@@ -289,7 +347,11 @@ RECORD = {
     "accuracy": 0.5,
     "rewards": {"math": 0.5},
 }
-RECORDS = [RECORD, {**RECORD, "iteration": 1, "version": 1}, {**RECORD, "iteration": 2, "version": 2}]
+RECORDS = [
+    RECORD,
+    {**RECORD, "iteration": 1, "version": 1},
+    {**RECORD, "iteration": 2, "version": 2},
+]
 EVALUATION = {"version": 0, "accuracy": 0.5, "questions": 4, "seconds": 1.0, "time": 0.0}
 
 
@@ -297,7 +359,9 @@ EVALUATION = {"version": 0, "accuracy": 0.5, "questions": 4, "seconds": 1.0, "ti
     records=changed_tree(RECORDS, most=2).map(jsonl) | changed_bytes(jsonl(RECORDS)),
     evaluations=st.just(jsonl([EVALUATION])) | json_near(EVALUATION, most=2),
 )
-def test_a_runs_records_are_summarised_or_a_data_error(directory: Path, records: bytes, evaluations: bytes) -> None:
+def test_a_runs_records_are_summarised_or_a_data_error(
+    directory: Path, records: bytes, evaluations: bytes
+) -> None:
     (directory / "metrics.jsonl").write_bytes(records)
     (directory / "evaluations.jsonl").write_bytes(evaluations)
     for read in (read_records, read_evaluations, summarise):
@@ -308,7 +372,9 @@ def test_a_runs_records_are_summarised_or_a_data_error(directory: Path, records:
 
 
 @given(data=changed_tree(RECORDS, most=2).map(jsonl) | changed_bytes(jsonl(RECORDS)))
-def test_a_resumed_run_continues_a_damaged_record_file_or_refuses_it(directory: Path, data: bytes) -> None:
+def test_a_resumed_run_continues_a_damaged_record_file_or_refuses_it(
+    directory: Path, data: bytes
+) -> None:
     run = directory / "resumed"
     run.mkdir(exist_ok=True)
     (run / "metrics.jsonl").write_bytes(data)

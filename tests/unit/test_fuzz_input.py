@@ -1,4 +1,6 @@
-"""Whatever is read from outside before a run (files, peers, templates) ends in a result or one line, within seconds."""
+"""Whatever is read from outside before a run (files, peers, templates) ends in a result or one
+line, within seconds.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +57,15 @@ def refusal(*overrides: str, files: tuple[str, ...] = ()) -> str:
         ("rollout.engines=1000000000", "rollout.engines: 1000000000 is out of range"),
         ("rollout.engines='\"2\"'", 'rollout.engines: "2" is not allowed; use int'),
         ("rollout.engines=1e3", "rollout.engines: 1000.0 is not allowed; use int"),
-        ("optimizer.learning_rate='\"1e-6\"'", 'optimizer.learning_rate: "1e-6" is not allowed; use number'),
+        (
+            "optimizer.learning_rate='\"1e-6\"'",
+            'optimizer.learning_rate: "1e-6" is not allowed; use number',
+        ),
         ("rollout.window='\"8\"'", 'rollout.window: "8" is not allowed; use auto | int'),
-        ("placement.devices=[-1]", "placement.devices: -1 is out of range; use [int >= 0, ...] | null"),
+        (
+            "placement.devices=[-1]",
+            "placement.devices: -1 is out of range; use [int >= 0, ...] | null",
+        ),
         (
             "placement.port=65534 rollout.engines=2",
             "placement.port: 65534 and the ports of 2 engines behind it run past",
@@ -70,18 +78,26 @@ def refusal(*overrides: str, files: tuple[str, ...] = ()) -> str:
         ("run.dir=" + "a/" * 3000, "is longer than 3800 bytes"),
         ('data.train="a\\0b"', "data.train: 'a\\x00b' holds control characters"),
         ("rollout.kv_cache_gib=1e308", "rollout.kv_cache_gib: 1e+308 is out of range"),
-        ("rollout.request_timeout_s=1e300", "rollout.request_timeout_s: 1e+300 s is longer than any run"),
+        (
+            "rollout.request_timeout_s=1e300",
+            "rollout.request_timeout_s: 1e+300 s is longer than any run",
+        ),
         ("rollout.attach=[http://a:99999]", "rollout.attach: 'http://a:99999' is no URL"),
         ("rollout.attach=[http://a:x]", "rollout.attach: 'http://a:x' is no URL"),
         ("rollout.attach=[ftp://a]", "rollout.attach: 'ftp://a' is no URL of a server"),
         ("rollout.attach=['http://a\\r\\nX: y']", "rollout.attach: "),
-        ("rollout.attach=[http://a:1,http://a:1] rollout.engines=2", "rollout.attach: an engine is listed twice"),
+        (
+            "rollout.attach=[http://a:1,http://a:1] rollout.engines=2",
+            "rollout.attach: an engine is listed twice",
+        ),
         ("placement.host=" + "h" * 300, "placement.host: "),
     ],
 )
 def test_bad_values_are_refused_by_the_configuration(override: str, expected: str) -> None:
     parts = (
-        override.split(" ") if override.startswith(("placement.port", "rollout.attach=[http://a:1,")) else [override]
+        override.split(" ")
+        if override.startswith(("placement.port", "rollout.attach=[http://a:1,"))
+        else [override]
     )
     parts = [part.replace("'\"", '"').replace("\"'", '"') for part in parts]
     text = refusal(*parts)
@@ -99,7 +115,8 @@ def test_good_values_beside_the_bad_ones_are_accepted() -> None:
 
 
 ALIAS_BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
-    f"{new}: &{new} [{','.join(['*' + old] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{new}: &{new} [{','.join(['*' + old] * 9)}]\n"
+    for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
 
@@ -128,9 +145,12 @@ def test_devices_pipes_and_impossible_paths_are_no_configuration(tmp_path: Path)
 
 
 @given(names=st.lists(st.sampled_from("abcdef"), min_size=2, max_size=30), width=st.integers(1, 12))
-def test_any_pile_of_aliases_ends_soon(tmp_path_factory: pytest.TempPathFactory, names: list[str], width: int) -> None:
+def test_any_pile_of_aliases_ends_soon(
+    tmp_path_factory: pytest.TempPathFactory, names: list[str], width: int
+) -> None:
     lines = ["k0: &k0 [1]"] + [
-        f"k{number}: &k{number} [{', '.join([f'*k{number - 1}'] * width)}]" for number in range(1, len(names))
+        f"k{number}: &k{number} [{', '.join([f'*k{number - 1}'] * width)}]"
+        for number in range(1, len(names))
     ]
     file = tmp_path_factory.getbasetemp() / "aliases.yaml"
     file.write_text("\n".join(lines))
@@ -152,13 +172,17 @@ def test_a_dataset_that_is_a_device_a_pipe_or_one_endless_line_is_refused(tmp_pa
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_an_answer_that_is_no_number_is_refused(tmp_path: Path, value: str) -> None:
     file = tmp_path / "nan.jsonl"
-    file.write_text('{"question": "1+1?", "answer": 2}\n{"question": "1+1?", "answer": ' + value + "}\n")
+    file.write_text(
+        '{"question": "1+1?", "answer": 2}\n{"question": "1+1?", "answer": ' + value + "}\n"
+    )
     with pytest.raises(DataError, match=r"nan\.jsonl:2: answer is -?(nan|inf)"):
         list(read_records(str(file), "data.train"))
 
 
 class Tokenizer:
-    """Renders the template with jinja2 as transformers does, and splits at the first spaces. characters: of each call."""
+    """Renders the template with jinja2 as transformers does, and splits at the first spaces.
+    characters: of each call.
+    """
 
     def __init__(self, chat_template: str) -> None:
         self.chat_template = chat_template
@@ -167,18 +191,29 @@ class Tokenizer:
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        return ImmutableSandboxedEnvironment().from_string(self.chat_template).render(messages=messages)
+        return (
+            ImmutableSandboxedEnvironment()
+            .from_string(self.chat_template)
+            .render(messages=messages)
+        )
 
     def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
         self.characters.append(sum(map(len, texts)))
         return {"input_ids": [[1] * len(text.split(None, 999)) for text in texts]}
 
 
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+LOOP = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor "
+    "%}{% endfor %}{% endfor %}"
+)
 
-DOUBLING = "{% set s = namespace(x='xy') %}{% for a in range(40) %}{% set s.x = s.x ~ s.x %}{% endfor %}{{ s.x[:9] }}"
+DOUBLING = (
+    "{% set s = namespace(x='xy') %}{% for a in range(40) %}{% set s.x = s.x ~ s.x %}{% "
+    "endfor %}{{ s.x[:9] }}"
+)
 GROWING = (
-    "{% set s = namespace(x=[1]) %}{% for a in range(40) %}{% set s.x = s.x + s.x %}{% endfor %}{{ s.x | length }}"
+    "{% set s = namespace(x=[1]) %}{% for a in range(40) %}{% set s.x = s.x + s.x %}{% "
+    "endfor %}{{ s.x | length }}"
 )
 
 
@@ -205,15 +240,32 @@ def test_a_hostile_chat_template_is_one_line(
     file = tmp_path / "t.jsonl"
     file.write_text('{"question": "1+1?", "answer": 2}\n')
     used, limits = _address_space(), resource.getrlimit(resource.RLIMIT_AS)
-    before_s, before_bytes = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    before_s, before_bytes = (
+        time.monotonic(),
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+    )
     with pytest.raises(DataError, match=r"t\.jsonl:1: ") as refused:
-        load_prompts(TrainingDataset(path=str(file)), Tokenizer(template), DataConfig(train="t"), "data.train")
+        load_prompts(
+            TrainingDataset(path=str(file)),
+            Tokenizer(template),
+            DataConfig(train="t"),
+            "data.train",
+        )
     assert re.search(expected, str(refused.value))
     assert time.monotonic() - before_s < 60, "seconds, whatever the template"
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10 < before_bytes + 1.1 * RENDER_MEMORY_BYTES
-    assert resource.getrlimit(resource.RLIMIT_AS) == limits and _address_space() <= used + RENDER_MEMORY_BYTES
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        < before_bytes + 1.1 * RENDER_MEMORY_BYTES
+    )
+    assert (
+        resource.getrlimit(resource.RLIMIT_AS) == limits
+        and _address_space() <= used + RENDER_MEMORY_BYTES
+    )
     good = load_prompts(
-        TrainingDataset(path=str(file)), Tokenizer("{{ messages[0].content }} ?"), DataConfig(train="t"), "data.train"
+        TrainingDataset(path=str(file)),
+        Tokenizer("{{ messages[0].content }} ?"),
+        DataConfig(train="t"),
+        "data.train",
     )
     assert len(good.prompts) == 1
 
@@ -225,7 +277,9 @@ def test_what_a_template_makes_of_all_rows_together_is_bounded_too(tmp_path, mon
     monkeypatch.setattr(prompts_module, "ENCODE_CHARACTERS", 5000)
     tokenizer = Tokenizer("{{ 'x ' * 1000 }}")
     skipped = "data.max_prompt_tokens = 10"
-    with pytest.raises(DataError, match=f"24 prompts of .* are longer than {skipped} and were skipped"):
+    with pytest.raises(
+        DataError, match=f"24 prompts of .* are longer than {skipped} and were skipped"
+    ):
         load_prompts(
             TrainingDataset(path=str(file)),
             tokenizer,
@@ -236,8 +290,12 @@ def test_what_a_template_makes_of_all_rows_together_is_bounded_too(tmp_path, mon
     monkeypatch.setattr(prompts_module, "RENDER_ALL_LIMIT_S", 0.1)
     monkeypatch.setattr(prompts_module, "RENDER_ROW_S", 0.001)
     slow = "{% for a in range(99999) %}{{ a }}{% endfor %}"
-    with pytest.raises(DataError, match=r"the chat template is too slow, \d+ of 24 rows took all of the 0.124 s"):
-        load_prompts(TrainingDataset(path=str(file)), Tokenizer(slow), DataConfig(train="t"), "data.train")
+    with pytest.raises(
+        DataError, match=r"the chat template is too slow, \d+ of 24 rows took all of the 0.124 s"
+    ):
+        load_prompts(
+            TrainingDataset(path=str(file)), Tokenizer(slow), DataConfig(train="t"), "data.train"
+        )
 
 
 def test_a_time_limit_leaves_no_alarm_behind() -> None:
@@ -340,7 +398,9 @@ def test_arguments_that_training_sets_itself_are_refused() -> None:
         ("--logprobs-mode", "training relies on its value"),
     ):
         config = load_config([], [*SMALL, f"rollout.extra_args=['{argument}']"])
-        with pytest.raises(ConfigError, match=r"rollout\.extra_args: .*is set by the run") as refused:
+        with pytest.raises(
+            ConfigError, match=r"rollout\.extra_args: .*is set by the run"
+        ) as refused:
             check_extra_arguments(config)
         assert remedy in str(refused.value)
 
@@ -350,7 +410,8 @@ def test_arguments_that_the_engine_does_not_know_are_refused_by_its_own_parser(
 ) -> None:
     config = load_config([], [*SMALL, "rollout.extra_args=[--no-such-argument, '3']"])
     with pytest.raises(
-        ConfigError, match=r"rollout\.extra_args: vLLM refuses them \(unrecognized arguments: --no-such-arg"
+        ConfigError,
+        match=r"rollout\.extra_args: vLLM refuses them \(unrecognized arguments: --no-such-arg",
     ):
         check_extra_arguments(config)
     check_extra_arguments(load_config([], SMALL))
@@ -361,7 +422,8 @@ def test_arguments_that_the_engine_does_not_know_are_refused_by_its_own_parser(
 
 
 @given(
-    memory=st.sampled_from(["nan", "inf", "-inf", "-1", "0", "1e999", "x", "", "\0", "1" * 400]) | st.text(max_size=8)
+    memory=st.sampled_from(["nan", "inf", "-inf", "-1", "0", "1e999", "x", "", "\0", "1" * 400])
+    | st.text(max_size=8)
 )
 def test_any_memory_size_is_a_number_or_one_line(memory: str) -> None:
     from pa_npu.errors import UserError

@@ -1,6 +1,8 @@
-"""The house keeps its order: imports point downwards, foreign names stay in their rooms, nothing goes in circles, all is named.
+"""The house keeps its order: imports point downwards, foreign names stay in their rooms, nothing
+goes in circles, all is named.
 
-An exception is one line in a table below with its reason; one that is needed no longer fails, so that the tables shrink.
+An exception is one line in a table below with its reason; one that is needed no longer fails, so
+that the tables shrink.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 LEVEL = {room: len(LAYERS) - index for index, layer in enumerate(LAYERS) for room in layer}
 # Processes that share only what lies below them.
 STRANGERS = {("coordinator", "trainer"), ("trainer", "coordinator")}
-# A package below a room that only this room may import: everything else goes through the room's protocol.
+# A package below a room that only this room may import: everything else goes through the room's
+# protocol.
 INNER = {
     "pa_npu.backends.megatron": "backends",
     "pa_npu.engines.vllm": "engines",
@@ -44,7 +47,8 @@ FOREIGN = {
     "mindspeed": ("backends/megatron",),
     "torch_npu": ("platform", "attention/kernels", "backends/megatron/patches"),
 }
-# Device modules of torch; Megatron's own code asks for torch.cuda, and so do the layers that stand in for parts of it.
+# Device modules of torch; Megatron's own code asks for torch.cuda, and so do the layers that stand
+# in for parts of it.
 DEVICE_MODULES = {
     "torch.cuda": ("platform", "attention/kernels", "backends/megatron"),
     "torch.npu": ("platform", "attention/kernels"),
@@ -64,7 +68,9 @@ def own_imports() -> list[Import]:
     return [
         found
         for found in package_imports()
-        if found.target.startswith("pa_npu.") and room(found.source) and room(found.source) != room(found.target)
+        if found.target.startswith("pa_npu.")
+        and room(found.source)
+        and room(found.source) != room(found.target)
     ]
 
 
@@ -122,14 +128,19 @@ def test_nothing_outside_its_rooms_asks_for_a_device_module(name: str) -> None:
         path = file.relative_to(PACKAGE).as_posix()
         if not path.startswith(tuple(f"{folder}/" for folder in DEVICE_MODULES[name])):
             found += [
-                (module, name, f"{path}:{line} uses {name}: ask the platform") for line in uses(file.read_text(), name)
+                (module, name, f"{path}:{line} uses {name}: ask the platform")
+                for line in uses(file.read_text(), name)
             ]
     check(found, {key: reason for key, reason in DEVICES_KNOWN.items() if key[1] == name})
 
 
 def test_no_module_reaches_itself_by_what_it_imports() -> None:
     known = modules()
-    edges = [(item.source, item.target) for item in package_imports() if item.at_import and item.target in known]
+    edges = [
+        (item.source, item.target)
+        for item in package_imports()
+        if item.at_import and item.target in known
+    ]
     assert not circles(edges)
 
 
@@ -139,8 +150,14 @@ def test_no_room_reaches_itself_through_other_rooms() -> None:
 
 def test_what_runs_inside_engines_imports_torch_and_that_engine_alone() -> None:
     """Engines may have an interpreter of their own, in which nothing else of ours is installed."""
-    inside = tuple(f"pa_npu.engines.vllm.{part}" for part in ("worker", "streams", "routes", "live"))
-    inside += ("pa_npu.engines.weight_calls", "pa_npu.engines.live_weights", "pa_npu.platform.memory_peaks")
+    inside = tuple(
+        f"pa_npu.engines.vllm.{part}" for part in ("worker", "streams", "routes", "live")
+    )
+    inside += (
+        "pa_npu.engines.weight_calls",
+        "pa_npu.engines.live_weights",
+        "pa_npu.platform.memory_peaks",
+    )
     own = ("pa_npu.errors", "pa_npu.weight_transfer", *inside)
     known = modules()
     workers = [module for module in known if module in inside or room(module) == "weight_transfer"]
@@ -148,7 +165,8 @@ def test_what_runs_inside_engines_imports_torch_and_that_engine_alone() -> None:
     for item in package_imports():
         if item.source in workers:
             name = item.target.partition(".")[0]
-            foreign = ("torch", "vllm", "msgspec", *sys.stdlib_module_names)  # vLLM needs msgspec itself
+            # vLLM needs msgspec itself
+            foreign = ("torch", "vllm", "msgspec", *sys.stdlib_module_names)
             allowed = item.target.startswith(own) if name == "pa_npu" else name in foreign
             assert allowed, f"{item}: it runs where only torch and the engine are installed"
 
@@ -157,9 +175,13 @@ def test_every_file_and_folder_says_what_it_is() -> None:
     firsts: dict[str, str] = {}
     for module, file in modules().items():
         docstring = ast.get_docstring(ast.parse(file.read_text()))
-        assert docstring, f"{module} has no docstring: its first line says what a reader gains by opening it"
+        assert docstring, (
+            f"{module} has no docstring: its first line says what a reader gains by opening it"
+        )
         first = docstring.splitlines()[0]
-        assert len(first.split()) >= 4 and first.endswith((".", ":")), f"{module}: {first!r} says too little"
+        assert len(first.split()) >= 4 and first.endswith((".", ":")), (
+            f"{module}: {first!r} says too little"
+        )
         assert first not in firsts, f"{module} and {firsts[first]} say the same"
         firsts[first] = module
     folders = {file.parent for file in modules().values()}
@@ -169,7 +191,8 @@ def test_every_file_and_folder_says_what_it_is() -> None:
 def test_the_search_finds_what_it_looks_for() -> None:
     """Controls: each kind of import, each kind of breach."""
     text = (
-        "import a.b\nfrom pa_npu import trainer\nfrom pa_npu.trainer import loop, main\nfrom pa_npu.errors import UserError\n"
+        "import a.b\nfrom pa_npu import trainer\nfrom pa_npu.trainer import loop, main\nfrom "
+        "pa_npu.errors import UserError\n"
         "if TYPE_CHECKING:\n    import c\ndef f():\n    import d\n"
     )
     known = ("pa_npu.trainer", "pa_npu.trainer.loop", "pa_npu.errors")
@@ -192,7 +215,8 @@ def test_the_search_finds_what_it_looks_for() -> None:
         check([], {("a", "b"): "because"})
 
 
-# What a feature is switched and set by, with the section that it stands in; None: resolved by Config itself.
+# What a feature is switched and set by, with the section that it stands in; None: resolved by
+# Config itself.
 FEATURE_KEYS = {
     **dict.fromkeys(("max_staleness", "tokens_per_update", "dynamic_sampling"), "schedule"),
     **dict.fromkeys(("updates_per_iteration", "compare_iterations"), "schedule"),
@@ -200,11 +224,16 @@ FEATURE_KEYS = {
     **dict.fromkeys(("mode", "divergence"), "publish"),
     "colocate": "placement",
     "router_replay": "algorithm",
-    **dict.fromkeys(("command", "programs", "port", "discards", "tool_parser", "concurrent", "output_kib"), "agent"),
+    **dict.fromkeys(
+        ("command", "programs", "port", "discards", "tool_parser", "concurrent", "output_kib"),
+        "agent",
+    ),
     **dict.fromkeys(("rank", "alpha", "targets"), "lora"),
     **dict.fromkeys(("expert_parallel", "shards", "frozen_pass"), "trainer"),
     **dict.fromkeys(("iterations_ahead", "swaps_in_turn", "delays"), None),
-    **dict.fromkeys(("num_shared_engines", "trained_groups", "follows_work", "unequal_groups"), None),
+    **dict.fromkeys(
+        ("num_shared_engines", "trained_groups", "follows_work", "unequal_groups"), None
+    ),
     **dict.fromkeys(("reduces_in_buckets", "updates", "has_shards"), None),
 }
 MOST_READERS = 3
@@ -215,10 +244,12 @@ MANY_READERS: dict[str, tuple[int, str]] = {}
 
 
 def _readers(key: str, section: str | None) -> set[str]:
-    """Files that read a key of the configuration, by its section, `config`, or a name for one of these.
+    """Files that read a key of the configuration, by its section, `config`, or a name for one of
+    these.
 
-    Left out are config/, planning/ and algorithm/, whose subject is the configuration itself: one says what it means, another
-    compares what its keys would bring, and the third is what the others ask instead of the keys.
+    Left out are config/, planning/ and algorithm/, whose subject is the configuration itself: one
+    says what it means, another compares what its keys would bring, and the third is what the others
+    ask instead of the keys.
     """
     own = section or "config"
     kind = Config.model_fields[section].annotation.__name__ if section else "Config"  # type: ignore[union-attr]
@@ -236,7 +267,9 @@ def _readers(key: str, section: str | None) -> set[str]:
             for target, value in _pairs(node) if isinstance(node, ast.Assign) else ():
                 if isinstance(value, ast.Attribute) and value.attr.lstrip("_") == own:
                     aliases |= {target.id} if isinstance(target, ast.Name) else set()
-                    wanted |= {target.attr.lstrip("_")} if isinstance(target, ast.Attribute) else set()
+                    wanted |= (
+                        {target.attr.lstrip("_")} if isinstance(target, ast.Attribute) else set()
+                    )
             if isinstance(node, ast.arg) and kind in getattr(node.annotation, "id", "").split():
                 aliases.add(node.arg)
         for node in ast.walk(tree):
@@ -261,4 +294,6 @@ def test_a_features_keys_are_read_in_few_files(key: str) -> None:
     readers = _readers(key, FEATURE_KEYS[key])
     most, why = MANY_READERS.get(key, (MOST_READERS, ""))
     assert len(readers) <= most, f"{key} is read in {sorted(readers)}; pass on what follows from it"
-    assert not why or len(readers) > MOST_READERS, f"{key} is read in {len(readers)} files: take it out of MANY_READERS"
+    assert not why or len(readers) > MOST_READERS, (
+        f"{key} is read in {len(readers)} files: take it out of MANY_READERS"
+    )

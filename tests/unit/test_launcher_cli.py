@@ -1,4 +1,6 @@
-"""`pa-npu`: every sub-command of the table exists and is imported only when it is called; help and mistakes stay light."""
+"""`pa-npu`: every sub-command of the table exists and is imported only when it is called; help and
+mistakes stay light.
+"""
 
 from __future__ import annotations
 
@@ -40,25 +42,38 @@ def test_every_subcommand_has_its_functions_its_help_and_its_line(
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0 and SUBCOMMANDS[name] in " ".join(capsys.readouterr().out.split())
-    assert callable(_parser([name, *REQUIRED.get(name, ())]).parse_args([name, *REQUIRED.get(name, ())]).main)
+    assert callable(
+        _parser([name, *REQUIRED.get(name, ())]).parse_args([name, *REQUIRED.get(name, ())]).main
+    )
 
 
 def test_every_subcommand_of_a_module_is_in_the_table() -> None:
     for module in {"subcommands", *_MODULES.values()}:
         file = ROOT / "pa_npu" / "launcher" / f"{module.replace('.', '/')}.py"
-        functions = {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+        functions = {
+            node.name
+            for node in ast.parse(file.read_text()).body
+            if isinstance(node, ast.FunctionDef)
+        }
         named = {name.removesuffix("_options") for name in functions if name.endswith("_options")}
         assert named - {"configuration"} <= SUBCOMMANDS.keys() and named & functions, file
 
 
 def run_python(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=True,
     )
     return done.stdout
 
 
-@pytest.mark.parametrize("code", ["import pa_npu", "from pa_npu.launcher.cli import main; main(['--version'])"])
+@pytest.mark.parametrize(
+    "code", ["import pa_npu", "from pa_npu.launcher.cli import main; main(['--version'])"]
+)
 def test_neither_the_package_nor_the_table_imports_anything_heavy(code: str) -> None:
     ending = f"import sys; print('loaded', sorted(set({HEAVY}) & set(sys.modules)))"
     code = f"try:\n    {code}\nexcept SystemExit:\n    pass\n{ending}"
@@ -79,7 +94,10 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["report"], "the following arguments are required: RUN"),
         (["frobnicate"], "invalid choice: 'frobnicate'"),
         ([], "the following arguments are required"),
-        (["report", "runs/none", "--frobnicate"], "error: command line: --frobnicate: unknown argument; see --help"),
+        (
+            ["report", "runs/none", "--frobnicate"],
+            "error: command line: --frobnicate: unknown argument; see --help",
+        ),
         (["plan", "--config", "none.yaml"], "none.yaml"),
     ],
 )
@@ -93,23 +111,41 @@ def test_a_mistake_ends_with_2_and_says_what(
     assert code == 2 and said in capsys.readouterr().err
 
 
-def test_plan_is_a_dry_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_is_a_dry_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
-    keys = ["--config", "configs/grpo_qwen2.5_7b.yaml", "--device", "npu", "--device-memory-gib", "64"]
+    keys = [
+        "--config",
+        "configs/grpo_qwen2.5_7b.yaml",
+        "--device",
+        "npu",
+        "--device-memory-gib",
+        "64",
+    ]
     assert main(["plan", *keys]) == 0
     planned = capsys.readouterr().out
     assert main(["run", *keys, "--dry-run"]) == 0
-    assert planned == capsys.readouterr().out and "trainer memory" in planned and len(planned.splitlines()) < 60
+    assert (
+        planned == capsys.readouterr().out
+        and "trainer memory" in planned
+        and len(planned.splitlines()) < 60
+    )
     assert "without a password" not in planned
     assert main(["plan", *keys, "placement.host=0.0.0.0"]) == 0
-    assert "placement.host: 0.0.0.0 opens the run's store, without a password" in capsys.readouterr().out
+    assert (
+        "placement.host: 0.0.0.0 opens the run's store, without a password"
+        in capsys.readouterr().out
+    )
     assert main(["plan", *keys, "--full"]) == 0
     full = capsys.readouterr().out
     assert full.splitlines()[0] == f"# {planned.splitlines()[0]}"
     assert yaml.safe_load(full)["rollout"]["responses_per_prompt"] > 0, "a file that --config takes"
 
 
-def test_help_is_short_and_that_of_a_section_has_its_keys_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_short_and_that_of_a_section_has_its_keys_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         main(["run", "--help"])
     short = capsys.readouterr().out
@@ -118,12 +154,18 @@ def test_help_is_short_and_that_of_a_section_has_its_keys_alone(capsys: pytest.C
         assert f"  {section} " in short
     assert main(["run", "--help", "rollout"]) == 0
     of_a_section = capsys.readouterr().out
-    named = [line.split()[0] for line in of_a_section.splitlines() if line.startswith("  ") and line[2] != " "]
+    named = [
+        line.split()[0]
+        for line in of_a_section.splitlines()
+        if line.startswith("  ") and line[2] != " "
+    ]
     assert named == [key.name for key in all_keys() if key.name.startswith("rollout.")]
     assert main(["plan", "rollout", "--help"]) == 0 and capsys.readouterr().out == of_a_section
     assert main(["run", "--help", "all"]) == 0 and capsys.readouterr().out == keys_help() + "\n"
     assert main(["run", "--help", "rolout"]) == 2
-    assert capsys.readouterr().err.startswith("error: command line: rolout: no section of the configuration")
+    assert capsys.readouterr().err.startswith(
+        "error: command line: rolout: no section of the configuration"
+    )
 
 
 @pytest.mark.parametrize(

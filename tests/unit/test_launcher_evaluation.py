@@ -1,4 +1,6 @@
-"""`pa-npu evaluate` over an engine that is attached: a table, results by question, a comparison; bad input is one line."""
+"""`pa-npu evaluate` over an engine that is attached: a table, results by question, a comparison;
+bad input is one line.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ def test_a_model_is_evaluated_and_compared_by_question(
     rows = [{"question": f"w{3 + i} w{4 + i}", "answer": str(i)} for i in range(6)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with stand_in_engines(1, Speed(stride=4)) as engines:
-        command = ["evaluate", "--model", str(tmp_path / "model"), "--data", f"a={tmp_path / 'a.jsonl'}"]
+        command = [
+            "evaluate",
+            "--model",
+            str(tmp_path / "model"),
+            "--data",
+            f"a={tmp_path / 'a.jsonl'}",
+        ]
         keys = [
             f"rollout.attach=[{engines[0].url}]",
             "run.device=cpu",
@@ -38,7 +46,10 @@ def test_a_model_is_evaluated_and_compared_by_question(
         assert main([*command, "--output", str(tmp_path / "one"), *keys]) == 0
         first = capsys.readouterr().out
         results = tmp_path / "one" / "evaluations" / "version_000000.parquet"
-        assert main([*command, "--output", str(tmp_path / "two"), "--compare", str(results), *keys]) == 0
+        assert (
+            main([*command, "--output", str(tmp_path / "two"), "--compare", str(results), *keys])
+            == 0
+        )
     second = capsys.readouterr().out
     for name in ("greedy", "avg@4", "pass@2", "pass@4", "maj@4"):
         assert f"a {name}: " in first
@@ -76,11 +87,20 @@ def test_a_trained_model_is_asked_as_its_run_asked(
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}",
     )
     (tmp_path / "a.jsonl").write_text('{"question": "w3 w4", "answer": "1"}\n')
-    command = ["evaluate", "--model", str(tmp_path / "model"), "--data", f"a={tmp_path / 'a.jsonl'}"]
+    command = [
+        "evaluate",
+        "--model",
+        str(tmp_path / "model"),
+        "--data",
+        f"a={tmp_path / 'a.jsonl'}",
+    ]
     command += ["--output", str(tmp_path / "out"), "run.device=cpu"]
     assert main(command) == 2
     assert main([*command, "data.instruction=w7"]) == 2
-    assert main([*command, "data.instruction=w7", "data.system_prompt=w6", "data.chat_template=never"]) == 2
+    assert (
+        main([*command, "data.instruction=w7", "data.system_prompt=w6", "data.chat_template=never"])
+        == 2
+    )
     assert asked == ["[system]w8[user]w3 w4\nw9 w9", "[system]w8[user]w3 w4\nw7", "w6\nw3 w4\nw7"]
     said = capsys.readouterr().out
     assert "data.instruction, data.system_prompt: as in the run that trained" in said
@@ -89,14 +109,25 @@ def test_a_trained_model_is_asked_as_its_run_asked(
 def test_questions_are_read_before_engines_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pa_npu.launcher.evaluation._engines", lambda *_: pytest.fail("engines were started"))
+    monkeypatch.setattr(
+        "pa_npu.launcher.evaluation._engines", lambda *_: pytest.fail("engines were started")
+    )
     write_model(tmp_path / "model")
     (tmp_path / "a.jsonl").write_text('{"question": "w3 w4", "answer": "1"}\n{"question": ')
-    command = ["evaluate", "--model", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "run.device=cpu"]
+    command = [
+        "evaluate",
+        "--model",
+        str(tmp_path / "model"),
+        "--output",
+        str(tmp_path / "out"),
+        "run.device=cpu",
+    ]
     assert main([*command, "--data", f"a={tmp_path / 'a.jsonl'}"]) == 2
     assert "a.jsonl:2: not valid JSON" in capsys.readouterr().err
     assert main([*command, "--data", f"a={tmp_path / 'b.jsonl'}"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --data a: {tmp_path / 'b.jsonl'} does not exist")
+    assert capsys.readouterr().err.startswith(
+        f"error: --data a: {tmp_path / 'b.jsonl'} does not exist"
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,8 +136,14 @@ def test_questions_are_read_before_engines_start(
         (["--model", "m", "--data", "x.jsonl"], "is not NAME=FILE"),
         (["--model", "m", "--data", "a b=x.jsonl"], "--data: 'a b' is no name of a set"),
         (["--model", "m", "--data", "a=x.jsonl", "--frobnicate"], "unknown option"),
-        (["--model", "m", "--data", "a=x.jsonl", "--data", "a=y.jsonl"], "a set is called a already"),
-        (["--model", "/nowhere/m", "--data", "a=x.jsonl"], "error: --model: /nowhere/m is not a directory"),
+        (
+            ["--model", "m", "--data", "a=x.jsonl", "--data", "a=y.jsonl"],
+            "a set is called a already",
+        ),
+        (
+            ["--model", "/nowhere/m", "--data", "a=x.jsonl"],
+            "error: --model: /nowhere/m is not a directory",
+        ),
         (["--model", "m", "--data", "a=x.jsonl", "--output", " "], "--output: ' ' is blank"),
         (
             ["--checkpoint", "/nowhere", "--data", "a=x.jsonl"],
@@ -118,7 +155,9 @@ def test_questions_are_read_before_engines_start(
         (["--model", "m", "--data", "a=x.jsonl", "--compare", "none.parquet"], "holds no results"),
     ],
 )
-def test_bad_input_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["evaluate", *arguments]) == 2
     said = capsys.readouterr().err
     assert words in said and len(said.splitlines()) == 1

@@ -1,4 +1,6 @@
-"""Joining a run: what cannot work is one line before anything starts, and each end of an engine's life has its exit code."""
+"""Joining a run: what cannot work is one line before anything starts, and each end of an engine's
+life has its exit code.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,20 @@ def config(tmp_path: Path) -> Config:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL))
     shapes = ModelSpec.read(str(model)).hf_tensors()
-    save_file({name: np.ones(shape, np.float32) for name, shape in shapes.items()}, model / "model.safetensors")
+    save_file(
+        {name: np.ones(shape, np.float32) for name, shape in shapes.items()},
+        model / "model.safetensors",
+    )
     (tmp_path / "run").mkdir()
     return Config.model_validate(
         {
             "run": {"dir": str(tmp_path / "run"), "device": "cpu"},
             "model": {"path": str(model)},
             "data": {"train": "t", "max_prompt_tokens": 16},
-            "rollout": {"python": str(write_interpreter(tmp_path / "python")), "max_response_tokens": 16},
+            "rollout": {
+                "python": str(write_interpreter(tmp_path / "python")),
+                "max_response_tokens": 16,
+            },
         }
     )
 
@@ -90,7 +98,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line with which joining is refused."""
     assert launcher(["join", *arguments]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith("error: "), captured
+    assert (
+        captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith("error: ")
+    ), captured
     return captured.err
 
 
@@ -124,15 +134,21 @@ LONG = "a" * 300
         ("localhost:29500", "--python", "/" + "a/" * 3000),
         ("localhost:29500", "--python", "a\x00b"),
     ],
-    ids=lambda arguments: " ".join(part[:24] for part in arguments).encode("unicode_escape").decode(),
+    ids=lambda arguments: (
+        " ".join(part[:24] for part in arguments).encode("unicode_escape").decode()
+    ),
 )
-def test_an_argument_that_cannot_be_right_is_one_line_before_anything_is_asked(arguments, capsys, monkeypatch):
+def test_an_argument_that_cannot_be_right_is_one_line_before_anything_is_asked(
+    arguments, capsys, monkeypatch
+):
     monkeypatch.setattr(join, "find_run", lambda *_: pytest.fail("asked a store"))
     with pytest.raises(SystemExit) as ended:
         launcher(["join", *arguments])
     said = capsys.readouterr()
     (line,) = [line for line in said.err.splitlines() if ": error: " in line]
-    assert ended.value.code == 2 and said.out == "" and len(line) < 300 and line.isprintable(), said.err
+    assert ended.value.code == 2 and said.out == "" and len(line) < 300 and line.isprintable(), (
+        said.err
+    )
 
 
 _TEXTS = st.one_of(
@@ -147,8 +163,12 @@ _TEXTS = st.one_of(
     st.dictionaries(st.sampled_from(["--host", "--devices", "--python"]), _TEXTS),
     _TEXTS,
 )
-def test_any_arguments_are_refused_or_passed_on_as_what_the_system_takes(others: dict[str, str], address: str) -> None:
-    """Whatever passes can be given to the resolver and the file system: they answer, or raise OSError."""
+def test_any_arguments_are_refused_or_passed_on_as_what_the_system_takes(
+    others: dict[str, str], address: str
+) -> None:
+    """Whatever passes can be given to the resolver and the file system: they answer, or raise
+    OSError.
+    """
     arguments = [f"{key}={value}" for key, value in others.items()]
     try:
         with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -156,7 +176,11 @@ def test_any_arguments_are_refused_or_passed_on_as_what_the_system_takes(others:
             join.join_options(parser)
             options = parser.parse_args([*arguments, "--", address])
     except SystemExit as ended:
-        assert ended.code == 2 and ": error: " in said.getvalue() and "Traceback" not in said.getvalue()
+        assert (
+            ended.code == 2
+            and ": error: " in said.getvalue()
+            and "Traceback" not in said.getvalue()
+        )
         return
     for host, port in (options.join, (options.host or "a", 1)):
         assert 0 <= port <= 65535 and "\0" not in host and len(host.encode("idna")) < 256
@@ -169,7 +193,9 @@ def test_a_key_file_that_is_not_one_is_one_line(store, capsys, config, tmp_path)
     store.roster.publish_config(config.model_dump(mode="json"))
     os.mkfifo(tmp_path / "pipe")
     rollout = config.rollout.model_copy(update={"key_file": str(tmp_path / "pipe")})
-    store.roster.publish_config(config.model_copy(update={"rollout": rollout}).model_dump(mode="json"))
+    store.roster.publish_config(
+        config.model_copy(update={"rollout": rollout}).model_dump(mode="json")
+    )
     assert "API key: it is neither in VLLM_API_KEY nor in " in refusal(capsys, store.address)
     (tmp_path / "run" / "api_key").write_bytes(b"\xff" * 5000)
     assert "api_key cannot be read (" in refusal(capsys, store.address)
@@ -215,7 +241,9 @@ def test_a_configuration_or_an_engine_that_was_not_signed_with_the_runs_key_is_n
     roster_module.COUNT.add(channel)
     for index in (mine, 2):
         stranger.ask_leave(index)
-    assert [(entry.url, entry.leaving) for entry in store.roster.entries()] == [("http://127.0.0.1:1", False)]
+    assert [(entry.url, entry.leaving) for entry in store.roster.entries()] == [
+        ("http://127.0.0.1:1", False)
+    ]
     assert caplog.text.count("is not signed with the run's API key") == 1
 
     (tmp_path / "run" / "api_key").write_text("a-strangers-key")
@@ -229,7 +257,9 @@ def test_a_configuration_or_an_engine_that_was_not_signed_with_the_runs_key_is_n
         monkeypatch.delenv("VLLM_API_KEY")
         (file := tmp_path / "run" / "api_key").write_text("another key")
         os.chown(file, 4321, 4321)
-        assert "is another user's" in refusal(capsys, store.address), "the stranger's key in the stranger's directory"
+        assert "is another user's" in refusal(capsys, store.address), (
+            "the stranger's key in the stranger's directory"
+        )
 
 
 def test_the_store_holds_no_value_of_the_engines_environment_and_an_engine_that_joins_has_them_all_the_same(
@@ -245,14 +275,19 @@ def test_the_store_holds_no_value_of_the_engines_environment_and_an_engine_that_
     tree = _for_joining(config)
     assert "S3CRET" not in json.dumps(tree) and tree["rollout"]["extra_args"][2:] == ["--seed", "1"]
     with pytest.raises(
-        UserError, match=r"does not hold PGPASS, PLAIN of rollout\.env, and .*config\.yaml cannot be read here"
+        UserError,
+        match=r"does not hold PGPASS, PLAIN of rollout\.env, and .*config\.yaml cannot be read "
+        r"here",
     ):
         with_environment(tree, "the run")
     for name, value in secret["env"].items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"does not hold what is secret in rollout\.extra_args"):
         with_environment(tree, "the run")
-    glued = {**tree, "rollout": {**tree["rollout"], "env": {}, "extra_args": ["--token=(not shown)"]}}
+    glued = {
+        **tree,
+        "rollout": {**tree["rollout"], "env": {}, "extra_args": ["--token=(not shown)"]},
+    }
     with pytest.raises(UserError, match=r"does not hold what is secret in rollout\.extra_args"):
         with_environment(glued, "the run")
     only_env = {**tree, "rollout": {**tree["rollout"], "extra_args": []}}
@@ -269,12 +304,22 @@ def test_the_published_paths_hold_from_any_directory(tmp_path, monkeypatch):
     (tmp_path / "python").touch()
     monkeypatch.chdir(tmp_path)
     config = Config.model_validate(
-        {"run": {"dir": "runs/a"}, "model": {"path": "model"}, "data": {"train": "t"}, "rollout": {"python": "python"}}
+        {
+            "run": {"dir": "runs/a"},
+            "model": {"path": "model"},
+            "data": {"train": "t"},
+            "rollout": {"python": "python"},
+        }
     )
     tree = _for_joining(config)
-    assert (tree["run"]["dir"], tree["model"]["path"]) == (str(tmp_path / "runs/a"), str(tmp_path / "model"))
+    assert (tree["run"]["dir"], tree["model"]["path"]) == (
+        str(tmp_path / "runs/a"),
+        str(tmp_path / "model"),
+    )
     assert tree["rollout"]["python"] == str(tmp_path / "python")
-    named = config.model_copy(update={"rollout": config.rollout.model_copy(update={"python": "python3.11"})})
+    named = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"python": "python3.11"})}
+    )
     assert _for_joining(named)["rollout"]["python"] == "python3.11", "a name on PATH stays one"
 
 
@@ -287,7 +332,9 @@ def test_an_accelerators_devices_must_be_named_and_are_then_the_engines_own(conf
             return 8
 
     monkeypatch.setattr(join.platforms, "get", lambda name: Accelerator())
-    monkeypatch.setattr(join, "engine_kind", lambda name: SimpleNamespace(check=lambda config: None))
+    monkeypatch.setattr(
+        join, "engine_kind", lambda name: SimpleNamespace(check=lambda config: None)
+    )
     rollout = config.rollout.model_copy(update={"tensor_parallel": 2})
     wide = config.model_copy(update={"rollout": rollout})
     with pytest.raises(UserError, match=r"--devices: an engine on npu needs 2 .*--devices 0,1"):
@@ -335,9 +382,13 @@ class Lines:
 
 
 class Life:
-    """One engine over a roster in memory, whose events happen at the joiner's own ticks: `script` yields after each of them."""
+    """One engine over a roster in memory, whose events happen at the joiner's own ticks: `script`
+    yields after each of them.
+    """
 
-    def __init__(self, config: Config, monkeypatch: pytest.MonkeyPatch, answers: bool = True) -> None:
+    def __init__(
+        self, config: Config, monkeypatch: pytest.MonkeyPatch, answers: bool = True
+    ) -> None:
         self.roster = Roster(StoreChannel(dist.HashStore()), "")
         self.roster.publish_config({})
         self.server, self.console, self.signals = Server(), Lines(), StopSignals()
@@ -381,7 +432,9 @@ def life(config: Config, monkeypatch: pytest.MonkeyPatch) -> Life:
     return Life(config, monkeypatch)
 
 
-def test_it_is_announced_as_one_that_nobody_restarts_and_leaves_only_when_the_coordinator_says_so(life):
+def test_it_is_announced_as_one_that_nobody_restarts_and_leaves_only_when_the_coordinator_says_so(
+    life,
+):
     def asked() -> None:
         (entry,) = life.roster.entries()
         assert entry.leaving
@@ -402,7 +455,9 @@ def test_a_second_signal_does_not_wait(life):
 def test_a_coordinator_that_never_lets_it_go_is_waited_for_until_the_deadline(life, config):
     rollout = config.rollout.model_copy(
         update={
-            "request_timeout_s": config.rollout.request_timeout_s - config.request_limit_s - config.publish.timeout_s
+            "request_timeout_s": config.rollout.request_timeout_s
+            - config.request_limit_s
+            - config.publish.timeout_s
         }
     )
     life.engine.config = config.model_copy(update={"rollout": rollout})

@@ -13,7 +13,9 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import host_store
 from tests.helpers.sockets import listening, outside_loopback
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's table of sockets is read from /proc")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel's table of sockets is read from /proc"
+)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::1", "::"])
@@ -27,7 +29,9 @@ def test_the_check_sees_a_socket_and_whether_others_can_reach_it(address):
         listener.listen()
         mine = (os.getpid(), address, listener.getsockname()[1])
         assert mine in listening([os.getpid()])
-        assert (mine in outside_loopback(listening([os.getpid()]))) == (address in ("0.0.0.0", "::"))
+        assert (mine in outside_loopback(listening([os.getpid()]))) == (
+            address in ("0.0.0.0", "::")
+        )
 
 
 def test_store_listens_on_the_given_address_alone_where_torch_takes_all():
@@ -38,4 +42,6 @@ def test_store_listens_on_the_given_address_alone_where_torch_takes_all():
     before = listening([os.getpid()])
     exposed = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (found,) = listening([os.getpid()]) - before
-    assert found[2] == exposed.port and outside_loopback([found]), "then host_store need not bind a socket itself"
+    assert found[2] == exposed.port and outside_loopback([found]), (
+        "then host_store need not bind a socket itself"
+    )

@@ -1,4 +1,6 @@
-"""Limits of the machine are said in one line with the remedy before anything starts, and raised where that is allowed."""
+"""Limits of the machine are said in one line with the remedy before anything starts, and raised
+where that is allowed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from pa_npu.control.scratch import short_directories
 from pa_npu.launcher import machine_limits
 from pa_npu.launcher.machine_limits import limit_problems
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits and control groups of Linux")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="limits and control groups of Linux"
+)
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -35,8 +39,12 @@ def make(tmp_path: Path) -> Config:
     return Config.model_validate(tree)
 
 
-@pytest.mark.parametrize(("hard", "said"), [(700, "a process may open 700 here, and the run needs 1536"), (4096, "")])
-def test_open_files_are_raised_where_allowed_and_else_refused(tmp_path: Path, hard: int, said: str) -> None:
+@pytest.mark.parametrize(
+    ("hard", "said"), [(700, "a process may open 700 here, and the run needs 1536"), (4096, "")]
+)
+def test_open_files_are_raised_where_allowed_and_else_refused(
+    tmp_path: Path, hard: int, said: str
+) -> None:
     """In a process of its own, because a limit once lowered stays so."""
     code = (
         "import resource, sys\n"
@@ -44,17 +52,29 @@ def test_open_files_are_raised_where_allowed_and_else_refused(tmp_path: Path, ha
         "from tests.unit.test_launcher_machine_limits import make\n"
         "from pathlib import Path\n"
         "from pa_npu.launcher.machine_limits import limit_problems\n"
-        f"print(list(limit_problems(make(Path({str(tmp_path)!r})), 1)), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+        f"print(list(limit_problems(make(Path({str(tmp_path)!r})), 1)), "
+        "resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert (said in done.stdout and "ulimit -n 1536" in done.stdout) if said else done.stdout.split() == ["[]", "1536"]
+    assert (
+        (said in done.stdout and "ulimit -n 1536" in done.stdout)
+        if said
+        else done.stdout.split() == ["[]", "1536"]
+    )
 
 
-def test_a_full_or_missing_temporary_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_or_missing_temporary_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make(tmp_path)
     assert list(limit_problems(config, 2)) == []
     here = Path(tempfile.gettempdir())
@@ -64,7 +84,8 @@ def test_a_full_or_missing_temporary_directory_is_named(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(machine_limits.shutil, "disk_usage", usage)
     assert list(limit_problems(config, 2)) == [
-        f"TMPDIR: {here} has 1 MiB free, less than 64; make room, or name another directory in TMPDIR"
+        f"TMPDIR: {here} has 1 MiB free, less than 64; make room, or name another directory in "
+        "TMPDIR"
     ]
 
     def full() -> str:
@@ -72,25 +93,37 @@ def test_a_full_or_missing_temporary_directory_is_named(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(machine_limits.tempfile, "gettempdir", full)
     (line,) = limit_problems(config, 2)
-    assert line.startswith("TMPDIR: no temporary directory can be written (No space left on device); make room")
+    assert line.startswith(
+        "TMPDIR: no temporary directory can be written (No space left on device); make room"
+    )
 
 
-def test_a_full_disk_of_the_run_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_of_the_run_directory_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The directory itself need not exist yet."""
     monkeypatch.setattr(
-        machine_limits.shutil, "disk_usage", lambda path: Usage(1, 1, 0 if Path(path) == tmp_path else 2**40)
+        machine_limits.shutil,
+        "disk_usage",
+        lambda path: Usage(1, 1, 0 if Path(path) == tmp_path else 2**40),
     )
     (line,) = limit_problems(make(tmp_path), 2)
-    assert line == f"run.dir: {tmp_path} has 0 MiB free, less than 16; choose another run.dir, or make room"
+    assert (
+        line
+        == f"run.dir: {tmp_path} has 0 MiB free, less than 16; choose another run.dir, or make room"
+    )
 
 
-def test_the_control_groups_limit_of_processes_counts_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_control_groups_limit_of_processes_counts_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     numbers = {"pids.max": 1000, "pids.current": 800}
     monkeypatch.setattr(machine_limits, "_number", lambda file: numbers[file.name])
     assert list(limit_problems(make(tmp_path), 1)) == []
     (line,) = limit_problems(make(tmp_path), 2)
     assert line.startswith(
-        "processes: 200 more may start in this control group (pids.max 1000), and the run needs up to 256"
+        "processes: 200 more may start in this control group (pids.max 1000), and the run needs up "
+        "to 256"
     )
 
 
@@ -102,7 +135,10 @@ def test_sockets_of_engines_go_into_a_short_directory_whatever_tmpdir_is(
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     places = list(short_directories())
     assert places and str(long) not in places
-    with socket.socket(socket.AF_UNIX) as server, tempfile.TemporaryDirectory(prefix="pa-", dir=places[0]) as scratch:
+    with (
+        socket.socket(socket.AF_UNIX) as server,
+        tempfile.TemporaryDirectory(prefix="pa-", dir=places[0]) as scratch,
+    ):
         server.bind(f"{scratch}/{uuid.uuid4()}")
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     assert next(short_directories()) == "/tmp", "a control: a short TMPDIR is taken"

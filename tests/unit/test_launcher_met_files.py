@@ -1,4 +1,6 @@
-"""Whatever stands where a command expects a file: one line and an exit code, within seconds, never a traceback or a hang."""
+"""Whatever stands where a command expects a file: one line and an exit code, within seconds, never
+a traceback or a hang.
+"""
 
 from __future__ import annotations
 
@@ -54,19 +56,32 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "a list": _content("[1, 2]\n"),
     "a text": _content('"text"\n'),
     "huge numbers": _content(
-        f'{{"iteration": 0, "version": 0, "iteration_s": 1e999, "start": {HUGE}, "devices": {HUGE[:300]}, "time": -1e308}}\n'
-        f'{{"iteration": {HUGE}}}\n{{"iteration": 2147483648, "name": "publish", "end": 1e308, "start": -1e308}}\n'
+        f'{{"iteration": 0, "version": 0, "iteration_s": 1e999, "start": {HUGE}, "devices": '
+        f'{HUGE[:300]}, "time": -1e308}}\n'
+        f'{{"iteration": {HUGE}}}\n{{"iteration": 2147483648, "name": "publish", "end": 1e308, '
+        f'"start": -1e308}}\n'
     ),
     "wrong types": _content(
-        '{"iteration": 0, "version": [], "iteration_s": {"a": [1]}, "devices": "x", "name": {}, "lane": 3, "start": 1.5, '
-        '"end": "x", "args": 3, "process": [], "responses": [7], "engines": 3, "rewards": [1], "test": {"a": {"b": "c"}}}\n'
+        '{"iteration": 0, "version": [], "iteration_s": {"a": [1]}, "devices": "x", "name": {}, '
+        '"lane": 3, "start": 1.5, "end": "x", "args": 3, "process": [], "responses": [7], '
+        '"engines": 3, "rewards": [1], "test": {"a": {"b": "c"}}}\n'
     ),
-    "a mapping of wrong types": _content("run: {device: [x]}\ntelemetry: {warmup_iterations: .inf}\nrollout: 3\n"),
+    "a mapping of wrong types": _content(
+        "run: {device: [x]}\ntelemetry: {warmup_iterations: .inf}\nrollout: 3\n"
+    ),
     "a date that is none": _content("run: 2024-99-99\n"),
 }
 FILES = (
     ("metrics.jsonl",),
-    ("config.yaml", "evaluations.jsonl", "samples.jsonl", "runs_on.json", "logs", "timeline", "samples"),
+    (
+        "config.yaml",
+        "evaluations.jsonl",
+        "samples.jsonl",
+        "runs_on.json",
+        "logs",
+        "timeline",
+        "samples",
+    ),
     (
         "logs/coordinator.log",
         "timeline/coordinator.jsonl",
@@ -99,7 +114,9 @@ def one_line_or_done(capsys: pytest.CaptureFixture[str], *arguments: str) -> str
     code = main(arguments)
     error = capsys.readouterr().err
     assert code in (0, 2), error
-    assert code == 0 or (error.startswith("error: ") and error.count("\n") == 1 and len(error) < 2000), error
+    assert code == 0 or (
+        error.startswith("error: ") and error.count("\n") == 1 and len(error) < 2000
+    ), error
     return error
 
 
@@ -123,7 +140,8 @@ def test_view_and_report_of_a_run_with_any_file_of_another_kind(
         shutil.rmtree(run)
 
 
-# runs commands as a user without root's rights, who reads what all may read; what both need is imported before
+# runs commands as a user without root's rights, who reads what all may read; what both need is
+# imported before
 AS_ANOTHER = """
 import contextlib, io, json, os, sys
 from pa_npu.launcher.cli import main
@@ -144,13 +162,17 @@ json.dump([said(command) for command in commands], sys.stdout)
 
 @pytest.fixture
 def for_all() -> Iterator[Path]:
-    """A directory that every user may write to; pytest's own lie in one that is root's, and closed again by every pytest."""
+    """A directory that every user may write to; pytest's own lie in one that is root's, and closed
+    again by every pytest.
+    """
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o777)
         yield Path(directory)
 
 
-def test_view_and_report_of_a_run_with_files_and_folders_that_one_may_not_read(finished: Path, for_all: Path) -> None:
+def test_view_and_report_of_a_run_with_files_and_folders_that_one_may_not_read(
+    finished: Path, for_all: Path
+) -> None:
     signal.alarm(150)  # of many commands together
     runs, commands = {}, []
     for name in ("readable", ".", *(name for names in FILES for name in names)):
@@ -165,10 +187,15 @@ def test_view_and_report_of_a_run_with_files_and_folders_that_one_may_not_read(f
                 (run / name).touch()
             (run / name).chmod(0)
         runs[name] = run
-        commands += [["view", str(run), "--export", str(for_all / f"{len(runs)}.html")], ["report", str(run), "--json"]]
+        commands += [
+            ["view", str(run), "--export", str(for_all / f"{len(runs)}.html")],
+            ["report", str(run), "--json"],
+        ]
     done = subprocess.run(
         [sys.executable, "-c", AS_ANOTHER],
-        input=json.dumps([[[*commands[0][:3], str(for_all / "first.html")], commands[1]], commands]),
+        input=json.dumps(
+            [[[*commands[0][:3], str(for_all / "first.html")], commands[1]], commands]
+        ),
         capture_output=True,
         text=True,
         timeout=140,
@@ -190,13 +217,19 @@ def test_view_and_report_of_a_run_with_files_and_folders_that_one_may_not_read(f
                     error,
                 )
                 refused.add((command, name))
-    assert refused == {("report", name) for name in (".", "metrics.jsonl", "config.yaml")} | {("view", ".")}
+    assert refused == {("report", name) for name in (".", "metrics.jsonl", "config.yaml")} | {
+        ("view", ".")
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("command", [["report"], ["view", "--export", "page.html"]])
 def test_anything_else_in_place_of_a_run(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, command: list[str]
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    command: list[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     KINDS[kind](tmp_path / "met")
@@ -209,7 +242,11 @@ def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path) -> None:
     assert read_plain(tmp_path / "good", 5) == b"12345"
     with pytest.raises(OSError, match="larger than 4 bytes"):
         read_plain(tmp_path / "good", 4)
-    for kind, reason in (("a pipe", "regular"), ("a directory", "director"), ("a Git LFS pointer", "git lfs pull")):
+    for kind, reason in (
+        ("a pipe", "regular"),
+        ("a directory", "director"),
+        ("a Git LFS pointer", "git lfs pull"),
+    ):
         KINDS[kind](tmp_path / kind)
         with pytest.raises(OSError, match=reason):
             open_plain(tmp_path / kind)
@@ -231,7 +268,10 @@ def test_a_working_directory_that_is_gone_is_named(tmp_path: Path) -> None:
             env={**os.environ, "PYTHONPATH": root},
         )
         assert done.returncode == 2 and "Traceback" not in done.stderr, (command, done.stderr)
-        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, (command, done.stderr)
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, (
+            command,
+            done.stderr,
+        )
         (tmp_path / "gone").mkdir()
 
 

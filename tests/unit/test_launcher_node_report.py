@@ -1,4 +1,6 @@
-"""Checks of a node: versions against the matrix, busy devices from the vendors' tools, shared paths."""
+"""Checks of a node: versions against the matrix, busy devices from the vendors' tools, shared
+paths.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,15 @@ NPU_SMI = """\
 | 1       {chip}                 | 172734        | python3.10               | 31187                   |
 +===========================+===============+====================================================+
 """
-ONE_CHIP = "| 0                         | 0000:01:00.0  | 0           0    / 0          34510/ 65536         |"
+ONE_CHIP = (
+    "| 0                         | 0000:01:00.0  | 0           0    / 0          34510/ "
+    "65536         |"
+)
 TWO_CHIPS = (
-    "| 0     2                   | 0000:01:00.0  | 0           0    / 0          34510/ 65536         |\n"
-    "| 1     3                   | 0000:02:00.0  | 0           0    / 0          34510/ 65536         |"
+    "| 0     2                   | 0000:01:00.0  | 0           0    / 0          34510/ 65536      "
+    "   |\n"
+    "| 1     3                   | 0000:02:00.0  | 0           0    / 0          34510/ 65536      "
+    "   |"
 )
 
 
@@ -61,15 +68,27 @@ def test_the_supported_versions_have_no_problem_and_a_deviation_is_named() -> No
     assert trainer_problems("npu", NPU) == []
     (line,) = trainer_problems("npu", NPU | {"torch": "2.9.0"})
     assert line.startswith("torch 2.9.0 is not of the supported ==2.7.1.* (")
-    (line,) = trainer_problems("npu", {name: version for name, version in NPU.items() if name != "cann"})
+    (line,) = trainer_problems(
+        "npu", {name: version for name, version in NPU.items() if name != "cann"}
+    )
     assert line.startswith("cann is not installed; ==9.1.* is supported")
-    assert trainer_problems("cuda", {"python": "3.12.1", "torch": "2.12.0+cu130", "megatron-core": "0.16.1"}) == []
-    assert trainer_problems("cuda", {"python": "3.12.1", "torch": "2.10.0", "megatron-core": "0.17.0"}) != []
+    assert (
+        trainer_problems(
+            "cuda", {"python": "3.12.1", "torch": "2.12.0+cu130", "megatron-core": "0.16.1"}
+        )
+        == []
+    )
+    assert (
+        trainer_problems("cuda", {"python": "3.12.1", "torch": "2.10.0", "megatron-core": "0.17.0"})
+        != []
+    )
 
 
 @pytest.mark.parametrize("version", ["2.7.1", "2.7.1.post2", "2.7.1.post6"])
 def test_an_extension_for_an_older_cann_is_told_from_its_later_post_releases(version: str) -> None:
-    """2.7.1 without a suffix is release 7.2.0 for CANN 8.3; 26.1.0 for CANN 9.1 is .post8 and later."""
+    """2.7.1 without a suffix is release 7.2.0 for CANN 8.3; 26.1.0 for CANN 9.1 is .post8 and
+    later.
+    """
     (line,) = trainer_problems("npu", NPU | {"torch_npu": version})
     assert line.startswith(f"torch_npu {version} is not of the supported >=2.7.1.post8,<2.7.2 (")
     assert trainer_problems("npu", NPU | {"torch_npu": "2.7.1.post8"}) == []
@@ -88,15 +107,21 @@ def test_one_environment_for_engines_and_trainers_is_a_stack_of_its_own() -> Non
 
 def test_the_extra_for_ascend_takes_no_torch_npu_that_is_refused() -> None:
     """setup.py and the matrix say the same."""
-    (wanted,) = re.findall(r'"(torch_npu[^"]*)"', (Path(__file__).parents[2] / "setup.py").read_text())
+    (wanted,) = re.findall(
+        r'"(torch_npu[^"]*)"', (Path(__file__).parents[2] / "setup.py").read_text()
+    )
     specifier = Requirement(wanted).specifier
     for version in ("2.7.1", "2.7.1.post6", "2.7.1.post8", "2.7.1.post11", "2.7.2", "2.8.0"):
-        assert specifier.contains(version) == (trainer_problems("npu", NPU | {"torch_npu": version}) == []), version
+        assert specifier.contains(version) == (
+            trainer_problems("npu", NPU | {"torch_npu": version}) == []
+        ), version
 
 
 def test_versions_are_read_without_importing() -> None:
     found = installed_versions()
-    assert Version(found["torch"]).major == 2 and Version(found["megatron-core"]) >= Version("0.12.1")
+    assert Version(found["torch"]).major == 2 and Version(found["megatron-core"]) >= Version(
+        "0.12.1"
+    )
 
 
 def test_a_version_that_python_does_not_know_counts_by_its_leading_numbers() -> None:
@@ -106,23 +131,34 @@ def test_a_version_that_python_does_not_know_counts_by_its_leading_numbers() -> 
 
 
 def test_processes_on_ascend_devices_are_counted_by_chip() -> None:
-    assert parse_npu_smi(NPU_SMI.format(second=ONE_CHIP, chip=0)) == {1: "python3.10 (pid 172734, 31187 MB)"}
+    assert parse_npu_smi(NPU_SMI.format(second=ONE_CHIP, chip=0)) == {
+        1: "python3.10 (pid 172734, 31187 MB)"
+    }
     assert list(parse_npu_smi(NPU_SMI.format(second=TWO_CHIPS, chip=1))) == [3]
     assert parse_npu_smi("") == {}
 
 
 def test_processes_on_gpus_are_found_by_uuid() -> None:
     devices = "0, GPU-aaaa\n1, GPU-bbbb\n"
-    processes = "GPU-bbbb, 4711, python, 71000 MiB\nGPU-bbbb, 4712, /usr/bin/a, b, 10 MiB\nGPU-gone, 1, x, 1 MiB\n"
-    assert parse_nvidia_smi(devices, processes) == {1: "python (pid 4711, 71000 MiB); /usr/bin/a, b (pid 4712, 10 MiB)"}
+    processes = (
+        "GPU-bbbb, 4711, python, 71000 MiB\nGPU-bbbb, 4712, /usr/bin/a, b, 10 "
+        "MiB\nGPU-gone, 1, x, 1 MiB\n"
+    )
+    assert parse_nvidia_smi(devices, processes) == {
+        1: "python (pid 4711, 71000 MiB); /usr/bin/a, b (pid 4712, 10 MiB)"
+    }
     assert parse_nvidia_smi(devices, "") == {}
 
 
-def test_only_devices_of_the_run_are_reported_by_their_physical_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_devices_of_the_run_are_reported_by_their_physical_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Gpus:
         name, visible_devices_env = "cuda", "CUDA_VISIBLE_DEVICES"
 
-    monkeypatch.setattr(run_checks, "busy_devices", lambda kind: {0: "other", 6: "python (pid 1, 9 MiB)"})
+    monkeypatch.setattr(
+        run_checks, "busy_devices", lambda kind: {0: "other", 6: "python (pid 1, 9 MiB)"}
+    )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     placement = Placement(((0,),), (2,), ((),), ((),))
     (line,) = device_notes(cast(Any, Gpus()), placement)
@@ -151,10 +187,14 @@ NOWHERE = Placement((), (), (), ())
 def test_nodes_that_share_directory_and_model_have_no_problem(tmp_path: Path) -> None:
     config = make(tmp_path)
     token = leave_token(config)
-    own, other = (inspect_node(config, cast(Any, Cpu()), NOWHERE, number, token) for number in (-1, 0))
+    own, other = (
+        inspect_node(config, cast(Any, Cpu()), NOWHERE, number, token) for number in (-1, 0)
+    )
     assert node_problem(other, own) is None
     assert NodeReport(**asdict(other)) == other, "a report travels as JSON"
-    assert [path.name for path in (tmp_path / "run").iterdir()] == [".nodes"], "nothing else is left behind"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [".nodes"], (
+        "nothing else is left behind"
+    )
 
 
 def test_a_node_with_another_directory_model_or_version_is_named(
@@ -175,14 +215,21 @@ def test_a_node_with_another_directory_model_or_version_is_named(
     leave_token(there)
     with pytest.raises(UserError, match=r"^run\.dir: .* is another directory than the launcher's"):
         problem()
-    refused = NodeReport(own.host, own.address, versions=own.versions, problem="run.dir: not shared")
+    refused = NodeReport(
+        own.host, own.address, versions=own.versions, problem="run.dir: not shared"
+    )
     assert node_problem(refused, own) == f"{name}run.dir: not shared"
     (tmp_path / "b" / "run" / ".nodes").write_text(token)
     assert problem() == "None", "the same model"
     (tmp_path / "b" / "model" / "config.json").write_text('{"changed": 1}')
-    assert problem().startswith(f"{name}model.path: ") and "give all nodes the same model" in problem()
+    assert (
+        problem().startswith(f"{name}model.path: ") and "give all nodes the same model" in problem()
+    )
     monkeypatch.setattr(host, "installed_versions", lambda: {"torch": "0"})
-    assert problem().startswith(f"{name}") and "on the launcher's machine; install the same on all nodes" in problem()
+    assert (
+        problem().startswith(f"{name}")
+        and "on the launcher's machine; install the same on all nodes" in problem()
+    )
 
 
 def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

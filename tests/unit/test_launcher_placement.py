@@ -78,7 +78,9 @@ def test_cores_are_pinned_where_there_are_enough_and_shared_otherwise() -> None:
         ({"placement": {"devices": [0, 2]}}, None, "2 cores are here"),
     ],
 )
-def test_devices_that_are_not_there_or_shared_are_refused(sections: Any, devices: int | None, expected: str) -> None:
+def test_devices_that_are_not_there_or_shared_are_refused(
+    sections: Any, devices: int | None, expected: str
+) -> None:
     with pytest.raises(ConfigError, match=expected):
         place(make_config(**sections), devices, [0, 1])
 
@@ -119,11 +121,15 @@ def test_a_run_directory_belongs_to_one_configuration(tmp_path: Path) -> None:
     with own_run_directory(config) as directory:
         (directory / "metrics.jsonl").write_text("{}\n")
     check_run_directory(config)
-    with pytest.raises(ConfigError, match=r"another configuration \(different: run.seed, schedule.iterations\)"):
+    with pytest.raises(
+        ConfigError, match=r"another configuration \(different: run.seed, schedule.iterations\)"
+    ):
         check_run_directory(make_config(run=run | {"seed": 9}, schedule={"iterations": 3}))
 
 
-def test_the_same_run_again_sets_the_earlier_files_aside_and_a_continued_one_keeps_them(tmp_path: Path) -> None:
+def test_the_same_run_again_sets_the_earlier_files_aside_and_a_continued_one_keeps_them(
+    tmp_path: Path,
+) -> None:
     run = {"dir": str(tmp_path)}
     for number in (1, 2):
         with own_run_directory(make_config(run=run)) as directory:
@@ -132,42 +138,61 @@ def test_the_same_run_again_sets_the_earlier_files_aside_and_a_continued_one_kee
     assert (tmp_path / "earlier" / "1" / "metrics.jsonl").read_text() == "1"
     for version in (1, 3):
         (tmp_path / "checkpoints" / f"iteration_{version:06d}").mkdir(parents=True)
-    continued = make_config(run=run, checkpoint={"load": str(tmp_path / "checkpoints" / "iteration_000001")})
+    continued = make_config(
+        run=run, checkpoint={"load": str(tmp_path / "checkpoints" / "iteration_000001")}
+    )
     check_run_directory(continued)
     with own_run_directory(continued) as directory:
         assert (directory / "metrics.jsonl").read_text() == "2"
         assert [path.name for path in (directory / "checkpoints").iterdir()] == ["iteration_000001"]
-    assert (tmp_path / "earlier" / "2" / "checkpoints" / "iteration_000003").is_dir(), "newer than what is continued"
+    assert (tmp_path / "earlier" / "2" / "checkpoints" / "iteration_000003").is_dir(), (
+        "newer than what is continued"
+    )
 
 
 def test_a_directory_in_use_or_not_a_directory_is_refused(tmp_path: Path) -> None:
     config = make_config(run={"dir": str(tmp_path / "run")})
-    with own_run_directory(config), pytest.raises(UserError, match="another run is at work"), own_run_directory(config):
+    with (
+        own_run_directory(config),
+        pytest.raises(UserError, match="another run is at work"),
+        own_run_directory(config),
+    ):
         pass
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file, not a directory"):
         check_run_directory(make_config(run={"dir": str(tmp_path / "file" / "run")}))
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is the directory nobody can write to")
+@pytest.mark.skipif(
+    not Path("/proc/self").exists(), reason="/proc is the directory nobody can write to"
+)
 def test_an_unwritable_directory_is_refused() -> None:
     with pytest.raises(UserError, match="is not writable"):
         check_run_directory(make_config(run={"dir": "/proc/pa_npu_run"}))
 
 
 def test_work_of_an_iteration_counts_the_prompt_once_when_it_is_shared() -> None:
-    config = make_config(data={"max_prompt_tokens": 512}, rollout={"max_response_tokens": 64})  # G = 8, B = 16
+    # G = 8, B = 16
+    config = make_config(data={"max_prompt_tokens": 512}, rollout={"max_response_tokens": 64})
     shared = work(config)
-    assert (shared.sequences, shared.microbatches_per_replica, shared.microbatch_tokens) == (128, 16, 512 + 8 * 64)
+    assert (shared.sequences, shared.microbatches_per_replica, shared.microbatch_tokens) == (
+        128,
+        16,
+        512 + 8 * 64,
+    )
     assert (shared.prompt_tokens, shared.response_tokens) == (128 * 512, 128 * 64)
     separate = work(
-        config.model_copy(update={"attention": config.attention.model_copy(update={"shared_prompt": False})})
+        config.model_copy(
+            update={"attention": config.attention.model_copy(update={"shared_prompt": False})}
+        )
     )
     assert separate.computed_tokens == 128 * (512 + 64)
 
 
 def test_trainer_memory_of_a_known_model() -> None:
-    """Qwen2.5-7B has 7.616 billion parameters; mixed precision costs 2 + 4 + 12 bytes per parameter without sharding."""
+    """Qwen2.5-7B has 7.616 billion parameters; mixed precision costs 2 + 4 + 12 bytes per parameter
+    without sharding.
+    """
     assert QWEN_7B.num_parameters == 7_615_616_512
     parts = dict(trainer_memory(make_config(), QWEN_7B).parts)
     assert parts["weights"] == pytest.approx(2 * 7.6156e9, rel=1e-3)
@@ -200,10 +225,16 @@ def test_frozen_models_add_the_hidden_states_that_a_later_stage_receives() -> No
     """3584 numbers in bf16 per token, for the one microbatch in flight on the last of 4 stages."""
     trainer = {"devices": 4, "pipeline_parallel": 4, "recompute": "full"}
     without, with_reference = (
-        dict(trainer_memory(make_config(trainer=trainer, algorithm={"kl_coef": kl_coef}), QWEN_7B).parts)["activations"]
+        dict(
+            trainer_memory(
+                make_config(trainer=trainer, algorithm={"kl_coef": kl_coef}), QWEN_7B
+            ).parts
+        )["activations"]
         for kl_coef in (0.0, 0.1)
     )
-    assert with_reference - without == work(make_config(trainer=trainer)).microbatch_tokens * 3584 * 2
+    assert (
+        with_reference - without == work(make_config(trainer=trainer)).microbatch_tokens * 3584 * 2
+    )
 
 
 def test_recompute_and_pipeline_lower_what_a_rank_holds() -> None:
@@ -211,7 +242,9 @@ def test_recompute_and_pipeline_lower_what_a_rank_holds() -> None:
     full = trainer_memory(make_config(trainer={"recompute": "full"}), QWEN_7B)
     staged = trainer_memory(make_config(trainer={"devices": 4, "pipeline_parallel": 4}), QWEN_7B)
     assert dict(full.parts)["activations"] < dict(plain.parts)["activations"] / 5
-    assert plain.total / 4 < staged.total < plain.total / 2, "the last stage holds the head beside its layers"
+    assert plain.total / 4 < staged.total < plain.total / 2, (
+        "the last stage holds the head beside its layers"
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,14 +271,23 @@ def test_groups_that_pass_rollouts_inside_a_replica_take_hccl_buffers(
 
 
 def test_engine_memory_is_weights_and_the_cache_that_is_left() -> None:
-    parts = dict(engine_memory(make_config(rollout={"memory_fraction": 0.5}), QWEN_7B, 64 * 2**30).parts)
+    parts = dict(
+        engine_memory(make_config(rollout={"memory_fraction": 0.5}), QWEN_7B, 64 * 2**30).parts
+    )
     assert sum(parts.values()) == 32 * 2**30
-    assert dict(engine_memory(make_config(rollout={"kv_cache_gib": 2}), QWEN_7B, None).parts)["KV cache"] == 2 * 2**30
+    assert (
+        dict(engine_memory(make_config(rollout={"kv_cache_gib": 2}), QWEN_7B, None).parts)[
+            "KV cache"
+        ]
+        == 2 * 2**30
+    )
 
 
 @pytest.mark.parametrize("own_memory", [True, False])
 @pytest.mark.parametrize("device_bytes", [None, 64 * 2**30])
-def test_the_derived_arithmetic_can_be_printed_for_every_device(own_memory: bool, device_bytes: int | None) -> None:
+def test_the_derived_arithmetic_can_be_printed_for_every_device(
+    own_memory: bool, device_bytes: int | None
+) -> None:
     text = "\n".join(derived_lines(make_config(), QWEN_7B, device_bytes, own_memory))
     assert "2 = 1 engine x 1 + 1 trainer rank" in text
     assert "trainer memory" in text and "engine memory" in text
@@ -258,10 +300,22 @@ def test_the_derived_arithmetic_can_be_printed_for_every_device(own_memory: bool
             {"trainer": {"devices": 3, "tensor_parallel": 3}},
             r"tensor_parallel: 3 does not divide the 28 attention heads",
         ),
-        ({"trainer": {"devices": 7, "tensor_parallel": 7}}, r"7 does not divide the 4 key/value heads .* \[1, 2, 4\]"),
-        ({"trainer": {"devices": 3, "pipeline_parallel": 3}}, r"pipeline_parallel: 3 does not divide the 28 layers"),
-        ({"rollout": {"tensor_parallel": 3}}, r"rollout.tensor_parallel: 3 does not divide the 28 attention heads"),
-        ({"rollout": {"max_response_tokens": 32768, "max_num_batched_tokens": 65536}}, r"exceeds the 32768 positions"),
+        (
+            {"trainer": {"devices": 7, "tensor_parallel": 7}},
+            r"7 does not divide the 4 key/value heads .* \[1, 2, 4\]",
+        ),
+        (
+            {"trainer": {"devices": 3, "pipeline_parallel": 3}},
+            r"pipeline_parallel: 3 does not divide the 28 layers",
+        ),
+        (
+            {"rollout": {"tensor_parallel": 3}},
+            r"rollout.tensor_parallel: 3 does not divide the 28 attention heads",
+        ),
+        (
+            {"rollout": {"max_response_tokens": 32768, "max_num_batched_tokens": 65536}},
+            r"exceeds the 32768 positions",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_divided_is_refused(sections: Any, expected: str) -> None:

@@ -1,4 +1,6 @@
-"""The process tree: exit codes pass through, nothing outlives its command, the keeper or the launcher."""
+"""The process tree: exit codes pass through, nothing outlives its command, the keeper or the
+launcher.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,12 @@ from pa_npu.launcher.process.process_tree import MarkedLines, Process, ProcessTr
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals and reapers are Linux calls")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="parent-death signals and reapers are Linux calls"
+)
 
-# A command with a child in the same group and a grandchild in a session of its own; each writes its pid, then sleeps.
+# A command with a child in the same group and a grandchild in a session of its own; each writes its
+# pid, then sleeps.
 FAMILY = """
 import os, signal, sys, time
 for depth in range(2):
@@ -53,14 +58,20 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0
 
 
 def start(
-    tree: ProcessTree, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+    tree: ProcessTree,
+    name: str,
+    argv: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    **options: Any,
 ) -> Process:
     return tree.launch(Command(name, tuple(argv), {**os.environ, **(env or {})}, **options))
 
 
 def start_family(tree: ProcessTree, directory: Path, *arguments: str) -> tuple[Process, list[int]]:
     directory.mkdir()
-    process = start(tree, "family", [sys.executable, "-S", "-c", FAMILY, str(directory), *arguments])
+    process = start(
+        tree, "family", [sys.executable, "-S", "-c", FAMILY, str(directory), *arguments]
+    )
     wait_until(lambda: len(list(directory.iterdir())) == 3, "three members")
     return process, [int(file.name) for file in directory.iterdir()]
 
@@ -100,11 +111,16 @@ def test_exit_codes_and_signals_pass_through(tree: ProcessTree) -> None:
         "absent": "exit code 127",
     }
     assert "No such file" in processes["absent"].last_lines(1)[0]
-    assert {process.name for process in tree.ended()[:2]} == {"killed", "crash"}, "signals come first"
+    assert {process.name for process in tree.ended()[:2]} == {"killed", "crash"}, (
+        "signals come first"
+    )
 
 
 def test_output_goes_to_the_log_and_marked_lines_are_found(tree: ProcessTree) -> None:
-    code = "import sys; print('| one'); print('two'); sys.stderr.write('three\\n'); print('| four', end='')"
+    code = (
+        "import sys; print('| one'); print('two'); sys.stderr.write('three\\n'); print('| "
+        "four', end='')"
+    )
     process = start(tree, "talker", python(code))
     marked = MarkedLines(process.log, "| ")
     process.popen.wait(10)
@@ -117,7 +133,10 @@ def test_output_goes_to_the_log_and_marked_lines_are_found(tree: ProcessTree) ->
 
 def logged_and_ended(tree: ProcessTree, code: str, stdout: str = "&1") -> Process:
     """A process that sets up its log, runs `code` and has ended."""
-    code = f"import logging, os; from pa_npu.telemetry.logs import setup_logging; setup_logging('it'); {code}"
+    code = (
+        "import logging, os; from pa_npu.telemetry.logs import setup_logging; "
+        f"setup_logging('it'); {code}"
+    )
     argv = ["sh", "-c", f'exec "$0" -c "$1" >{stdout} 2>&1', sys.executable, code]
     process = start(tree, "it", argv, {"PYTHONPATH": str(ROOT)})
     process.popen.wait(60)
@@ -131,24 +150,40 @@ def test_the_last_error_is_known_where_no_disk_has_room_for_the_log(tree: Proces
 
 
 def test_the_last_error_is_said_once_where_the_log_has_it(tree: ProcessTree) -> None:
-    process = logged_and_ended(tree, "logging.error('the reason'); logging.warning('and more'); raise SystemExit(3)")
-    assert [line.rpartition(": ")[2] for line in process.last_lines(3)] == ["the reason", "and more"]
+    process = logged_and_ended(
+        tree, "logging.error('the reason'); logging.warning('and more'); raise SystemExit(3)"
+    )
+    assert [line.rpartition(": ")[2] for line in process.last_lines(3)] == [
+        "the reason",
+        "and more",
+    ]
 
 
 def test_an_error_that_a_process_survived_is_not_its_last_line(tree: ProcessTree) -> None:
     """It is far back in its log when a signal ends the process."""
-    code = "logging.error('long ago'); print('x' * 100_000); print('at work', flush=True); os.kill(os.getpid(), 9)"
+    code = (
+        "logging.error('long ago'); print('x' * 100_000); print('at work', flush=True); "
+        "os.kill(os.getpid(), 9)"
+    )
     assert logged_and_ended(tree, code).last_lines(1) == ["at work"]
 
 
 def test_cores_are_pinned(tree: ProcessTree) -> None:
     core = max(os.sched_getaffinity(0))
-    process = start(tree, "pinned", python("import os; print(os.sched_getaffinity(0))"), os.environ, cores=(core,))
+    process = start(
+        tree,
+        "pinned",
+        python("import os; print(os.sched_getaffinity(0))"),
+        os.environ,
+        cores=(core,),
+    )
     process.popen.wait(10)
     assert process.last_lines(1) == [f"{{{core}}}"]
 
 
-def test_stop_ends_a_family_that_ignores_sigterm_after_the_grace(tree: ProcessTree, tmp_path: Path) -> None:
+def test_stop_ends_a_family_that_ignores_sigterm_after_the_grace(
+    tree: ProcessTree, tmp_path: Path
+) -> None:
     process, pids = start_family(tree, tmp_path / "pids", "deaf")
     start = time.monotonic()
     tree.stop()
@@ -175,7 +210,9 @@ def test_stop_lets_a_command_clean_up(tree: ProcessTree, tmp_path: Path) -> None
     assert process.describe_end() == "exit code 0"
 
 
-def test_a_dead_command_takes_its_children_and_their_sessions_along(tree: ProcessTree, tmp_path: Path) -> None:
+def test_a_dead_command_takes_its_children_and_their_sessions_along(
+    tree: ProcessTree, tmp_path: Path
+) -> None:
     process, pids = start_family(tree, tmp_path / "pids")
     command = min(pids)
     os.kill(command, signal.SIGKILL)
@@ -224,9 +261,13 @@ def test_other_children_of_this_process_are_left_alone(tmp_path: Path) -> None:
         other.kill()
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["all work", "keeper and command are stopped"])
+@pytest.mark.parametrize(
+    "stopped", [False, True], ids=["all work", "keeper and command are stopped"]
+)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_launcher_leaves_nothing(tmp_path: Path, number: signal.Signals, stopped: bool) -> None:
+def test_a_killed_launcher_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, stopped: bool
+) -> None:
     (tmp_path / "pids").mkdir()
     code = f"""
         import os, sys, time
@@ -239,7 +280,9 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path, number: signal.Signals
         time.sleep(60)
     """
     launcher = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)])
-    wait_until(lambda: len(list((tmp_path / "pids").iterdir())) == 3, "three members", timeout_s=60.0)
+    wait_until(
+        lambda: len(list((tmp_path / "pids").iterdir())) == 3, "three members", timeout_s=60.0
+    )
     pids = [int(file.name) for file in (tmp_path / "pids").iterdir()]
     assert len(alive(pids)) == 3
     (keeper_pid,) = set(keeper.descendants(launcher.pid)) - set(pids)
@@ -257,16 +300,29 @@ def test_a_killed_launcher_leaves_nothing(tmp_path: Path, number: signal.Signals
 @pytest.mark.parametrize(
     ("code", "expected"), [("pass", 0), ("raise SystemExit(7)", 7), ("os.kill(os.getpid(), 9)", -9)]
 )
-def test_a_stopped_keeper_does_not_hide_its_commands_end(tmp_path: Path, code: str, expected: int) -> None:
-    """The keeper is stopped while its command works; the command's own end comes out, and nothing is left."""
+def test_a_stopped_keeper_does_not_hide_its_commands_end(
+    tmp_path: Path, code: str, expected: int
+) -> None:
+    """The keeper is stopped while its command works; the command's own end comes out, and nothing
+    is left.
+    """
     go = tmp_path / "go"
     program = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n{code}"
     with ProcessTree(tmp_path / "logs", 1.0) as tree:
         process = start(tree, "trainer-0", [sys.executable, "-S", "-c", program])
-        wait_until(lambda: keeper.descendants(process.popen.pid) != [], "the keeper has started its command")
+        wait_until(
+            lambda: keeper.descendants(process.popen.pid) != [],
+            "the keeper has started its command",
+        )
         os.kill(process.popen.pid, signal.SIGSTOP)
         go.touch()
-        wait_until(lambda: process.exit_code is not None, "the launcher would wait for ever", timeout_s=20.0)
+        wait_until(
+            lambda: process.exit_code is not None,
+            "the launcher would wait for ever",
+            timeout_s=20.0,
+        )
         assert process.exit_code == expected
-        assert process.describe_end() == ("killed by SIGKILL" if expected < 0 else f"exit code {expected}")
+        assert process.describe_end() == (
+            "killed by SIGKILL" if expected < 0 else f"exit code {expected}"
+        )
         assert tree.ended() == [process]

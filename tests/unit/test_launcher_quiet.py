@@ -30,7 +30,9 @@ def make_noise() -> None:
     os.system(f"echo {NOISE} of a child")
 
 
-def test_what_libraries_write_stays_off_the_screen_and_our_own_lines_on_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_libraries_write_stays_off_the_screen_and_our_own_lines_on_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     make_noise()
     written = capfd.readouterr()
     assert (written.out + written.err).count(NOISE) >= 4, "the control: it is on the screen"
@@ -43,7 +45,8 @@ def test_what_libraries_write_stays_off_the_screen_and_our_own_lines_on_it(capfd
 
 
 @pytest.mark.parametrize(
-    ("failure", "is_explained"), [(DataError("no such layer"), False), (RuntimeError("index out of range"), True)]
+    ("failure", "is_explained"),
+    [(DataError("no such layer"), False), (RuntimeError("index out of range"), True)],
 )
 def test_only_a_failure_that_nobody_foresaw_shows_what_libraries_wrote(
     failure: Exception, is_explained: bool, capfd: pytest.CaptureFixture[str]

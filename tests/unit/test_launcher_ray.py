@@ -1,4 +1,6 @@
-"""A run on a Ray cluster of two raylets, with stand-in commands: roles on their nodes, ends, losses, returns, refusals."""
+"""A run on a Ray cluster of two raylets, with stand-in commands: roles on their nodes, ends,
+losses, returns, refusals.
+"""
 
 from __future__ import annotations
 
@@ -55,18 +57,27 @@ def test_roles_run_on_their_nodes_and_a_good_end_leaves_nothing(launcher: RayLau
 
 
 @pytest.mark.nightly  # each is a start of a cluster's processes
-def test_a_trainer_that_fails_on_another_node_ends_the_run_with_its_name_and_log(launcher: RayLauncher) -> None:
+def test_a_trainer_that_fails_on_another_node_ends_the_run_with_its_name_and_log(
+    launcher: RayLauncher,
+) -> None:
     launcher.role("trainer-1", "print('cause of death'); raise SystemExit(7)")
     assert launcher.start().code() == 1
-    assert "failed: trainer-1 ended: exit code 7" in launcher.output and "    cause of death" in launcher.output
+    assert (
+        "failed: trainer-1 ended: exit code 7" in launcher.output
+        and "    cause of death" in launcher.output
+    )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.nightly)]
+)
 def test_a_launcher_that_is_stopped_or_killed_leaves_nothing_on_any_node(
     launcher: RayLauncher, number: signal.Signals
 ) -> None:
     """The fake engine ignores SIGTERM: it is killed after the grace."""
-    launcher.role("engine-0", f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {UP_AND_SLEEP}")
+    launcher.role(
+        "engine-0", f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {UP_AND_SLEEP}"
+    )
     launcher.start()
     pids = [pid for pid, _ in launcher.wait_up(*ALL).values()]
     assert launcher.popen
@@ -93,7 +104,10 @@ def test_a_killed_raylet_is_named_not_those_who_lost_contact_and_its_processes_a
         two.add(OTHER, 2)
     number = lost[-1]
     assert f"node {number} ({OTHER}) is lost" in launcher.output
-    assert f"ended: lost with node {number} ({OTHER})" in launcher.output.partition("failed: ")[2].splitlines()[0]
+    assert (
+        f"ended: lost with node {number} ({OTHER})"
+        in launcher.output.partition("failed: ")[2].splitlines()[0]
+    )
     assert not any(alive(pid) for pid, _ in up.values())
 
 
@@ -113,7 +127,10 @@ def test_a_node_that_comes_back_gets_its_processes_and_the_run_starts_again(
     assert launcher.code() == 0, launcher.output
     if first["engine-0"][1] == OTHER:
         assert f"engine-0: lost with node 1 ({OTHER}); started again" in launcher.output
-    assert "starting coordinator and trainers again" in launcher.output and f"({OTHER}) is back" in launcher.output
+    assert (
+        "starting coordinator and trainers again" in launcher.output
+        and f"({OTHER}) is back" in launcher.output
+    )
     pids = {pid for pid, _ in first.values()}, {pid for pid, _ in second.values()}
     assert not pids[0] & pids[1] and not any(map(alive, pids[0] | pids[1]))
 
@@ -126,12 +143,20 @@ def test_a_host_that_is_silent_is_lost_and_its_processes_end(launcher: RayLaunch
     keeper = parent(up["trainer-1"][0])
     os.kill(parent(keeper), signal.SIGSTOP)
     assert launcher.code() == 1
-    assert "node 1 (127.0.0." in launcher.output and "is lost: no sign of life for 60 s" in launcher.output
-    launcher.wait_for(lambda: not any(alive(pid) for pid, _ in up.values()), "its keepers have ended its processes")
+    assert (
+        "node 1 (127.0.0." in launcher.output
+        and "is lost: no sign of life for 60 s" in launcher.output
+    )
+    launcher.wait_for(
+        lambda: not any(alive(pid) for pid, _ in up.values()),
+        "its keepers have ended its processes",
+    )
 
 
 @pytest.mark.nightly  # each is a start of a cluster's processes
-def test_a_node_that_does_not_come_back_ends_the_run_in_one_line(launcher: RayLauncher, two: Raylets) -> None:
+def test_a_node_that_does_not_come_back_ends_the_run_in_one_line(
+    launcher: RayLauncher, two: Raylets
+) -> None:
     (launcher.directory / "ready").touch()
     launcher.start(run={"restarts": 1, "startup_timeout_s": 20.0})
     launcher.wait_up(*ALL)
@@ -146,12 +171,15 @@ def test_a_node_that_does_not_come_back_ends_the_run_in_one_line(launcher: RayLa
 
 
 @pytest.mark.nightly  # each is a start of a cluster's processes
-def test_too_few_resources_are_one_line_that_says_what_is_wanted_and_what_there_is(launcher: RayLauncher) -> None:
+def test_too_few_resources_are_one_line_that_says_what_is_wanted_and_what_there_is(
+    launcher: RayLauncher,
+) -> None:
     keys = {"nnodes": 3, "devices": None, "devices_per_node": 1}
     assert launcher.start(run={"startup_timeout_s": 2.0}, placement=keys).code() == 2
     (line,) = [line for line in launcher.output.splitlines() if line.startswith("error: ")]
     assert line.startswith(
-        f"error: placement.cluster: the run needs 3 nodes with 1 CPU; the cluster has {HEAD} 2 CPU, {OTHER} 2 CPU, of which"
+        f"error: placement.cluster: the run needs 3 nodes with 1 CPU; the cluster has {HEAD} 2 "
+        f"CPU, {OTHER} 2 CPU, of which"
     )
 
 
@@ -163,7 +191,9 @@ def test_a_node_with_a_problem_is_refused_by_its_address_at_once(launcher: RayLa
 
 
 @pytest.mark.nightly  # each is a start of a cluster's processes
-def test_an_extra_engine_comes_with_a_node_and_goes_with_it(launcher: RayLauncher, two: Raylets) -> None:
+def test_an_extra_engine_comes_with_a_node_and_goes_with_it(
+    launcher: RayLauncher, two: Raylets
+) -> None:
     """The run takes both devices of both nodes; a third node has one for engine-1."""
     third = "127.0.0.4"
     launcher.role("engine-1", UP_AND_SLEEP)
@@ -176,7 +206,9 @@ def test_an_extra_engine_comes_with_a_node_and_goes_with_it(launcher: RayLaunche
     try:
         pid, where = launcher.wait_up("engine-1")["engine-1"]
         assert where == third
-        launcher.wait_for(lambda: f"engine-1: starting at http://{third}:7" in launcher.output, "it is announced")
+        launcher.wait_for(
+            lambda: f"engine-1: starting at http://{third}:7" in launcher.output, "it is announced"
+        )
         two.kill(third)
         launcher.wait_for(lambda: "engine-1: lost with node 2" in launcher.output, "it is missed")
         assert launcher.popen and launcher.popen.poll() is None, "the run goes on"
@@ -187,7 +219,10 @@ def test_an_extra_engine_comes_with_a_node_and_goes_with_it(launcher: RayLaunche
 
 def test_a_cluster_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(UserError, match=r"RAY_ADDRESS: no Ray cluster answers at 127.0.0.1:1 "), connected():
+    with (
+        pytest.raises(UserError, match=r"RAY_ADDRESS: no Ray cluster answers at 127.0.0.1:1 "),
+        connected(),
+    ):
         pass
     monkeypatch.setenv("RAY_ADDRESS", "nowhere")
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS: 'nowhere' is not HOST:PORT"), connected():
@@ -197,7 +232,9 @@ def test_a_cluster_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch
 def test_without_ray_the_key_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
-        pytest.raises(ConfigError, match=r"placement.cluster: ray, but Ray is not installed here; pip install"),
+        pytest.raises(
+            ConfigError, match=r"placement.cluster: ray, but Ray is not installed here; pip install"
+        ),
         connected(),
     ):
         pass

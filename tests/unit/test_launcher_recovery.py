@@ -1,4 +1,6 @@
-"""Recovery with small fake commands under the real supervisor: what is started again, how often, and what never is."""
+"""Recovery with small fake commands under the real supervisor: what is started again, how often,
+and what never is.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def short_aftermath(monkeypatch: pytest.MonkeyPatch) -> None:
 def counted(file: Path, *codes: str) -> str:
     """A program that runs the n-th of `codes` at its n-th start, and the last one ever after."""
     return (
-        f"import pathlib; file = pathlib.Path({str(file)!r}); number = len(file.read_text()) if file.exists() else 0\n"
+        f"import pathlib; file = pathlib.Path({str(file)!r}); number = len(file.read_text()) if "
+        "file.exists() else 0\n"
         f"file.write_text('x' * (number + 1)); exec({list(codes)!r}[min(number, {len(codes) - 1})])"
     )
 
@@ -54,7 +57,9 @@ class Supervised:
         damaged: bool = False,
         extra: str | None = None,
     ):
-        """others: further engines. damaged: the first attempt is given a damaged checkpoint. extra: an engine that comes later."""
+        """others: further engines. damaged: the first attempt is given a damaged checkpoint. extra:
+        an engine that comes later.
+        """
         self.directory = directory
         self.attempts: list[int] = []
         config = Config.model_validate(
@@ -65,9 +70,13 @@ class Supervised:
             }
         )
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        client = dist.TCPStore("127.0.0.1", self.server.port, is_master=False, wait_for_workers=False)
+        client = dist.TCPStore(
+            "127.0.0.1", self.server.port, is_master=False, wait_for_workers=False
+        )
         self.roster = Roster(StoreChannel(client, PREFIX), "")
-        engines = [self._command(f"engine-{index}", code) for index, code in enumerate([engine, *others])]
+        engines = [
+            self._command(f"engine-{index}", code) for index, code in enumerate([engine, *others])
+        ]
         for command in engines:
             self.roster.announce(url_of(command))
         logs = directory / "logs"
@@ -77,7 +86,14 @@ class Supervised:
             ProcessTree(logs, 1.0, signals.insisted) as tree,
         ):
             recovery = Recovery(
-                *(config, tree, console, self.roster, lambda number: self._attempt(worker, number), url_of),
+                *(
+                    config,
+                    tree,
+                    console,
+                    self.roster,
+                    lambda number: self._attempt(worker, number),
+                    url_of,
+                ),
                 damaged=lambda number: damaged and number == 0,
             )
             if extra is not None:
@@ -100,7 +116,9 @@ class Supervised:
 
 
 def test_a_killed_trainer_begins_another_attempt_and_the_engine_stays(tmp_path: Path) -> None:
-    worker = counted(tmp_path / "starts", "import os; os.kill(os.getpid(), 9)", "raise SystemExit(1)", "pass")
+    worker = counted(
+        tmp_path / "starts", "import os; os.kill(os.getpid(), 9)", "raise SystemExit(1)", "pass"
+    )
     run = Supervised(tmp_path, counted(tmp_path / "engine", SERVES), worker)
     assert run.code == 0, run.said
     assert run.attempts == [0, 1, 2]
@@ -115,7 +133,9 @@ def test_attempts_are_counted_and_the_last_failure_ends_the_run(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("code", "expected"), [(2, 2), (3, 1)])
-def test_bad_input_and_broken_invariants_are_never_tried_again(tmp_path: Path, code: int, expected: int) -> None:
+def test_bad_input_and_broken_invariants_are_never_tried_again(
+    tmp_path: Path, code: int, expected: int
+) -> None:
     run = Supervised(tmp_path, SERVES, f"raise SystemExit({code})")
     assert run.code == expected and run.attempts == [0]
 
@@ -130,7 +150,10 @@ def test_bad_input_that_was_a_damaged_checkpoint_is_tried_once_more(
 
 def test_an_engine_that_ends_is_started_again_and_announced(tmp_path: Path) -> None:
     done = tmp_path / "engine"
-    worker = f"import time, pathlib\nwhile pathlib.Path({str(done)!r}).read_text() != 'xx': time.sleep(0.02)"
+    worker = (
+        f"import time, pathlib\nwhile pathlib.Path({str(done)!r}).read_text() != 'xx': "
+        "time.sleep(0.02)"
+    )
     engine = counted(done, "import time; time.sleep(0.3); raise SystemExit(1)", SERVES)
     done.write_text("")
     run = Supervised(tmp_path, engine, worker)
@@ -140,15 +163,22 @@ def test_an_engine_that_ends_is_started_again_and_announced(tmp_path: Path) -> N
 
 
 def test_an_engine_that_ends_too_often_ends_the_run(tmp_path: Path) -> None:
-    run = Supervised(tmp_path, counted(tmp_path / "engine", "raise SystemExit(7)"), SERVES, restarts=1)
+    run = Supervised(
+        tmp_path, counted(tmp_path / "engine", "raise SystemExit(7)"), SERVES, restarts=1
+    )
     assert run.code == 1
     assert "engine-0 ended 2 times within 3600 s (run.restarts), at last: exit code 7" in run.said
 
 
-def test_an_engine_that_ends_while_its_device_trains_is_started_again_when_there_is_room(tmp_path: Path) -> None:
+def test_an_engine_that_ends_while_its_device_trains_is_started_again_when_there_is_room(
+    tmp_path: Path,
+) -> None:
     done = tmp_path / "engine"
     done.write_text("")
-    worker = f"import time, pathlib\nwhile pathlib.Path({str(done)!r}).read_text() != 'xx': time.sleep(0.02)"
+    worker = (
+        f"import time, pathlib\nwhile pathlib.Path({str(done)!r}).read_text() != 'xx': "
+        "time.sleep(0.02)"
+    )
     starts: list[str] = []
 
     def is_lent(self: Roster, index: int) -> bool:
@@ -165,10 +195,15 @@ def test_an_engine_that_ends_while_its_device_trains_is_started_again_when_there
 
 def test_the_first_start_of_an_engine_that_comes_later_is_no_restart(tmp_path: Path) -> None:
     there = tmp_path / "there"
-    worker = f"import time, pathlib\nwhile not pathlib.Path({str(there)!r}).exists(): time.sleep(0.02)"
+    worker = (
+        f"import time, pathlib\nwhile not pathlib.Path({str(there)!r}).exists(): time.sleep(0.02)"
+    )
     extra = f"import time, pathlib; pathlib.Path({str(there)!r}).touch(); time.sleep(60)"
     run = Supervised(tmp_path, SERVES, worker, restarts=0, extra=extra)
-    assert run.code == 0 and "engine-9: starting at http://127.0.0.1:9; it serves from a publish on" in run.said
+    assert (
+        run.code == 0
+        and "engine-9: starting at http://127.0.0.1:9; it serves from a publish on" in run.said
+    )
 
 
 def test_a_hung_engine_is_killed_and_replaced_when_the_coordinator_asks(tmp_path: Path) -> None:
@@ -176,7 +211,10 @@ def test_a_hung_engine_is_killed_and_replaced_when_the_coordinator_asks(tmp_path
     done = tmp_path / "engine"
     done.write_text("")
     hangs = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-    worker = f"import time, pathlib\nwhile pathlib.Path({str(done)!r}).read_text() != 'xx': time.sleep(0.02)"
+    worker = (
+        f"import time, pathlib\nwhile pathlib.Path({str(done)!r}).read_text() != 'xx': "
+        "time.sleep(0.02)"
+    )
     ask = Roster.replacement_wanted
 
     def wanted(self: Roster, index: int, generation: int) -> str | None:
@@ -188,15 +226,22 @@ def test_a_hung_engine_is_killed_and_replaced_when_the_coordinator_asks(tmp_path
         patch.setattr(Roster, "replacement_wanted", wanted)
         run = Supervised(tmp_path, counted(done, hangs, SERVES), worker)
     assert run.code == 0, run.said
-    assert run.generation == 1 and "it did not generate a token when probed; started again" in run.said
+    assert (
+        run.generation == 1 and "it did not generate a token when probed; started again" in run.said
+    )
 
 
-def test_an_engine_that_keeps_dying_is_left_out_while_another_serves_and_tried_again_later(tmp_path: Path) -> None:
+def test_an_engine_that_keeps_dying_is_left_out_while_another_serves_and_tried_again_later(
+    tmp_path: Path,
+) -> None:
     """The test is the coordinator that lets it go, and sees it come back at a place of its own."""
     starts = tmp_path / "engine"
     starts.write_text("")
     engine = counted(starts, *["raise SystemExit(7)"] * 3, SERVES)
-    worker = f"import time, pathlib\nwhile pathlib.Path({str(starts)!r}).read_text() != 'xxxx': time.sleep(0.02)"
+    worker = (
+        f"import time, pathlib\nwhile pathlib.Path({str(starts)!r}).read_text() != 'xxxx': "
+        "time.sleep(0.02)"
+    )
     ask_leave = Roster.ask_leave
 
     def let_go(self: Roster, index: int) -> None:
@@ -208,7 +253,10 @@ def test_an_engine_that_keeps_dying_is_left_out_while_another_serves_and_tried_a
         patch.setattr(recovery, "RESTART_WINDOW_S", 1.0)
         run = Supervised(tmp_path, engine, worker, SERVES, restarts=1)
     assert run.code == 0, run.said
-    assert "engine-0 ended 2 times within 1 s (run.restarts), at last: exit code 7; the others serve" in run.said
+    assert (
+        "engine-0 ended 2 times within 1 s (run.restarts), at last: exit code 7; the others serve"
+        in run.said
+    )
     assert "engine-0: starting at http://127.0.0.1:0" in run.said
     assert run.attempts == [0], "the run itself did not start again"
     assert 0 not in {entry.index for entry in run.roster.entries()}, "engine-0 left place 0"

@@ -1,4 +1,6 @@
-"""The supervisor with small fake commands: readiness, relayed progress, failing fast, stopping on signals."""
+"""The supervisor with small fake commands: readiness, relayed progress, failing fast, stopping on
+signals.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def supervise(
 ) -> int:
     """Run fake commands under the real supervisor; returns its exit code."""
     commands = [
-        Command(name, (sys.executable, "-S", "-u", "-c", code), dict(os.environ)) for name, code in codes.items()
+        Command(name, (sys.executable, "-S", "-u", "-c", code), dict(os.environ))
+        for name, code in codes.items()
     ]
     logs = directory / "logs"
     with (
@@ -56,15 +59,22 @@ def supervise(
         thread = threading.Thread(target=meanwhile, name="meanwhile")
         thread.start()
         engines = [command for command in commands if command.name.startswith("engine-")]
-        code = supervisor.run(engines, [command for command in commands if command not in engines], awaited or [])
+        code = supervisor.run(
+            engines, [command for command in commands if command not in engines], awaited or []
+        )
         thread.join(10)
         assert all(process.exit_code is not None for process in tree.processes)
     return code
 
 
-def test_a_good_run_relays_progress_and_ends_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_good_run_relays_progress_and_ends_engines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     coordinator = "print('log line'); print('| iteration 1/2'); print('| iteration 2/2')"
-    assert supervise(tmp_path, {"engine-0": SLEEP, "coordinator": coordinator, "trainer-0": "pass"}) == 0
+    assert (
+        supervise(tmp_path, {"engine-0": SLEEP, "coordinator": coordinator, "trainer-0": "pass"})
+        == 0
+    )
     out = capsys.readouterr().out
     assert "iteration 1/2\n" in out and "iteration 2/2\n" in out
     assert "log line" not in out
@@ -80,8 +90,12 @@ def test_a_run_records_how_it_ended_and_by_what(tmp_path: Path) -> None:
     supervise(done, {"coordinator": "pass"})
     assert recorded_end(done) == RunEnd("finished")
     supervise(failed, {"coordinator": "print('the cause'); raise SystemExit(7)"})
-    assert recorded_end(failed) == RunEnd("failed", "coordinator ended: exit code 7", "coordinator", ("the cause",))
-    code = supervise(stopped, {"coordinator": SLEEP}, meanwhile=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert recorded_end(failed) == RunEnd(
+        "failed", "coordinator ended: exit code 7", "coordinator", ("the cause",)
+    )
+    code = supervise(
+        stopped, {"coordinator": SLEEP}, meanwhile=lambda: os.kill(os.getpid(), signal.SIGTERM)
+    )
     assert code == 128 + signal.SIGTERM and recorded_end(stopped) == RunEnd("stopped", "SIGTERM")
 
 
@@ -104,7 +118,12 @@ def test_what_is_waited_for_is_said(
     ],
 )
 def test_a_dead_process_ends_the_run_at_once_with_its_name_end_and_log(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, code: str, end: str, expected: int
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    code: str,
+    end: str,
+    expected: int,
 ) -> None:
     codes = dict.fromkeys(("engine-0", "coordinator", "trainer-0", "trainer-1"), SLEEP) | {
         name: f"print('cause of death'); {code}"
@@ -117,7 +136,9 @@ def test_a_dead_process_ends_the_run_at_once_with_its_name_end_and_log(
     assert "    cause of death" in error
 
 
-def test_an_engine_that_ends_well_but_early_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_ends_well_but_early_is_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert supervise(tmp_path, {"engine-0": "pass", "coordinator": SLEEP}) == 1
     assert "engine-0 ended: exit code 0" in capsys.readouterr().err
 
@@ -129,13 +150,22 @@ def test_a_process_that_never_becomes_ready_ends_the_run_by_its_deadline(
     codes = {"engine-0": "print('still loading'); " + SLEEP, "coordinator": SLEEP}
     assert supervise(tmp_path, codes, awaited) == 1
     error = capsys.readouterr().err
-    assert "engine-0 not ready after" in error and "run.startup_timeout_s" in error and "still loading" in error
+    assert (
+        "engine-0 not ready after" in error
+        and "run.startup_timeout_s" in error
+        and "still loading" in error
+    )
 
 
 def test_ready_processes_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     polls = iter([True])
     awaited = [Awaited("trainers", lambda: next(polls), 30.0, "trainer-0")]
-    assert supervise(tmp_path, {"engine-0": SLEEP, "trainer-0": "import time; time.sleep(0.3)"}, awaited) == 0
+    assert (
+        supervise(
+            tmp_path, {"engine-0": SLEEP, "trainer-0": "import time; time.sleep(0.3)"}, awaited
+        )
+        == 0
+    )
     assert "trainers ready after" in capsys.readouterr().out
 
 
@@ -148,7 +178,10 @@ def test_signals_stop_the_run_cleanly(tmp_path: Path, number: signal.Signals) ->
 
     code = f"open({str(tmp_path / 'up')!r}, 'w').close(); {SLEEP}"
     start = time.monotonic()
-    assert supervise(tmp_path, {"engine-0": SLEEP, "coordinator": code}, meanwhile=interrupt) == 128 + number
+    assert (
+        supervise(tmp_path, {"engine-0": SLEEP, "coordinator": code}, meanwhile=interrupt)
+        == 128 + number
+    )
     assert time.monotonic() - start < 50
 
 
@@ -160,9 +193,15 @@ def test_a_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGINT)
 
-    deaf = f"import signal; signal.signal(15, signal.SIG_IGN); open({str(tmp_path / 'up')!r}, 'w').close(); {SLEEP}"
+    deaf = (
+        f"import signal; signal.signal(15, signal.SIG_IGN); open({str(tmp_path / 'up')!r}, "
+        f"'w').close(); {SLEEP}"
+    )
     start = time.monotonic()
-    assert supervise(tmp_path, {"engine-0": deaf}, [_never()], interrupt_twice, grace_s=60.0) == 128 + signal.SIGINT
+    assert (
+        supervise(tmp_path, {"engine-0": deaf}, [_never()], interrupt_twice, grace_s=60.0)
+        == 128 + signal.SIGINT
+    )
     assert time.monotonic() - start < 50
 
 
@@ -209,7 +248,9 @@ def interrupt_when(said: Path, times: int) -> Callable[[], None]:
     return interrupt
 
 
-def test_an_early_end_waits_for_the_trainers_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_early_end_waits_for_the_trainers_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The coordinator, whose next iteration nobody trains, is stopped."""
     request = RequestInAFile(tmp_path / "asked")
     log = tmp_path / "logs" / "launcher.log"
@@ -227,7 +268,10 @@ def test_a_second_interrupt_stops_an_early_end(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "launcher.log"
     codes = {"engine-0": SLEEP, "coordinator": SLEEP, "trainer-0": SLEEP}
     awaited = [Awaited("trainers", lambda: True, 30.0, "trainer-0")]
-    assert supervise(tmp_path, codes, awaited, interrupt_when(log, 2), early_end=request) == 128 + signal.SIGINT
+    assert (
+        supervise(tmp_path, codes, awaited, interrupt_when(log, 2), early_end=request)
+        == 128 + signal.SIGINT
+    )
 
 
 def test_an_interrupt_before_anything_trains_stops_the_run(tmp_path: Path) -> None:
@@ -238,7 +282,9 @@ def test_an_interrupt_before_anything_trains_stops_the_run(tmp_path: Path) -> No
         os.kill(os.getpid(), signal.SIGINT)
 
     codes = {"engine-0": SLEEP, "coordinator": SLEEP, "trainer-0": SLEEP}
-    assert supervise(tmp_path, codes, [_never()], interrupt, early_end=request) == 128 + signal.SIGINT
+    assert (
+        supervise(tmp_path, codes, [_never()], interrupt, early_end=request) == 128 + signal.SIGINT
+    )
     assert not request.is_made
 
 

@@ -1,4 +1,6 @@
-"""`pa-npu verify` and `diff` on files: what was changed after it was written is named, whichever file it is in."""
+"""`pa-npu verify` and `diff` on files: what was changed after it was written is named, whichever
+file it is in.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +73,15 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "chain.jsonl: the line of iteration 0 is not the one that was written",
     ),
     "a line removed": (
-        lambda run: (run / CHAIN).write_text("".join((run / CHAIN).read_text().splitlines(True)[i] for i in (0, 1, 3))),
+        lambda run: (run / CHAIN).write_text(
+            "".join((run / CHAIN).read_text().splitlines(True)[i] for i in (0, 1, 3))
+        ),
         "chain.jsonl: iteration 3 stands behind iteration 1",
     ),
     "the first line removed": (
-        lambda run: (run / CHAIN).write_text("".join((run / CHAIN).read_text().splitlines(True)[1:])),
+        lambda run: (run / CHAIN).write_text(
+            "".join((run / CHAIN).read_text().splitlines(True)[1:])
+        ),
         "chain.jsonl: lines before iteration 1 are missing",
     ),
     "a key of the configuration": (
@@ -88,7 +94,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a record": (
         lambda run: changed(
-            run / "metrics.jsonl", '"iteration": 2, "reward_mean": 0.', '"iteration": 2, "reward_mean": 1.'
+            run / "metrics.jsonl",
+            '"iteration": 2, "reward_mean": 0.',
+            '"iteration": 2, "reward_mean": 1.',
         ),
         "metrics.jsonl: iteration 2 is not what was written",
     ),
@@ -99,7 +107,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         "metrics.jsonl: iteration 1 is missing",
     ),
     "a short sample": (
-        lambda run: changed(run / "samples.jsonl", '"iteration": 1, "index": 0', '"iteration": 1, "index": 1'),
+        lambda run: changed(
+            run / "samples.jsonl", '"iteration": 1, "index": 0', '"iteration": 1, "index": 1'
+        ),
         "samples.jsonl: iteration 1 is not what was written",
     ),
     "one bit of a reward": (
@@ -127,7 +137,10 @@ def test_a_run_as_it_was_written_holds(run: Path, capsys: pytest.CaptureFixture[
     assert "chain: 4 lines, iterations 0 to 3" in printed and "samples: 24 responses" in printed
     assert "checkpoints: 2, every file as written" in printed
     digest = json.loads((run / CHAIN).read_text().splitlines()[-1])["digest"]
-    assert printed.splitlines()[-1] == f"{run}: all of it holds; its newest line has the digest {digest}"
+    assert (
+        printed.splitlines()[-1]
+        == f"{run}: all of it holds; its newest line has the digest {digest}"
+    )
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -150,7 +163,9 @@ def test_a_record_that_a_killed_run_wrote_before_its_line_is_no_fault(run: Path)
     assert main(["verify", str(run)]) == 1, "but no run writes two"
 
 
-def test_bad_input_is_one_line_and_exit_code_2(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cases = {
         ("verify", str(tmp_path)): "chain.jsonl: cannot be read",
         ("verify", str(run), "--replay", "4"): "is not A:B with A below B",
@@ -173,14 +188,19 @@ def test_bad_input_is_one_line_and_exit_code_2(run: Path, tmp_path: Path, capsys
         assert error.startswith("error: ") and words in error and error.count("\n") == 1, error
 
 
-def test_diff_names_the_token_that_differs_first(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_names_the_token_that_differs_first(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     steps = [step(i) for i in range(4)]
     steps[2].tokens[1, 0, 4] += 7
     other = make_chained_run(tmp_path / "other", steps, tmp_path / "model")
     assert main(["diff", str(run), str(other)]) == 1
     printed = capsys.readouterr().out
     token = step(2).tokens[1, 0, 4]
-    assert "differ in iteration 2, first in the responses: response 0 of group 1 has other tokens" in printed
+    assert (
+        "differ in iteration 2, first in the responses: response 0 of group 1 has other tokens"
+        in printed
+    )
     assert f"token 4 differs: it is {token} and {token + 7}" in printed
     assert main(["diff", str(run), str(run)]) == 0 and "equal to the bit" in capsys.readouterr().out
 
@@ -196,19 +216,28 @@ def test_diff_says_where_it_cannot_name_the_token(
 
 
 @pytest.mark.parametrize("decay", ["constant", "linear"])
-def test_a_repetition_changes_no_key_that_would_make_it_another_run(decay: str, run: Path, tmp_path: Path) -> None:
+def test_a_repetition_changes_no_key_that_would_make_it_another_run(
+    decay: str, run: Path, tmp_path: Path
+) -> None:
     file = str(run / "config.yaml")
     config = load_config([file], [f"optimizer.decay={decay}", "schedule.iterations=9"])
     settings = _settings(config, run / "checkpoints" / "iteration_000002", tmp_path / "scratch", 3)
     keys = [setting.partition("=")[0] for setting in settings]
     assert {change_of(key) for key in keys} <= {Change.SILENT, Change.SAME_RUN}
-    assert ("schedule.iterations" in keys) == (decay == "constant"), "a rate that decays depends on their number"
+    assert ("schedule.iterations" in keys) == (decay == "constant"), (
+        "a rate that decays depends on their number"
+    )
     repeated = load_config([file], settings)
     assert repeated.run.dir == str(tmp_path / "scratch") and repeated.telemetry.samples == "all"
-    assert str(repeated.checkpoint.load).endswith("iteration_000002") and repeated.checkpoint.resume is None
+    assert (
+        str(repeated.checkpoint.load).endswith("iteration_000002")
+        and repeated.checkpoint.resume is None
+    )
 
 
-def test_a_repetition_says_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_repetition_says_how_far_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     progress = Progress(tmp_path / "scratch", 1, 3)
     assert not progress.look(), "there is nothing yet"
     make_chained_run(tmp_path / "scratch", [step(1)], tmp_path / "model", first=1)

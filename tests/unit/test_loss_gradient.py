@@ -1,4 +1,6 @@
-"""The second calculation of the gradient at the log-probs is that of autograd through the loss, for every algorithm and key."""
+"""The second calculation of the gradient at the log-probs is that of autograd through the loss, for
+every algorithm and key.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,23 @@ TERMS: dict[str, dict[str, Any]] = {
     "k1": {"kl_coef": 0.2, "kl_estimator": "k1"},
     "k2": {"kl_coef": 0.2, "kl_estimator": "k2"},
     "k3": {"kl_coef": 0.2, "kl_estimator": "k3"},
-    "KL in the reward": {"kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1", "advantage": "centred"},
-    "KL in the reward, leave one out": {"kl_coef": 0.2, "kl_in": "reward", "advantage": "leave-one-out"},
+    "KL in the reward": {
+        "kl_coef": 0.2,
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+        "advantage": "centred",
+    },
+    "KL in the reward, leave one out": {
+        "kl_coef": 0.2,
+        "kl_in": "reward",
+        "advantage": "leave-one-out",
+    },
     "importance of tokens": {"importance_sampling": "token", "importance_cap": 1.1},
-    "importance of responses": {"importance_sampling": "sequence", "importance_cap": 1.2, "importance_floor": 0.8},
+    "importance of responses": {
+        "importance_sampling": "sequence",
+        "importance_cap": 1.2,
+        "importance_floor": 0.8,
+    },
     "ages": {"age_exponent": 0.7},
 }
 
@@ -69,7 +84,9 @@ def batch_of(config: AlgorithmConfig, seed: int, groups: int = 3) -> TokenBatch:
         response_index=torch.from_numpy(index),
         num_responses=len(lengths),
         group_size=SIZE,
-        ages=torch.from_numpy(random.integers(0, 3, tokens).astype(np.float32)) if config.age_exponent else None,
+        ages=torch.from_numpy(random.integers(0, 3, tokens).astype(np.float32))
+        if config.age_exponent
+        else None,
     )
 
 
@@ -87,7 +104,10 @@ def test_it_is_the_gradient_of_autograd(loss: str, terms: str, aggregation: str)
     looked_at = 0
     for seed in range(5):
         batch = batch_of(config, seed)
-        expected, found = algorithm_of(config).expected_gradient(on_host(batch)), by_autograd(batch, config)
+        expected, found = (
+            algorithm_of(config).expected_gradient(on_host(batch)),
+            by_autograd(batch, config),
+        )
         wrong = expected.is_sure & ~(np.abs(found - expected.values) <= expected.limit)
         assert not wrong.any(), (found[wrong], expected.values[wrong])
         assert expected.is_sure.mean() > 0.8
@@ -95,7 +115,9 @@ def test_it_is_the_gradient_of_autograd(loss: str, terms: str, aggregation: str)
             continue  # all importance weights are below the floor
         looked_at += 1
         turned = replace(batch, advantages=-batch.advantages)
-        wrong = expected.is_sure & ~(np.abs(by_autograd(turned, config) - expected.values) <= expected.limit)
+        wrong = expected.is_sure & ~(
+            np.abs(by_autograd(turned, config) - expected.values) <= expected.limit
+        )
         assert wrong.any(), "advantages turned round are seen"
     assert looked_at >= 2
 
@@ -115,9 +137,16 @@ def test_the_gradient_behind_the_log_probs_is_told_from_one_that_is_doubled_turn
         head = HeadGradient()
         states = hidden * 1.0
         head.watch(states)
-        logprobs, entropy = vocab_parallel_logprobs(states, weight, targets, vocab_size=500, temperature=0.7)
+        logprobs, entropy = vocab_parallel_logprobs(
+            states, weight, targets, vocab_size=500, temperature=0.7
+        )
         logprobs.backward(factor * arrived)
         assert head.products is not None and head.sizes is not None
         expected = (arrived * (logprobs + entropy)).detach().double().numpy()[:: head.every]
-        slope = slope_of(head.products.double().numpy(), expected, head.sizes.double().numpy(), 8 * unit / largest)
+        slope = slope_of(
+            head.products.double().numpy(),
+            expected,
+            head.sizes.double().numpy(),
+            8 * unit / largest,
+        )
         assert slope is not None and abs(slope.value - factor) < largest / 4

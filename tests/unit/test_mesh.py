@@ -1,4 +1,6 @@
-"""The mesh: every group and duty of a trainer rank, against megatron-core's own enumeration; and nobody else reckons with ranks."""
+"""The mesh: every group and duty of a trainer rank, against megatron-core's own enumeration; and
+nobody else reckons with ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,18 @@ SIZES = [
     (1, 2, 6, 2, 3, 2),
 ]
 TOKENS: dict[str, Axis] = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
-EXPERT_TOKENS: dict[str, Axis] = {"tp": "expert_tensor", "ep": "expert", "dp": "expert_data", "pp": "pipeline"}
+EXPERT_TOKENS: dict[str, Axis] = {
+    "tp": "expert_tensor",
+    "ep": "expert",
+    "dp": "expert_data",
+    "pp": "pipeline",
+}
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_groups_are_those_of_megatron_for_every_axis_and_for_several(sizes: tuple[int, ...]) -> None:
+def test_groups_are_those_of_megatron_for_every_axis_and_for_several(
+    sizes: tuple[int, ...],
+) -> None:
     from megatron.core.parallel_state import RankGenerator
 
     tensor, pipeline, data, context, expert, expert_tensor = sizes
@@ -46,11 +55,15 @@ def test_groups_are_those_of_megatron_for_every_axis_and_for_several(sizes: tupl
         several = ["-".join(pair) for pair in (("tp", "dp"), ("tp", "pp"), ("dp", "pp"))]
         for token in [*tokens, *several, "-".join(tokens)]:
             axes = [tokens[part] for part in token.split("-")]
-            assert mesh.groups(*axes) == [tuple(ranks) for ranks in generator.get_ranks(token)], token
+            assert mesh.groups(*axes) == [tuple(ranks) for ranks in generator.get_ranks(token)], (
+                token
+            )
             for group in mesh.groups(*axes):
                 assert all(mesh.place(rank).group(*axes) == group for rank in group)
     if context > 1:
-        assert mesh.groups("data", "context") == [tuple(ranks) for ranks in dense.get_ranks("dp-cp")]
+        assert mesh.groups("data", "context") == [
+            tuple(ranks) for ranks in dense.get_ranks("dp-cp")
+        ]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -70,11 +83,14 @@ def test_each_stage_has_one_publisher_and_each_replica_one_reader(sizes: tuple[i
     publishers = [place for place in map(mesh.place, range(mesh.size)) if place.publishes]
     assert [place.stage for place in publishers] == list(range(mesh.pipeline))
     assert {place.rank for place in publishers} <= set(mesh.senders())
-    assert sorted(rank for replica in range(mesh.data) for rank in mesh.replica(replica)) == list(range(mesh.size))
+    assert sorted(rank for replica in range(mesh.data) for rank in mesh.replica(replica)) == list(
+        range(mesh.size)
+    )
     for replica in range(mesh.data):
         reader = mesh.place(mesh.replica(replica)[0])
         assert (reader.replica, reader.stage, reader.is_tensor_leader) == (replica, 0, True)
-    # every shard of the dense weights, and every shard of every expert, is on exactly one rank that sends it or a copy of it
+    # every shard of the dense weights, and every shard of every expert, is on exactly one rank that
+    # sends it or a copy of it
     sent = [mesh.place(rank) for rank in mesh.senders()]
     dense = [place for place in sent if place.coordinate("context") == place.replica == 0]
     assert len(dense) == mesh.tensor * mesh.pipeline
@@ -86,7 +102,9 @@ def test_each_stage_has_one_publisher_and_each_replica_one_reader(sizes: tuple[i
 def test_replicas_take_turns_with_groups_and_each_group_has_one_slot() -> None:
     mesh = Mesh(data=3)
     slots = [mesh.slot_of(number) for number in range(12)]
-    assert sorted(slots) == [(replica, slot) for replica in range(3) for slot in range(mesh.per_replica(12))]
+    assert sorted(slots) == [
+        (replica, slot) for replica in range(3) for slot in range(mesh.per_replica(12))
+    ]
     assert [mesh.number_of(*slot) for slot in slots] == list(range(12))
     assert mesh.shares(12) and not mesh.shares(13)
 
@@ -97,7 +115,9 @@ def test_a_mesh_that_cannot_be_is_refused() -> None:
         and Mesh.of(7, 2, 2).size == 4
         and Mesh.of(1, 2, 2).size == 4
     )
-    with pytest.raises(ValueError, match="expert: 3 x 2 ranks do not divide the 8 ranks of a stage"):
+    with pytest.raises(
+        ValueError, match="expert: 3 x 2 ranks do not divide the 8 ranks of a stage"
+    ):
         Mesh(tensor=2, data=4, expert=3)
     with pytest.raises(ValueError, match="rank: 4 is not one of the 4 ranks"):
         Mesh(2, 2).place(4)
@@ -105,7 +125,8 @@ def test_a_mesh_that_cannot_be_is_refused() -> None:
         Mesh(data=4, expert=2).groups("data", "expert")
 
 
-# A name that stands for a rank, and names that stand for how many ranks there are along an axis, replicas among them.
+# A name that stands for a rank, and names that stand for how many ranks there are along an axis,
+# replicas among them.
 RANK = re.compile(r"(^|_)ranks?$")
 SIZE = re.compile(
     r"^(tensor|pipeline|data|context|expert)_(parallel|size)$|^(num_)?replicas$|^(data_parallel|world_size)$"
@@ -113,18 +134,30 @@ SIZE = re.compile(
 MEGATRON = re.compile(r"^get_\w+_parallel_(rank|world_size)$")
 # (path, what stands there): why it is no arithmetic on the run's trainer ranks.
 KNOWN = {
-    ("backends/megatron/parallel.py", "the sizes that Megatron was given make this process's mesh"): 5,
-    ("coordinator/token_budget.py", "rows of groups, one per replica, of an update that is not known to be whole"): 3,
+    (
+        "backends/megatron/parallel.py",
+        "the sizes that Megatron was given make this process's mesh",
+    ): 5,
+    (
+        "coordinator/token_budget.py",
+        "rows of groups, one per replica, of an update that is not known to be whole",
+    ): 3,
     ("planning/iteration_model/flow.py", "replicas of a cluster whose iteration is predicted"): 2,
 }
 
 
 def _names(node: ast.AST) -> set[str]:
-    """Names and attributes of an expression, not those that only say where in it to look; a mesh's `data` are replicas."""
+    """Names and attributes of an expression, not those that only say where in it to look; a mesh's
+    `data` are replicas.
+    """
     if isinstance(node, ast.Attribute) and node.attr == "data" and _names(node.value) == {"mesh"}:
         return {"replicas"}
     found: set[str] = (
-        {node.id} if isinstance(node, ast.Name) else {node.attr} if isinstance(node, ast.Attribute) else set()
+        {node.id}
+        if isinstance(node, ast.Name)
+        else {node.attr}
+        if isinstance(node, ast.Attribute)
+        else set()
     )
     if found:
         return found
@@ -133,9 +166,13 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _reckons(node: ast.AST) -> bool:
-    """Whether an expression divides ranks, divides among ranks or replicas, or multiplies sizes of axes."""
+    """Whether an expression divides ranks, divides among ranks or replicas, or multiplies sizes of
+    axes.
+    """
     if isinstance(node, ast.Call):
-        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        called = (
+            node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        )
         if called == "divmod":
             left, right = _names(node.args[0]), _names(node.args[1])
             return any(map(RANK.search, left)) or any(map(_counts_replicas, right))
@@ -185,6 +222,7 @@ def test_only_the_mesh_reckons_with_ranks() -> None:
             continue
         lines = sorted(_found(file.read_text()))
         assert len(lines) == known.get(path, 0), (
-            f"pa_npu/{path}, lines {lines}: ask pa_npu/config/mesh.py for ranks, groups, sizes and who reads which group; "
-            f"{known.get(path, 0)} such lines are known there (KNOWN, which only shrinks)"
+            f"pa_npu/{path}, lines {lines}: ask pa_npu/config/mesh.py for ranks, groups, sizes and "
+            f"who reads which group; {known.get(path, 0)} such lines are known there (KNOWN, which "
+            "only shrinks)"
         )

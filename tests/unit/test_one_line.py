@@ -1,4 +1,6 @@
-"""What is wrong outside of a run is one line with its own cause, whatever libraries print or say of it."""
+"""What is wrong outside of a run is one line with its own cause, whatever libraries print or say of
+it.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,14 @@ def test_a_joining_engine_that_meets_no_store_says_one_line(
         with pytest.raises(UserError, match="no run of pa_npu answers there"):
             join.find_run(("127.0.0.1", port), "the run", asked)
         subprocess.run(["sh", "-c", "echo heard >&2"], check=True)
-        assert capfd.readouterr().err == "heard\n", "nothing before it, and the terminal is itself again"
+        assert capfd.readouterr().err == "heard\n", (
+            "nothing before it, and the terminal is itself again"
+        )
 
 
-def test_the_terminal_is_kept_from_native_code_only_while_that_runs(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_terminal_is_kept_from_native_code_only_while_that_runs(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with join._without_traces():
         os.write(2, b"a stack trace\n")
     os.write(2, b"afterwards\n")
@@ -51,7 +57,9 @@ def test_the_terminal_is_kept_from_native_code_only_while_that_runs(capfd: pytes
 
 
 def test_an_unreadable_configuration_is_not_blamed_on_the_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_hidden_layers": "x"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "num_hidden_layers": "x"})
+    )
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match=r"transformers cannot read its config\.json"):
         load_tokenizer(str(tmp_path))
@@ -60,10 +68,14 @@ def test_an_unreadable_configuration_is_not_blamed_on_the_tokenizer(tmp_path: Pa
         load_tokenizer(str(tmp_path))
 
 
-def test_weights_without_permission_are_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_without_permission_are_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def denied(*_: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(model_directory, "open_plain", denied)
-    with pytest.raises(DataError, match="cannot be read \\(permission denied\\); let the user of the run read it"):
+    with pytest.raises(
+        DataError, match="cannot be read \\(permission denied\\); let the user of the run read it"
+    ):
         read_header(tmp_path / "model.safetensors")

@@ -1,4 +1,6 @@
-"""algorithm.loss=dpo: the pair of each group, ties, and whole updates against transformers in fp64 and the formula by hand."""
+"""algorithm.loss=dpo: the pair of each group, ties, and whole updates against transformers in fp64
+and the formula by hand.
+"""
 
 from __future__ import annotations
 
@@ -53,16 +55,25 @@ DPO = AlgorithmConfig(loss="dpo", kl_coef=BETA)
         ({"algorithm": {"kl_in": "reward"}}, "algorithm.kl_in: reward would be read by nothing"),
     ],
 )
-def test_what_makes_no_sense_with_preferences_is_refused_in_one_line(sections: dict[str, Any], says: str) -> None:
+def test_what_makes_no_sense_with_preferences_is_refused_in_one_line(
+    sections: dict[str, Any], says: str
+) -> None:
     algorithm = {"loss": "dpo", "kl_coef": 0.1, **sections.get("algorithm", {})}
     with pytest.raises(ValueError, match=says):
-        checked({"model": {"path": "m"}, "data": {"train": "t"}, **sections, "algorithm": algorithm})
+        checked(
+            {"model": {"path": "m"}, "data": {"train": "t"}, **sections, "algorithm": algorithm}
+        )
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_the_preset_keeps_a_reference_and_nothing_else(staleness: int) -> None:
     schedule = {"max_staleness": staleness, "updates_per_iteration": 2}
-    tree = {"model": {"path": "m"}, "data": {"train": "t"}, "schedule": schedule, "algorithm": {"name": "online-dpo"}}
+    tree = {
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "schedule": schedule,
+        "algorithm": {"name": "online-dpo"},
+    }
     config = Config.model_validate(tree)
     assert trainer_models(config).computed == ("reference",) and config.algorithm.kl_coef == 0.1
     assert config.algorithm.loss == "dpo"
@@ -70,7 +81,9 @@ def test_the_preset_keeps_a_reference_and_nothing_else(staleness: int) -> None:
     assert Config.model_validate(refreshed).algorithm.reference_refresh_every == 5
 
 
-def batch_of(lengths: list[int], advantages: list[float], group_size: int, seed: int = 0) -> TokenBatch:
+def batch_of(
+    lengths: list[int], advantages: list[float], group_size: int, seed: int = 0
+) -> TokenBatch:
     generator = torch.Generator().manual_seed(seed)
 
     def draw() -> torch.Tensor:
@@ -106,7 +119,9 @@ def test_the_first_of_the_best_is_preferred_to_the_first_of_the_worst() -> None:
         expected[[best, worst]] = -slope, slope
     assert terms.loss.sum().item() == pytest.approx(total, rel=1e-12)
     for number, part in enumerate(gradient.split(lengths)):
-        assert part.tolist() == pytest.approx([expected[number]] * lengths[number], abs=1e-12), f"response {number}"
+        assert part.tolist() == pytest.approx([expected[number]] * lengths[number], abs=1e-12), (
+            f"response {number}"
+        )
     assert terms.metrics["preference_pairs"] == 2
 
 
@@ -128,7 +143,9 @@ def test_a_preference_is_of_whole_groups_with_a_reference() -> None:
             dpo(broken, DPO)
     pairs = algorithm_of(DPO)
     sums = pairs.loss_sums(replace(batch, group_size=3))
-    assert set(sums.metrics) == set(pairs.metric_names), "every number has a name, and the other way round"
+    assert set(sums.metrics) == set(pairs.metric_names), (
+        "every number has a name, and the other way round"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -145,13 +162,18 @@ def judged(iteration: int) -> list[Group]:
     found = []
     for number, group in enumerate(groups):
         rewards = rng.permutation(np.arange(RESPONSES) % 3).astype(np.float32)
-        found.append(with_advantages(group, rewards - rewards.mean() if number < GROUPS - 1 else 0 * rewards))
+        found.append(
+            with_advantages(group, rewards - rewards.mean() if number < GROUPS - 1 else 0 * rewards)
+        )
     return found
 
 
 def by_hand(policy: Path, reference: Path, groups: list[Group]) -> tuple[float, float, int]:
     """Loss, norm of its gradient, pairs: dense attention, one sequence after another, in fp64."""
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (policy, reference))
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        for path in (policy, reference)
+    )
 
     def logprob(model: Any, tokens: torch.Tensor, start: int) -> torch.Tensor:
         logits = model(tokens[None]).logits[0, start - 1 : -1]
@@ -174,14 +196,23 @@ def by_hand(policy: Path, reference: Path, groups: list[Group]) -> tuple[float, 
         losses.append(torch.log1p(torch.exp(-BETA * (margins[0] - margins[1]))))
     loss = torch.stack(losses).mean()
     loss.backward()
-    norm = torch.sqrt(sum((p.grad.square().sum() for p in ours.parameters() if p.grad is not None), torch.zeros(())))
+    norm = torch.sqrt(
+        sum(
+            (p.grad.square().sum() for p in ours.parameters() if p.grad is not None),
+            torch.zeros(()),
+        )
+    )
     return loss.item(), norm.item(), len(losses)
 
 
 @pytest.mark.parametrize("max_tokens", [None, 200], ids=["", "packed"])
-def test_updates_are_those_of_transformers_in_fp64(max_tokens: int | None, model: Path, tmp_path: Path) -> None:
+def test_updates_are_those_of_transformers_in_fp64(
+    max_tokens: int | None, model: Path, tmp_path: Path
+) -> None:
     """Two iterations: in the first policy and reference are one model, in the second they are not."""
-    config = make_config(model, algorithm={"loss": "dpo", "kl_coef": BETA}, microbatch={"max_tokens": max_tokens})
+    config = make_config(
+        model, algorithm={"loss": "dpo", "kl_coef": BETA}, microbatch={"max_tokens": max_tokens}
+    )
     learner, _ = make_learner(config)
     policy = model
     for iteration in range(2):
@@ -193,8 +224,12 @@ def test_updates_are_those_of_transformers_in_fp64(max_tokens: int | None, model
         assert report["loss"] == pytest.approx(loss, rel=1e-5)
         assert report["grad_norm"] == pytest.approx(norm, rel=1e-4)
         if iteration:
-            assert abs(loss - math.log(2)) > 1e-3, "the policy must have left the reference for this to show anything"
-            others, _, _ = by_hand(policy, model, [with_advantages(g, -sample_of(g)) for g in groups])
+            assert abs(loss - math.log(2)) > 1e-3, (
+                "the policy must have left the reference for this to show anything"
+            )
+            others, _, _ = by_hand(
+                policy, model, [with_advantages(g, -sample_of(g)) for g in groups]
+            )
             assert others != pytest.approx(loss, rel=1e-3), "which response is preferred must show"
         policy = tmp_path / f"after{iteration}"
         learner.backend.export(policy)
@@ -202,7 +237,9 @@ def test_updates_are_those_of_transformers_in_fp64(max_tokens: int | None, model
 
 def sample_of(group: Group) -> np.ndarray:
     """The advantage of each sample."""
-    return np.array([part[-1] for part in np.split(group.advantages, np.cumsum(group.lengths)[:-1])])
+    return np.array(
+        [part[-1] for part in np.split(group.advantages, np.cumsum(group.lengths)[:-1])]
+    )
 
 
 def test_older_tokens_are_preferred_like_new_ones(model: Path) -> None:
@@ -210,17 +247,31 @@ def test_older_tokens_are_preferred_like_new_ones(model: Path) -> None:
     reports = []
     for staleness in (0, 2):
         config = make_config(
-            model, algorithm={"name": "online-dpo"}, schedule={"max_staleness": staleness, "iterations": 9}
+            model,
+            algorithm={"name": "online-dpo"},
+            schedule={"max_staleness": staleness, "iterations": 9},
         )
         learner, _ = make_learner(config)
         learner.publish(3)
         groups = [
-            replace(group, versions=np.where(group.trained, 3 - staleness, group.versions)) for group in judged(3)
+            replace(group, versions=np.where(group.trained, 3 - staleness, group.versions))
+            for group in judged(3)
         ]
         iterator = MicrobatchIterator(
             Shelf(groups),  # type: ignore[arg-type]
-            **{"replica": 0, "num_replicas": 1, "iteration": 3, "groups": GROUPS, "order": "prompt"},
-            **{"responses_per_microbatch": RESPONSES, "shared_prompt": True, "pad_multiple": 1, "timeout_s": 1.0},
+            **{
+                "replica": 0,
+                "num_replicas": 1,
+                "iteration": 3,
+                "groups": GROUPS,
+                "order": "prompt",
+            },
+            **{
+                "responses_per_microbatch": RESPONSES,
+                "shared_prompt": True,
+                "pad_multiple": 1,
+                "timeout_s": 1.0,
+            },
             freshness=Freshness(staleness),
         )
         reports.append(numbers(consume(learner, iterator, 1).report))

@@ -1,4 +1,6 @@
-"""A class of the user's own, with a second component on the environment's tokens: its update is its formula on both backends."""
+"""A class of the user's own, with a second component on the environment's tokens: its update is its
+formula on both backends.
+"""
 
 from __future__ import annotations
 
@@ -65,11 +67,19 @@ def learner_of(config: Config) -> Learner:
 
 
 def labelled(group: Group, config: Config) -> Group:
-    """The group with the components that the algorithm gives its tokens, and weights that are not 1 on every third."""
+    """The group with the components that the algorithm gives its tokens, and weights that are not 1
+    on every third.
+    """
     algorithm = build_algorithm(config)
-    spans = [slice(start, end) for start, end in zip(group.offsets()[:-1], group.offsets()[1:], strict=True)]
+    spans = [
+        slice(start, end)
+        for start, end in zip(group.offsets()[:-1], group.offsets()[1:], strict=True)
+    ]
     component = np.concatenate(
-        [algorithm.token_components(group.tokens[s], group.component[s], group.written[s]) for s in spans]
+        [
+            algorithm.token_components(group.tokens[s], group.component[s], group.written[s])
+            for s in spans
+        ]
     )
     weight = np.ones(len(component), np.float32)
     weight[::3] = 0.5
@@ -90,20 +100,28 @@ def update(learner: Learner, groups: list[Group], responses: int) -> Update:
     return learner.step()
 
 
-def by_hand(model: Path, groups: list[Group], *, observations: float) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Loss, norm of its gradient and weights after AdamW's step, one sequence after another with dense attention, in fp32.
+def by_hand(
+    model: Path, groups: list[Group], *, observations: float
+) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Loss, norm of its gradient and weights after AdamW's step, one sequence after another with
+    dense attention, in fp32.
 
-    On the policy's tokens -A r, with the ratio r to the same policy; on the prompt's -observations log p. Each is multiplied by its
-    weight, and all are divided by the number of the policy's tokens.
+    On the policy's tokens -A r, with the ratio r to the same policy; on the prompt's -observations
+    log p. Each is multiplied by its weight, and all are divided by the number of the policy's
+    tokens.
     """
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=RATE, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=RATE, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0
+    )
     total, policy_tokens = torch.zeros(()), 0
     for group in groups:
         starts, ends = group.offsets()[:-1].tolist(), group.offsets()[1:].tolist()
         for start, end in zip(starts, ends, strict=True):
             ids = torch.from_numpy(group.tokens[start:end].astype(np.int64))
-            logprobs = policy(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            logprobs = (
+                policy(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            )
             for place in range(1, end - start):
                 row = start + place
                 weight = float(group.weight[row])  # type: ignore[index]
@@ -115,9 +133,18 @@ def by_hand(model: Path, groups: list[Group], *, observations: float) -> tuple[f
                     total = total - weight * observations * logprobs[place - 1]
     loss = total / policy_tokens
     loss.backward()
-    norm = torch.sqrt(sum((p.grad.square().sum() for p in policy.parameters() if p.grad is not None), torch.zeros(())))
+    norm = torch.sqrt(
+        sum(
+            (p.grad.square().sum() for p in policy.parameters() if p.grad is not None),
+            torch.zeros(()),
+        )
+    )
     optimizer.step()
-    return loss.item(), norm.item(), {name: tensor.detach().clone() for name, tensor in policy.state_dict().items()}
+    return (
+        loss.item(),
+        norm.item(),
+        {name: tensor.detach().clone() for name, tensor in policy.state_dict().items()},
+    )
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
@@ -129,16 +156,24 @@ def test_its_update_is_the_formulas_by_hand(backend: str, model: Path, tmp_path:
     loss, norm, weights = by_hand(model, groups, observations=OBSERVATION_WEIGHT)
     assert done.report.loss == pytest.approx(loss, rel=1e-5)
     assert done.report.grad_norm == pytest.approx(norm, rel=1e-4)
-    assert done.normaliser == sum(int(group.written.sum()) for group in groups), "of the policy's tokens alone"
+    assert done.normaliser == sum(int(group.written.sum()) for group in groups), (
+        "of the policy's tokens alone"
+    )
     learner.backend.export(tmp_path)
-    exported = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    exported = {
+        name: tensor
+        for file in tmp_path.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
     assert exported.keys() <= weights.keys() and len(exported) > 10
     for name, tensor in exported.items():
         torch.testing.assert_close(
             tensor.float(), weights[name], rtol=1e-3, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}"
         )
     without, other_norm, _ = by_hand(model, groups, observations=0.0)
-    assert loss != pytest.approx(without, rel=1e-2) and norm != pytest.approx(other_norm, rel=1e-3), "it must show"
+    assert loss != pytest.approx(without, rel=1e-2) and norm != pytest.approx(
+        other_norm, rel=1e-3
+    ), "it must show"
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
@@ -208,7 +243,9 @@ def test_a_class_that_is_none_is_one_line(
     (tmp_path / "broken_algorithms.py").write_text(BROKEN)
     monkeypatch.syspath_prepend(str(tmp_path))
     keys = {"name": f"broken_algorithms:{name}"}
-    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": keys})
+    config = Config.model_validate(
+        {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": keys}
+    )
     with pytest.raises(ConfigError, match=problem) as refused:
         try_class(config)
     assert str(refused.value).startswith("algorithm.name: ") and "\n" not in str(refused.value)
@@ -238,7 +275,11 @@ def test_a_normaliser_that_counts_all_components_is_an_invariant_broken(model: P
     )
     leading = sum(int(group.leading_lengths.sum()) for group in groups)
     trained = sum(group.num_trained for group in groups)
-    assert algorithm.normaliser(Counts(tokens=leading, responses=GROUPS * RESPONSES)) == leading < trained
+    assert (
+        algorithm.normaliser(Counts(tokens=leading, responses=GROUPS * RESPONSES))
+        == leading
+        < trained
+    )
     check_normalisers(dispatched, [float(leading)], algorithm)
     with pytest.raises(InvariantViolation, match=r"I7 gradient: .* which should add up to"):
         check_normalisers(dispatched, [float(trained)], algorithm)

@@ -39,7 +39,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Source:
-    """Microbatches of so many tokens, each ready at its time; its reader works for work_s on the one before."""
+    """Microbatches of so many tokens, each ready at its time; its reader works for work_s on the
+    one before.
+    """
 
     is_last, traffic = False, None
 
@@ -60,7 +62,9 @@ class Source:
         return SimpleNamespace(layout=PrefixLayout.from_sequences([tokens]))
 
 
-def test_work_that_goes_on_has_no_gap_and_work_that_begins_does_not_begin_earlier(clock: Clock) -> None:
+def test_work_that_goes_on_has_no_gap_and_work_that_begins_does_not_begin_earlier(
+    clock: Clock,
+) -> None:
     device = Device()
     device.ends(device.begins(goes_on=False), 0.5)
     assert clock.now == pytest.approx(100.5)
@@ -100,10 +104,15 @@ def test_a_backend_takes_as_long_as_asked_and_does_all_else_itself(
     paced.accumulate(Source(clock, [(100.0, 1000), (100.0, 2000)]), "objective")  # type: ignore[arg-type]
     assert len(given) == 3 and given[0] == "objective" and clock.now == pytest.approx(103.0)
     assert paced.step() == "stepped"
-    assert backend_module("tools.paced.trainer:BACKEND").changes() == backend_module("megatron").changes()
+    assert (
+        backend_module("tools.paced.trainer:BACKEND").changes()
+        == backend_module("megatron").changes()
+    )
 
 
-def test_a_worker_computes_and_then_waits_for_its_device(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_computes_and_then_waits_for_its_device(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class CPUWorker:
         """vLLM's, whose steps take 30 ms here."""
 
@@ -111,7 +120,9 @@ def test_a_worker_computes_and_then_waits_for_its_device(clock: Clock, monkeypat
             clock.now += 0.03
             return f"computed {len(scheduler_output.num_scheduled_tokens)}"
 
-    monkeypatch.setitem(sys.modules, "vllm.v1.worker.cpu_worker", SimpleNamespace(CPUWorker=CPUWorker))  # type: ignore[misc]
+    monkeypatch.setitem(
+        sys.modules, "vllm.v1.worker.cpu_worker", SimpleNamespace(CPUWorker=CPUWorker)
+    )  # type: ignore[misc]
     monkeypatch.delitem(sys.modules, "tools.paced.engine", raising=False)
     monkeypatch.setenv("PACED_ENGINE", "0.1,0.01,0.001")
     worker = importlib.import_module("tools.paced.engine").PacedWorker()
@@ -119,7 +130,10 @@ def test_a_worker_computes_and_then_waits_for_its_device(clock: Clock, monkeypat
 
     def step(**tokens: int) -> float:
         before = clock.now
-        assert worker.execute_model(SimpleNamespace(num_scheduled_tokens=tokens)) == f"computed {len(tokens)}"
+        assert (
+            worker.execute_model(SimpleNamespace(num_scheduled_tokens=tokens))
+            == f"computed {len(tokens)}"
+        )
         return clock.now - before
 
     assert step(a=129, b=33) == pytest.approx(0.1 + 2 * 0.01 + 160 * 0.001), "two prompts"
@@ -133,6 +147,8 @@ def test_a_worker_computes_and_then_waits_for_its_device(clock: Clock, monkeypat
 def test_the_trainers_speed_follows_from_the_shortest_generation() -> None:
     cluster = Cluster({"0": EngineSpeed(0.012, 0.0005, 0.0)}, 32)
     lengths = [[64] * RESPONSES] * 16
-    assert shortest_generation_s(cluster, lengths, 128) == pytest.approx(4 * 64 * (0.012 + 32 * 0.0005))
+    assert shortest_generation_s(cluster, lengths, 128) == pytest.approx(
+        4 * 64 * (0.012 + 32 * 0.0005)
+    )
     two = Cluster({name: EngineSpeed(0.012, 0.0005, 0.0) for name in "01"}, 32)
     assert shortest_generation_s(two, lengths, 128) == pytest.approx(2 * 64 * (0.012 + 32 * 0.0005))

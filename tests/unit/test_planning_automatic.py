@@ -1,4 +1,6 @@
-"""`auto` for sizes: the fastest predicted division that fits, within what is given, or one line that says why there is none."""
+"""`auto` for sizes: the fastest predicted division that fits, within what is given, or one line
+that says why there is none.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ RECIPE = str(ROOT / "configs" / "grpo_qwen2.5_7b.yaml")
 ALL = tuple(f"{key}=auto" for key in automatic.KEYS)
 EIGHT = ("run.device=npu", "placement.devices_per_node=8")
 SPLIT = ("placement.colocate=false", "rollout.max_num_seqs=256")
-pytestmark = pytest.mark.skipif(platforms.missing("npu") is None, reason="plans with the typical device, not this one")
+pytestmark = pytest.mark.skipif(
+    platforms.missing("npu") is None, reason="plans with the typical device, not this one"
+)
 
 
 def test_what_is_found_fits_and_is_no_slower_than_the_recipe_and_says_why() -> None:
@@ -27,22 +31,47 @@ def test_what_is_found_fits_and_is_no_slower_than_the_recipe_and_says_why() -> N
     found = automatic.load([RECIPE], [*EIGHT, *ALL], said.append)
     spec, memory = known_spec("Qwen2.5-7B"), platforms.typical_memory("npu")
     assert spec is not None and memory is not None
-    assert found.num_devices == 8 and not [one for one in shortages(found, spec, memory[1], True) if one.fatal]
+    assert found.num_devices == 8 and not [
+        one for one in shortages(found, spec, memory[1], True) if one.fatal
+    ]
     typical = typical_speed("npu")
     by_hand = load_config([RECIPE], ["run.device=npu"])
-    seconds, by_hand_s = (assumed_basis(one, spec, typical).predicted(one).iteration_s for one in (found, by_hand))
+    seconds, by_hand_s = (
+        assumed_basis(one, spec, typical).predicted(one).iteration_s for one in (found, by_hand)
+    )
     assert seconds < 1.02 * by_hand_s
     (line,) = said
-    assert line.startswith("auto: rollout.engines=") and "is predicted at" in line and "8 x Ascend 910B" in line
-    assert automatic.load([RECIPE], [*EIGHT, *ALL], said.append) == found, "a run that goes on has the same sizes"
+    assert (
+        line.startswith("auto: rollout.engines=")
+        and "is predicted at" in line
+        and "8 x Ascend 910B" in line
+    )
+    assert automatic.load([RECIPE], [*EIGHT, *ALL], said.append) == found, (
+        "a run that goes on has the same sizes"
+    )
 
 
 def test_sizes_that_a_recipe_gives_do_not_keep_auto_from_counting_its_devices() -> None:
     """TP 4, PP 3 and EP 4 share their ranks: 12 of them are a whole replica, not 48."""
     mixture = str(ROOT / "configs" / "grpo_qwen3_30b_a3b.yaml")
-    sizes = ("trainer.tensor_parallel=4", "trainer.pipeline_parallel=3", "trainer.expert_parallel=4")
-    some = ("rollout.engines=auto", "trainer.devices=auto", "placement.colocate=auto", "rollout.tensor_parallel=auto")
-    given = ["run.device=npu", "placement.devices_per_node=16", "trainer.recompute=full", *sizes, *some]
+    sizes = (
+        "trainer.tensor_parallel=4",
+        "trainer.pipeline_parallel=3",
+        "trainer.expert_parallel=4",
+    )
+    some = (
+        "rollout.engines=auto",
+        "trainer.devices=auto",
+        "placement.colocate=auto",
+        "rollout.tensor_parallel=auto",
+    )
+    given = [
+        "run.device=npu",
+        "placement.devices_per_node=16",
+        "trainer.recompute=full",
+        *sizes,
+        *some,
+    ]
     found = automatic.load([mixture], given, lambda line: None)
     assert found.num_devices <= 16 and found.trainer.devices == 12
 
@@ -50,11 +79,18 @@ def test_sizes_that_a_recipe_gives_do_not_keep_auto_from_counting_its_devices() 
 def test_recomputation_offload_stages_and_experts_are_chosen_too() -> None:
     mixture = str(ROOT / "configs" / "grpo_qwen3_30b_a3b.yaml")
     said: list[str] = []
-    found = automatic.load([mixture], ["run.device=npu", "placement.devices_per_node=16", *ALL], said.append)
+    found = automatic.load(
+        [mixture], ["run.device=npu", "placement.devices_per_node=16", *ALL], said.append
+    )
     spec, memory = known_spec("Qwen3-30B-A3B"), platforms.typical_memory("npu")
     assert spec is not None and memory is not None and found.num_devices == 16
     assert not [one for one in shortages(found, spec, memory[1], True) if one.fatal]
-    for key in ("trainer.recompute", "optimizer.offload", "trainer.pipeline_parallel", "trainer.expert_parallel"):
+    for key in (
+        "trainer.recompute",
+        "optimizer.offload",
+        "trainer.pipeline_parallel",
+        "trainer.expert_parallel",
+    ):
         assert f"{key}=" in said[0]
 
 
@@ -62,14 +98,22 @@ def test_recomputation_offload_stages_and_experts_are_chosen_too() -> None:
     ("given", "kept"),
     [
         ((), lambda found: not found.placement.colocate and found.num_devices <= 8),
-        (("trainer.devices=4",), lambda found: found.trainer.devices == 4 and found.rollout.engines == 4),
-        (("trainer.tensor_parallel=4", "rollout.tensor_parallel=2"), lambda found: found.rollout.tensor_parallel == 2),
+        (
+            ("trainer.devices=4",),
+            lambda found: found.trainer.devices == 4 and found.rollout.engines == 4,
+        ),
+        (
+            ("trainer.tensor_parallel=4", "rollout.tensor_parallel=2"),
+            lambda found: found.rollout.tensor_parallel == 2,
+        ),
     ],
     ids=["separate", "trainers", "sizes"],
 )
 def test_what_is_given_stays(given: tuple[str, ...], kept: object) -> None:
     asked = [
-        word for word in ("rollout.engines=auto", "trainer.devices=auto") if word.split("=")[0] + "=4" not in given
+        word
+        for word in ("rollout.engines=auto", "trainer.devices=auto")
+        if word.split("=")[0] + "=4" not in given
     ]
     found = automatic.load([RECIPE], [*EIGHT, *SPLIT, *asked, *given], lambda line: None)
     assert callable(kept) and kept(found), found.rollout
@@ -77,9 +121,13 @@ def test_what_is_given_stays(given: tuple[str, ...], kept: object) -> None:
 
 
 def test_an_engine_on_the_trainers_devices_stays_on_a_node() -> None:
-    """8 devices beside a replica of TP=4 x PP=2 would be of two nodes; TP=8 trainers leave an engine of 4 within one."""
+    """8 devices beside a replica of TP=4 x PP=2 would be of two nodes; TP=8 trainers leave an
+    engine of 4 within one.
+    """
     large = str(ROOT / "configs" / "grpo_qwen2.5_32b.yaml")
-    found = automatic.load([large], ["run.device=npu", "placement.devices_per_node=8", *ALL], lambda line: None)
+    found = automatic.load(
+        [large], ["run.device=npu", "placement.devices_per_node=8", *ALL], lambda line: None
+    )
     assert found.placement.colocate and len(place_nodes(found)) == 4
 
 

@@ -1,4 +1,6 @@
-"""Plans of clusters: within their bounds, better with better devices, flat until something breaks, honest about origins."""
+"""Plans of clusters: within their bounds, better with better devices, flat until something breaks,
+honest about origins.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,22 @@ from tools.cluster.report import as_json, flatness, plan_lines
 from tools.plan_cluster import device_counts, main
 
 
-def basis(hardware: str = "910b", groups_per_device: float | None = 2.0, *overrides: str) -> KnownBasis:
+def basis(
+    hardware: str = "910b", groups_per_device: float | None = 2.0, *overrides: str
+) -> KnownBasis:
     config = load_config(["configs/grpo_qwen2.5_7b.yaml"], ["run.device=npu", *overrides])
     spec = known_spec(config.model.path)
     assert spec is not None
     typical = published_speed(hardware)
     base = planning_base(config, "npu")
     return KnownBasis(
-        base, spec, published(base, spec, typical), assumed_workload(base), typical, groups_per_device, 0.0
+        base,
+        spec,
+        published(base, spec, typical),
+        assumed_workload(base),
+        typical,
+        groups_per_device,
+        0.0,
     )
 
 
@@ -49,11 +59,15 @@ def test_a_plan_fits_into_the_devices_and_uses_all_of_them(plans):
     for plan in plans[1]:
         rollout, trainer = plan.config.rollout, plan.config.trainer
         assert rollout.engines * rollout.tensor_parallel + trainer.devices == plan.devices
-        assert plan.trainer.total <= 0.9 * plan.device_bytes and plan.engine.total <= plan.device_bytes
+        assert (
+            plan.trainer.total <= 0.9 * plan.device_bytes and plan.engine.total <= plan.device_bytes
+        )
 
 
 def test_the_colocated_bound_is_generation_and_training_on_all_devices_after_each_other(plans):
-    """Training: operations over all devices, by hand; generation: what remains must be what that many engines take."""
+    """Training: operations over all devices, by hand; generation: what remains must be what that
+    many engines take.
+    """
     found, (_, plan) = plans
     config = plan.config
     replica = config.trainer.tensor_parallel * config.trainer.pipeline_parallel
@@ -61,10 +75,17 @@ def test_the_colocated_bound_is_generation_and_training_on_all_devices_after_eac
     seconds = GroupSeconds(config, found.spec, cost, found.typical)
     shapes = found.workload.draw(config, 0, 256)
     groups = config.schedule.prompts_per_iteration
-    train_s = groups * sum(seconds(s.prompt, s.lengths) for s in shapes) / len(shapes) / (plan.devices // replica)
+    train_s = (
+        groups
+        * sum(seconds(s.prompt, s.lengths) for s in shapes)
+        / len(shapes)
+        / (plan.devices // replica)
+    )
     engines = config.model_copy(
         update={
-            "rollout": config.rollout.model_copy(update={"engines": plan.devices // config.rollout.tensor_parallel})
+            "rollout": config.rollout.model_copy(
+                update={"engines": plan.devices // config.rollout.tensor_parallel}
+            )
         }
     )
     generate_s = (
@@ -72,7 +93,9 @@ def test_the_colocated_bound_is_generation_and_training_on_all_devices_after_eac
         .predicted(engines, streams=False)
         .generate_s
     )
-    assert plan.colocated_s.value == pytest.approx(generate_s + train_s + cost.step_s + cost.border_s, rel=0.06)
+    assert plan.colocated_s.value == pytest.approx(
+        generate_s + train_s + cost.step_s + cost.border_s, rel=0.06
+    )
 
 
 def test_more_devices_shorten_the_same_work_and_faster_ones_too():
@@ -90,10 +113,14 @@ def test_the_division_that_is_chosen_is_the_best_of_those_simulated(plans):
 
 def test_what_breaks_first_is_named_and_then_sets_the_time(plans):
     found, (small, large) = plans
-    assert limited_s(small.predicted.iteration_s, list(small.limits)) == pytest.approx(small.iteration_s.value)
+    assert limited_s(small.predicted.iteration_s, list(small.limits)) == pytest.approx(
+        small.iteration_s.value
+    )
     assert flatness([small, large]).startswith("8 to 64 devices: any two within ")
     many = large.config.model_copy(
-        update={"schedule": large.config.schedule.model_copy(update={"prompts_per_iteration": 10**6})}
+        update={
+            "schedule": large.config.schedule.model_copy(update={"prompts_per_iteration": 10**6})
+        }
     )
     crowded = limits(many, large.predicted, 500.0, found.typical)
     assert first_to_break(crowded, large.iteration_s.value).name.startswith("coordinator")
@@ -101,11 +128,15 @@ def test_what_breaks_first_is_named_and_then_sets_the_time(plans):
 
 
 def test_flat_is_what_any_two_sizes_differ_by_not_what_they_differ_from_the_smallest(plans):
-    """Device-seconds per group: 1.05, 1.0, 1.12 are each within 10% of the first, and 12% apart; then 1.1 and 1.5."""
+    """Device-seconds per group: 1.05, 1.0, 1.12 are each within 10% of the first, and 12% apart;
+    then 1.1 and 1.5.
+    """
     large = plans[1][1]
 
     def of(devices: int, relative: float) -> ClusterPlan:
-        seconds = replace(large.iteration_s, value=relative * large.iteration_s.value * large.devices / devices)
+        seconds = replace(
+            large.iteration_s, value=relative * large.iteration_s.value * large.devices / devices
+        )
         return replace(large, devices=devices, iteration_s=seconds)
 
     sizes = [of(8, 1.05), of(16, 1.0), of(32, 1.12), of(64, 1.1), of(128, 1.5)]
@@ -138,9 +169,13 @@ def test_the_command_plans_from_a_run_and_says_what_is_calibrated(tmp_path, caps
     keys = plan["keys"]
     assert keys["rollout.engines"] * keys["rollout.tensor_parallel"] + keys["trainer.devices"] == 4
     # of another device than the run's nothing but lengths is known
-    assert main(["--from", str(run), "--devices", "4", "--hardware", "a100", "model.dtype=bf16"]) == 0
+    assert (
+        main(["--from", str(run), "--devices", "4", "--hardware", "a100", "model.dtype=bf16"]) == 0
+    )
     text = capsys.readouterr().out
-    assert "costs                   estimated" in text and "lengths                 measured" in text
+    assert (
+        "costs                   estimated" in text and "lengths                 measured" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,8 +185,14 @@ def test_the_command_plans_from_a_run_and_says_what_is_calibrated(tmp_path, caps
         (["--devices", "many"], "--devices 'many'"),
         (["--devices", "64..8"], "--devices"),
         (["--devices", "1"], "from 2 to"),
-        (["--devices", "8", "--hardware", "abacus"], "'abacus' is no device with published figures"),
-        (["--devices", "8", "--hardware", "a3", "--model", "nobody/knows"], "none whose shape is known"),
+        (
+            ["--devices", "8", "--hardware", "abacus"],
+            "'abacus' is no device with published figures",
+        ),
+        (
+            ["--devices", "8", "--hardware", "a3", "--model", "nobody/knows"],
+            "none whose shape is known",
+        ),
         (["--devices", "2", "--hardware", "a3", "--model", "Qwen2.5-32B"], "do not fit"),
     ],
 )
@@ -169,7 +210,10 @@ def test_device_counts():
 
 def test_an_interval_is_wider_where_costs_are_carried_to_another_model(plans):
     found, _ = plans
-    run = replace(found, costs=replace(found.costs, origin="calibrated", engine_error=0.05, trainer_error=0.04))
+    run = replace(
+        found,
+        costs=replace(found.costs, origin="calibrated", engine_error=0.05, trainer_error=0.04),
+    )
     other = replace(run, spec=replace(run.spec, num_layers=64))
     assert run.relative_error == pytest.approx(0.05) and other.relative_error > 0.2
     assert (run.origin, found.origin) == ("calibrated", "estimated")

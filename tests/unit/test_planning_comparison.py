@@ -1,4 +1,6 @@
-"""A plan says what the same devices take in other ways, what a change would gain, and where a prediction is too close to decide."""
+"""A plan says what the same devices take in other ways, what a change would gain, and where a
+prediction is too close to decide.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ SPLIT = [
     "trainer.expert_parallel=4",
     "trainer.recompute=full",
 ]
-pytestmark = pytest.mark.skipif(platforms.missing("npu") is None, reason="plans with the typical device, not this one")
+pytestmark = pytest.mark.skipif(
+    platforms.missing("npu") is None, reason="plans with the typical device, not this one"
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +50,24 @@ def split() -> Compared:
 def test_a_plan_says_what_the_same_devices_take_in_turns_split_with_roles_and_one_version_behind(
     split: Compared,
 ) -> None:
-    assert [way.name for way in split.ways] == ["in turns", "split", "with roles", "one version behind"]
+    assert [way.name for way in split.ways] == [
+        "in turns",
+        "split",
+        "with roles",
+        "one version behind",
+    ]
     lines = comparison_lines(split)
     assert lines[0].startswith(
-        f"an iteration          {split.this.seconds:.3g} s: 1 engines x 4 beside 12 ranks of TP 4 PP 3 EP 4"
+        f"an iteration          {split.this.seconds:.3g} s: 1 engines x 4 beside 12 ranks of TP 4 "
+        "PP 3 EP 4"
     )
     for way, line in zip(split.ways, lines[1:5], strict=True):
         assert line.split("s (")[0].split() == [*way.name.split(), f"{way.seconds:.3g}"], line
 
 
-def test_no_way_is_worse_than_what_the_configuration_itself_would_take_in_it(split: Compared) -> None:
+def test_no_way_is_worse_than_what_the_configuration_itself_would_take_in_it(
+    split: Compared,
+) -> None:
     config, spec = load_config([MIXTURE], SPLIT), known_spec("Qwen3-30B-A3B")
     assert spec is not None
     own_s = assumed_basis(config, spec, typical_speed("npu")).predicted(config).iteration_s
@@ -65,8 +77,14 @@ def test_no_way_is_worse_than_what_the_configuration_itself_would_take_in_it(spl
 
 
 def test_a_side_that_idles_is_a_warning_with_what_would_not_idle(split: Compared) -> None:
-    (line,) = [line for line in comparison_lines(split) if line.startswith("note: trainers idle for ")]
-    assert split.this.trainers_idle > 0.5 and split.best.sizes in line and f"{split.best.seconds:.3g} s" in line
+    (line,) = [
+        line for line in comparison_lines(split) if line.startswith("note: trainers idle for ")
+    ]
+    assert (
+        split.this.trainers_idle > 0.5
+        and split.best.sizes in line
+        and f"{split.best.seconds:.3g} s" in line
+    )
     assert split.best.seconds < 0.9 * split.this.seconds
     quiet = replace(split, this=replace(split.this, trainers_idle=0.1, engines_idle=0.1))
     assert not [line for line in comparison_lines(quiet) if line.startswith("note:")]
@@ -83,7 +101,10 @@ def test_the_change_of_a_key_that_gains_most_is_named_and_gains_it() -> None:
     faster = load_config([DENSE], [*given, "trainer.recompute=none"])
     gained = 1.0 - basis.predicted(faster).iteration_s / basis.predicted(config).iteration_s
     assert compared.gain == pytest.approx(gained, abs=0.03) and compared.gain > 0.05
-    assert f"would gain most       trainer.recompute=none: {compared.gain:.0%} less" in comparison_lines(compared)
+    assert (
+        f"would gain most       trainer.recompute=none: {compared.gain:.0%} less"
+        in comparison_lines(compared)
+    )
 
 
 THIS = Way("this", "8 engines x 1 on 8 ranks of TP 4", 100.0, 0.02, 0.02)
@@ -94,20 +115,25 @@ THIS = Way("this", "8 engines x 1 on 8 ranks of TP 4", 100.0, 0.02, 0.02)
     [
         (
             103.0,
-            "gain over turns       3.0%, below 5%: too little to decide by; schedule.compare_iterations measures both",
+            "gain over turns       3.0%, below 5%: too little to decide by; "
+            "schedule.compare_iterations measures both",
         ),
         (120.0, "gain over turns       20%"),
         (80.0, "gain over turns       none: turns with other sizes are predicted to take 20% less"),
     ],
 )
-def test_a_gain_over_turns_below_five_percent_is_said_to_decide_nothing(turns_s: float, said: str) -> None:
+def test_a_gain_over_turns_below_five_percent_is_said_to_decide_nothing(
+    turns_s: float, said: str
+) -> None:
     ways = (replace(THIS, name="in turns", seconds=turns_s),)
     lines = comparison_lines(Compared(THIS, ways, None, 0.0, 100, together=True))
     assert said in lines
     assert "the whole run         2 h 47 min for 100 iterations" in lines
 
 
-def test_no_way_takes_less_than_full_engines_and_trainers_and_the_plan_says_how_far_above_it_turns_are() -> None:
+def test_no_way_takes_less_than_full_engines_and_trainers_and_the_plan_says_how_far_above_it_turns_are() -> (
+    None
+):
     config, spec = load_config([SEVEN], ["run.device=npu"]), known_spec("Qwen2.5-7B")
     assert spec is not None
     compared = compare(config, spec)
@@ -116,16 +142,23 @@ def test_no_way_takes_less_than_full_engines_and_trainers_and_the_plan_says_how_
     assert 0.5 * min(exact) < compared.work_s < min(exact)
     above = compared.turns.seconds / compared.work_s - 1.0
     assert (
-        f"no order below        {compared.work_s:.3g} s, which full engines and trainers take; turns are {above:.0%} above it, "
-        f"and no overlap can gain more"
+        f"no order below        {compared.work_s:.3g} s, which full engines and trainers take; "
+        f"turns are {above:.0%} above it, and no overlap can gain more"
     ) in comparison_lines(compared)
 
 
 def test_several_keys_are_named_where_no_single_one_gains_as_much() -> None:
-    ways = (replace(THIS, name="with roles", sizes="4 engines x 2 on 8 ranks of TP 2", seconds=70.0),)
-    lines = comparison_lines(Compared(THIS, ways, {"trainer.tensor_parallel": 2}, 0.06, 10, together=True))
+    ways = (
+        replace(THIS, name="with roles", sizes="4 engines x 2 on 8 ranks of TP 2", seconds=70.0),
+    )
+    lines = comparison_lines(
+        Compared(THIS, ways, {"trainer.tensor_parallel": 2}, 0.06, 10, together=True)
+    )
     (line,) = [line for line in lines if line.startswith("would gain most")]
-    assert "several keys, which auto finds: 30% less (4 engines x 2 on 8 ranks of TP 2, with roles)" in line
+    assert (
+        "several keys, which auto finds: 30% less (4 engines x 2 on 8 ranks of TP 2, with roles)"
+        in line
+    )
 
 
 def test_a_run_one_version_behind_is_as_long_as_its_longer_side() -> None:
@@ -137,7 +170,9 @@ def test_a_run_one_version_behind_is_as_long_as_its_longer_side() -> None:
     sides = basis.predicted(config, streams=False)
     this = comparison._this(basis, config)
     assert this.seconds == pytest.approx(max(sides.generate_s, sides.train_s) + sides.border_s)
-    assert min(this.engines_idle, this.trainers_idle) == pytest.approx(sides.border_s / this.seconds)
+    assert min(this.engines_idle, this.trainers_idle) == pytest.approx(
+        sides.border_s / this.seconds
+    )
 
 
 def test_engines_that_run_already_are_not_compared_with_others() -> None:

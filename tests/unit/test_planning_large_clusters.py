@@ -20,12 +20,16 @@ from pa_npu.planning.iteration_model.subjects import (
     Rules,
 )
 
-# Seconds of a flow for each of its events, of which a group has two: measured, 8 to 10 microseconds a group.
+# Seconds of a flow for each of its events, of which a group has two: measured, 8 to 10 microseconds
+# a group.
 EVENT_S = 5e-6
 
 
 def observe_iteration(
-    controller: ScheduleController, outlook: IterationOutlook, speed: EngineSpeed, rng: np.random.Generator
+    controller: ScheduleController,
+    outlook: IterationOutlook,
+    speed: EngineSpeed,
+    rng: np.random.Generator,
 ) -> float:
     """An iteration in one wave, without simulating it: what it took."""
     end_s, engines = 0.0, outlook.engines
@@ -35,7 +39,9 @@ def observe_iteration(
         lengths = tuple(int(n) for n in np.clip(group.mean * rng.lognormal(0.0, 0.4, 8), 1, 1024))
         slower = 1.0 + engine % 2 if "unequal" in engines[0] else 1.0
         took_s = slower * max(lengths) * (speed.step_s + speed.sequence_s * 4 * each)
-        controller.observe(GroupTiming(index, engines[engine], 0.0, took_s, group.prompt_tokens, lengths))
+        controller.observe(
+            GroupTiming(index, engines[engine], 0.0, took_s, group.prompt_tokens, lengths)
+        )
         end_s = max(end_s, took_s)
     return end_s + 2.0
 
@@ -45,7 +51,9 @@ def observe_iteration(
 def test_choosing_never_takes_more_than_a_few_percent_of_an_iteration(
     monkeypatch: pytest.MonkeyPatch, kind: str, engines: int, each: int
 ) -> None:
-    """4 engines with 16 groups, 64 with 1,024 and 512 with 4,096: the choice, and what is learned from its error."""
+    """4 engines with 16 groups, 64 with 1,024 and 512 with 4,096: the choice, and what is learned
+    from its error.
+    """
     events = 0
 
     class Counted:
@@ -62,7 +70,10 @@ def test_choosing_never_takes_more_than_a_few_percent_of_an_iteration(
     names = tuple(f"{kind} engine {number}" for number in range(engines))
     rules = Rules("auto", "auto", 8, 256, 1024, max(1, engines // 4), "completion", 1)
     rng = np.random.default_rng(7)
-    prompts = [GroupOutlook(100, float(longest), 0.6 * longest) for longest in rng.lognormal(5.5, 0.5, engines * each)]
+    prompts = [
+        GroupOutlook(100, float(longest), 0.6 * longest)
+        for longest in rng.lognormal(5.5, 0.5, engines * each)
+    ]
     controller = ScheduleController(rules, lambda prompt, lengths: prompt + sum(lengths))
     outlook = IterationOutlook(prompts, names, True)
     for number in range(2):
@@ -71,7 +82,13 @@ def test_choosing_never_takes_more_than_a_few_percent_of_an_iteration(
         assert sorted(schedule.order) == list(range(len(prompts))), "all groups, whatever was tried"
         assert set(schedule.windows[0].sequences) >= set(names), "and all engines"
         iteration_s = observe_iteration(controller, outlook, NPU.engines[0], rng)
-        prediction = controller.end_iteration(IterationTimes(iteration_s, 0.5, 0.6 * iteration_s, 0.0))
-        assert events * EVENT_S <= max(0.045 * iteration_s, 0.05), f"iteration {number} of {iteration_s:.0f} s"
+        prediction = controller.end_iteration(
+            IterationTimes(iteration_s, 0.5, 0.6 * iteration_s, 0.0)
+        )
+        assert events * EVENT_S <= max(0.045 * iteration_s, 0.05), (
+            f"iteration {number} of {iteration_s:.0f} s"
+        )
         if number:
-            assert prediction.predicted_s is not None and events >= 2 * len(prompts), "and it is a choice"
+            assert prediction.predicted_s is not None and events >= 2 * len(prompts), (
+                "and it is a choice"
+            )

@@ -24,7 +24,8 @@ BASE = {
 
 def places(device_gib: int | None = 64, **overrides: object) -> int:
     settings = [
-        f"{key}={value}" for key, value in (BASE | {k.replace("__", "."): v for k, v in overrides.items()}).items()
+        f"{key}={value}"
+        for key, value in (BASE | {k.replace("__", "."): v for k, v in overrides.items()}).items()
     ]
     config = load_config([], settings)
     spec = known_spec("models/Qwen2.5-7B")
@@ -43,11 +44,16 @@ def places(device_gib: int | None = 64, **overrides: object) -> int:
         pytest.param(512, 64, {}, id="512 x 1024 tokens fit, 1024 do not"),
         pytest.param(1024, 64, {"rollout__max_response_tokens": 512}, id="1024 fit"),
         pytest.param(256, 64, {"rollout__max_response_tokens": 8192}, id="not even 512 fit"),
-        pytest.param(256, 64, {"schedule__prompts_per_iteration": 128}, id="an engine's share is no more"),
+        pytest.param(
+            256, 64, {"schedule__prompts_per_iteration": 128}, id="an engine's share is no more"
+        ),
         pytest.param(256, 64, {"rollout__max_num_seqs": 256}, id="given, though as by default"),
         pytest.param(256, None, {}, id="memory not known"),
         pytest.param(
-            256, 64, {"rollout__attach": "[http://a:1,http://a:2,http://a:3,http://a:4]"}, id="engines that run already"
+            256,
+            64,
+            {"rollout__attach": "[http://a:1,http://a:2,http://a:3,http://a:4]"},
+            id="engines that run already",
         ),
     ],
 )

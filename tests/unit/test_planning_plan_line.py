@@ -15,7 +15,12 @@ from pa_npu.platform.typical import typical_speed
 
 SPEED = typical_speed("npu")
 RECIPE = "configs/grpo_qwen2.5_7b.yaml"
-SPLIT = ("placement.colocate=false", "rollout.engines=4", "trainer.devices=4", "rollout.max_num_seqs=256")
+SPLIT = (
+    "placement.colocate=false",
+    "rollout.engines=4",
+    "trainer.devices=4",
+    "rollout.max_num_seqs=256",
+)
 
 
 def spec_of(config: Config) -> ModelSpec:
@@ -51,21 +56,34 @@ def test_the_side_that_is_slower_waits_least():
 
 
 def test_devices_for_both_are_predicted_with_roles_that_follow_the_work():
-    """In turns every device waits for the longest response; with roles what is idle of a device is less."""
-    shared = ("placement.colocate=true", "rollout.engines=8", "trainer.devices=8", "schedule.prompts_per_iteration=256")
+    """In turns every device waits for the longest response; with roles what is idle of a device is
+    less.
+    """
+    shared = (
+        "placement.colocate=true",
+        "rollout.engines=8",
+        "trainer.devices=8",
+        "schedule.prompts_per_iteration=256",
+    )
     config, turns, roles = predicted(*shared)
     assert roles.iteration_s < 0.98 * turns.iteration_s
     assert roles.engines_idle < turns.engines_idle
     assert "devices idle" in predicted_line(config, spec_of(config))
     alone = predicted(*shared, "trainer.tensor_parallel=8")
-    assert alone[2].iteration_s == pytest.approx(alone[1].iteration_s), "one unit has nobody to decode meanwhile"
+    assert alone[2].iteration_s == pytest.approx(alone[1].iteration_s), (
+        "one unit has nobody to decode meanwhile"
+    )
 
 
 def test_a_7b_model_decodes_and_trains_as_fast_as_is_assumed_of_such_devices():
-    """18 ms and 0.045 ms per sequence on an NPU; a GSM8K iteration of 128 x 8 on 4 + 4 devices takes tens of seconds."""
+    """18 ms and 0.045 ms per sequence on an NPU; a GSM8K iteration of 128 x 8 on 4 + 4 devices
+    takes tens of seconds.
+    """
     config, _, found = predicted("schedule.prompts_per_iteration=128")
     speed = typical_engine(config, spec_of(config), SPEED).speed(context=256)
-    assert speed.step_s == pytest.approx(0.018, rel=0.1) and speed.sequence_s == pytest.approx(4.5e-5, rel=0.5)
+    assert speed.step_s == pytest.approx(0.018, rel=0.1) and speed.sequence_s == pytest.approx(
+        4.5e-5, rel=0.5
+    )
     assert 10 < found.iteration_s < 100
 
 
@@ -73,17 +91,25 @@ def test_the_line_says_how_much_of_the_bound_is_reached_and_more_groups_reach_mo
     one_wave = ("rollout.ignore_eos=true", "trainer.devices=16", "rollout.max_num_seqs=256")
     config, *few = predicted(*one_wave, "schedule.prompts_per_iteration=128")
     line = predicted_line(config, spec_of(config))
-    assert f"{of_bound(*few):.2f} of the bound" in line and "engines idle" in line and "assumed lengths" in line
+    assert (
+        f"{of_bound(*few):.2f} of the bound" in line
+        and "engines idle" in line
+        and "assumed lengths" in line
+    )
     _, *more = predicted(*one_wave, "schedule.prompts_per_iteration=512")
     assert of_bound(*more) > of_bound(*few)
 
 
 def test_an_iteration_of_any_size_is_predicted():
     config, _, found = predicted("schedule.prompts_per_iteration=100000")
-    assert found.waves > 20 and f"waves {found.waves:.1f}" in predicted_line(config, spec_of(config))
+    assert found.waves > 20 and f"waves {found.waves:.1f}" in predicted_line(
+        config, spec_of(config)
+    )
 
 
-@pytest.mark.parametrize("name", ["qwen2.5_7b", "qwen3_8b", "deepseek_r1_distill_qwen_7b", "qwen2.5_32b"])
+@pytest.mark.parametrize(
+    "name", ["qwen2.5_7b", "qwen3_8b", "deepseek_r1_distill_qwen_7b", "qwen2.5_32b"]
+)
 def test_every_recipe_idles_little_though_lengths_are_not_known_before(name: str):
     """Devices for both sides, by themselves; a split reaches eight tenths of its bound."""
     config = load_config([f"configs/grpo_{name}.yaml"], ["run.device=npu"])

@@ -1,4 +1,6 @@
-"""Predictions from a run's records: costs are found again, other configurations follow, and what is off is said."""
+"""Predictions from a run's records: costs are found again, other configurations follow, and what is
+off is said.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,15 @@ def test_costs_of_a_run_are_found_again_from_its_timeline(recorded):
     _, _, found, _ = recorded
     assert found.engine.step_s == pytest.approx(ENGINE.step_s, rel=0.1)
     # what a sequence adds with the context that these have, and a prompt's token
-    assert found.engine.speed(200).sequence_s == pytest.approx(ENGINE.speed(200).sequence_s, rel=0.1)
+    assert found.engine.speed(200).sequence_s == pytest.approx(
+        ENGINE.speed(200).sequence_s, rel=0.1
+    )
     assert found.engine.prompt_token_s == pytest.approx(ENGINE.prompt_token_s, rel=0.25)
     assert found.trainer.microbatch_s == pytest.approx(TRAINER.microbatch_s, rel=0.06)
     assert found.trainer.operation_s == pytest.approx(TRAINER.operation_s, rel=0.06)
-    assert (found.trainer.step_s, found.trainer.border_s) == pytest.approx((TRAINER.step_s, TRAINER.border_s))
+    assert (found.trainer.step_s, found.trainer.border_s) == pytest.approx(
+        (TRAINER.step_s, TRAINER.border_s)
+    )
 
 
 OTHERS = {
@@ -60,18 +66,28 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_configurations_are_predicted_within_five_percent(recorded, name):
-    """Against engines and trainers with their true costs, which have the same groups in the same order."""
+    """Against engines and trainers with their true costs, which have the same groups in the same
+    order.
+    """
     run, spec, calibration, workload = recorded
     config = Config.model_validate(tree(Path(run.config.run.dir), **OTHERS[name]))
     predicted = Basis(config, spec, calibration, workload, CORE, None).predicted(config)
     groups = config.schedule.prompts_per_iteration
-    drawn = [[(s.prompt, list(s.lengths)) for s in virtual_run._drawn(workload, config, n, groups)] for n in range(3)]
-    true_s = statistics.median(iteration_s(config, spec, shapes).end_s for shapes in drawn) + TRAINER.border_s
+    drawn = [
+        [(s.prompt, list(s.lengths)) for s in virtual_run._drawn(workload, config, n, groups)]
+        for n in range(3)
+    ]
+    true_s = (
+        statistics.median(iteration_s(config, spec, shapes).end_s for shapes in drawn)
+        + TRAINER.border_s
+    )
     assert predicted.iteration_s == pytest.approx(true_s, rel=0.05)
 
 
 def test_sessions_are_planned_by_the_tokens_that_trainers_compute(recorded, tmp_path):
-    """Trees whose branches share three quarters of what was written; a leaf wrote nothing of its own."""
+    """Trees whose branches share three quarters of what was written; a leaf wrote nothing of its
+    own.
+    """
     directory = write_run(tmp_path / "run")
     path = directory / "timeline" / "coordinator.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
@@ -79,14 +95,22 @@ def test_sessions_are_planned_by_the_tokens_that_trainers_compute(recorded, tmp_
         args = event["args"]
         computed = [args["prompt"], [length // 4 for length in args["lengths"]]]
         rewarded = {"iteration": args["iteration"], "computed": computed}
-        events.append({**event, "name": event["name"].replace("group", "reward"), "lane": "rewards", "args": rewarded})
+        events.append(
+            {
+                **event,
+                "name": event["name"].replace("group", "reward"),
+                "lane": "rewards",
+                "args": rewarded,
+            }
+        )
         args["lengths"] = [*args["lengths"], 0]
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     run, spec, calibration, workload = recorded
     sessions = seen_workload(read_run(directory))
     assert sessions.origin == "measured" and len(sessions.shapes) == len(workload.shapes)
     whole, shared = (
-        Basis(run.config, spec, calibration, of, CORE, None).predicted(run.config) for of in (workload, sessions)
+        Basis(run.config, spec, calibration, of, CORE, None).predicted(run.config)
+        for of in (workload, sessions)
     )
     assert shared.train_s < 0.7 * whole.train_s and shared.generate_s > 0.8 * whole.generate_s
 
@@ -103,12 +127,16 @@ def test_without_a_timeline_what_the_controller_learned_is_used(tmp_path):
     ).iteration_s == pytest.approx(measured, rel=0.15)
 
 
-def test_what_the_model_leaves_out_of_the_run_itself_is_measured_and_carried_over(tmp_path, recorded):
+def test_what_the_model_leaves_out_of_the_run_itself_is_measured_and_carried_over(
+    tmp_path, recorded
+):
     run, spec, calibration, workload = recorded
     _, usual = against_itself(run, spec, calibration, workload, CORE)
     assert usual == pytest.approx(1.0, abs=0.07)
     slow = read_run(write_run(tmp_path / "run", slower=1.3))
-    corrected, ratio = against_itself(slow, spec, calibrate(slow, spec, CORE), seen_workload(slow), CORE)
+    corrected, ratio = against_itself(
+        slow, spec, calibrate(slow, spec, CORE), seen_workload(slow), CORE
+    )
     assert ratio == pytest.approx(1.3 * usual, rel=0.03)
     assert corrected.engine.step_s == pytest.approx(ratio * calibration.engine.step_s, rel=0.01)
 
@@ -120,16 +148,27 @@ def test_costs_grow_with_the_model_and_shrink_with_the_device(recorded):
     more = Basis(run.config, larger, calibration, workload, CORE, None).predicted(run.config)
     assert more.generate_s > 1.1 * now.generate_s and more.train_s > 2.0 * now.train_s
     faster = replace(
-        CORE, flops=10 * CORE.flops, memory_bytes=10 * CORE.memory_bytes, decode_step_s=0.0005, sequence_s=1e-5
+        CORE,
+        flops=10 * CORE.flops,
+        memory_bytes=10 * CORE.memory_bytes,
+        decode_step_s=0.0005,
+        sequence_s=1e-5,
     )
     assert (
-        Basis(run.config, spec, calibration, workload, faster, None).predicted(run.config).iteration_s < now.iteration_s
+        Basis(run.config, spec, calibration, workload, faster, None)
+        .predicted(run.config)
+        .iteration_s
+        < now.iteration_s
     )
 
 
 def test_the_part_of_a_cluster_that_is_simulated_takes_as_long_as_all_of_it(recorded, monkeypatch):
     run, spec, _, workload = recorded
-    changes = {"rollout": {"engines": 24}, "trainer": {"devices": 12}, "schedule": {"prompts_per_iteration": 384}}
+    changes = {
+        "rollout": {"engines": 24},
+        "trainer": {"devices": 12},
+        "schedule": {"prompts_per_iteration": 384},
+    }
     config = Config.model_validate(tree(Path(run.config.run.dir), **changes))
     costs = published(config, spec, CORE)
     part = Basis(config, spec, costs, workload, CORE, None).predicted(config)
@@ -137,7 +176,9 @@ def test_the_part_of_a_cluster_that_is_simulated_takes_as_long_as_all_of_it(reco
     monkeypatch.setattr(virtual_run, "_MOST_GROUPS", 10**6)
     whole = Basis(config, spec, costs, workload, CORE, None).predicted(config)
     assert part.iteration_s == pytest.approx(whole.iteration_s, rel=0.06)
-    assert part.tokens / part.iteration_s == pytest.approx(whole.tokens / whole.iteration_s, rel=0.06)
+    assert part.tokens / part.iteration_s == pytest.approx(
+        whole.tokens / whole.iteration_s, rel=0.06
+    )
 
 
 def test_a_directory_without_records_is_refused_in_one_line(tmp_path):
@@ -160,8 +201,12 @@ def test_a_directory_without_records_is_refused_in_one_line(tmp_path):
     ],
     ids=["weights", "reference", "adapters", "fp32"],
 )
-def test_a_microbatch_of_sharded_trainers_moves_all_weights(sections, bytes_per_parameter, tmp_path):
-    """Each of 4 ranks in a ring sends and receives 3/4 of what is gathered and scattered; at 1 GB/s."""
+def test_a_microbatch_of_sharded_trainers_moves_all_weights(
+    sections, bytes_per_parameter, tmp_path
+):
+    """Each of 4 ranks in a ring sends and receives 3/4 of what is gathered and scattered; at 1
+    GB/s.
+    """
     model = make_model(tmp_path)
     parameters = sum(tensor.size for tensor in load_file(model / "model.safetensors").values())
     trainer = {"backend": "fsdp", "devices": 8, "shards": 4}
@@ -170,12 +215,20 @@ def test_a_microbatch_of_sharded_trainers_moves_all_weights(sections, bytes_per_
     expected = bytes_per_parameter * parameters * 3 / 4 / 1e9
     assert gather_seconds(config, spec, element, 1e9) == pytest.approx(expected)
     alone = model_config(model, trainer={**trainer, "shards": 1})
-    assert gather_seconds(alone, spec, element, 1e9) == gather_seconds(model_config(model), spec, element, 1e9) == 0
+    assert (
+        gather_seconds(alone, spec, element, 1e9)
+        == gather_seconds(model_config(model), spec, element, 1e9)
+        == 0
+    )
 
 
 def mixture_config(**trainer) -> Config:
     """Returns a configuration of Qwen3-30B-A3B in bf16 on 8 trainer devices of one node."""
-    tree = {"model": {"path": "Qwen3-30B-A3B"}, "data": {"train": "unused"}, "placement": {"devices_per_node": 16}}
+    tree = {
+        "model": {"path": "Qwen3-30B-A3B"},
+        "data": {"train": "unused"},
+        "placement": {"devices_per_node": 16},
+    }
     return Config.model_validate({**tree, "trainer": {"devices": 8, **trainer}})
 
 
@@ -197,7 +250,9 @@ def test_a_mixtures_step_reduces_and_steps_experts_over_their_copies_alone():
             (2 * 4 * (n - 1) / n + 40 / n) * parameters / 1e6
             for parameters, n in ((dense / of_dense, dense_copies), (experts / of_experts, copies))
         )
-        assert typical_trainer(config, spec, slow).step_s == pytest.approx(seconds, rel=1e-3), trainer
+        assert typical_trainer(config, spec, slow).step_s == pytest.approx(seconds, rel=1e-3), (
+            trainer
+        )
 
 
 def test_tokens_that_go_to_other_ranks_experts_take_time_by_the_bytes_that_leave():

@@ -1,4 +1,6 @@
-"""Choosing a platform: what is there is given, what is missing is named, the user's environment is left alone."""
+"""Choosing a platform: what is there is given, what is missing is named, the user's environment is
+left alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ def run_python(code: str, **environment: str) -> str:
     """Standard output of a fresh interpreter."""
     command = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={"PATH": "/usr/bin:/bin", **environment}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PATH": "/usr/bin:/bin", **environment},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip()
@@ -32,14 +38,20 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_cuda_that_is_not_there_is_refused_with_the_reason() -> None:
-    with pytest.raises(UserError, match=r"run\.device: cuda cannot be used: .*without CUDA; install the cuda extra"):
+    with pytest.raises(
+        UserError, match=r"run\.device: cuda cannot be used: .*without CUDA; install the cuda extra"
+    ):
         platforms.get("cuda")
 
 
 def test_npu_that_is_not_there_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = platforms.importlib.util.find_spec
-    monkeypatch.setattr(platforms.importlib.util, "find_spec", lambda n: None if n == "torch_npu" else find_spec(n))
-    with pytest.raises(UserError, match=r"run\.device: npu cannot be used: torch_npu is not installed"):
+    monkeypatch.setattr(
+        platforms.importlib.util, "find_spec", lambda n: None if n == "torch_npu" else find_spec(n)
+    )
+    with pytest.raises(
+        UserError, match=r"run\.device: npu cannot be used: torch_npu is not installed"
+    ):
         platforms.get("npu")
 
 
@@ -49,9 +61,12 @@ def test_unknown_kind_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("present", "expected"), [({"npu", "cuda", "cpu"}, "npu"), ({"cuda", "cpu"}, "cuda"), ({"cpu"}, "cpu")]
+    ("present", "expected"),
+    [({"npu", "cuda", "cpu"}, "npu"), ({"cuda", "cpu"}, "cuda"), ({"cpu"}, "cpu")],
 )
-def test_auto_prefers_npu_then_cuda(present: set[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_prefers_npu_then_cuda(
+    present: set[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(platforms, "missing", lambda kind: None if kind in present else "absent")
     monkeypatch.setattr(platforms, "_create", lambda kind: kind)
     assert platforms.get("auto") == expected

@@ -15,10 +15,18 @@ from pa_npu.control import keeper
 from pa_npu.engines.client import _memory
 from pa_npu.engines.vllm.worker import WorkerExtension
 from pa_npu.platform import memory_peaks
-from pa_npu.platform.memory_peaks import MemoryPeak, ResidentPeak, device_peak_bytes, own_processes, tree
+from pa_npu.platform.memory_peaks import (
+    MemoryPeak,
+    ResidentPeak,
+    device_peak_bytes,
+    own_processes,
+    tree,
+)
 
 MIB = 2**20
-pytestmark = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the marks are Linux's")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the marks are Linux's"
+)
 
 
 class Child:
@@ -39,7 +47,10 @@ for line in sys.stdin:
 
     def __enter__(self) -> Child:
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-c", self.PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-S", "-c", self.PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.hold(0)
         return self
@@ -59,7 +70,9 @@ for line in sys.stdin:
 
 
 def rises(peak: ResidentPeak, child: Child) -> list[float]:
-    """MiB above the first look, of an iteration that needs 64 for a time, one that needs nothing, one that keeps 32."""
+    """MiB above the first look, of an iteration that needs 64 for a time, one that needs nothing,
+    one that keeps 32.
+    """
     first = peak.take()
     found = []
     for needs in ((64, 0), (0,), (32,)):
@@ -83,7 +96,9 @@ def test_several_processes_add_up_and_one_that_has_ended_counts_nothing() -> Non
     assert peak.take() == 0
 
 
-def test_where_the_mark_cannot_be_reset_it_is_the_most_since_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_mark_cannot_be_reset_it_is_the_most_since_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(ResidentPeak, "_reset", lambda self, pid: None)
     with Child() as child:
         assert rises(ResidentPeak(lambda: [child.pid]), child) == pytest.approx([64, 64, 64], abs=4)
@@ -97,7 +112,9 @@ def test_without_proc_it_is_the_most_since_the_start(tmp_path: Path) -> None:
     assert ResidentPeak(own_processes, proc=str(tmp_path)).take() > 50 * MIB
 
 
-def test_the_processes_of_a_command_are_those_that_its_keeper_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processes_of_a_command_are_those_that_its_keeper_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert keeper.SESSION == memory_peaks.SESSION
     monkeypatch.delenv(keeper.SESSION, raising=False)
     assert own_processes() == [os.getpid()]
@@ -121,7 +138,8 @@ def test_a_device_that_keeps_no_count_has_none(monkeypatch: pytest.MonkeyPatch) 
     assert device_peak_bytes("cpu") is None and device_peak_bytes("no_such_device") is None
     state = {"peak": 900}
     device = SimpleNamespace(
-        max_memory_allocated=lambda: state["peak"], reset_peak_memory_stats=lambda: state.update(peak=100)
+        max_memory_allocated=lambda: state["peak"],
+        reset_peak_memory_stats=lambda: state.update(peak=100),
     )
     monkeypatch.setattr(torch, "toy", device, raising=False)
     assert [device_peak_bytes("toy") for _ in range(2)] == [900, 100], "reset at each look"
@@ -129,9 +147,13 @@ def test_a_device_that_keeps_no_count_has_none(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_fullest_of_engines_and_workers_counts() -> None:
     assert MemoryPeak.largest([]) is None
-    assert MemoryPeak.largest([MemoryPeak(5), MemoryPeak(3, 7), MemoryPeak(1, 9)]) == MemoryPeak(5, 9)
+    assert MemoryPeak.largest([MemoryPeak(5), MemoryPeak(3, 7), MemoryPeak(1, 9)]) == MemoryPeak(
+        5, 9
+    )
     answers = [{"memory": {"host": 70, "device": 5}}, {"memory": {"host": 0, "device": 8}}]
-    assert _memory(answers) == MemoryPeak(70, 8), "the first worker counts all processes of the engine"
+    assert _memory(answers) == MemoryPeak(70, 8), (
+        "the first worker counts all processes of the engine"
+    )
     assert _memory([{"memory": {"host": 70, "device": None}}]) == MemoryPeak(70)
     assert _memory([{}]) is None and _memory([{"memory": "a lot"}]) is None
 
@@ -143,7 +165,9 @@ def test_one_worker_of_an_engine_counts_its_processes(monkeypatch: pytest.Monkey
         return extension
 
     monkeypatch.delenv(keeper.SESSION, raising=False)
-    assert all(worker(rank)._pa_memory()["host"] > 50 * MIB for rank in (0, 1)), "without a keeper each counts itself"
+    assert all(worker(rank)._pa_memory()["host"] > 50 * MIB for rank in (0, 1)), (
+        "without a keeper each counts itself"
+    )
     monkeypatch.setenv(keeper.SESSION, str(os.getsid(0)))
     monkeypatch.setattr(memory_peaks, "tree", lambda leader: [os.getpid()])
     assert [bool(worker(rank)._pa_memory()["host"]) for rank in (0, 1)] == [True, False]

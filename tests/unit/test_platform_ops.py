@@ -54,7 +54,11 @@ def test_rms_norm_in_bf16_rounds_as_transformers_does() -> None:
 @pytest.mark.parametrize("strided", [False, True])
 def test_rotary_equals_its_formula(strided: bool) -> None:
     torch.manual_seed(0)
-    x = torch.randn(6, 3, 24, dtype=torch.float64)[..., ::2] if strided else torch.randn(6, 3, 12, dtype=torch.float64)
+    x = (
+        torch.randn(6, 3, 24, dtype=torch.float64)[..., ::2]
+        if strided
+        else torch.randn(6, 3, 12, dtype=torch.float64)
+    )
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     cos, sin = angles(6, 12, torch.float64)
     down = torch.randn(6, 3, 12, dtype=torch.float64)

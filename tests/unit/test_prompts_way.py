@@ -1,8 +1,9 @@
 """The prompt's way that docs/architecture.md lists is the one that a prompt really takes.
 
-One row of a dataset goes through everything from reading it to the optimizer's step: the coordinator's producer, a stand-in engine
-behind vLLM's client, reward functions, the buffer's bytes, the trainers' iterator and the Megatron backend. What runs is watched:
-a file is on the way where a function of it is given the prompt or what has become of it.
+One row of a dataset goes through everything from reading it to the optimizer's step: the
+coordinator's producer, a stand-in engine behind vLLM's client, reward functions, the buffer's
+bytes, the trainers' iterator and the Megatron backend. What runs is watched: a file is on the way
+where a function of it is given the prompt or what has become of it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,13 @@ from pa_npu.environments.registry import make_environment
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.subjects import Rules
-from pa_npu.rewards.functions import RewardInput, RewardResult, build_function, call_function, function_specs
+from pa_npu.rewards.functions import (
+    RewardInput,
+    RewardResult,
+    build_function,
+    call_function,
+    function_specs,
+)
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
@@ -62,13 +69,25 @@ from pa_npu.attention import PrefixLayout  # isort: skip
 from pa_npu.backends.megatron.factory import load_stage  # isort: skip
 
 ROWS = (
-    *(Record, Prompt, Generation, Sample, SampleBuilder, RewardInput, RewardResult, Group, Microbatch, PrefixLayout),
+    *(
+        Record,
+        Prompt,
+        Generation,
+        Sample,
+        SampleBuilder,
+        RewardInput,
+        RewardResult,
+        Group,
+        Microbatch,
+        PrefixLayout,
+    ),
     *(ScoredGroup, ScoredSamples, Admitted, TokenBatch),
 )
 DATA = (*ROWS, torch.Tensor, np.ndarray)
 PRODUCER = "coordinator/producer.py"
 QUESTION = "t3 t4 t5 t6 t7"
-# Given the data to hand it on as it is, or to compute what the file before them asks for: no step of its own.
+# Given the data to hand it on as it is, or to compute what the file before them asks for: no step
+# of its own.
 HANDS_ON = {
     "control/worker_process.py": "the pipe to a worker",
     "control/channel.py": "bytes into the store",
@@ -93,11 +112,20 @@ NOTHING_OF_IT = {
     "backends/megatron/optimizer.py": "parameters",
     "trainer/learner.py": "sums over ranks",
 }
-NOT_STEPS = ("backends/megatron/patches/", "planning/", "telemetry/", "data/time_limit.py", "config/", "publish/")
+NOT_STEPS = (
+    "backends/megatron/patches/",
+    "planning/",
+    "telemetry/",
+    "data/time_limit.py",
+    "config/",
+    "publish/",
+)
 
 
 def documented() -> list[str]:
-    """The files of the table in docs/architecture.md, in its order, each as often as it stands there."""
+    """The files of the table in docs/architecture.md, in its order, each as often as it stands
+    there.
+    """
     text = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     table = text.partition("## A prompt's way")[2].partition("\n## ")[0]
     files: list[str] = []
@@ -124,7 +152,9 @@ def is_data(value: Any, depth: int = 0) -> bool:
 
 @contextmanager
 def watched() -> Iterator[list[str]]:
-    """Watches every function of the package; yields the files in the order in which they were first given a prompt's data."""
+    """Watches every function of the package; yields the files in the order in which they were first
+    given a prompt's data.
+    """
     files: list[str] = []
     prefix = f"{PACKAGE}/"
 
@@ -150,7 +180,9 @@ def make_config(directory: Path) -> Config:
     model = make_model(directory / "model")
     tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(128)}, unk_token="t0"))
     tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t1", pad_token="t0").save_pretrained(model)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="t1", pad_token="t0"
+    ).save_pretrained(model)
     train = directory / "train.jsonl"
     train.write_text(json.dumps({"question": QUESTION, "answer": "5"}) + "\n")
     return model_config(
@@ -178,7 +210,13 @@ async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: Rollo
             work = GroupWork(spec, config)
             producer = Producer(
                 *(config, pool, make_environment(config, tokenizer), rewards, buffer),
-                *(ScheduleController(Rules.of(config), work), Sampling(8, 1.0), Timeline(None, ""), work, store_thread),
+                *(
+                    ScheduleController(Rules.of(config), work),
+                    Sampling(8, 1.0),
+                    Timeline(None, ""),
+                    work,
+                    store_thread,
+                ),
             )
             read = load_prompts(config.data.datasets[0], tokenizer, config.data, "data.train")
             await producer.produce(0, list(read.prompts))
@@ -190,7 +228,10 @@ def reward_worker(config: Config) -> None:
 
     functions = [(spec, build_function(spec)) for spec in function_specs(config.reward)]
     compute(functions, RewardInput(QUESTION, "5", [f"{QUESTION} #### 5"], [9], {}), lambda _: None)
-    assert call_function(functions[0][1], RewardInput(QUESTION, "5", ["#### 5"], [3], {})) == ([1.0], None)
+    assert call_function(functions[0][1], RewardInput(QUESTION, "5", ["#### 5"], [3], {})) == (
+        [1.0],
+        None,
+    )
 
 
 def test_a_prompt_takes_the_way_that_is_documented(tmp_path: Path) -> None:
@@ -207,7 +248,12 @@ def test_a_prompt_takes_the_way_that_is_documented(tmp_path: Path) -> None:
             source = MicrobatchIterator(
                 buffer,
                 **{"replica": 0, "num_replicas": 1, "iteration": 0, "groups": 1, "order": "prompt"},
-                **{"responses_per_microbatch": 4, "shared_prompt": True, "pad_multiple": 1, "timeout_s": 5.0},
+                **{
+                    "responses_per_microbatch": 4,
+                    "shared_prompt": True,
+                    "pad_multiple": 1,
+                    "timeout_s": 5.0,
+                },
             )
             learner.accumulate(source)
             source.finish()
@@ -217,7 +263,13 @@ def test_a_prompt_takes_the_way_that_is_documented(tmp_path: Path) -> None:
     way = documented()
     taken = {file for file in files if not file.startswith(NOT_STEPS)}
     unknown = taken - {*way, *HANDS_ON, *ASIDE, *NOTHING_OF_IT}
-    assert not unknown, f"{sorted(unknown)}: put it into docs/architecture.md, or say here what it is"
+    assert not unknown, (
+        f"{sorted(unknown)}: put it into docs/architecture.md, or say here what it is"
+    )
     unused = set(way) - taken
-    assert not unused, f"{sorted(unused)}: no prompt comes there; take it out of docs/architecture.md"
-    assert not {*HANDS_ON, *ASIDE} - taken, f"{sorted({*HANDS_ON, *ASIDE} - taken)}: nothing comes there"
+    assert not unused, (
+        f"{sorted(unused)}: no prompt comes there; take it out of docs/architecture.md"
+    )
+    assert not {*HANDS_ON, *ASIDE} - taken, (
+        f"{sorted({*HANDS_ON, *ASIDE} - taken)}: nothing comes there"
+    )

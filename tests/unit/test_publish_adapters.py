@@ -1,4 +1,6 @@
-"""publish.lora=adapter: an engine that gets A and B alone ends with the weights that it would have been sent, to the bit."""
+"""publish.lora=adapter: an engine that gets A and B alone ends with the weights that it would have
+been sent, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = make_model(tmp_path_factory.mktemp("model"), request.param, tied=request.param == "qwen3")
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    path = make_model(
+        tmp_path_factory.mktemp("model"), request.param, tied=request.param == "qwen3"
+    )
     with single_process(model_config(path)):
         yield path
 
@@ -50,12 +56,20 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the mixture, of attention alone: experts get no adapters."""
-    targets = ["q_proj", "v_proj", "o_proj"] if "Moe" in (model / "config.json").read_text() else "all-linear"
-    return make_adapter(model, tmp_path_factory.mktemp("adapter"), use_rslora=True, target_modules=targets)
+    targets = (
+        ["q_proj", "v_proj", "o_proj"]
+        if "Moe" in (model / "config.json").read_text()
+        else "all-linear"
+    )
+    return make_adapter(
+        model, tmp_path_factory.mktemp("adapter"), use_rslora=True, target_modules=targets
+    )
 
 
 def backend(model: Path, lora: str, /, **sections: Any) -> Any:
-    config = config_of(model, **{"trainer": {"backend": "fsdp"}, "publish": {"lora": lora}, **sections})
+    config = config_of(
+        model, **{"trainer": {"backend": "fsdp"}, "publish": {"lora": lora}, **sections}
+    )
     spec, timeline = ModelSpec.of(config), Timeline(None, "")
     return backend_module("fsdp").create(config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline)
 
@@ -89,13 +103,20 @@ def test_an_engine_ends_with_the_merged_weights_to_the_bit(
         assert weights.contents() == contents_by_name(sent), "summed up in the model that trains"
     assert list(loaded) == list(merged), "in the same order"
     assert all(
-        torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype for name, tensor in merged.items()
+        torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype
+        for name, tensor in merged.items()
     )
     stored = load_file(model / "model.safetensors")
-    changed = {name for name, tensor in loaded.items() if not torch.equal(tensor, stored[name].to(tensor.dtype))}
+    changed = {
+        name
+        for name, tensor in loaded.items()
+        if not torch.equal(tensor, stored[name].to(tensor.dtype))
+    }
     sent = {name.removeprefix("base_model.model.") for name in source.manifest.shapes}
     assert changed == {name.replace(".lora_A", "") for name in sent if ".lora_A" in name}
-    assert source.manifest.num_bytes == 4 * sum(tensor.numel() for tensor in load_file(_file(adapter)).values())
+    assert source.manifest.num_bytes == 4 * sum(
+        tensor.numel() for tensor in load_file(_file(adapter)).values()
+    )
     assert source.manifest.loaded == set(merged)
 
 
@@ -104,9 +125,15 @@ def _file(adapter: Path) -> Path:
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "rank"), [(700, 257, 8), (128, 64, 4), (300, 33, 1)])
-def test_a_merged_row_has_the_same_bits_however_the_weight_is_cut(outputs: int, inputs: int, rank: int) -> None:
+def test_a_merged_row_has_the_same_bits_however_the_weight_is_cut(
+    outputs: int, inputs: int, rank: int
+) -> None:
     torch.manual_seed(0)
-    weight, up, down = torch.randn(outputs, inputs), torch.randn(outputs, rank), torch.randn(rank, inputs)
+    weight, up, down = (
+        torch.randn(outputs, inputs),
+        torch.randn(outputs, rank),
+        torch.randn(rank, inputs),
+    )
 
     def merged(first: int, last: int) -> torch.Tensor:
         rows = weight[first:last].clone()
@@ -123,7 +150,9 @@ def test_a_merged_row_has_the_same_bits_however_the_weight_is_cut(outputs: int, 
         for first in range(0, outputs, count):
             rows = slice(first, first + count)
             assert torch.equal(merged(first, first + count), whole[rows]), f"{first}, {count}"
-            unlike += int((torch.addmm(weight[rows], up[rows], down, alpha=1.7) != plain[rows]).sum())
+            unlike += int(
+                (torch.addmm(weight[rows], up[rows], down, alpha=1.7) != plain[rows]).sum()
+            )
     assert unlike or rank == 1, "a product of the rows alone would be seen"
 
 
@@ -146,28 +175,40 @@ def test_an_engine_with_other_weights_is_refused_before_it_joins(
     place: dict[str, Any] = {"store": ["127.0.0.1", 1], "first_rank": 1, "world_size": 2}
     stages = [{"name": "unused", "manifest": source.manifest.to_json()}]
     groups = {**place, "stages": stages, "backend": "gloo", "timeout_s": 1.0}
-    with pytest.raises(WeightSyncError, match=r"publish.lora=adapter: .*other has other weights than the trainers'"):
+    with pytest.raises(
+        WeightSyncError, match=r"publish.lora=adapter: .*other has other weights than the trainers'"
+    ):
         Receiver.join(groups, 0, CPU, object(), str(other))
 
 
-def test_a_directory_that_stores_a_weight_otherwise_than_it_is_sent_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_directory_that_stores_a_weight_otherwise_than_it_is_sent_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
     other = shutil.copytree(model, tmp_path / "other")
     stored = load_file(other / "model.safetensors")
     held = backend(other, "adapter", lora={"rank": 2, "targets": ["q_proj"]})
     stored["another.name"] = stored.pop("model.norm.weight")
     save_file(stored, other / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        DataError, match=r"other does not have model.norm.weight as it would be sent.*publish.lora=merged"
+        DataError,
+        match=r"other does not have model.norm.weight as it would be sent.*publish.lora=merged",
     ):
         held.published_weights(2**12)
 
 
-def test_late_engines_get_the_adapters_alone_of_the_published_version(model: Path, adapter: Path) -> None:
+def test_late_engines_get_the_adapters_alone_of_the_published_version(
+    model: Path, adapter: Path
+) -> None:
     held = backend(
-        model, "adapter", model={"adapter": str(adapter)}, schedule={"max_staleness": 1}, algorithm={"kl_coef": 0.0}
+        model,
+        "adapter",
+        model={"adapter": str(adapter)},
+        schedule={"max_staleness": 1},
+        algorithm={"kl_coef": 0.0},
     )
     regular, late = (
-        held.published_weights(2**12, name) for name in (None, "old" if "old" in held._models else "published")
+        held.published_weights(2**12, name)
+        for name in (None, "old" if "old" in held._models else "published")
     )
     held.copy_policy("old" if "old" in held._models else "published")
     assert late.manifest == regular.manifest
@@ -180,8 +221,14 @@ def test_late_engines_get_the_adapters_alone_of_the_published_version(model: Pat
     assert not any(torch.equal(trained[name], tensor) for name, tensor in published.items())
 
 
-def test_the_manifest_says_what_an_engine_reads_and_nothing_else(model: Path, adapter: Path) -> None:
-    raw = backend(model, "adapter", model={"adapter": str(adapter)}).published_weights(2**12).manifest.to_json()
+def test_the_manifest_says_what_an_engine_reads_and_nothing_else(
+    model: Path, adapter: Path
+) -> None:
+    raw = (
+        backend(model, "adapter", model={"adapter": str(adapter)})
+        .published_weights(2**12)
+        .manifest.to_json()
+    )
     name, file, start, *others = raw["base"]["weights"][0]
     wrong = ([], [name, file, -1, *others], [name, file, start], [name, file, start, *others, 0])
     for broken in ({"factor": "x"}, {"weights": None}, *({"weights": [one]} for one in wrong)):
@@ -200,21 +247,32 @@ def test_the_second_buffer_holds_adapters_alone(model: Path, adapter: Path) -> N
         "schedule": {"max_staleness": 1},
     }
     of = {
-        lora: config_of(model, publish={"mode": "delayed", "lora": lora}, **sections) for lora in ("merged", "adapter")
+        lora: config_of(model, publish={"mode": "delayed", "lora": lora}, **sections)
+        for lora in ("merged", "adapter")
     }
     second = {
         lora: dict(engine_memory(config, ModelSpec.of(config), None).parts)["second buffer"]
         for lora, config in of.items()
     }
-    assert second["adapter"] == 4 * sum(tensor.numel() for tensor in load_file(_file(adapter)).values())
+    assert second["adapter"] == 4 * sum(
+        tensor.numel() for tensor in load_file(_file(adapter)).values()
+    )
     assert second["merged"] > 4 * second["adapter"] > 0
 
 
 def test_adapters_alone_are_refused_without_adapters_and_by_engines_that_merge_none(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys: dict[str, Any] = {"trainer": {"backend": "fsdp"}, "lora": {"rank": 2}, "publish": {"lora": "adapter"}}
-    for kind, number in ((VLLM, 0), (TRANSFORMERS, 0), (replace(TRANSFORMERS, merges_adapters=False), 1)):
+    keys: dict[str, Any] = {
+        "trainer": {"backend": "fsdp"},
+        "lora": {"rank": 2},
+        "publish": {"lora": "adapter"},
+    }
+    for kind, number in (
+        (VLLM, 0),
+        (TRANSFORMERS, 0),
+        (replace(TRANSFORMERS, merges_adapters=False), 1),
+    ):
         monkeypatch.setitem(sys.modules, "some_engine", types.SimpleNamespace(KIND=kind))
         config = config_of(model, rollout={"backend": "some_engine:KIND"}, **keys)
         refused = pytest.raises(
@@ -222,5 +280,7 @@ def test_adapters_alone_are_refused_without_adapters_and_by_engines_that_merge_n
         )
         with refused if number else nullcontext():
             check_engine_keys(config, None)
-    with pytest.raises(ValidationError, match=r"publish.lora: adapter would be read by nothing.*set lora.rank"):
+    with pytest.raises(
+        ValidationError, match=r"publish.lora: adapter would be read by nothing.*set lora.rank"
+    ):
         config_of(model, publish={"lora": "adapter"}, trainer={"backend": "fsdp"})

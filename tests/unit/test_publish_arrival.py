@@ -1,4 +1,6 @@
-"""Weights arrive as they were sent (I5): skipped, changed and stale ones are found without a tolerance, and named."""
+"""Weights arrive as they were sent (I5): skipped, changed and stale ones are found without a
+tolerance, and named.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def connection_of(stages: list[StageManifest]) -> Connection:
 
 
 class Pair:
-    """A trainer and an engine worker, in real gloo groups; the trainer's weights change by an update of 1e-6 per version."""
+    """A trainer and an engine worker, in real gloo groups; the trainer's weights change by an
+    update of 1e-6 per version.
+    """
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, stages: int = 1) -> None:
         world = World(monkeypatch, make_checkpoint(directory, "qwen2", tied=False), stages=stages)
@@ -59,10 +63,19 @@ class Pair:
                 for parameter in module.parameters():
                     parameter.add_(1e-6)
 
-    def publish(self, version: int, load: Callable[[Receiver, int], None] | None = None) -> LoadedWeights:
-        """One publish with the coordinator's check after it. load: what the engine does instead of receiving everything."""
-        load = load or (lambda receiver, version: [None for _ in receiver.receive(version)] and None)  # type: ignore[func-returns-value]
-        senders = [lambda p=publisher: p.publish(version, self.world.members) for publisher in self.publishers]
+    def publish(
+        self, version: int, load: Callable[[Receiver, int], None] | None = None
+    ) -> LoadedWeights:
+        """One publish with the coordinator's check after it. load: what the engine does instead of
+        receiving everything.
+        """
+        load = load or (
+            lambda receiver, version: [None for _ in receiver.receive(version)] and None
+        )  # type: ignore[func-returns-value]
+        senders = [
+            lambda p=publisher: p.publish(version, self.world.members)
+            for publisher in self.publishers
+        ]
         results: list[Any] = run_threads(*senders, lambda: load(self.receiver, version))
         errors = [result for result in results if isinstance(result, Exception)]
         assert not errors, errors
@@ -88,7 +101,9 @@ def test_what_was_sent_arrives(pair: Pair) -> None:
 
 
 def test_a_load_that_was_skipped_is_found(pair: Pair) -> None:
-    """The engine takes part, says that it holds version 1, and still has what it received as version 0."""
+    """The engine takes part, says that it holds version 1, and still has what it received as
+    version 0.
+    """
 
     def skip(receiver: Receiver, version: int) -> None:
         held = receiver._digests
@@ -100,7 +115,8 @@ def test_a_load_that_was_skipped_is_found(pair: Pair) -> None:
     pair.update()
     with pytest.raises(
         InvariantViolation,
-        match=r"I5: engine http://engine, worker 0, .* version 1 as stage 0 sent it: bucket 1 of \d+",
+        match=r"I5: engine http://engine, worker 0, .* version 1 as stage 0 sent it: bucket 1 of "
+        r"\d+",
     ):
         pair.publish(1, skip)
 
@@ -118,13 +134,17 @@ def test_weights_scaled_by_a_hundredth_on_the_way_are_found_and_the_bucket_is_na
 
     pair.publish(0)
     monkeypatch.setattr(Receiver, "_arrived", scaled)
-    with pytest.raises(InvariantViolation, match=r"I5: engine http://engine, worker 0.* \(.*layers\.2\.mlp"):
+    with pytest.raises(
+        InvariantViolation, match=r"I5: engine http://engine, worker 0.* \(.*layers\.2\.mlp"
+    ):
         pair.publish(1)
 
 
 def test_an_engine_that_does_not_say_what_it_received_is_refused(pair: Pair) -> None:
     pair.publish(0)
-    with pytest.raises(InvariantViolation, match=r"I5: engine a does not say what it received as weight version 1"):
+    with pytest.raises(
+        InvariantViolation, match=r"I5: engine a does not say what it received as weight version 1"
+    ):
         pair.check.check(1, pair.sent, {"a": LoadedWeights((1,))})
     assert not ArrivalCheck(connection_of([StageManifest("stage-0", {})])).applies, (
         "trainers played by a test announce nothing"
@@ -139,7 +159,8 @@ def test_a_late_engine_that_is_sent_another_versions_copy_is_found(pair: Pair) -
     pair.check.check_late(1, pair.sent, {"late": loaded})
     held = LoadedWeights((1,), (tuple(stage.digests for stage in stale),))
     with pytest.raises(
-        InvariantViolation, match=r"I5: stage 0 sent a late engine other weights than .* version 1, first in b"
+        InvariantViolation,
+        match=r"I5: stage 0 sent a late engine other weights than .* version 1, first in b",
     ):
         pair.check.check_late(1, stale, {"late": held})
 
@@ -156,7 +177,9 @@ def test_the_stage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_publish_of_something_that_does_not_follow_the_policy_is_found(pair: Pair) -> None:
-    """Two versions of equal digests while the policy changed by 1e-6: what is sent is a copy that nobody refreshes."""
+    """Two versions of equal digests while the policy changed by 1e-6: what is sent is a copy that
+    nobody refreshes.
+    """
     policy = [parameter.detach().clone() for parameter in pair.modules[0].parameters()]
     pair.publish(0)
     before = replace(pair.stats[0], policy=digest_of(policy))
@@ -164,7 +187,9 @@ def test_a_publish_of_something_that_does_not_follow_the_policy_is_found(pair: P
     unchanged = replace(pair.stats[0], policy=digest_of(policy))
     check_follows(1, 0, unchanged, before)  # an update of nothing publishes the same weights
     policy = [parameter + 1e-6 for parameter in policy]
-    with pytest.raises(InvariantViolation, match=r"I5: stage 0 sent, as weight version 1, bit for bit"):
+    with pytest.raises(
+        InvariantViolation, match=r"I5: stage 0 sent, as weight version 1, bit for bit"
+    ):
         check_follows(1, 0, replace(unchanged, policy=digest_of(policy)), before)
     pair.update()
     pair.publish(2)
@@ -177,8 +202,12 @@ def test_a_publish_of_something_that_does_not_follow_the_policy_is_found(pair: P
 class Trainers:
     """TrainerPublish of one rank on a real store; `sends` says what each attempt does."""
 
-    def __init__(self, sends: Iterator[PublishStats | Exception | None], rank: int = 0, stage: int | None = 0) -> None:
-        self.channel = StoreChannel(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    def __init__(
+        self, sends: Iterator[PublishStats | Exception | None], rank: int = 0, stage: int | None = 0
+    ) -> None:
+        self.channel = StoreChannel(
+            dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        )
         self.members: list[PublishMembers] = []
 
         def send(version: int, members: PublishMembers) -> PublishStats | None:
@@ -190,16 +219,22 @@ class Trainers:
             return outcome
 
         trained = lambda: self.policy  # noqa: E731
-        self.side = TrainerPublish(self.channel, send, trained, rank, stage, 20.0, Timeline(None, ""))
+        self.side = TrainerPublish(
+            self.channel, send, trained, rank, stage, 20.0, Timeline(None, "")
+        )
 
     def decide(self, version: int, *done: bool) -> None:
         for attempt, verdict in enumerate(done):
             place = {"version": version, "attempt": attempt}
             MEMBERS.put(self.channel, PublishMembers(attempt, 2), **place)
-            VERDICT.put(self.channel, PublishVerdict(verdict, "" if verdict else "an engine died"), **place)
+            VERDICT.put(
+                self.channel, PublishVerdict(verdict, "" if verdict else "an engine died"), **place
+            )
 
 
-@pytest.mark.parametrize("error", [WeightSyncError("the connection broke"), DeadlineExceeded("too long")])
+@pytest.mark.parametrize(
+    "error", [WeightSyncError("the connection broke"), DeadlineExceeded("too long")]
+)
 def test_an_attempt_that_fails_is_told_and_made_again(error: Exception) -> None:
     trainers = Trainers(iter([error, PublishStats(digests="ab")]))
     trainers.decide(3, False, True)
@@ -230,7 +265,8 @@ def test_a_stale_publish_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ):  # before the verdict, and so before anything is trained by it
         trainers.side.publish(1)
 
-    monkeypatch.setattr(trainer_side, "check_follows", lambda *_: None)  # the control: nothing else sees it
+    # the control: nothing else sees it
+    monkeypatch.setattr(trainer_side, "check_follows", lambda *_: None)
     control = Trainers(iter(versions))
     for version in range(2):
         control.decide(version, True)
@@ -240,7 +276,9 @@ def test_a_stale_publish_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_leader_that_cannot_join_leaves_its_tensor_parallel_peers_ready_for_the_next_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peers are in the gather by then; a leader that went away without it would meet them one attempt late."""
+    """The peers are in the gather by then; a leader that went away without it would meet them one
+    attempt late.
+    """
     world = World(monkeypatch, make_checkpoint(tmp_path, "qwen2", tied=False), tp_size=2)
     leader, peer = world.publishers(timeout_s=20.0)
     join = world._join
@@ -250,13 +288,17 @@ def test_a_leader_that_cannot_join_leaves_its_tensor_parallel_peers_ready_for_th
 
     monkeypatch.setattr("pa_npu.weight_transfer.transport.join_group", broken)
     members = PublishMembers(0, 1)
-    results: list[Any] = run_threads(lambda: leader.publish(0, members), lambda: peer.publish(0, members))
+    results: list[Any] = run_threads(
+        lambda: leader.publish(0, members), lambda: peer.publish(0, members)
+    )
     assert isinstance(results[0], WeightSyncError) and isinstance(results[1], PublishStats), results
     monkeypatch.setattr("pa_npu.weight_transfer.transport.join_group", join)
     (receiver,) = world.connect([leader, peer], epoch=1)
     members = PublishMembers(1, 1)
     results = run_threads(
-        lambda: leader.publish(0, members), lambda: peer.publish(0, members), lambda: dict(receiver.receive(0))
+        lambda: leader.publish(0, members),
+        lambda: peer.publish(0, members),
+        lambda: dict(receiver.receive(0)),
     )
     assert not [result for result in results if isinstance(result, Exception)], results
     assert receiver.digests == (results[0].digests,)

@@ -1,4 +1,6 @@
-"""Groups that are given up or never come about, with stand-ins for NCCL and HCCL that behave as their sources say."""
+"""Groups that are given up or never come about, with stand-ins for NCCL and HCCL that behave as
+their sources say.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Work:
 
 
 class Group:
-    """A process group of one backend. The first broadcast makes the communicator, and blocks while a member is missing.
+    """A process group of one backend. The first broadcast makes the communicator, and blocks while
+    a member is missing.
 
     pending: works that the watchdog knows. watchdog: what it does with one that fails or times out.
     """
@@ -62,7 +65,9 @@ class Group:
         return ends and bool(self.pending)
 
     def abort(self) -> None:
-        """ProcessGroup.abort: ProcessGroupNCCL overrides it; for HCCL it is Backend's own, which does nothing."""
+        """ProcessGroup.abort: ProcessGroupNCCL overrides it; for HCCL it is Backend's own, which
+        does nothing.
+        """
         self.calls.append("abort")
         if self.backend == "nccl":
             self.aborted = True
@@ -98,7 +103,9 @@ def join(monkeypatch: pytest.MonkeyPatch, members: threading.Event) -> Iterator[
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     made: list[Group] = []
 
-    def helper(size: int, rank: int, ranks: list[int], backend: str, store: Any, **_: Any) -> tuple[Group, None]:
+    def helper(
+        size: int, rank: int, ranks: list[int], backend: str, store: Any, **_: Any
+    ) -> tuple[Group, None]:
         made.append(Group(str(backend), members))
         c10d._world.pg_map[made[-1]] = (str(backend), store)  # type: ignore[index]
         return made[-1], None
@@ -108,8 +115,11 @@ def join(monkeypatch: pytest.MonkeyPatch, members: threading.Event) -> Iterator[
     monkeypatch.setattr(transport, "_left_behind", [])
 
     def run(backend: str, timeout_s: float = WAIT_S) -> Any:
-        dist.PrefixStore("group", server).set("member/1", run.terms or collectives.rules(backend).terms())  # type: ignore[attr-defined]
-        return transport.join_group("127.0.0.1", server.port, "group", 0, 2, backend, timeout_s, "stage 0")
+        terms = run.terms or collectives.rules(backend).terms()  # type: ignore[attr-defined]
+        dist.PrefixStore("group", server).set("member/1", terms)
+        return transport.join_group(
+            "127.0.0.1", server.port, "group", 0, 2, backend, timeout_s, "stage 0"
+        )
 
     run.made, run.server, run.terms = made, server, ""  # type: ignore[attr-defined]
     yield run
@@ -118,7 +128,9 @@ def join(monkeypatch: pytest.MonkeyPatch, members: threading.Event) -> Iterator[
         c10d._world.pg_group_ranks.pop(group, None)  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize(("backend", "variable", "value"), [("nccl", NCCL, "2"), ("hccl", HCCL, "0")])
+@pytest.mark.parametrize(
+    ("backend", "variable", "value"), [("nccl", NCCL, "2"), ("hccl", HCCL, "0")]
+)
 @pytest.mark.parametrize("users", [None, "1"])
 def test_a_publish_group_alone_is_made_so_that_its_failures_do_not_end_the_process(
     backend: str,
@@ -159,7 +171,9 @@ def test_a_dropped_group_leaves_nothing_that_a_watchdog_could_end_the_process_fo
 def test_the_stand_ins_watchdog_ends_a_process_that_does_as_torch_does_by_default(
     backend: str, variable: str, join: Make, members: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: with torch's own handling, and its own abort, a failed publish ends the survivor of a good retry."""
+    """The control: with torch's own handling, and its own abort, a failed publish ends the survivor
+    of a good retry.
+    """
     monkeypatch.delenv(variable, raising=False)
     monkeypatch.setitem(collectives._RULES, backend, collectives.Gloo())
     members.set()
@@ -174,9 +188,13 @@ def test_the_stand_ins_watchdog_ends_a_process_that_does_as_torch_does_by_defaul
 def test_a_member_that_dies_while_the_communicator_is_made_ends_the_join_at_its_deadline(
     backend: str, join: Make
 ) -> None:
-    """The call that makes it blocks; the other member was there when the group met, and never takes part."""
+    """The call that makes it blocks; the other member was there when the group met, and never takes
+    part.
+    """
     with pytest.raises(
-        DeadlineExceeded, match=r"stage 0: making the communicator of group group of 2 members: not done within 0.3 s"
+        DeadlineExceeded,
+        match=r"stage 0: making the communicator of group group of 2 members: not done within 0.3 "
+        r"s",
     ):
         join(backend, timeout_s=0.3)
     assert join.made[0].aborted  # type: ignore[attr-defined]
@@ -208,7 +226,9 @@ def test_an_abort_that_blocks_or_fails_holds_up_nobody_for_long(
 def test_a_broadcast_that_cannot_be_started_is_a_failed_publish(join: Make, members: Any) -> None:
     members.set()
     group = join("nccl")
-    group.broadcast = lambda tensor, root: (_ for _ in ()).throw(RuntimeError("NCCL error: remote process exited"))
+    group.broadcast = lambda tensor, root: (_ for _ in ()).throw(
+        RuntimeError("NCCL error: remote process exited")
+    )
     with pytest.raises(WeightSyncError, match=r"could not be started .*remote process exited"):
         transport.broadcast(group, torch.zeros(1))
 
@@ -232,7 +252,8 @@ def test_buffers_of_different_sizes_are_refused_and_the_default_counts(
     join.terms = "HCCL_BUFFSIZE=512"  # type: ignore[attr-defined]
     with pytest.raises(
         WeightSyncError,
-        match=r"rank 1 has HCCL_BUFFSIZE=512, this process HCCL_BUFFSIZE=200 HCCL_DETERMINISTIC=false; set it alike",
+        match=r"rank 1 has HCCL_BUFFSIZE=512, this process HCCL_BUFFSIZE=200 "
+        r"HCCL_DETERMINISTIC=false; set it alike",
     ):
         join("hccl")
     join.terms = ""  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""Trainers and engines compute with the same numbers beside the weights (I5): what differs by a percent is named in any type."""
+"""Trainers and engines compute with the same numbers beside the weights (I5): what differs by a
+percent is named in any type.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +30,34 @@ def engine_of(path: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def checked(trainers: Computation, engine: Computation) -> None:
-    report = LiveReport({}, [], msgspec.convert(msgspec.to_builtins(engine, str_keys=True), Computation, strict=False))
+    report = LiveReport(
+        {},
+        [],
+        msgspec.convert(msgspec.to_builtins(engine, str_keys=True), Computation, strict=False),
+    )
     LiveMemoryCheck(trainers).check(0, {"http://e": LoadedWeights((0,), live=(report,))})
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_megatron_computes_with_what_transformers_does(family: str, dtype: str, tmp_path: Path) -> None:
+def test_megatron_computes_with_what_transformers_does(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
     path = make_model(tmp_path / "model", family)
     config = model_config(path, model={"dtype": dtype})
-    engine = computation_of(engine_of(path, torch.float32 if dtype == "fp32" else torch.bfloat16).modules())
+    engine = computation_of(
+        engine_of(path, torch.float32 if dtype == "fp32" else torch.bfloat16).modules()
+    )
     with single_process(config):
         learner, _ = make_learner(config)
         trainers = learner.backend.computation()
     assert trainers.rotations and trainers.attention_scales and trainers.norm_epsilons
     assert bool(trainers.experts_per_token) == (family == "qwen3_moe")
-    assert engine.rotations.keys() == trainers.rotations.keys() and engine.attention_scales and engine.norm_epsilons
+    assert (
+        engine.rotations.keys() == trainers.rotations.keys()
+        and engine.attention_scales
+        and engine.norm_epsilons
+    )
     assert disagreements(trainers, engine) == []
     checked(trainers, engine)
 
@@ -74,7 +88,9 @@ FAULTS: dict[str, tuple[Callable[[Any], None], str]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_an_engine_computes_with_otherwise_is_named(fault: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_an_engine_computes_with_otherwise_is_named(
+    fault: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     path = make_model(tmp_path / "model", "qwen3_moe")
     change, words = FAULTS[fault]
     trainers = computation_of(engine_of(path, dtype).modules())

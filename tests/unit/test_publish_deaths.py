@@ -1,4 +1,6 @@
-"""An engine that dies in the middle of a publish: the others get the version, and it gets the next one when it is back."""
+"""An engine that dies in the middle of a publish: the others get the version, and it gets the next
+one when it is back.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def config(urls: list[str]) -> Config:
 
 
 class Source:
-    """A stage's weights, another bit of them for each version; stops before a bucket until it may go on, where it is told to."""
+    """A stage's weights, another bit of them for each version; stops before a bucket until it may
+    go on, where it is told to.
+    """
 
     is_leader = True
 
@@ -88,7 +92,10 @@ class Source:
 
 
 class Job:
-    """The coordinator's side over a fleet of attached engines, and the trainers' side in a thread. Use it with `async with`."""
+    """The coordinator's side over a fleet of attached engines, and the trainers' side in a thread.
+
+    Use it with `async with`.
+    """
 
     def __init__(self, model: Path, urls: list[str]) -> None:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -106,10 +113,14 @@ class Job:
         )
         self.pool = EnginePool((), 30.0)
         self.channel = StoreChannel(dist.TCPStore(*address, wait_for_workers=False))
-        self.roster = Roster(StoreChannel(dist.TCPStore(*address, wait_for_workers=False), "engines/"), KEY)
+        self.roster = Roster(
+            StoreChannel(dist.TCPStore(*address, wait_for_workers=False), "engines/"), KEY
+        )
         for url in urls:
             self.roster.announce(url)
-        self.fleet = Fleet(self.config.rollout, self.pool, self.roster, lambda url: EngineClient(url, VOCAB, KEY))
+        self.fleet = Fleet(
+            self.config.rollout, self.pool, self.roster, lambda url: EngineClient(url, VOCAB, KEY)
+        )
         stages = [self.publisher.manifest()]
         self.connection = Connection(address, "gloo", stages, stages, "cpu")
         self.publish = CoordinatorPublish(
@@ -143,7 +154,8 @@ class Job:
         self.source.update()
         self.source.stop = dies is not None
         both = asyncio.gather(
-            self.publish.publish(version, None, 60.0), asyncio.to_thread(self.trainers.publish, version)
+            self.publish.publish(version, None, 60.0),
+            asyncio.to_thread(self.trainers.publish, version),
         )
         if dies is not None:
             await asyncio.to_thread(self.source.stopped.wait, 60)
@@ -205,17 +217,22 @@ async def test_a_publish_goes_on_without_who_dies_in_it_and_with_who_is_back(
             engine.kill()
 
 
-async def test_a_tensor_that_the_trainers_sent_from_an_old_copy_ends_the_run_and_is_named(tmp_path: Path) -> None:
+async def test_a_tensor_that_the_trainers_sent_from_an_old_copy_ends_the_run_and_is_named(
+    tmp_path: Path,
+) -> None:
     """The digests agree: the engine has what was sent, and it is not what is trained."""
     model = make_engine_model(tmp_path / "model")
     engine = ForkedEngine(model, tmp_path / "engine")
     try:
         async with Job(model, [engine.url()]) as job:
             await job.version(0)
-            name = next(name for name in job.source.tensors if "layers.1" in name and "down_proj" in name)
+            name = next(
+                name for name in job.source.tensors if "layers.1" in name and "down_proj" in name
+            )
             job.source.old = {name: job.source.tensors[name].clone()}
             with pytest.raises(
-                InvariantViolation, match=rf"I5: as weight version 1 .*\({re.escape(name)}\), of which 1 are"
+                InvariantViolation,
+                match=rf"I5: as weight version 1 .*\({re.escape(name)}\), of which 1 are",
             ):
                 await job.version(1)
             # the trainers wait for a verdict, as they do until the run ends

@@ -1,4 +1,6 @@
-"""publish.mode=delayed: which versions it is for, what a second buffer holds, and the memory that it takes."""
+"""publish.mode=delayed: which versions it is for, what a second buffer holds, and the memory that
+it takes.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def test_the_first_and_the_last_version_are_published_at_the_border() -> None:
     config = config_of(schedule={"max_staleness": 1, "iterations": 4})
     assert [version for version in range(5) if config.delays(version)] == [1, 2, 3]
     assert not any(config_of(publish={}).delays(version) for version in range(5))
-    assert trainer_models(config).keeps_published, "engines that come late get the version before the swap"
+    assert trainer_models(config).keeps_published, (
+        "engines that come late get the version before the swap"
+    )
 
 
 class Stage(Receiver):
@@ -104,7 +108,9 @@ def test_a_version_is_here_when_all_of_it_is() -> None:
         stage.take(4)
     weights, digests = stage.take(3)
     stage.buffer.zero_()
-    assert {name: tensor.tolist() for name, tensor in weights} == {"a": [1, 2], "b": [3, 4, 5]}, "memory of its own"
+    assert {name: tensor.tolist() for name, tensor in weights} == {"a": [1, 2], "b": [3, 4, 5]}, (
+        "memory of its own"
+    )
     assert digests == ("digest",)
     with pytest.raises(WeightSyncError, match="never asked for"):
         stage.take(3)
@@ -127,14 +133,22 @@ def test_a_version_that_broke_off_is_never_taken() -> None:
 def test_the_second_buffer_is_in_the_plan_and_beside_the_engines_share() -> None:
     spec = MODELS["7b"]
     blocking, delayed = (
-        dict(engine_memory(config, spec, 64 * GIB).parts) for config in (config_of(publish={}), config_of())
+        dict(engine_memory(config, spec, 64 * GIB).parts)
+        for config in (config_of(publish={}), config_of())
     )
-    assert blocking["second buffer"] == 0 and delayed["second buffer"] == delayed["weights"] == blocking["weights"]
+    assert (
+        blocking["second buffer"] == 0
+        and delayed["second buffer"] == delayed["weights"] == blocking["weights"]
+    )
     assert dict(engine_memory(config_of(), spec, None).parts)["second buffer"] == delayed["weights"]
 
     def lines(fraction: float) -> list[str]:
         config = config_of(rollout={"memory_fraction": fraction})
-        return [found.line() for found in shortages(config, spec, 64 * GIB, True) if "second buffer" in found.what]
+        return [
+            found.line()
+            for found in shortages(config, spec, 64 * GIB, True)
+            if "second buffer" in found.what
+        ]
 
     (line,) = lines(0.85)
     assert "set rollout.memory_fraction=0.77 (which leaves room for it)" in line and not lines(0.77)
@@ -148,7 +162,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path) -> None:
-    """The border and the loop's steps as a rank makes them, the coordinator's messages put in advance or by a thread."""
+    """The border and the loop's steps as a rank makes them, the coordinator's messages put in
+    advance or by a thread.
+    """
     schedule = {"max_staleness": 1, "iterations": 9}
     config = make_config(model, schedule=schedule, publish={"mode": "delayed", "probe_tokens": 0})
     learner, stage = make_learner(config)
@@ -162,7 +178,10 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
     def held(version: int) -> dict[str, torch.Tensor]:
         assert learner.gate.hold(version), f"version {version} can be sent to a late engine"
         learner.gate.release()
-        return {name: parameter.detach().clone() for name, parameter in stage.model(kept).named_parameters()}
+        return {
+            name: parameter.detach().clone()
+            for name, parameter in stage.model(kept).named_parameters()
+        }
 
     def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
         return all(torch.equal(a[name], b[name]) for name in a)
@@ -173,15 +192,23 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
         VERDICT.put(channel, PublishVerdict(True), **place)
     border.cross(3, None, lambda _: CheckpointReport())
     versions = {3: copied()}
-    consume(learner, source(make_groups(3, GROUPS, RESPONSES, seed=5), 3), 1, before_step=border.before_step)
+    consume(
+        learner,
+        source(make_groups(3, GROUPS, RESPONSES, seed=5), 3),
+        1,
+        before_step=border.before_step,
+    )
     for version in (4, 5):
         versions[version] = copied()
         border.cross(version, None, lambda _: CheckpointReport())
-        assert equal(held(version - 1), versions[version - 1]) and not equal(versions[version], versions[version - 1])
+        assert equal(held(version - 1), versions[version - 1]) and not equal(
+            versions[version], versions[version - 1]
+        )
         late = {}
 
         def swap(version: int = version, late: dict[str, Any] = late) -> None:
-            if version == 5:  # an engine that comes right after the swap, before the trainers have heard of it
+            # an engine that comes right after the swap, before the trainers have heard of it
+            if version == 5:
                 late.update(held(version))
             ENGINES_SWAPPED.put(channel, EnginesSwapped(version), version=version)
 
@@ -190,7 +217,9 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
         groups = make_groups(version, GROUPS, RESPONSES, seed=5)
         consume(learner, source(groups, version), 1, before_step=border.before_step)
         coordinator.join()
-        assert equal(held(version), versions[version]), "what engines have is kept, although the policy has moved on"
+        assert equal(held(version), versions[version]), (
+            "what engines have is kept, although the policy has moved on"
+        )
         assert not late or equal(late, versions[version])
         assert not equal(copied(), versions[version])
 

@@ -1,4 +1,6 @@
-"""Digests of weights: exact whatever the order of addition, blind to no change that a publish could make."""
+"""Digests of weights: exact whatever the order of addition, blind to no change that a publish could
+make.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_any_change_shows(dtype: torch.dtype) -> None:
     assert digests(weights.clone()) == before
     changes = {
         "one bit of one weight": lambda w: (
-            w.view(torch.uint8).view(-1).__setitem__(77_777, w.view(torch.uint8).view(-1)[77_777] ^ 1)
+            w.view(torch.uint8)
+            .view(-1)
+            .__setitem__(77_777, w.view(torch.uint8).view(-1)[77_777] ^ 1)
         ),
         "scaled by 1.01": lambda w: w.mul_(1.01),
         "two rows exchanged": lambda w: w.copy_(w[torch.tensor([1, 0, *range(2, 700)])]),
@@ -81,8 +85,12 @@ def test_any_change_shows(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_at_a_learning_rate_of_a_millionth_shows(dtype: torch.dtype) -> None:
-    """In bf16 it changes only the weights that are close to zero: the others round back to what they were."""
-    master = (torch.randn(256, 256, generator=torch.Generator().manual_seed(3)) * 0.02).to(dtype).float()
+    """In bf16 it changes only the weights that are close to zero: the others round back to what
+    they were.
+    """
+    master = (
+        (torch.randn(256, 256, generator=torch.Generator().manual_seed(3)) * 0.02).to(dtype).float()
+    )
     weights = master.to(dtype)
     parameter = torch.nn.Parameter(master.clone())
     parameter.grad = torch.randn(256, 256, generator=torch.Generator().manual_seed(4))

@@ -1,4 +1,6 @@
-"""Late engines: weights are held while they are sent, never sent once they change; a failed delivery harms nobody but itself."""
+"""Late engines: weights are held while they are sent, never sent once they change; a failed
+delivery harms nobody but itself.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from pa_npu.publish.messages import (
 from pa_npu.publish.publisher import PublishStats
 from pa_npu.weight_transfer.transport import WeightSyncError
 
-WAIT_S = 90.0  # nothing waits so long unless it is wrong, or the machine has no time for ten threads that spin
+# nothing waits so long unless it is wrong, or the machine has no time for ten threads that spin
+WAIT_S = 90.0
 ALONE = Mesh().place(0)
 
 
@@ -44,7 +47,9 @@ class Publisher:
         self._work = work
 
     def publish(self, version: int, members: PublishMembers) -> PublishStats:
-        self.calls.append(("publish", version, members.epoch, members.workers, members.host_workers))
+        self.calls.append(
+            ("publish", version, members.epoch, members.workers, members.host_workers)
+        )
         self._work()
         return PublishStats(digests="ab")
 
@@ -84,14 +89,18 @@ def test_a_late_engine_is_sent_the_version_when_all_ranks_hold_it(fails: bool) -
         assert ask(channel, 1, version=4, go=True)
         assert not ask(channel, 2, version=3, go=False)
     wait_until(lambda: gate.hold(4), "the weights stay held")
-    assert publisher.calls == [("publish", 4, 1, 2, 0), ("close",)], "the first was called off, the third is outdated"
+    assert publisher.calls == [("publish", 4, 1, 2, 0), ("close",)], (
+        "the first was called off, the third is outdated"
+    )
     assert LATE_BROKEN.exists(channel, number=1) == fails
     assert LATE_SENT.exists(channel, number=1, stage=0) != fails
     if not fails:
         assert LATE_SENT.get(channel, number=1, stage=0) == SentWeights(4, "ab")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("nonsense"), WeightSyncError("gone")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("out of memory"), ValueError("nonsense"), WeightSyncError("gone")]
+)
 def test_whatever_breaks_a_delivery_is_told_and_the_next_engine_is_served(error: Exception) -> None:
     """torch raises RuntimeError; a thread that it ended would let all later engines wait in vain."""
     channel, gate = make_channel(), VersionGate(WAIT_S)
@@ -105,6 +114,10 @@ def test_whatever_breaks_a_delivery_is_told_and_the_next_engine_is_served(error:
     with LateEngines(Publisher(work), channel, gate, platforms.get("cpu"), ALONE, WAIT_S):  # type: ignore[arg-type]
         assert ask(channel, 0, version=0, go=True)
         broken = LATE_BROKEN.wait(channel, WAIT_S, number=0)
-        assert str(error) in broken.reason and type(error).__name__ in broken.reason and "rank 0" in broken.reason
+        assert (
+            str(error) in broken.reason
+            and type(error).__name__ in broken.reason
+            and "rank 0" in broken.reason
+        )
         assert ask(channel, 1, version=0, go=True)
         LATE_SENT.wait(channel, WAIT_S, number=1, stage=0)

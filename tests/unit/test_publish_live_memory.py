@@ -1,4 +1,6 @@
-"""An engine's live modules hold what was sent, in whatever layout (I5); what a loader skips, scales or keeps is named."""
+"""An engine's live modules hold what was sent, in whatever layout (I5); what a loader skips, scales
+or keeps is named.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,18 @@ def contents(*tensors: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_contents_do_not_depend_on_layout_padding_pieces_or_a_wider_type(dtype: torch.dtype) -> None:
+def test_contents_do_not_depend_on_layout_padding_pieces_or_a_wider_type(
+    dtype: torch.dtype,
+) -> None:
     tensor = drawn(37, 53, dtype=dtype)
     expected = contents(tensor)
     assert contents(tensor.t().contiguous()) == expected
     assert contents(torch.cat([tensor.flatten(), torch.zeros(11, dtype=dtype)])) == expected
-    assert contents(tensor[:5], tensor[5:]) == expected == summed([contents(tensor[:5]), contents(tensor[5:])])
+    assert (
+        contents(tensor[:5], tensor[5:])
+        == expected
+        == summed([contents(tensor[:5]), contents(tensor[5:])])
+    )
     assert contents(tensor.float()) == expected
 
 
@@ -74,7 +82,8 @@ def test_workers_that_divide_or_repeat_tensors_hold_them(workers: int) -> None:
     assert not follows(summed([contents(q * 1.01), *given[1:]]), given, workers)
 
 
-# --- a stand-in for vLLM's modules: fused, stacked, packed where no parameter shows it, padded, transposed
+# --- a stand-in for vLLM's modules: fused, stacked, packed where no parameter shows it, padded,
+# transposed
 
 
 class Packed(torch.nn.Module):
@@ -130,11 +139,16 @@ class Engine:
         layer.self_attn.qkv_proj = Packed(fused)
         layer.mlp = torch.nn.Module()
         experts = [
-            {name: weights[f"{prefix}mlp.experts.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down")}
+            {
+                name: weights[f"{prefix}mlp.experts.{expert}.{name}_proj.weight"]
+                for name in ("gate", "up", "down")
+            }
             for expert in range(4)
         ]
         gate_up = torch.stack([torch.cat([one["gate"], one["up"]]).t() for one in experts])
-        layer.mlp.experts = Stacked(gate_up.contiguous(), torch.stack([one["down"] for one in experts]))
+        layer.mlp.experts = Stacked(
+            gate_up.contiguous(), torch.stack([one["down"] for one in experts])
+        )
         model = torch.nn.Module()
         model.layers = torch.nn.ModuleList([layer])
         embedding = weights["model.embed_tokens.weight"]
@@ -154,8 +168,12 @@ class Engine:
         return LoadedWeights((seed,), live=(msgspec.convert(report, LiveReport),))
 
 
-def replaced(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., dict[str, torch.Tensor]]:
-    return lambda weights: {key: change(value) if name in key else value for key, value in weights.items()}
+def replaced(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[..., dict[str, torch.Tensor]]:
+    return lambda weights: {
+        key: change(value) if name in key else value for key, value in weights.items()
+    }
 
 
 FAULTS: dict[str, tuple[str, Any]] = {
@@ -188,7 +206,9 @@ def test_memory_that_is_not_what_was_sent_is_named(fault: str, dtype: torch.dtyp
 
     check.check(0, {"http://engine": engine.load(0)})
     check.check(1, {"http://engine": engine.load(1)})
-    with pytest.raises(InvariantViolation, match=rf"I5: engine http://engine .*weight version 2 in 1 of .*{place}"):
+    with pytest.raises(
+        InvariantViolation, match=rf"I5: engine http://engine .*weight version 2 in 1 of .*{place}"
+    ):
         check.check(2, {"http://engine": engine.load(2, change)})
 
 
@@ -196,7 +216,9 @@ def test_memory_that_is_not_what_was_sent_is_named(fault: str, dtype: torch.dtyp
 def test_a_fault_at_the_first_load_is_found_too(dtype: torch.dtype) -> None:
     engine = Engine(dtype)
     with pytest.raises(InvariantViolation, match="weight version 0"):
-        LiveMemoryCheck().check(0, {"e": engine.load(0, replaced("norm", lambda tensor: tensor * 1.01))})
+        LiveMemoryCheck().check(
+            0, {"e": engine.load(0, replaced("norm", lambda tensor: tensor * 1.01))}
+        )
 
 
 def quantized(number: int, scale: float = 1.0) -> LoadedWeights:
@@ -223,13 +245,23 @@ def test_an_engine_that_says_nothing_and_tensors_without_a_place_are_said_once(
     report = LiveReport({}, ["model.unknown"])
     for version in range(3):
         check.check(
-            version, {"silent": LoadedWeights((version,)), "strange": LoadedWeights((version,), live=(report,))}
+            version,
+            {
+                "silent": LoadedWeights((version,)),
+                "strange": LoadedWeights((version,), live=(report,)),
+            },
         )
-    assert caplog.text.count("engine silent does not say") == caplog.text.count("the first is model.unknown") == 1
+    assert (
+        caplog.text.count("engine silent does not say")
+        == caplog.text.count("the first is model.unknown")
+        == 1
+    )
 
 
 def test_a_module_without_a_kernel_of_its_own_is_read_as_it_is() -> None:
     model = torch.nn.Module()
     model.norm = Plain(drawn(4))
     model.norm.cpu_linear = torch.nn.functional.linear
-    assert [tensor.name for tensor in live_tensors(model, ["norm.weight", "elsewhere.weight"])] == ["norm.weight"]
+    assert [tensor.name for tensor in live_tensors(model, ["norm.weight", "elsewhere.weight"])] == [
+        "norm.weight"
+    ]

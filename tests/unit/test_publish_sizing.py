@@ -14,7 +14,11 @@ MIB, GIB = 2**20, 2**30
 
 @pytest.mark.parametrize(
     ("free_bytes", "largest_bytes", "expected_bytes"),
-    [(8 * GIB, 64 * MIB, 32 * MIB), (60 * GIB, 64 * MIB, 64 * MIB), (10 * MIB, 64 * MIB, SMALLEST_BUCKET_BYTES)],
+    [
+        (8 * GIB, 64 * MIB, 32 * MIB),
+        (60 * GIB, 64 * MIB, 64 * MIB),
+        (10 * MIB, 64 * MIB, SMALLEST_BUCKET_BYTES),
+    ],
 )
 def test_automatic_buckets_are_a_small_share_of_the_free_memory(
     free_bytes: int, largest_bytes: int, expected_bytes: int

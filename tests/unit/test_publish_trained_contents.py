@@ -1,4 +1,6 @@
-"""What trainers send is what they train, tensor by tensor (I5): a tensor that is sent from an old copy is named."""
+"""What trainers send is what they train, tensor by tensor (I5): a tensor that is sent from an old
+copy is named.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,13 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 class Run:
-    """Trainers and an engine worker in real groups, whose loader `changes` what it was given; one publish after another."""
+    """Trainers and an engine worker in real groups, whose loader `changes` what it was given; one
+    publish after another.
+    """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, spec: Any, dtype: torch.dtype, *layout: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, spec: Any, dtype: torch.dtype, *layout: int
+    ) -> None:
         self.world = World(monkeypatch, spec, *layout)
         self.publishers: list[Publisher] = self.world.publishers(dtype=dtype)
         (self.receiver,) = self.world.connect(self.publishers)
@@ -49,11 +55,18 @@ class Run:
         return added(of_ranks)
 
     def publish(
-        self, version: int, change: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
+        self,
+        version: int,
+        change: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict,
     ) -> dict[str, torch.Tensor]:
-        sends = [lambda p=publisher: p.publish(version, self.world.members) for publisher in self.publishers]
+        sends = [
+            lambda p=publisher: p.publish(version, self.world.members)
+            for publisher in self.publishers
+        ]
         *sent, weights = run_threads(*sends, received(self.receiver, version))
-        assert isinstance(weights, dict) and not any(isinstance(stats, Exception) for stats in sent), (weights, sent)
+        assert isinstance(weights, dict) and not any(
+            isinstance(stats, Exception) for stats in sent
+        ), (weights, sent)
         self.check.expect(version, self.contents())
         live = LiveWeights()
         loaded = change(dict(live.received(weights.items())))
@@ -64,7 +77,12 @@ class Run:
 
 
 def make(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: torch.dtype, tied: bool, *layout: int
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    dtype: torch.dtype,
+    tied: bool,
+    *layout: int,
 ) -> Run:
     return Run(monkeypatch, make_checkpoint(directory, family, tied=tied, vocab=61), dtype, *layout)
 
@@ -90,7 +108,9 @@ def test_ranks_together_hold_the_contents_that_arrive(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Fused, tied, cut, stacked and padded tensors; an update that changes all of them, and one that changes nothing."""
+    """Fused, tied, cut, stacked and padded tensors; an update that changes all of them, and one
+    that changes nothing.
+    """
     run = make(tmp_path, monkeypatch, family, dtype, tied, tensor, stages, 1, experts)
     run.publish(0)
     first = run.contents()
@@ -140,7 +160,10 @@ def left_out_of_its_bucket(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SENDERS: dict[str, tuple[Callable[[Run, pytest.MonkeyPatch], None], str]] = {
-    "an old copy": (sent_from_an_old_copy, r", of which 1 are still those of version 0, first " + OLD),
+    "an old copy": (
+        sent_from_an_old_copy,
+        r", of which 1 are still those of version 0, first " + OLD,
+    ),
     "scaled": (scaled_in_its_bucket, ""),
     "left out": (left_out_of_its_bucket, ""),
 }
@@ -150,14 +173,21 @@ SENDERS: dict[str, tuple[Callable[[Run, pytest.MonkeyPatch], None], str]] = {
 @pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)], ids=["one", "TP2", "PP2"])
 @pytest.mark.parametrize("fault", SENDERS)
 def test_a_tensor_that_was_not_sent_as_it_is_trained_is_named(
-    fault: str, layout: tuple[int, int], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str,
+    layout: tuple[int, int],
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = make(tmp_path, monkeypatch, "qwen2", dtype, True, *layout)
     run.publish(0)
     inject, reason = SENDERS[fault]
     inject(run, monkeypatch)
     run.update()
-    message = rf"I5: as weight version 1 the trainers sent other values .* in 1 of \d+ tensors \({OLD}\){reason}"
+    message = (
+        rf"I5: as weight version 1 the trainers sent other values .* in 1 of \d+ tensors "
+        rf"\({OLD}\){reason}"
+    )
     with pytest.raises(InvariantViolation, match=message):
         run.publish(1)
 
@@ -169,7 +199,9 @@ def test_an_engine_that_keeps_an_old_tensor_is_named(
     run = make(tmp_path, monkeypatch, "qwen2", dtype, True)
     before = run.publish(0)
     run.update()
-    with pytest.raises(InvariantViolation, match=rf"I5: engine http://engine holds other .* the first is {OLD}"):
+    with pytest.raises(
+        InvariantViolation, match=rf"I5: engine http://engine holds other .* the first is {OLD}"
+    ):
         run.publish(1, lambda weights: {**weights, OLD: before[OLD]})
 
 

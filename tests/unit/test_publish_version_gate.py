@@ -25,7 +25,9 @@ def test_a_change_waits_for_the_sender_and_not_for_ever() -> None:
     gate = VersionGate(0.2)
     gate.open(1)
     assert gate.hold(1)
-    with pytest.raises(DeadlineExceeded, match=r"version 1 is still being sent to a late engine after 0\.2 s"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"version 1 is still being sent to a late engine after 0\.2 s"
+    ):
         gate.close()
     release = threading.Timer(0.05, gate.release)
     release.start()
@@ -35,11 +37,15 @@ def test_a_change_waits_for_the_sender_and_not_for_ever() -> None:
 
 
 def test_what_is_offered_is_held_once_engines_have_swapped() -> None:
-    """The version before until then, for engines that come late; whoever asks for the offered one knows of the swap."""
+    """The version before until then, for engines that come late; whoever asks for the offered one
+    knows of the swap.
+    """
     gate, taken = VersionGate(20.0), []
     gate.open(3)
     gate.offer(4, lambda: taken.append(4))
-    assert gate.hold(3) and not taken, "an engine that is started again generates by what the others have"
+    assert gate.hold(3) and not taken, (
+        "an engine that is started again generates by what the others have"
+    )
     gate.release()
     assert gate.hold(4) and taken == [4]
     gate.release()

@@ -1,4 +1,6 @@
-"""Publishing: buckets cover the model exactly once, engines get HF's tensors bit for bit, and every failure has a deadline."""
+"""Publishing: buckets cover the model exactly once, engines get HF's tensors bit for bit, and every
+failure has a deadline.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ from pa_npu.weight_transfer.manifest import Assembler, Manifest
 from pa_npu.weight_transfer.receiver import Receiver, check_model
 from tests.helpers.weights import FAMILIES, Stage, gloo_group, make_checkpoint, run_threads
 
-# the backend's own timeout comes after ours, as in join_group, and soon enough for a group that goes with its test
+# the backend's own timeout comes after ours, as in join_group, and soon enough for a group that
+# goes with its test
 BACKEND_MARGIN_S = 3.0
 
 
@@ -56,7 +59,9 @@ class World:
         monkeypatch.setattr(transport, "join_group", self._join)
         monkeypatch.setattr(transport, "leave_group", lambda group: None)
 
-    def _join(self, host: str, port: int, name: str, *, rank: int, size: int, timeout_s: float, **_: Any) -> Any:
+    def _join(
+        self, host: str, port: int, name: str, *, rank: int, size: int, timeout_s: float, **_: Any
+    ) -> Any:
         return gloo_group(self.store, name, rank, size, timeout_s + BACKEND_MARGIN_S)
 
     def publishers(
@@ -67,7 +72,9 @@ class World:
         deadline_s = timeout_s + BACKEND_MARGIN_S
         groups = run_threads(
             *(
-                lambda s=stage, r=rank: gloo_group(self.store, f"shards of {s.stage}", r, s.num_ranks, deadline_s)
+                lambda s=stage, r=rank: gloo_group(
+                    self.store, f"shards of {s.stage}", r, s.num_ranks, deadline_s
+                )
                 for stage, rank in everyone
             )
         )
@@ -77,11 +84,21 @@ class World:
             module = stage.load(self.spec, rank, dtype)
             self.modules.append(module)
             made.append(
-                publisher(module, self.spec, stage.place(rank), bucket_bytes, timeout_s, self.server.port, group)
+                publisher(
+                    module,
+                    self.spec,
+                    stage.place(rank),
+                    bucket_bytes,
+                    timeout_s,
+                    self.server.port,
+                    group,
+                )
             )
         return made
 
-    def connect(self, publishers: list[Publisher], timeout_s: float = 30.0, epoch: int = 0) -> list[Receiver]:
+    def connect(
+        self, publishers: list[Publisher], timeout_s: float = 30.0, epoch: int = 0
+    ) -> list[Receiver]:
         """Join trainers and engine workers; returns one Receiver per worker."""
         self.members = PublishMembers(epoch, self.workers)
         leaders = [p for p in publishers if p.is_leader]
@@ -92,7 +109,9 @@ class World:
         def join(rank: int) -> Receiver:
             names = [transport.group_name(entry.name, epoch) for entry in announced]
             groups = [gloo_group(self.store, name, rank, size, timeout_s) for name in names]
-            abandonments = [transport.Abandonment("127.0.0.1", self.server.port, name) for name in names]
+            abandonments = [
+                transport.Abandonment("127.0.0.1", self.server.port, name) for name in names
+            ]
             return Receiver(manifests, groups, rank, torch.device("cpu"), timeout_s, abandonments)
 
         results: list[Any] = run_threads(
@@ -137,7 +156,9 @@ EXPERTS = [*((family, 1) for family in FAMILIES), ("qwen3_moe", 2), ("qwen3_moe"
         pytest.param(
             *one,
             *layout,
-            marks=[] if layout == LAYOUTS[2] or one in (EXPERTS[0], EXPERTS[-1]) else [pytest.mark.nightly],
+            marks=[]
+            if layout == LAYOUTS[2] or one in (EXPERTS[0], EXPERTS[-1])
+            else [pytest.mark.nightly],
         )
         for one in EXPERTS
         for layout in LAYOUTS
@@ -153,7 +174,10 @@ def test_engines_receive_the_checkpoint_bit_for_bit(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Buckets of 4 KiB cut most tensors; 61 tokens need vocabulary padding under TP. A second publish sends the changed weights."""
+    """Buckets of 4 KiB cut most tensors; 61 tokens need vocabulary padding under TP.
+
+    A second publish sends the changed weights.
+    """
     spec = make_checkpoint(tmp_path, family, tied=tied, vocab=61)
     world = World(monkeypatch, spec, tp_size, stages, workers, ep_size)
     publishers = world.publishers()
@@ -168,12 +192,16 @@ def test_engines_receive_the_checkpoint_bit_for_bit(
         assert not errors, errors
         for weights in results[len(publishers) :]:
             assert weights.keys() == expected.keys()
-            different = [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)]
+            different = [
+                name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)
+            ]
             assert not different, f"version {version}: {different}"
         sent = sum(stats.bytes for stats in results[: len(publishers)])
         assert sent == sum(tensor.nbytes for tensor in expected.values())
         digests = [digests for receiver in receivers for digests in receiver.digests]
-        assert digests and all(len(one.split()) > 1 for one in digests), "one bucket would show nothing about cutting"
+        assert digests and all(len(one.split()) > 1 for one in digests), (
+            "one bucket would show nothing about cutting"
+        )
         expected = {name: tensor + 1 for name, tensor in expected.items()}
         with torch.no_grad():
             for module in world.modules:
@@ -181,12 +209,16 @@ def test_engines_receive_the_checkpoint_bit_for_bit(
                     parameter.add_(1)
 
 
-def test_weights_travel_in_the_parameters_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_travel_in_the_parameters_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = make_checkpoint(tmp_path, "qwen3", tied=False)
     world = World(monkeypatch, spec, tp_size=2)
     publishers = world.publishers(dtype=torch.bfloat16)
     (receiver,) = world.connect(publishers)
-    *_, weights = run_threads(*(lambda p=p: p.publish(0, world.members) for p in publishers), received(receiver, 0))
+    *_, weights = run_threads(
+        *(lambda p=p: p.publish(0, world.members) for p in publishers), received(receiver, 0)
+    )
     assert isinstance(weights, dict)
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         assert torch.equal(weights[name], tensor.bfloat16()), name
@@ -194,22 +226,27 @@ def test_weights_travel_in_the_parameters_type(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 1000, 4096, 10_000, 2**20])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_buckets_cover_every_tensor_once_and_stay_small(bucket_bytes: int, tp_size: int, tmp_path: Path) -> None:
+def test_buckets_cover_every_tensor_once_and_stay_small(
+    bucket_bytes: int, tp_size: int, tmp_path: Path
+) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False, vocab=61)
-    manifest = StageTensors(Stage(tp_size).build(spec), spec, Mesh(tp_size).place(0), bucket_bytes).manifest
+    manifest = StageTensors(
+        Stage(tp_size).build(spec), spec, Mesh(tp_size).place(0), bucket_bytes
+    ).manifest
     assert Manifest.from_json(manifest.to_json()) == manifest
     hf = load_file(tmp_path / "model.safetensors")
     assert manifest.shapes == {
-        name: tuple(tensor.shape) for name, tensor in sorted(hf.items(), key=lambda i: [*manifest.shapes].index(i[0]))
+        name: tuple(tensor.shape)
+        for name, tensor in sorted(hf.items(), key=lambda i: [*manifest.shapes].index(i[0]))
     }
     largest_row = max(math.prod(tensor.shape[1:]) for tensor in hf.values()) * 4 * tp_size
     assert all(bucket.num_bytes <= max(bucket_bytes, largest_row) for bucket in manifest.buckets)
     for bucket in manifest.buckets:
         for segment in bucket.segments:
             whole = segment.size == math.prod(manifest.shapes[segment.name])
-            assert whole or math.prod(manifest.shapes[segment.name]) * 4 > bucket_bytes - 16 * 4 * 32, (
-                f"{segment.name} was cut needlessly"
-            )
+            assert (
+                whole or math.prod(manifest.shapes[segment.name]) * 4 > bucket_bytes - 16 * 4 * 32
+            ), f"{segment.name} was cut needlessly"
 
 
 def test_two_types_in_one_stage_go_in_buckets_of_their_own(tmp_path: Path) -> None:
@@ -219,7 +256,9 @@ def test_two_types_in_one_stage_go_in_buckets_of_their_own(tmp_path: Path) -> No
         if "layernorm" in name:
             parameter.data = parameter.data.float()
     tensors = StageTensors(module, spec, Mesh().place(0), 2**20)
-    buckets = [bucket.clone() for bucket in tensors.buckets(transport.Deadline(5)) if bucket is not None]
+    buckets = [
+        bucket.clone() for bucket in tensors.buckets(transport.Deadline(5)) if bucket is not None
+    ]
     hf = load_file(tmp_path / "model.safetensors")
     assembler = Assembler(tensors.manifest)
     found = [
@@ -236,7 +275,11 @@ def test_two_types_in_one_stage_go_in_buckets_of_their_own(tmp_path: Path) -> No
 @pytest.mark.parametrize("break_it", ["gap", "overlap", "unknown", "dtype", "missing key"])
 def test_manifest_that_does_not_cover_its_tensors_is_refused(break_it: str, tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
-    raw = json.loads(json.dumps(StageTensors(Stage().build(spec), spec, Mesh().place(0), 4096).manifest.to_json()))
+    raw = json.loads(
+        json.dumps(
+            StageTensors(Stage().build(spec), spec, Mesh().place(0), 4096).manifest.to_json()
+        )
+    )
     segments = raw["buckets"][0][1]
     if break_it == "gap":
         segments[0][2] -= 1
@@ -255,7 +298,9 @@ def test_manifest_that_does_not_cover_its_tensors_is_refused(break_it: str, tmp_
 def test_engines_on_the_trainers_devices_receive_the_same_weights_through_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a group of their own beside the others', and alone, as in a late delivery; their loss ends the publish for both."""
+    """In a group of their own beside the others', and alone, as in a late delivery; their loss ends
+    the publish for both.
+    """
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     world = World(monkeypatch, spec)
     (leader,) = world.publishers(timeout_s=5.0)
@@ -265,16 +310,28 @@ def test_engines_on_the_trainers_devices_receive_the_same_weights_through_host_m
         name = transport.group_name(announced.name, epoch, way)
         group = gloo_group(world.store, name, 1, 2, 30.0)
         abandonment = transport.Abandonment("127.0.0.1", world.server.port, name)
-        return Receiver([Manifest.from_json(announced.manifest)], [group], 1, torch.device("cpu"), 5.0, [abandonment])
+        return Receiver(
+            [Manifest.from_json(announced.manifest)],
+            [group],
+            1,
+            torch.device("cpu"),
+            5.0,
+            [abandonment],
+        )
 
     announced = leader.manifest()
     ways: tuple[transport.Way, ...] = ("group", "host")
-    for epoch, members, joins in ((0, PublishMembers(0, 1, 1), ways), (1, PublishMembers(1, 0, 1), ways[1:])):
+    for epoch, members, joins in (
+        (0, PublishMembers(0, 1, 1), ways),
+        (1, PublishMembers(1, 0, 1), ways[1:]),
+    ):
         _, *receivers = run_threads(
-            lambda m=members: leader.connect(m), *(lambda w=way, e=epoch: joined(w, e) for way in joins)
+            lambda m=members: leader.connect(m),
+            *(lambda w=way, e=epoch: joined(w, e) for way in joins),
         )
         stats, *results = run_threads(
-            lambda e=epoch, m=members: leader.publish(e, m), *(received(r, epoch) for r in receivers)
+            lambda e=epoch, m=members: leader.publish(e, m),
+            *(received(r, epoch) for r in receivers),
         )
         assert isinstance(stats, PublishStats) and len(results) == len(joins), stats
         for weights, receiver in zip(results, receivers, strict=True):
@@ -282,9 +339,9 @@ def test_engines_on_the_trainers_devices_receive_the_same_weights_through_host_m
             assert receiver.digests == (stats.digests,)
     error, _ = run_threads(
         lambda: leader.publish(2, PublishMembers(1, 0, 1)),
-        lambda: transport.Abandonment("127.0.0.1", world.server.port, transport.epoch_name(announced.name, 1)).declare(
-            "gone"
-        ),
+        lambda: transport.Abandonment(
+            "127.0.0.1", world.server.port, transport.epoch_name(announced.name, 1)
+        ).declare("gone"),
     )
     assert (
         isinstance(error, transport.WeightSyncError)
@@ -297,7 +354,10 @@ def test_only_the_tp_leader_of_the_first_replica_speaks(tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     other_replica = publisher(Stage().load(spec, 0), spec, Mesh(data=2).at(data=1))
     other_replica.connect(PublishMembers(0, 1))
-    assert other_replica.publish(3, PublishMembers(0, 1)) == PublishStats() and not other_replica.is_leader
+    assert (
+        other_replica.publish(3, PublishMembers(0, 1)) == PublishStats()
+        and not other_replica.is_leader
+    )
     peer = publisher(Stage(2).load(spec, 1), spec, Mesh(2).place(1))
     peer.connect(PublishMembers(0, 1))
     assert not peer.is_leader
@@ -320,7 +380,9 @@ class LateWork:
 def test_the_next_bucket_is_ready_before_the_one_on_the_wire_has_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A publisher that waits for bucket i before it gathers bucket i+1 would run into its deadline here."""
+    """A publisher that waits for bucket i before it gathers bucket i+1 would run into its deadline
+    here.
+    """
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     monkeypatch.setattr(transport, "join_group", lambda *_, **__: object())
     monkeypatch.setattr(transport, "leave_group", lambda group: None)
@@ -330,34 +392,56 @@ def test_the_next_bucket_is_ready_before_the_one_on_the_wire_has_left(
         posted: list[LateWork] = []
         monkeypatch.setattr(transport, "broadcast", lambda group, tensor: LateWork(posted, total))
         sender.connect(PublishMembers(0, 1))
-        assert len(sender.publish(0, PublishMembers(0, 1)).digests.split()) == len(posted) - 1 == total - 1 > 3
+        assert (
+            len(sender.publish(0, PublishMembers(0, 1)).digests.split())
+            == len(posted) - 1
+            == total - 1
+            > 3
+        )
 
 
 def test_members_that_do_not_join_are_named() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("lonely/member/2", "1")
-    arguments = {"name": "lonely", "rank": 0, "size": 4, "backend": "gloo", "timeout_s": 0.3, "describe": "stage 0"}
-    with pytest.raises(DeadlineExceeded, match=r"stage 0: ranks \[1, 3\] of 4 did not join within 0.3 s"):
+    arguments = {
+        "name": "lonely",
+        "rank": 0,
+        "size": 4,
+        "backend": "gloo",
+        "timeout_s": 0.3,
+        "describe": "stage 0",
+    }
+    with pytest.raises(
+        DeadlineExceeded, match=r"stage 0: ranks \[1, 3\] of 4 did not join within 0.3 s"
+    ):
         transport.join_group("127.0.0.1", store.port, **arguments)
-    group = transport.join_group("127.0.0.1", store.port, **arguments | {"name": "alone", "size": 1})
+    group = transport.join_group(
+        "127.0.0.1", store.port, **arguments | {"name": "alone", "size": 1}
+    )
     assert group.size() == 1
     transport.leave_group(group)
 
 
-def test_publish_without_its_engine_ends_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publish_without_its_engine_ends_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     world = World(monkeypatch, spec, workers=2)
     publishers = world.publishers(timeout_s=2.0)
     receivers = world.connect(publishers, timeout_s=5.0)
     start = time.monotonic()
-    sender, *_ = run_threads(lambda: publishers[0].publish(7, world.members), received(receivers[0], 7))
+    sender, *_ = run_threads(
+        lambda: publishers[0].publish(7, world.members), received(receivers[0], 7)
+    )
     assert time.monotonic() - start < 25
     assert isinstance(sender, DeadlineExceeded), sender
     for part in ("version 7", "stage 0", "the header", "ranks 1 to 2", "publish.timeout_s"):
         assert part in str(sender)
 
 
-def test_engine_whose_trainer_stops_ends_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_whose_trainer_stops_ends_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     world = World(monkeypatch, spec, stages=2)
     publishers = world.publishers()
@@ -370,9 +454,12 @@ def test_engine_whose_trainer_stops_ends_at_the_deadline(tmp_path: Path, monkeyp
 
 @pytest.mark.skipif(
     not hasattr(dist.ProcessGroup, "get_group_store"),
-    reason="this torch destroys groups with the interpreter locked, so that threads cannot play both ends of one that breaks",
+    reason="this torch destroys groups with the interpreter locked, so that threads cannot play "
+    "both ends of one that breaks",
 )
-def test_engine_that_dies_ends_the_publish_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_that_dies_ends_the_publish_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     world = World(monkeypatch, spec)
     publishers = world.publishers(timeout_s=30.0, bucket_bytes=1000)
@@ -389,12 +476,21 @@ def test_engine_that_dies_ends_the_publish_at_once(tmp_path: Path, monkeypatch: 
     sender, _ = run_threads(lambda: publishers[0].publish(1, world.members), die)
     assert time.monotonic() - start < 25
     assert isinstance(sender, transport.WeightSyncError), sender
-    for part in ("version 1, stage 0, bucket", "the connection broke after", "engine workers (ranks 1 to 1"):
+    for part in (
+        "version 1, stage 0, bucket",
+        "the connection broke after",
+        "engine workers (ranks 1 to 1",
+    ):
         assert part in str(sender)
 
 
 @pytest.mark.parametrize(
-    "how", ["returns", "raises", pytest.param("as a control, does not know of it", marks=pytest.mark.nightly)]
+    "how",
+    [
+        "returns",
+        "raises",
+        pytest.param("as a control, does not know of it", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_process_that_dropped_a_group_ends_at_once(how: str) -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -435,9 +531,13 @@ def test_a_process_that_dropped_a_group_ends_at_once(how: str) -> None:
     assert seconds < 10 if how in ("returns", "raises") else seconds > 10
 
 
-@pytest.mark.parametrize("how", ["run_and_exit(main)", pytest.param("sys.exit(main())", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "how", ["run_and_exit(main)", pytest.param("sys.exit(main())", marks=pytest.mark.nightly)]
+)
 def test_a_process_ends_with_its_own_code_while_a_thread_waits_in_a_store(how: str) -> None:
-    """As a trainer does that stops at a broken invariant, its feed waiting for the next group; the launcher goes by the code."""
+    """As a trainer does that stops at a broken invariant, its feed waiting for the next group; the
+    launcher goes by the code.
+    """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     program = f"""
         import sys, threading, time
@@ -461,14 +561,19 @@ def test_a_process_ends_with_its_own_code_while_a_thread_waits_in_a_store(how: s
 
         {how}
     """
-    codes = [subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=60).returncode for _ in range(3)]
+    codes = [
+        subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=60).returncode
+        for _ in range(3)
+    ]
     assert codes == [3] * 3 if how.startswith("run") else codes != [3] * 3, codes
 
 
 def test_a_publish_that_is_given_up_ends_on_both_sides_and_leaves_the_tp_peers_ready_for_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backend alone would let both wait for the worker that never comes until their deadline of 30 s."""
+    """The backend alone would let both wait for the worker that never comes until their deadline of
+    30 s.
+    """
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     world = World(monkeypatch, spec, tp_size=2, workers=2)
     publishers = world.publishers(timeout_s=30.0)
@@ -481,7 +586,9 @@ def test_a_publish_that_is_given_up_ends_on_both_sides_and_leaves_the_tp_peers_r
 
     start = time.monotonic()
     leader, peer, worker, _ = run_threads(
-        *(lambda p=p: p.publish(1, world.members) for p in publishers[:2]), received(receivers[0], 1), give_up
+        *(lambda p=p: p.publish(1, world.members) for p in publishers[:2]),
+        received(receivers[0], 1),
+        give_up,
     )
     assert time.monotonic() - start < 25
     assert isinstance(leader, transport.WeightSyncError) and "engine b is gone" in str(leader)
@@ -510,11 +617,17 @@ def test_tp_peer_that_stops_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     world.connect(publishers, timeout_s=5.0)
     (leader,) = run_threads(lambda: publishers[0].publish(1, world.members))
     assert isinstance(leader, DeadlineExceeded), leader
-    for part in ("over the ranks of stage 0, bucket 1 of", "embed_tokens", "rank 0 waits for the parts of ranks [1]"):
+    for part in (
+        "over the ranks of stage 0, bucket 1 of",
+        "embed_tokens",
+        "rank 0 waits for the parts of ranks [1]",
+    ):
         assert part in str(leader)
 
 
-def test_engine_asked_for_another_version_or_manifest_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_asked_for_another_version_or_manifest_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     world = World(monkeypatch, spec)
     publishers = world.publishers(timeout_s=3.0)
@@ -530,13 +643,16 @@ def test_engine_asked_for_another_version_or_manifest_refuses(tmp_path: Path, mo
     (receiver,) = world.connect(publishers, timeout_s=3.0)
     receiver._manifests[0] = msgspec.structs.replace(receiver._manifests[0], stage=9)
     _, worker = run_threads(lambda: publishers[0].publish(4, world.members), received(receiver, 4))
-    assert isinstance(worker, transport.WeightSyncError) and "other buckets than the manifest" in str(worker)
+    assert isinstance(
+        worker, transport.WeightSyncError
+    ) and "other buckets than the manifest" in str(worker)
 
 
 def test_engine_with_another_model_refuses_to_connect(tmp_path: Path) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     manifests = [
-        StageTensors(Stage(1, s, 2).build(spec), spec, Mesh(pipeline=2).place(s), 4096).manifest for s in range(2)
+        StageTensors(Stage(1, s, 2).build(spec), spec, Mesh(pipeline=2).place(s), 4096).manifest
+        for s in range(2)
     ]
     engine = SimpleNamespace(
         vocab_size=64,
@@ -547,22 +663,30 @@ def test_engine_with_another_model_refuses_to_connect(tmp_path: Path) -> None:
         num_key_value_heads=4,
     )
     check_model(manifests, engine)
-    with pytest.raises(transport.WeightSyncError, match=r"embed_tokens.weight is announced by two trainer stages"):
+    with pytest.raises(
+        transport.WeightSyncError, match=r"embed_tokens.weight is announced by two trainer stages"
+    ):
         check_model([manifests[0], manifests[0]], engine)
     engine.hidden_size = 64
-    with pytest.raises(transport.WeightSyncError, match="stage 0 has hidden_size=32, the engine's model 64"):
+    with pytest.raises(
+        transport.WeightSyncError, match="stage 0 has hidden_size=32, the engine's model 64"
+    ):
         check_model(manifests, engine)
 
 
 def test_an_attempts_groups_are_given_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_ABANDONED_POLL_S", 0.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    of_first, of_second = (transport.Abandonment("127.0.0.1", store.port, f"pa/{n}/publish-0") for n in (0, 1))
+    of_first, of_second = (
+        transport.Abandonment("127.0.0.1", store.port, f"pa/{n}/publish-0") for n in (0, 1)
+    )
     assert of_first.reason() is None
     transport.Abandonment("127.0.0.1", store.port, "pa/0").declare("started again")
     assert (of_first.reason(), of_second.reason()) == ("started again", None)
     with pytest.raises(transport.WeightSyncError, match=r"given up after .*: started again"):
-        transport.join_group("127.0.0.1", store.port, "pa/0/publish-0", 1, 2, "gloo", 30.0, "engine worker 1")
+        transport.join_group(
+            "127.0.0.1", store.port, "pa/0/publish-0", 1, 2, "gloo", 30.0, "engine worker 1"
+        )
 
 
 def test_an_engine_that_is_asked_ahead_of_time_waits_for_the_trainers_with_no_collective_open(
@@ -573,7 +697,11 @@ def test_an_engine_that_is_asked_ahead_of_time_waits_for_the_trainers_with_no_co
     (receiver,) = world.connect([sender])
     posted: list[int] = []
     broadcast = transport.broadcast
-    monkeypatch.setattr(transport, "broadcast", lambda *args: posted.append(threading.get_ident()) or broadcast(*args))
+    monkeypatch.setattr(
+        transport,
+        "broadcast",
+        lambda *args: posted.append(threading.get_ident()) or broadcast(*args),
+    )
     waits = threading.Event()
     has_begun = transport.has_begun
     monkeypatch.setattr(transport, "has_begun", lambda *args: waits.set() or has_begun(*args))
@@ -591,10 +719,14 @@ def test_an_engine_that_is_asked_ahead_of_time_waits_for_the_trainers_with_no_co
         thread.join(30.0)
         assert received and receiver.digests
 
-    with pytest.raises(DeadlineExceeded, match=r"begin with weight version 2: they did not within 0.05 s"):
+    with pytest.raises(
+        DeadlineExceeded, match=r"begin with weight version 2: they did not within 0.05 s"
+    ):
         next(receiver.receive(2, begins_within_s=0.05))
-    transport.Abandonment("127.0.0.1", world.server.port, transport.epoch_name(sender._name, 0)).declare(
-        "an engine died"
-    )
-    with pytest.raises(transport.WeightSyncError, match=r"begin with weight version 2: given up .*an engine died"):
+    transport.Abandonment(
+        "127.0.0.1", world.server.port, transport.epoch_name(sender._name, 0)
+    ).declare("an engine died")
+    with pytest.raises(
+        transport.WeightSyncError, match=r"begin with weight version 2: given up .*an engine died"
+    ):
         next(receiver.receive(2, begins_within_s=30.0))

@@ -1,4 +1,6 @@
-"""publish.divergence: which versions are published, what is fresh whatever the divergence is, and what trainers keep."""
+"""publish.divergence: which versions are published, what is fresh whatever the divergence is, and
+what trainers keep.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def config_of(staleness: int, **sections: dict[str, Any]) -> Config:
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"schedule": {"max_staleness": 0}}, "publish.divergence: 0.01 with schedule.max_staleness = 0"),
+        (
+            {"schedule": {"max_staleness": 0}},
+            "publish.divergence: 0.01 with schedule.max_staleness = 0",
+        ),
         ({"publish": {"probe_tokens": 0}}, "publish.probe_tokens = 0 turns off"),
     ],
 )
@@ -76,7 +81,9 @@ def published(config: Config, kls: list[float], first: int = 0) -> list[int]:
 
 def test_a_version_is_published_when_it_is_far_or_its_tokens_would_be_too_old() -> None:
     near, far = LIMIT / 2, LIMIT
-    assert published(config_of(1), [far] * ITERATIONS) == list(range(ITERATIONS + 1)), "the limit itself is far"
+    assert published(config_of(1), [far] * ITERATIONS) == list(range(ITERATIONS + 1)), (
+        "the limit itself is far"
+    )
     assert published(config_of(1), [near] * ITERATIONS) == [0, 2, 4, 6, 8, 10, 12]
     assert published(config_of(4), [near] * ITERATIONS) == [0, 4, 8, 12]
     # far at the border of version 3 only; from version 11 on nothing is generated any more
@@ -88,7 +95,9 @@ def test_what_is_evaluated_or_saved_is_published_however_near() -> None:
     assert published(config_of(4, checkpoint={"every": 5}), near) == [0, 4, 5, 9, 10, 12]
     evaluated = config_of(4, schedule={"evaluate_every": 6}, data={"test": "held-out"})
     assert published(evaluated, near) == [0, 4, 6, 10, 12]
-    assert published(config_of(4, data={"test": "held-out"}), near) == [0, 4, 8, 12], "nothing is evaluated in between"
+    assert published(config_of(4, data={"test": "held-out"}), near) == [0, 4, 8, 12], (
+        "nothing is evaluated in between"
+    )
 
 
 def test_a_run_that_continues_from_a_checkpoint_publishes_what_the_whole_one_does() -> None:
@@ -99,7 +108,9 @@ def test_a_run_that_continues_from_a_checkpoint_publishes_what_the_whole_one_doe
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 3, 5])
-def test_every_iteration_is_produced_once_and_fresh_whatever_the_divergences(staleness: int) -> None:
+def test_every_iteration_is_produced_once_and_fresh_whatever_the_divergences(
+    staleness: int,
+) -> None:
     config, rng, oldest = config_of(staleness), random.Random(staleness), 0
     freshness = Freshness(staleness, config.iterations_ahead)
     for _ in range(50):
@@ -111,7 +122,9 @@ def test_every_iteration_is_produced_once_and_fresh_whatever_the_divergences(sta
                 freshness.check_production(len(produced), held)
                 oldest = max(oldest, len(produced) - held)
                 produced.append(held)
-            assert len(produced) > border, "trainers would wait for an iteration that nobody produces"
+            assert len(produced) > border, (
+                "trainers would wait for an iteration that nobody produces"
+            )
     assert oldest == staleness, "all of the staleness is used"
 
 
@@ -125,7 +138,10 @@ def test_without_the_key_every_version_is_published_and_nothing_is_measured() ->
 
 
 def test_the_summary_counts_publishes_that_were_saved() -> None:
-    records = [{"publish_skipped": skipped, "publish_kl": 0.001 * (1 + skipped)} for skipped in (True, False, True)]
+    records = [
+        {"publish_skipped": skipped, "publish_kl": 0.001 * (1 + skipped)}
+        for skipped in (True, False, True)
+    ]
     assert saved_publishes_line(records) == (
         "Publishes saved: 2 of 3; KL from the engines' policy up to 0.002 nats a token."
     )
@@ -140,7 +156,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_trainers_keep_what_engines_hold_measure_the_divergence_and_go_on(model: Path) -> None:
-    """Two updates per iteration: the old policy follows the version that trains, late engines get the one that was published."""
+    """Two updates per iteration: the old policy follows the version that trains, late engines get
+    the one that was published.
+    """
     schedule = {"max_staleness": 2, "updates_per_iteration": 2, "iterations": 5}
     algorithm = {"importance_sampling": "token"}
     learner, stage = make_learner(
@@ -151,23 +169,41 @@ def test_trainers_keep_what_engines_hold_measure_the_divergence_and_go_on(model:
     (microbatch,) = build_microbatches(probe, RESPONSES, True, 1)
     with torch.no_grad():
         before = stage(
-            microbatch.tokens[None], microbatch.layout, microbatch.rows, microbatch.targets, temperature=1.0, chunk=64
+            microbatch.tokens[None],
+            microbatch.layout,
+            microbatch.rows,
+            microbatch.targets,
+            temperature=1.0,
+            chunk=64,
         ).logprobs
     sampled = microbatch.engine_logprobs.copy_(before)
-    assert learner.probe([microbatch]).k3_mean == pytest.approx(0.0, abs=1e-9), "an engine of this version"
+    assert learner.probe([microbatch]).k3_mean == pytest.approx(0.0, abs=1e-9), (
+        "an engine of this version"
+    )
     consume(learner, source(make_groups(3, GROUPS, RESPONSES, seed=5), 3), 2)
     learner.skip_publish(4)
     with torch.no_grad():
         after = stage(
-            microbatch.tokens[None], microbatch.layout, microbatch.rows, microbatch.targets, temperature=1.0, chunk=64
+            microbatch.tokens[None],
+            microbatch.layout,
+            microbatch.rows,
+            microbatch.targets,
+            temperature=1.0,
+            chunk=64,
         ).logprobs
     difference = (after - sampled).double()
     by_hand = (difference.exp() - 1 - difference).mean().item()
     assert by_hand > 1e-6
     assert learner.probe([microbatch]).k3_mean == pytest.approx(by_hand, rel=1e-3)
-    assert learner.gate.hold(3), "an engine that comes late still gets the version that was published"
+    assert learner.gate.hold(3), (
+        "an engine that comes late still gets the version that was published"
+    )
     learner.gate.release()
     policy = dict(stage.policy.named_parameters())
-    old, kept = (dict(part.named_parameters()) for part in (stage.frozen["old"], stage.model("published")))
-    assert all(torch.equal(old[name], value) for name, value in policy.items()), "ratios are against version 4"
+    old, kept = (
+        dict(part.named_parameters()) for part in (stage.frozen["old"], stage.model("published"))
+    )
+    assert all(torch.equal(old[name], value) for name, value in policy.items()), (
+        "ratios are against version 4"
+    )
     assert any(not torch.equal(kept[name], value) for name, value in policy.items())

@@ -1,4 +1,6 @@
-"""Every file is Python 3.10, the version that the Ascend trainer's stack needs: its grammar, and its standard library."""
+"""Every file is Python 3.10, the version that the Ascend trainer's stack needs: its grammar, and
+its standard library.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ ROOT = Path(__file__).resolve().parents[2]
 NEWER_MODULES = {"tomllib", "wsgiref.types"}
 # by module: what came with 3.11 or later, as far as a project like this could want it
 NEWER_NAMES = {
-    "asyncio": {"TaskGroup", "timeout", "timeout_at", "Runner", "Barrier", "BrokenBarrierError", "eager_task_factory"},
+    "asyncio": {
+        "TaskGroup",
+        "timeout",
+        "timeout_at",
+        "Runner",
+        "Barrier",
+        "BrokenBarrierError",
+        "eager_task_factory",
+    },
     "builtins": {"ExceptionGroup", "BaseExceptionGroup", "PythonFinalizationError"},
     "collections.abc": {"Buffer"},
     "contextlib": {"chdir"},
@@ -37,16 +47,38 @@ NEWER_NAMES = {
     "sys": {"exception", "monitoring", "activate_stack_trampoline"},
     "threading": {"setprofile_all_threads", "settrace_all_threads"},
     "typing": {
-        *("Self", "Never", "LiteralString", "Required", "NotRequired", "Unpack", "TypeVarTuple", "assert_never"),
-        *("assert_type", "reveal_type", "dataclass_transform", "get_overloads", "override", "TypeAliasType", "TypeIs"),
+        *(
+            "Self",
+            "Never",
+            "LiteralString",
+            "Required",
+            "NotRequired",
+            "Unpack",
+            "TypeVarTuple",
+            "assert_never",
+        ),
+        *(
+            "assert_type",
+            "reveal_type",
+            "dataclass_transform",
+            "get_overloads",
+            "override",
+            "TypeAliasType",
+            "TypeIs",
+        ),
         *("ReadOnly", "NoDefault"),
     },
     "warnings": {"deprecated"},
 }
-# methods and arguments that only a type checker could attribute to their module: refused wherever they stand
+# methods and arguments that only a type checker could attribute to their module: refused wherever
+# they stand
 NEWER_ATTRIBUTES = {"add_note", "walk", "is_junction", "uncancel", "cancelling"}
 OTHERS_ATTRIBUTES = {("ast", "walk"), ("os", "walk")}
-NEWER_KEYWORDS = {("TemporaryDirectory", "delete"), ("rmtree", "onexc"), ("mkstemp", "delete_on_close")}
+NEWER_KEYWORDS = {
+    ("TemporaryDirectory", "delete"),
+    ("rmtree", "onexc"),
+    ("mkstemp", "delete_on_close"),
+}
 
 
 def violations(source: str) -> list[str]:
@@ -59,12 +91,20 @@ def violations(source: str) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             aliases |= {name.asname or name.name: name.name for name in node.names}
-    return [f"line {line}: {what}" for line, what in _names(tree, aliases) if what.split(".")[-1] not in _guarded(tree)]
+    return [
+        f"line {line}: {what}"
+        for line, what in _names(tree, aliases)
+        if what.split(".")[-1] not in _guarded(tree)
+    ]
 
 
 def _guarded(tree: ast.AST) -> set[str]:
     """Names that the file asks for with hasattr first."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "hasattr"]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "hasattr"
+    ]
     return {str(node.args[1].value) for node in calls if isinstance(node.args[1], ast.Constant)}
 
 
@@ -82,7 +122,8 @@ def _names(tree: ast.AST, aliases: dict[str, str]) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
             if node.attr in NEWER_NAMES.get(aliases.get(owner, ""), set()) or (
-                node.attr in NEWER_ATTRIBUTES and (aliases.get(owner), node.attr) not in OTHERS_ATTRIBUTES
+                node.attr in NEWER_ATTRIBUTES
+                and (aliases.get(owner), node.attr) not in OTHERS_ATTRIBUTES
             ):
                 yield node.lineno, f"{owner}.{node.attr}"
         elif isinstance(node, ast.Name) and node.id in NEWER_NAMES["builtins"]:
@@ -96,10 +137,16 @@ def _names(tree: ast.AST, aliases: dict[str, str]) -> Iterator[tuple[int, str]]:
 
 def test_no_file_uses_what_came_after_python_310() -> None:
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "*.py"], cwd=ROOT, capture_output=True, text=True, timeout=30
+        ["git", "ls-files", "-co", "--exclude-standard", "*.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     files = [ROOT / name for name in listed.stdout.split()] or [
-        file for folder in ("pa_npu", "tools", "tests", "ops") for file in (ROOT / folder).rglob("*.py")
+        file
+        for folder in ("pa_npu", "tools", "tests", "ops")
+        for file in (ROOT / folder).rglob("*.py")
     ]
     assert len(files) > 100
     found = {str(f.relative_to(ROOT)): violations(f.read_text()) for f in files if f.exists()}
@@ -134,6 +181,7 @@ def test_the_check_lets_pass_what_310_has() -> None:
     assert not violations(
         "import ast, asyncio, os\nfrom typing import TypeAlias, ParamSpec\n"
         "match x:\n    case [1, *_]: pass\n"
-        "with (open('a') as a, open('b') as b): pass\nos.walk('.'), ast.walk(a), asyncio.wait_for(b, 1)\n"
+        "with (open('a') as a, open('b') as b): pass\nos.walk('.'), ast.walk(a), "
+        "asyncio.wait_for(b, 1)\n"
         "if hasattr(task, 'uncancel'): task.uncancel()"
     )

@@ -1,4 +1,6 @@
-"""Recipes: what their comments claim, that each fits every device and overlay it names, and proposals where it does not."""
+"""Recipes: what their comments claim, that each fits every device and overlay it names, and
+proposals where it does not.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,17 @@ from pa_npu.planning.memory import engine_memory, kv_bytes_per_token, trainer_me
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.planning.shortages import USABLE, shortages
-from tests.helpers.recipes import RECIPES, ROOT, SIZED, claims, dry_run, planned, predicted_s, quoted, shipped
+from tests.helpers.recipes import (
+    RECIPES,
+    ROOT,
+    SIZED,
+    claims,
+    dry_run,
+    planned,
+    predicted_s,
+    quoted,
+    shipped,
+)
 from tools.foreign.names import RELATED, SAME
 
 GIB = 2**30
@@ -47,17 +59,32 @@ def test_the_7b_recipe_fits_sharded_and_its_plan_says_how(kind: str) -> None:
     recipe = ROOT / "configs" / "grpo_qwen2.5_7b.yaml"
     memory, spec = platforms.typical_memory(kind), known_spec("Qwen2.5-7B")
     assert memory is not None and spec is not None
-    split = [f"run.device={kind}", "placement.colocate=false", "rollout.engines=4", "trainer.devices=4"]
+    split = [
+        f"run.device={kind}",
+        "placement.colocate=false",
+        "rollout.engines=4",
+        "trainer.devices=4",
+    ]
     config = load_config([recipe, ROOT / "configs" / "backends" / "fsdp.yaml"], split)
     parts = dict(trainer_memory(config, spec).parts)
-    assert parts["weights"] == parts["gradients"] == parts["optimizer"] // 2 == spec.num_parameters * 4 // 4
+    assert (
+        parts["weights"]
+        == parts["gradients"]
+        == parts["optimizer"] // 2
+        == spec.num_parameters * 4 // 4
+    )
     assert parts["frozen models"] == spec.num_parameters * 2 // 4
     layer = (spec.num_parameters - 2 * spec.vocab_size * spec.hidden_size) // spec.num_layers
-    assert parts["gathered layers"] > 2 * 2 * layer and parts["gathered layers"] < 2 * spec.num_parameters
+    assert (
+        parts["gathered layers"] > 2 * 2 * layer
+        and parts["gathered layers"] < 2 * spec.num_parameters
+    )
     assert not shortages(config, spec, memory[1], own_memory=True)
     lines = derived_lines(config, spec, memory[1], True)
     assert "trainer ranks         4 shards of every weight, each rank a replica" in lines
-    copied = load_config([recipe, ROOT / "configs" / "backends" / "fsdp.yaml"], [*split, "trainer.shards=2"])
+    copied = load_config(
+        [recipe, ROOT / "configs" / "backends" / "fsdp.yaml"], [*split, "trainer.shards=2"]
+    )
     assert dict(trainer_memory(copied, spec).parts)["optimizer"] == 2 * parts["optimizer"]
 
 
@@ -72,7 +99,9 @@ def size_of(recipe: Path) -> str:
 )
 def test_the_arithmetic_in_a_recipe_is_what_dry_run_prints(recipe: Path) -> None:
     for arguments, claimed in claims(recipe):
-        assert claimed == quoted(recipe, arguments), f"{arguments}: run python -m tests.helpers.recipes"
+        assert claimed == quoted(recipe, arguments), (
+            f"{arguments}: run python -m tests.helpers.recipes"
+        )
         assert len(claimed) == 6
 
 
@@ -80,11 +109,16 @@ def test_the_arithmetic_in_a_recipe_is_what_dry_run_prints(recipe: Path) -> None
 IN_CI = ("grpo_qwen2.5_7b.yaml", "grpo_qwen3_30b_a3b.yaml")
 
 
-@pytest.mark.skipif(platforms.missing("npu") is None, reason="plans with the typical device, not this one")
+@pytest.mark.skipif(
+    platforms.missing("npu") is None, reason="plans with the typical device, not this one"
+)
 @pytest.mark.parametrize("kind", ["npu", "cuda"])
 @pytest.mark.parametrize(
     "files",
-    [files if files[-1] in IN_CI else pytest.param(files, marks=pytest.mark.nightly) for files in SIZED],
+    [
+        files if files[-1] in IN_CI else pytest.param(files, marks=pytest.mark.nightly)
+        for files in SIZED
+    ],
     ids=lambda files: files[-1].removesuffix(".yaml").removeprefix("clusters/"),
 )
 def test_what_auto_finds_is_never_worse_than_the_recipe_and_on_npu_the_recipe_is_within_two_percent(
@@ -96,14 +130,22 @@ def test_what_auto_finds_is_never_worse_than_the_recipe_and_on_npu_the_recipe_is
     assert found.num_devices <= nodes * devices
     assert predicted_s(found) <= 1.001 * predicted_s(config)
     if kind == "npu":
-        assert predicted_s(config) <= 1.02 * predicted_s(found), f"{found.rollout}: run python -m tests.helpers.recipes"
+        assert predicted_s(config) <= 1.02 * predicted_s(found), (
+            f"{found.rollout}: run python -m tests.helpers.recipes"
+        )
 
 
-@pytest.mark.skipif(platforms.missing("npu") is None, reason="plans with the typical device, not this one")
+@pytest.mark.skipif(
+    platforms.missing("npu") is None, reason="plans with the typical device, not this one"
+)
 @pytest.mark.parametrize("kind", ["npu", "cuda"])
-@pytest.mark.parametrize("nodes", [*(pytest.param(number, marks=pytest.mark.nightly) for number in (1, 2, 4)), 8])
+@pytest.mark.parametrize(
+    "nodes", [*(pytest.param(number, marks=pytest.mark.nightly) for number in (1, 2, 4)), 8]
+)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_more_devices_are_never_planned_slower_than_the_recipes_own(recipe: Path, nodes: int, kind: str) -> None:
+def test_more_devices_are_never_planned_slower_than_the_recipes_own(
+    recipe: Path, nodes: int, kind: str
+) -> None:
     files = (recipe.name,)
     if nodes * 8 < math.prod(SIZED[files]):
         pytest.skip("fewer devices than the recipe is for")
@@ -126,15 +168,25 @@ def test_every_recipe_fits_with_every_overlay(recipe: Path, kind: str) -> None:
         assert spec is not None
         check_model(config, spec)
         config = with_share(config, spec, memory[1], True)
-        lines = [shortage.line() for shortage in shortages(config, spec, memory[1], own_memory=True)]
+        lines = [
+            shortage.line() for shortage in shortages(config, spec, memory[1], own_memory=True)
+        ]
         assert not lines, f"{files} on {kind}: {lines}"
 
 
 def test_32b_on_16_devices_needs_80_gib_and_on_64_says_how_many_devices_it_needs() -> None:
-    files = ["--config", "configs/grpo_qwen2.5_32b.yaml", "--config", "configs/clusters/32b_2_nodes_of_8_80gib.yaml"]
+    files = [
+        "--config",
+        "configs/grpo_qwen2.5_32b.yaml",
+        "--config",
+        "configs/clusters/32b_2_nodes_of_8_80gib.yaml",
+    ]
     notes = [line for line in dry_run(*files, "--device", "cuda") if "memory:" in line]
     assert notes == []
-    with pytest.raises(ConfigError, match=r"take 68\.7 GiB of a device's 64\.0 GiB; set trainer\.devices=16 \(needs"):
+    with pytest.raises(
+        ConfigError,
+        match=r"take 68\.7 GiB of a device's 64\.0 GiB; set trainer\.devices=16 \(needs",
+    ):
         load_and_check(files[1], files[3])
 
 
@@ -146,7 +198,9 @@ def load_and_check(*files: str) -> None:
 
 
 def test_the_cpu_overlay_keeps_a_recipes_keys() -> None:
-    """Every key that the overlay sets, a recipe or the defaults know; and the recipe's algorithm stays as it is."""
+    """Every key that the overlay sets, a recipe or the defaults know; and the recipe's algorithm
+    stays as it is.
+    """
     for recipe in RECIPES:
         plain = load_config([str(recipe)])
         tiny = load_config([str(recipe), "configs/clusters/cpu_tiny.yaml"], ["run.device=cpu"])
@@ -157,7 +211,12 @@ def test_the_cpu_overlay_keeps_a_recipes_keys() -> None:
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("Qwen2.5-7B", 7.616), ("Qwen3-8B", 8.191), ("Qwen2.5-32B", 32.764), ("DeepSeek-R1-Distill-Qwen-7B", 7.616)],
+    [
+        ("Qwen2.5-7B", 7.616),
+        ("Qwen3-8B", 8.191),
+        ("Qwen2.5-32B", 32.764),
+        ("DeepSeek-R1-Distill-Qwen-7B", 7.616),
+    ],
 )
 def test_known_shapes_have_the_published_number_of_parameters(name: str, billions: float) -> None:
     spec = known_spec(f"/somewhere/{name.lower()}")
@@ -180,7 +239,8 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 def test_keys_in_the_documents_exist(document: Path) -> None:
     text = document.read_text()
     keys = {key.name for key in all_keys()}
-    if document.stem == "releases":  # it says what is gone; a configuration that names such a key hears the same
+    # it says what is gone; a configuration that names such a key hears the same
+    if document.stem == "releases":
         keys |= REMOVED.keys()
     if document.stem == "names":
         keys |= SAME["verl"].keys() | RELATED["verl"].keys()
@@ -191,7 +251,9 @@ def test_keys_in_the_documents_exist(document: Path) -> None:
 
 @st.composite
 def configurations(draw: st.DrawFn) -> dict[str, Any]:
-    tensor, pipeline, replicas = (draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2, 4], [1, 2, 4]))
+    tensor, pipeline, replicas = (
+        draw(st.sampled_from(sizes)) for sizes in ([1, 2, 4], [1, 2, 4], [1, 2, 4])
+    )
     responses = draw(st.sampled_from([4, 8, 16]))
     tree: dict[str, Any] = {
         "run": {"device": "npu"},
@@ -211,7 +273,10 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
             "recompute": draw(st.sampled_from(["none", "selective", "full"])),
         },
         "algorithm": {"kl_coef": draw(st.sampled_from([0.0, 0.01]))},
-        "schedule": {"prompts_per_iteration": 64, "updates_per_iteration": draw(st.sampled_from([1, 2]))},
+        "schedule": {
+            "prompts_per_iteration": 64,
+            "updates_per_iteration": draw(st.sampled_from([1, 2])),
+        },
     }
     if pipeline == 1:
         tree["microbatch"] = {"max_tokens": draw(st.sampled_from([None, 32768]))}
@@ -221,7 +286,9 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=max(10, settings().max_examples // 50))
 @given(configurations(), st.sampled_from([32, 64, 80, 140]))
 def test_a_proposal_passes_the_estimate_and_every_rule(tree: dict[str, Any], gib: int) -> None:
-    """With the proposed keys the tree validates, the model divides, and nothing of that role is short any more."""
+    """With the proposed keys the tree validates, the model divides, and nothing of that role is
+    short any more.
+    """
     config = Config.model_validate(tree)
     spec = known_spec(config.model.path)
     assert spec is not None
@@ -238,7 +305,9 @@ def test_a_proposal_passes_the_estimate_and_every_rule(tree: dict[str, Any], gib
         else:
             cache = dict(engine_memory(changed, spec, gib * GIB).parts)["KV cache"]
             assert cache // kv_bytes_per_token(changed, spec) >= wanted_tokens(changed)
-        assert shortage.role not in {other.role for other in shortages(changed, spec, gib * GIB, own_memory=True)}
+        assert shortage.role not in {
+            other.role for other in shortages(changed, spec, gib * GIB, own_memory=True)
+        }
 
 
 def with_changes(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -248,23 +317,35 @@ def with_changes(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any
     return tree
 
 
-def test_a_run_whose_state_does_not_fit_is_refused_and_one_whose_activations_do_not_is_warned() -> None:
+def test_a_run_whose_state_does_not_fit_is_refused_and_one_whose_activations_do_not_is_warned() -> (
+    None
+):
     base = {"model": {"path": "models/Qwen2.5-7B"}, "data": {"train": "t"}}
     spec = known_spec("models/Qwen2.5-7B")
     assert spec is not None
     one_rank = Config.model_validate(base)
     (refused,) = (s for s in shortages(one_rank, spec, 64 * GIB, True) if s.role == "trainer")
     assert refused.fatal and "127.7 GiB of a device's 64.0 GiB" in refused.line()
-    long = {"rollout": {"max_response_tokens": 8192}, "trainer": {"devices": 4, "tensor_parallel": 4}}
-    (warned,) = (s for s in shortages(Config.model_validate(base | long), spec, 64 * GIB, True) if s.role == "trainer")
+    long = {
+        "rollout": {"max_response_tokens": 8192},
+        "trainer": {"devices": 4, "tensor_parallel": 4},
+    }
+    (warned,) = (
+        s
+        for s in shortages(Config.model_validate(base | long), spec, 64 * GIB, True)
+        if s.role == "trainer"
+    )
     assert not warned.fatal and warned.proposal is not None
 
 
 def test_a_shared_host_memory_counts_all_processes() -> None:
-    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"kv_cache_gib": 16}})
+    config = Config.model_validate(
+        {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"kv_cache_gib": 16}}
+    )
     spec = known_spec("models/Qwen2.5-7B")
     assert spec is not None
     (shortage,) = shortages(config, spec, 180 * GIB, own_memory=False)
-    # 14 GiB of weights twice, 4 + 8 + 12 bytes of training per parameter, activations, and 16 GiB of cache
+    # 14 GiB of weights twice, 4 + 8 + 12 bytes of training per parameter, activations, and 16 GiB
+    # of cache
     assert shortage.role == "host" and shortage.proposal == {"rollout.kv_cache_gib": 4.0}
     assert shortages(config, spec, 400 * GIB, own_memory=False) == []

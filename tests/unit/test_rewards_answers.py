@@ -141,12 +141,15 @@ def test_every_answer_of_the_table_is_judged_rightly(row: Row) -> None:
     assert is_correct(row.response, row.reference, row.prompt) is row.truth
 
 
-def test_the_published_table_is_what_the_command_prints_and_math_verify_alone_has_more_of_both_errors() -> None:
+def test_the_published_table_is_what_the_command_prints_and_math_verify_alone_has_more_of_both_errors() -> (
+    None
+):
     lines = table()
     assert "\n".join(lines) in (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
     *_, ours, theirs = lines[-1].strip("| ").split("|")
     assert ours.strip() == "0 / 0"
-    # Controls: the pairs are hard enough to tell a judge from another, and there are enough of both kinds.
+    # Controls: the pairs are hard enough to tell a judge from another, and there are enough of both
+    # kinds.
     assert min(map(int, theirs.split("/"))) >= 20
     pairs = {(row.prompt, row.response, row.reference) for row in ANSWERS}
     assert len(ANSWERS) >= 1600 and len(pairs) == len(ANSWERS)
@@ -154,7 +157,9 @@ def test_the_published_table_is_what_the_command_prints_and_math_verify_alone_ha
 
 
 @given(value=st.fractions(max_denominator=10**6), other=st.fractions(max_denominator=10**6))
-def test_numbers_are_equal_exactly_however_they_are_written(value: Fraction, other: Fraction) -> None:
+def test_numbers_are_equal_exactly_however_they_are_written(
+    value: Fraction, other: Fraction
+) -> None:
     top, bottom = value.numerator, value.denominator
     sign = "-" if value < 0 else ""
     for text in (
@@ -169,7 +174,9 @@ def test_numbers_are_equal_exactly_however_they_are_written(value: Fraction, oth
         assert is_correct(f"The answer is ${text}$.", f"{value}"), text
 
 
-@given(text=st.text(alphabet="0123456789.,-+/()${}%\\ =<>x^fracboxed#&\u2212\u00b0 \n", max_size=60))
+@given(
+    text=st.text(alphabet="0123456789.,-+/()${}%\\ =<>x^fracboxed#&\u2212\u00b0 \n", max_size=60)
+)
 def test_any_text_is_judged_without_an_exception(text: str) -> None:
     with unittest.mock.patch.object(answers, "equal_expressions", lambda *_: False):
         for response in (text, f"\\boxed{{{text}}}", f"#### {text}", f"The answer is {text}"):
@@ -179,7 +186,9 @@ def test_any_text_is_judged_without_an_exception(text: str) -> None:
 
 def test_math_verify_also_works_outside_the_main_thread() -> None:
     verdicts: list[bool] = []
-    thread = threading.Thread(target=lambda: verdicts.append(equal_answers("2y+x", "x+2y")), name="verdict")
+    thread = threading.Thread(
+        target=lambda: verdicts.append(equal_answers("2y+x", "x+2y")), name="verdict"
+    )
     thread.start()
     thread.join(30)
     assert verdicts == [True]
@@ -203,8 +212,21 @@ def test_a_time_limit_that_is_dropped_by_a_finalizer_comes_again() -> None:
 
 
 HOSTILE = [
-    *(r"\boxed{" * 20_000, "1" * 100_000, "1," * 50_000, "- " * 50_000, "3/" * 50_000, "(" * 100_000),
-    *("#### " * 20_000, "\\boxed{" + "(" * 50_000 + "1", "answer is 1+" * 8_000, "$1" * 50_000, "1 and " * 20_000),
+    *(
+        r"\boxed{" * 20_000,
+        "1" * 100_000,
+        "1," * 50_000,
+        "- " * 50_000,
+        "3/" * 50_000,
+        "(" * 100_000,
+    ),
+    *(
+        "#### " * 20_000,
+        "\\boxed{" + "(" * 50_000 + "1",
+        "answer is 1+" * 8_000,
+        "$1" * 50_000,
+        "1 and " * 20_000,
+    ),
 ]
 
 
@@ -216,7 +238,9 @@ def test_hostile_responses_cost_little_time(response: str, reference: str) -> No
     assert time.process_time() - start_s < 3.0
 
 
-@pytest.mark.parametrize("expression", [r"9^{9^{9^{9}}}", r"10^{50}!", r"(x+y+z)^{60}", "(a+b)" * 300, r"\Gamma(10^9)"])
+@pytest.mark.parametrize(
+    "expression", [r"9^{9^{9^{9}}}", r"10^{50}!", r"(x+y+z)^{60}", "(a+b)" * 300, r"\Gamma(10^9)"]
+)
 def test_an_expression_that_math_verify_would_not_end_with_is_not_equal_and_the_next_one_is_judged(
     expression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +248,10 @@ def test_an_expression_that_math_verify_would_not_end_with_is_not_equal_and_the_
     handler, start_s = signal.getsignal(signal.SIGPROF), time.process_time()
     assert not equal_answers(expression, "x^2+1") and not equal_answers("x^2+1", expression)
     assert time.process_time() - start_s < 1.0, "the comparison took processor time of this process"
-    assert signal.getsignal(signal.SIGPROF) is handler and signal.getitimer(signal.ITIMER_PROF) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGPROF) is handler and signal.getitimer(signal.ITIMER_PROF) == (
+        0.0,
+        0.0,
+    )
     monkeypatch.undo()
     assert equal_answers(f"x+{len(expression)}", f"{len(expression)}+x")
 
@@ -264,7 +291,9 @@ def test_gsm8k_references_are_numbers_and_agree_with_themselves_only() -> None:
         ("The answer is a good one.", None),
     ],
 )
-def test_the_letter_of_a_multiple_choice_is_read_in_several_languages(response: str, letter: str | None) -> None:
+def test_the_letter_of_a_multiple_choice_is_read_in_several_languages(
+    response: str, letter: str | None
+) -> None:
     assert answers.chosen_letter(response, "ABCD") == letter
 
 
@@ -286,5 +315,7 @@ def test_the_letter_of_a_multiple_choice_is_read_in_several_languages(response: 
         ("", "a < b and x[0]", "a < b and x[0]"),
     ],
 )
-def test_a_thought_is_no_part_of_a_response_whoever_opened_it(prompt: str, response: str, text: str) -> None:
+def test_a_thought_is_no_part_of_a_response_whoever_opened_it(
+    prompt: str, response: str, text: str
+) -> None:
     assert without_thought(prompt, response) == text

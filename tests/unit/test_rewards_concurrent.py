@@ -1,4 +1,6 @@
-"""Reward functions that wait (`async def`) run for many groups at once, with the time limit and the failures of all others."""
+"""Reward functions that wait (`async def`) run for many groups at once, with the time limit and the
+failures of all others.
+"""
 
 from __future__ import annotations
 
@@ -69,20 +71,29 @@ def group(responses: Sequence[str] = ("ab", "abc"), **row: Any) -> RewardInput:
 
 def config(*names: str, **settings: Any) -> RewardConfig:
     names = names or ("waits",)
-    return RewardConfig(functions=tuple(RewardFunction(name=f"users_waiting:{name}") for name in names), **settings)
+    return RewardConfig(
+        functions=tuple(RewardFunction(name=f"users_waiting:{name}") for name in names), **settings
+    )
 
 
-async def test_functions_that_wait_and_those_that_compute_are_summed_in_the_configurations_order() -> None:
+async def test_functions_that_wait_and_those_that_compute_are_summed_in_the_configurations_order() -> (
+    None
+):
     async with RewardPool(config("computes", "waits", "an_object")) as pool:
         result = await pool.score(group())
-    assert list(result.functions) == [f"users_waiting:{name}" for name in ("computes", "waits", "an_object")]
+    assert list(result.functions) == [
+        f"users_waiting:{name}" for name in ("computes", "waits", "an_object")
+    ]
     assert result.total.tolist() == [5.0, 6.0] and result.errors == ()
 
 
 async def test_groups_do_not_wait_for_each_other_and_get_their_own_rewards(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     async with RewardPool(config(workers=1, timeout_s=60)) as pool:
-        held = [asyncio.create_task(pool.score(group(["x" * n], wait_for=str(gate)))) for n in range(1, 21)]
+        held = [
+            asyncio.create_task(pool.score(group(["x" * n], wait_for=str(gate))))
+            for n in range(1, 21)
+        ]
         passing = await asyncio.wait_for(pool.score(group(["abcd"])), 30)
         assert passing.total.tolist() == [4.0] and not any(task.done() for task in held)
         gate.touch()
@@ -102,14 +113,18 @@ async def test_groups_do_not_wait_for_each_other_and_get_their_own_rewards(tmp_p
         ({"hold": True}, "not done within reward.timeout_s = 1 s"),
     ],
 )
-async def test_a_failure_is_a_logged_zero_of_its_group_alone(row: dict[str, Any], reason: str) -> None:
+async def test_a_failure_is_a_logged_zero_of_its_group_alone(
+    row: dict[str, Any], reason: str
+) -> None:
     async with RewardPool(config("waits", "computes", timeout_s=1.0)) as pool:
         bad, good = await asyncio.gather(pool.score(group(**row)), pool.score(group()))
     assert bad.total.tolist() == [1, 1] and len(bad.errors) == 1 and reason in bad.errors[0]
     assert good.total.tolist() == [3, 4] and good.errors == ()
 
 
-async def test_a_process_that_is_killed_is_asked_again_and_rewards_do_not_change(tmp_path: Path) -> None:
+async def test_a_process_that_is_killed_is_asked_again_and_rewards_do_not_change(
+    tmp_path: Path,
+) -> None:
     gate, pids = tmp_path / "gate", tmp_path / "pids"
     async with RewardPool(config(timeout_s=60)) as pool:
         hit = asyncio.create_task(pool.score(group(wait_for=str(gate), pid_file=str(pids))))
@@ -144,12 +159,15 @@ async def test_closing_fails_what_waits() -> None:
 def test_the_check_before_a_run_calls_a_function_that_waits() -> None:
     def full(name: str) -> Config:
         reward = {"functions": [{"name": f"users_waiting:{name}"}], "timeout_s": 1.0}
-        return Config.model_validate({"model": {"path": "m"}, "data": {"train": "d"}, "reward": reward})
+        return Config.model_validate(
+            {"model": {"path": "m"}, "data": {"train": "d"}, "reward": reward}
+        )
 
     check_reward_functions(full("waits"), group())
     check_reward_functions(full("an_object"))
     with pytest.raises(
-        DataError, match=r"users_waiting:waits fails for a group of the dataset: KeyError.*users_waiting\.py:"
+        DataError,
+        match=r"users_waiting:waits fails for a group of the dataset: KeyError.*users_waiting\.py:",
     ):
         check_reward_functions(full("waits"), group(**{"raise": True}))
     with pytest.raises(DataError, match=r"not done within reward\.timeout_s"):

@@ -1,4 +1,6 @@
-"""A judge's scores are rewards from 0 to 1; what it does not score is never a zero: the run ends, or the response is neutral."""
+"""A judge's scores are rewards from 0 to 1; what it does not score is never a zero: the run ends,
+or the response is neutral.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def group(*responses: str, **row: Any) -> RewardInput:
     return RewardInput("What is 2+2?", "4", list(responses), [3] * len(responses), row)
 
 
-async def rewards(config: JudgeConfig, *groups: RewardInput, cache: Path | None = None) -> list[list[float | None]]:
+async def rewards(
+    config: JudgeConfig, *groups: RewardInput, cache: Path | None = None
+) -> list[list[float | None]]:
     reward = JudgeReward(config, cache)
     try:
         return await asyncio.gather(*map(reward, groups))
@@ -58,14 +62,18 @@ async def test_scores_become_rewards_and_the_judge_reads_what_the_template_says(
     with fake_judge(by_number) as judge, caplog.at_level(logging.DEBUG):
         config = settings(
             judge,
-            template="{row.level}|{prompt}|{answer}|{unknown} {lowest} {highest}\nResponse:\n{response}\n",
+            template="{row.level}|{prompt}|{answer}|{unknown} {lowest} "
+            "{highest}\nResponse:\n{response}\n",
             scores=(1, 5),
         )
         found = await rewards(config, group("it is 1", "it is 4", "it is 5", level="easy"))
     assert found == [[0.0, 0.75, 1.0]]
-    message, headers, body = next(asked for asked in judge.asked if "it is 1" in asked[0])  # they are asked at once
+    # they are asked at once
+    message, headers, body = next(asked for asked in judge.asked if "it is 1" in asked[0])
     assert message == "easy|What is 2+2?|4|{unknown} 1 5\nResponse:\nit is 1\n"
-    assert headers["Authorization"] == "Bearer secret-key" and body["path"] == "/v1/chat/completions"
+    assert (
+        headers["Authorization"] == "Bearer secret-key" and body["path"] == "/v1/chat/completions"
+    )
     assert [message["role"] for message in body["messages"]] == ["user"]
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("grader", 0.0, 512)
     assert "secret-key" not in caplog.text
@@ -80,7 +88,9 @@ async def test_the_score_is_read_from_json_by_a_pattern_behind_the_thinking() ->
     }
     pattern = r'"score": *"?(\d+(?:\.\d+)?)'
     with fake_judge(lambda message, _: Answer(texts[message])) as judge:
-        found = await rewards(settings(judge, score_pattern=pattern, template="{response}"), group(*texts))
+        found = await rewards(
+            settings(judge, score_pattern=pattern, template="{response}"), group(*texts)
+        )
     assert found == [[0.3, 0.45, 1.0, 1.0]]
 
 
@@ -91,7 +101,10 @@ async def test_a_reward_models_number_is_the_score_also_beyond_the_scale() -> No
 
     with fake_judge(answer) as judge:
         config = settings(judge, api="pooling", scores=(-5, 5))
-        solved = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "the reference"}]
+        solved = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "the reference"},
+        ]
         found = await rewards(
             config,
             group("good", "poor", "odd", question="2+2?"),
@@ -129,7 +142,9 @@ async def test_what_fails_for_a_moment_is_asked_again_and_what_will_fail_again_i
     assert [asked.count(name) for name in names] == [2, 2, 2, 2, 2, 1]
 
 
-async def test_a_request_over_its_deadline_is_one_attempt_and_all_of_them_end_without_a_score() -> None:
+async def test_a_request_over_its_deadline_is_one_attempt_and_all_of_them_end_without_a_score() -> (
+    None
+):
     hold = threading.Event()
     with fake_judge(lambda *_: Answer(hold=hold)) as judge:
         reward = JudgeReward(settings(judge, timeout_s=0.2), None)
@@ -137,10 +152,15 @@ async def test_a_request_over_its_deadline_is_one_attempt_and_all_of_them_end_wi
         await reward.close()
         hold.set()
     assert found == [None] and len(judge.asked) == 4
-    assert reward.problem is not None and "no answer within reward.judge.timeout_s = 0.2 s" in reward.problem
+    assert (
+        reward.problem is not None
+        and "no answer within reward.judge.timeout_s = 0.2 s" in reward.problem
+    )
 
 
-async def test_many_groups_are_judged_at_once_up_to_the_limit_and_equal_ones_are_asked_once() -> None:
+async def test_many_groups_are_judged_at_once_up_to_the_limit_and_equal_ones_are_asked_once() -> (
+    None
+):
     barrier = threading.Barrier(3)
 
     def answer(message: str, _: int) -> Answer:
@@ -156,16 +176,24 @@ async def test_many_groups_are_judged_at_once_up_to_the_limit_and_equal_ones_are
         assert len(judge.asked) == 10
 
 
-async def test_a_retry_of_the_first_group_waits_for_no_later_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One request at a time; the first answer fails. trainer.wait_timeout_s follows from this (ConfigTree.reward_limit_s)."""
+async def test_a_retry_of_the_first_group_waits_for_no_later_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One request at a time; the first answer fails. trainer.wait_timeout_s follows from this
+    (ConfigTree.reward_limit_s).
+    """
     monkeypatch.setattr(judge_module, "_FIRST_PAUSE_S", 0.0)
-    with fake_judge(lambda message, before: Answer(status=500 if message == "0" and not before else 200)) as judge:
+    with fake_judge(
+        lambda message, before: Answer(status=500 if message == "0" and not before else 200)
+    ) as judge:
         reward = JudgeReward(settings(judge, concurrency=1, template="{response}"), None)
         await asyncio.gather(*(reward(group(*responses)) for responses in ("0", "12", "34")))
         await reward.close()
     asked = [message for message, _, _ in judge.asked]
     assert asked[0] == "0" and asked.index("0", 1) <= 2, asked
-    assert asked[asked.index("0", 1) + 1 :] == [n for n in "1234" if n not in asked[1 : asked.index("0", 1)]], asked
+    assert asked[asked.index("0", 1) + 1 :] == [
+        n for n in "1234" if n not in asked[1 : asked.index("0", 1)]
+    ], asked
 
 
 async def test_scores_are_kept_on_disk_by_content_and_a_broken_file_costs_only_the_cache(
@@ -175,7 +203,10 @@ async def test_scores_are_kept_on_disk_by_content_and_a_broken_file_costs_only_t
     with fake_judge(lambda *_: Answer("Score: 8")) as judge:
         config = settings(judge)
         assert await rewards(config, group("a", "b"), cache=cache) == [[0.8, 0.8]]
-        assert await rewards(config, group("b", "a"), cache=cache) == [[0.8, 0.8]] and len(judge.asked) == 2
+        assert (
+            await rewards(config, group("b", "a"), cache=cache) == [[0.8, 0.8]]
+            and len(judge.asked) == 2
+        )
         other = config.model_copy(update={"model": "another"})
         assert await rewards(other, group("a"), cache=cache) == [[0.8]] and len(judge.asked) == 3
         cache.write_bytes(b"no database, but long enough to be looked at as one" * 40)
@@ -200,13 +231,20 @@ def functions(*names: str) -> tuple[RewardFunction, ...]:
 
 
 def half_broken(message: str, _: int) -> Answer:
-    return Answer(status=400) if "bad" in message else Answer("Score: 10" if "good" in message else "Score: 2")
+    return (
+        Answer(status=400)
+        if "bad" in message
+        else Answer("Score: 10" if "good" in message else "Score: 2")
+    )
 
 
-async def test_in_the_pool_a_response_without_a_score_is_neutral_and_counted(tmp_path: Path) -> None:
+async def test_in_the_pool_a_response_without_a_score_is_neutral_and_counted(
+    tmp_path: Path,
+) -> None:
     with fake_judge(half_broken) as judge:
         config = RewardConfig(
-            functions=functions("judge", "math"), judge=settings(judge, on_failure="neutral", template="{response}")
+            functions=functions("judge", "math"),
+            judge=settings(judge, on_failure="neutral", template="{response}"),
         )
         async with RewardPool(config, tmp_path) as pool:
             result, none, fine = await asyncio.gather(
@@ -216,7 +254,9 @@ async def test_in_the_pool_a_response_without_a_score_is_neutral_and_counted(tmp
             )
     np.testing.assert_allclose(result.functions["judge"], [1.0, 0.2, 0.6])
     np.testing.assert_allclose(result.total, [2.0, 0.2, 1.6], rtol=1e-6)
-    assert result.no_verdict == {"judge": 1} and "no verdict on 1 of 3 responses" in result.errors[0]
+    assert (
+        result.no_verdict == {"judge": 1} and "no verdict on 1 of 3 responses" in result.errors[0]
+    )
     assert none.functions["judge"].tolist() == [0.5, 0.5] and none.no_verdict == {"judge": 2}
     assert fine.correct.tolist() == [True, False] and fine.errors == () and fine.no_verdict == {}
     assert (tmp_path / "judge_scores.sqlite").is_file()
@@ -225,19 +265,25 @@ async def test_in_the_pool_a_response_without_a_score_is_neutral_and_counted(tmp
 
 async def test_by_default_a_response_without_a_score_ends_the_run_and_says_why() -> None:
     with fake_judge(half_broken) as judge:
-        config = RewardConfig(functions=functions("judge"), judge=settings(judge, template="{response}"))
+        config = RewardConfig(
+            functions=functions("judge"), judge=settings(judge, template="{response}")
+        )
         async with RewardPool(config) as pool:
             assert (await pool.score(group("good"))).total.tolist() == [1.0]
             with pytest.raises(
-                PaNpuError, match=r"reward\.judge: no verdict on 1 of 2 .*status 400.*on_failure=neutral"
+                PaNpuError,
+                match=r"reward\.judge: no verdict on 1 of 2 .*status 400.*on_failure=neutral",
             ):
                 await pool.score(group("good", "bad"))
 
 
-async def test_a_judge_that_fails_for_most_groups_ends_also_a_run_that_takes_it_as_neutral() -> None:
+async def test_a_judge_that_fails_for_most_groups_ends_also_a_run_that_takes_it_as_neutral() -> (
+    None
+):
     with fake_judge(half_broken) as judge:
         config = RewardConfig(
-            functions=functions("judge"), judge=settings(judge, on_failure="neutral", template="{response}")
+            functions=functions("judge"),
+            judge=settings(judge, on_failure="neutral", template="{response}"),
         )
         async with RewardPool(config) as pool:
             with pytest.raises(DataError, match=r"judge failed for 8 of the last 8 groups"):
@@ -247,7 +293,9 @@ async def test_a_judge_that_fails_for_most_groups_ends_also_a_run_that_takes_it_
 
 def full(judge: dict[str, Any], *names: str) -> Config:
     tree = {"model": {"path": "m"}, "data": {"train": "d"}}
-    return Config.model_validate({**tree, "reward": {"functions": [{"name": name} for name in names], "judge": judge}})
+    return Config.model_validate(
+        {**tree, "reward": {"functions": [{"name": name} for name in names], "judge": judge}}
+    )
 
 
 GOOD = {"url": "http://127.0.0.1:9/v1", "model": "m"}
@@ -264,26 +312,39 @@ GOOD = {"url": "http://127.0.0.1:9/v1", "model": "m"}
         ({**GOOD, "scores": [5, 5]}, ["judge"], "reward.judge.scores: 5 is not below"),
         ({**GOOD, "score_pattern": "("}, ["judge"], "is not a regular expression"),
         ({**GOOD, "score_pattern": "(a)(b)"}, ["judge"], "has 2 groups; put one"),
-        ({**GOOD, "api": "pooling", "score_pattern": "(a)"}, ["judge"], "reward.judge.score_pattern: is not read with"),
+        (
+            {**GOOD, "api": "pooling", "score_pattern": "(a)"},
+            ["judge"],
+            "reward.judge.score_pattern: is not read with",
+        ),
         (GOOD, ["math"], "reward.judge: would be read by nothing"),
         (GOOD, ["judge", "judge"], "judge is listed twice"),
     ],
 )
-def test_a_judge_that_cannot_work_is_one_line(judge: dict[str, Any], names: list[str], message: str) -> None:
+def test_a_judge_that_cannot_work_is_one_line(
+    judge: dict[str, Any], names: list[str], message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         full(judge, *names)
 
 
-def test_the_check_before_a_run_asks_the_judge_once_per_response(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_before_a_run_asks_the_judge_once_per_response(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sample = group("#### 4", "I do not know.", "#### 4")
     with fake_judge(lambda *_: Answer("Score: 3")) as judge:
         check_reward_functions(full({"url": judge.url, "model": "m"}, "judge", "math"), sample)
         assert len(judge.asked) == 2
-        check_reward_functions(full({"url": judge.url, "model": "m"}, "judge"), sample, ask_judge=False)
+        check_reward_functions(
+            full({"url": judge.url, "model": "m"}, "judge"), sample, ask_judge=False
+        )
         assert len(judge.asked) == 2
     with (
         fake_judge(lambda *_: Answer("no number")) as judge,
-        pytest.raises(DataError, match=r"reward\.judge\.url: http://127.*no score \(reward\.judge\.score_pattern"),
+        pytest.raises(
+            DataError,
+            match=r"reward\.judge\.url: http://127.*no score \(reward\.judge\.score_pattern",
+        ),
     ):
         check_reward_functions(full({"url": judge.url, "model": "m"}, "judge"), sample)
 
@@ -302,18 +363,32 @@ def test_a_key_that_no_request_can_hold_is_named_before_the_judge_is_asked_and_n
 ) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", key)
     with fake_judge(by_number) as judge:
-        reward = {"functions": [{"name": "judge"}], "judge": settings(judge).model_dump(mode="json")}
-        config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "d"}, "reward": reward})
-        with pytest.raises(DataError, match=f"JUDGE_API_KEY: the environment variable .*{reason}") as refused:
+        reward = {
+            "functions": [{"name": "judge"}],
+            "judge": settings(judge).model_dump(mode="json"),
+        }
+        config = Config.model_validate(
+            {"model": {"path": "m"}, "data": {"train": "d"}, "reward": reward}
+        )
+        with pytest.raises(
+            DataError, match=f"JUDGE_API_KEY: the environment variable .*{reason}"
+        ) as refused:
             check_reward_functions(config, group("it is 5"))
-        assert not judge.asked and "\n" not in str(refused.value) and "sec" not in str(refused.value)
+        assert (
+            not judge.asked and "\n" not in str(refused.value) and "sec" not in str(refused.value)
+        )
 
 
 def test_a_judge_that_fails_the_check_leaves_no_run_directory_behind(tmp_path: Path) -> None:
     with fake_judge(lambda *_: Answer("nonsense")) as judge:
-        reward = {"functions": [{"name": "judge"}], "judge": settings(judge).model_dump(mode="json")}
+        reward = {
+            "functions": [{"name": "judge"}],
+            "judge": settings(judge).model_dump(mode="json"),
+        }
         run = {"dir": str(tmp_path / "runs" / "mine")}
-        config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "d"}, "reward": reward, "run": run})
+        config = Config.model_validate(
+            {"model": {"path": "m"}, "data": {"train": "d"}, "reward": reward, "run": run}
+        )
         with pytest.raises(DataError, match=r"reward\.judge\.url"):
             check_reward_functions(config, group("it is 5"))
         assert judge.asked and list(tmp_path.iterdir()) == []

@@ -1,4 +1,6 @@
-"""Rewards come from worker processes; whatever a reward function does costs rewards of its group, never the run."""
+"""Rewards come from worker processes; whatever a reward function does costs rewards of its group,
+never the run.
+"""
 
 from __future__ import annotations
 
@@ -110,22 +112,30 @@ async def test_weighted_sum_verdict_and_labels() -> None:
         )
     )
     async with RewardPool(config) as pool:
-        result = await pool.score(group(["<think>2\n2</think>\n#### 4", "#### 4", "4", "<think></think> 5"]))
+        result = await pool.score(
+            group(["<think>2\n2</think>\n#### 4", "#### 4", "4", "<think></think> 5"])
+        )
     np.testing.assert_array_equal(result.functions["format"], [1, 0, 0, 1])
     np.testing.assert_array_equal(result.functions["math"], [1, 1, 1, 0])
     np.testing.assert_array_equal(result.functions["format#2"], [1, 1, 0, 0])
     np.testing.assert_array_equal(result.total, [0.75, 0.5, 1, 0.25])
-    assert result.correct.tolist() == [True, True, True, False], "the verdict is math's, not format's"
+    assert result.correct.tolist() == [True, True, True, False], (
+        "the verdict is math's, not format's"
+    )
     assert result.total.dtype == np.float32 and result.errors == ()
 
 
 async def test_overlong_responses_lose_up_to_one_and_the_verdict_stays_maths() -> None:
-    """DAPO, eq. 13, with L_max = 20 and L_cache = 5: 0 up to 15 tokens, (15 - length) / 5 up to 20, -1 beyond."""
+    """DAPO, eq. 13, with L_max = 20 and L_cache = 5: 0 up to 15 tokens, (15 - length) / 5 up to 20,
+    -1 beyond.
+    """
     overlong = RewardFunction(name="overlong", buffer_tokens=5)
     lengths = [1, 15, 16, 18, 20, 21]
     config = RewardConfig(functions=(overlong, RewardFunction(name="math")))
     async with RewardPool(config, max_response_tokens=20) as pool:
-        result = await pool.score(RewardInput("What is 2+2?", "4", ["#### 4"] * 5 + ["#### 5"], lengths, {}))
+        result = await pool.score(
+            RewardInput("What is 2+2?", "4", ["#### 4"] * 5 + ["#### 5"], lengths, {})
+        )
     np.testing.assert_allclose(result.functions["overlong"], [0, 0, -0.2, -0.6, -1, -1], rtol=1e-6)
     np.testing.assert_allclose(result.total, [1, 1, 0.8, 0.4, 0, -1], rtol=1e-6, atol=1e-7)
     assert result.correct.tolist() == [True] * 5 + [False]
@@ -134,14 +144,23 @@ async def test_overlong_responses_lose_up_to_one_and_the_verdict_stays_maths() -
 async def test_a_graded_reward_counts_as_right_from_a_half_on() -> None:
     async with RewardPool(users_config("users_rewards:graded")) as pool:
         result = await pool.score(group())
-    assert result.total.tolist() == pytest.approx([0.128, 0.5]) and result.correct.tolist() == [False, True]
+    assert result.total.tolist() == pytest.approx([0.128, 0.5]) and result.correct.tolist() == [
+        False,
+        True,
+    ]
 
 
 async def test_a_users_function_receives_the_whole_group() -> None:
     row = {"level": [1, "a"], "day": datetime.date(2026, 1, 2)}
     async with RewardPool(users_config("users_rewards:everything")) as pool:
-        result = await pool.score(RewardInput("What is 2+2?", "4", ["#### 4", "#### 5"], [3, 4], row))
-    assert result.errors == () and result.total.tolist() == [0.5, -0.5] and result.correct.tolist() == [True, False]
+        result = await pool.score(
+            RewardInput("What is 2+2?", "4", ["#### 4", "#### 5"], [3, 4], row)
+        )
+    assert (
+        result.errors == ()
+        and result.total.tolist() == [0.5, -0.5]
+        and result.correct.tolist() == [True, False]
+    )
 
 
 async def test_what_a_function_prints_or_reads_does_not_disturb_the_protocol() -> None:
@@ -175,23 +194,38 @@ async def test_a_failing_function_is_a_logged_zero_and_the_next_group_is_fine(
 
 
 async def test_only_the_failing_function_loses_its_reward() -> None:
-    config = RewardConfig(functions=(RewardFunction(name="math"), RewardFunction(name="users_rewards:by_row")))
+    config = RewardConfig(
+        functions=(RewardFunction(name="math"), RewardFunction(name="users_rewards:by_row"))
+    )
     async with RewardPool(config) as pool:
         result = await pool.score(group(["#### 4", "#### 5"], **{"raise": True}))
-    assert result.total.tolist() == [1, 0] and result.correct.tolist() == [True, False] and len(result.errors) == 1
+    assert (
+        result.total.tolist() == [1, 0]
+        and result.correct.tolist() == [True, False]
+        and len(result.errors) == 1
+    )
 
 
 @pytest.mark.parametrize("row", [{"raise": True}, {"exit": 3}])
-async def test_a_function_that_keeps_failing_ends_the_run_and_the_line_says_what_it_raised(row: dict[str, Any]) -> None:
+async def test_a_function_that_keeps_failing_ends_the_run_and_the_line_says_what_it_raised(
+    row: dict[str, Any],
+) -> None:
     """Also when only one of several functions fails."""
-    others = (RewardFunction(name="math"),) if "raise" in row else ()  # a worker that ends imports it again
-    async with RewardPool(RewardConfig(functions=(*others, RewardFunction(name="users_rewards:by_row")))) as pool:
+    # a worker that ends imports it again
+    others = (RewardFunction(name="math"),) if "raise" in row else ()
+    async with RewardPool(
+        RewardConfig(functions=(*others, RewardFunction(name="users_rewards:by_row")))
+    ) as pool:
         for _ in range(LEAST - 1):
             assert (await pool.score(group(**row))).errors
-        with pytest.raises(DataError, match=r"failed for 8 of the last 8 groups.*correct the function") as ended:
+        with pytest.raises(
+            DataError, match=r"failed for 8 of the last 8 groups.*correct the function"
+        ) as ended:
             await pool.score(group(**row))
     if "raise" in row:
-        assert "users_rewards:by_row" in str(ended.value) and "users_rewards.py:" in str(ended.value)
+        assert "users_rewards:by_row" in str(ended.value) and "users_rewards.py:" in str(
+            ended.value
+        )
 
 
 async def test_functions_that_fail_now_and_then_do_not_end_the_run() -> None:
@@ -206,11 +240,15 @@ def test_the_failing_share_is_that_of_the_last_groups_only() -> None:
         share.note({})
     for _ in range(WINDOW // 2):
         share.note({"f": "ValueError: x"})
-    with pytest.raises(DataError, match=r"f failed for 33 of the last 64 groups.*last: ValueError: y"):
+    with pytest.raises(
+        DataError, match=r"f failed for 33 of the last 64 groups.*last: ValueError: y"
+    ):
         share.note({"f": "ValueError: y"})
 
 
-async def test_a_group_over_the_time_limit_is_killed_with_its_children_and_gets_zero(tmp_path: Path) -> None:
+async def test_a_group_over_the_time_limit_is_killed_with_its_children_and_gets_zero(
+    tmp_path: Path,
+) -> None:
     pid_file = tmp_path / "pids"
     async with RewardPool(users_config(timeout_s=2.0)) as pool:
         start_s = time.perf_counter()
@@ -222,7 +260,9 @@ async def test_a_group_over_the_time_limit_is_killed_with_its_children_and_gets_
         await until_gone(worker)
         await until_gone(child)
     assert slow.total.tolist() == [0, 0] and "reward.timeout_s = 2 s" in slow.errors[0]
-    assert behind.total.tolist() == [2, 3] and behind.errors == (), "the group behind must not pay for the slow one"
+    assert behind.total.tolist() == [2, 3] and behind.errors == (), (
+        "the group behind must not pay for the slow one"
+    )
 
 
 def starve(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +298,10 @@ async def test_a_group_whose_worker_is_killed_is_scored_again_with_those_behind_
         behind = [asyncio.create_task(pool.score(group(["abcd", "a"]))) for _ in range(6)]
         killed = []
         for _ in range(2):
-            while not (pids := pid_file.read_text().split() if pid_file.exists() else []) or pids[0] in killed:
+            while (
+                not (pids := pid_file.read_text().split() if pid_file.exists() else [])
+                or pids[0] in killed
+            ):
                 await asyncio.sleep(0.01)
             killed.append(pids[0])
             os.kill(int(pids[0]), signal.SIGKILL)
@@ -274,7 +317,9 @@ async def test_one_slow_group_does_not_stall_the_others(tmp_path: Path) -> None:
     release = tmp_path / "release"
     async with RewardPool(users_config(workers=2, timeout_s=60)) as pool:
         slow = asyncio.create_task(pool.score(group(wait_for=str(release))))
-        others = await asyncio.wait_for(asyncio.gather(*(pool.score(group()) for _ in range(40))), 30)
+        others = await asyncio.wait_for(
+            asyncio.gather(*(pool.score(group()) for _ in range(40))), 30
+        )
         assert not slow.done()
         release.touch()
         result = await asyncio.wait_for(slow, 30)
@@ -320,8 +365,12 @@ async def test_closing_ends_workers_and_fails_what_waits(tmp_path: Path) -> None
         await pool.score(group())
 
 
-async def test_closing_ends_a_worker_that_is_being_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """asyncio.wait_for of Python 3.10 and 3.11 returns in place of being cancelled when what it waits for has just come."""
+async def test_closing_ends_a_worker_that_is_being_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """asyncio.wait_for of Python 3.10 and 3.11 returns in place of being cancelled when what it
+    waits for has just come.
+    """
     replacing = asyncio.Event()
 
     async def reap(self: WorkerProcess) -> str:
@@ -357,14 +406,21 @@ async def test_a_cancelled_caller_does_not_disturb_the_pool(tmp_path: Path) -> N
         assert (await pool.score(group())).total.tolist() == [2, 3]
 
 
-async def test_what_a_function_has_started_ends_with_its_worker_however_that_ends(tmp_path: Path) -> None:
-    """The child has a session of its own, so that no process group holds both; and the worker's keeper may be stopped."""
+async def test_what_a_function_has_started_ends_with_its_worker_however_that_ends(
+    tmp_path: Path,
+) -> None:
+    """The child has a session of its own, so that no process group holds both; and the worker's
+    keeper may be stopped.
+    """
     async with RewardPool(users_config(timeout_s=60)) as pool:
         await pool.score(group(pid_file=str(tmp_path / "ended"), exit=9))
         await until_gone(int((tmp_path / "ended").read_text().split()[1]))
         await pool.score(group(pid_file=str(tmp_path / "closed")))
         worker, child = map(int, (tmp_path / "closed").read_text().split())
-        os.kill(int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGSTOP)
+        os.kill(
+            int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1]),
+            signal.SIGSTOP,
+        )
     await until_gone(worker)
     await until_gone(child)
 
@@ -382,7 +438,9 @@ async def main():
 asyncio.run(main())
 """
     root = str(Path(__file__).parents[2])
-    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program, env={**os.environ, "PYTHONPATH": root})
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, env={**os.environ, "PYTHONPATH": root}
+    )
     while not pid_file.exists() or not pid_file.read_text():
         await asyncio.sleep(0.01)
     worker, child = map(int, pid_file.read_text().split())
@@ -409,7 +467,11 @@ async def test_a_pool_whose_workers_cannot_start_any_more_fails_instead_of_hangi
 
 
 def full_config(*functions: RewardFunction) -> Config:
-    return Config(model=ModelConfig(path="m"), data=DataConfig(train="d"), reward=RewardConfig(functions=functions))
+    return Config(
+        model=ModelConfig(path="m"),
+        data=DataConfig(train="d"),
+        reward=RewardConfig(functions=functions),
+    )
 
 
 @pytest.mark.parametrize(
@@ -418,7 +480,10 @@ def full_config(*functions: RewardFunction) -> Config:
         ("no_such_module:f", "ModuleNotFoundError"),
         ("users_rewards:no_such_function", "AttributeError"),
         ("users_rewards:not_a_function", "is a int, not a function"),
-        ("users_rewards:two_parameters", "takes (group, more), which is neither one group, nor verl's"),
+        (
+            "users_rewards:two_parameters",
+            "takes (group, more), which is neither one group, nor verl's",
+        ),
         ("broken_rewards:f", "SyntaxError"),
         ("exiting_rewards:f", "SystemExit: 0"),
         ("raising_rewards:f", "Own: x, "),
@@ -426,7 +491,9 @@ def full_config(*functions: RewardFunction) -> Config:
         ("dying_rewards:f", "the reward worker died while loading them"),
     ],
 )
-def test_the_check_before_a_run_refuses_functions_that_cannot_be_used(name: str, reason: str, tmp_path: Path) -> None:
+def test_the_check_before_a_run_refuses_functions_that_cannot_be_used(
+    name: str, reason: str, tmp_path: Path
+) -> None:
     (tmp_path / "broken_rewards.py").write_text("def f(:")
     (tmp_path / "exiting_rewards.py").write_text("raise SystemExit(0)")
     (tmp_path / "raising_rewards.py").write_text("class Own(BaseException): pass\nraise Own('x')")
@@ -439,7 +506,9 @@ def test_the_check_before_a_run_refuses_functions_that_cannot_be_used(name: str,
 
 
 def test_the_check_before_a_run_accepts_usable_functions_and_refuses_a_broken_pattern() -> None:
-    check_reward_functions(full_config(RewardFunction(name="math"), RewardFunction(name="users_rewards:by_row")))
+    check_reward_functions(
+        full_config(RewardFunction(name="math"), RewardFunction(name="users_rewards:by_row"))
+    )
     with pytest.raises(DataError, match=r"format pattern '\(' is not a regular expression"):
         check_reward_functions(full_config(RewardFunction(name="format", pattern="(")))
 
@@ -448,7 +517,9 @@ def test_the_check_before_a_run_accepts_usable_functions_and_refuses_a_broken_pa
 async def test_a_worker_that_is_killed_while_it_loads_is_started_again_twice(
     deaths: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As often as it takes to tell somebody's signal from a function that ends its process that way."""
+    """As often as it takes to tell somebody's signal from a function that ends its process that
+    way.
+    """
     starts = tmp_path / "starts"
     (tmp_path / "killed_rewards.py").write_text(
         "import os, signal\n"
@@ -510,15 +581,25 @@ def test_a_reward_is_one_finite_number_that_float32_holds_for_each_response_in_o
     if reason is None:
         assert problem is None and len(rewards) == 2
     else:
-        assert rewards == [0.0, 0.0] and problem is not None and reason in problem and "\n" not in problem
+        assert (
+            rewards == [0.0, 0.0]
+            and problem is not None
+            and reason in problem
+            and "\n" not in problem
+        )
 
 
 async def test_a_weighted_sum_beyond_the_range_is_zero_and_counted_as_a_failure() -> None:
     functions = (RewardFunction(name="users_rewards:by_row", weight=1e15),)
     async with RewardPool(RewardConfig(functions=functions)) as pool:
         result = await pool.score(group(rewards=[1e3, 1.0]))
-        assert result.total.tolist() == [0.0, 0.0] and "weighted sum of 1e+18 is beyond" in result.errors[0]
-        assert (await pool.score(group(rewards=[0.5, -1.0]))).total.tolist() == pytest.approx([5e14, -1e15])
+        assert (
+            result.total.tolist() == [0.0, 0.0]
+            and "weighted sum of 1e+18 is beyond" in result.errors[0]
+        )
+        assert (await pool.score(group(rewards=[0.5, -1.0]))).total.tolist() == pytest.approx(
+            [5e14, -1e15]
+        )
 
 
 @pytest.mark.parametrize("weight", [1e39, -1e16, float("inf"), float("nan")])
@@ -530,8 +611,16 @@ def test_a_weight_beyond_the_range_is_refused_with_the_configuration(weight: flo
 SLOW = r"\boxed{\left(10^{10}\right)!}"  # one call of C that no exception ends
 
 
-async def test_slow_answers_get_zero_and_the_right_ones_of_their_group_keep_one_whatever_the_clock_says() -> None:
-    responses = [SLOW, *[r"\boxed{2x+1}"] * 3, SLOW.replace("10}", "11}"), SLOW.replace("10}", "12}"), *["$1+2x$"] * 2]
+async def test_slow_answers_get_zero_and_the_right_ones_of_their_group_keep_one_whatever_the_clock_says() -> (
+    None
+):
+    responses = [
+        SLOW,
+        *[r"\boxed{2x+1}"] * 3,
+        SLOW.replace("10}", "11}"),
+        SLOW.replace("10}", "12}"),
+        *["$1+2x$"] * 2,
+    ]
     config = RewardConfig(timeout_s=0.05)  # of wall-clock: for users' functions alone
     async with RewardPool(config) as pool:
         start_s = time.monotonic()
@@ -543,7 +632,9 @@ async def test_slow_answers_get_zero_and_the_right_ones_of_their_group_keep_one_
 
 
 async def test_a_pattern_that_tries_too_many_ways_costs_its_response_alone() -> None:
-    config = RewardConfig(functions=(RewardFunction(name="format", pattern=r"^(a+)+$"),), timeout_s=0.05)
+    config = RewardConfig(
+        functions=(RewardFunction(name="format", pattern=r"^(a+)+$"),), timeout_s=0.05
+    )
     async with RewardPool(config) as pool:
         result = await pool.score(group(["a" * 40 + "b", "aaa", "b"]))
     assert result.total.tolist() == [0, 1, 0]
@@ -554,16 +645,24 @@ async def test_the_wall_clock_of_a_users_function_starts_with_that_function() ->
     functions = (RewardFunction(name="math"), RewardFunction(name="users_rewards:by_row"))
     async with RewardPool(RewardConfig(functions=functions, timeout_s=1.0)) as pool:
         slow_math = await pool.score(RewardInput("p", "2x+1", [SLOW, "2x+1"], [3, 3], {}))
-        endless = await pool.score(RewardInput("p", "2x+1", ["2x+1", "x"], [3, 3], {"endless": True}))
+        endless = await pool.score(
+            RewardInput("p", "2x+1", ["2x+1", "x"], [3, 3], {"endless": True})
+        )
     assert slow_math.total.tolist() == [29, 5] and slow_math.errors == ()
     assert endless.total.tolist() == [0, 0] and "reward.timeout_s = 1 s" in endless.errors[0]
 
 
-@pytest.mark.parametrize(("prompt", "reward"), [("Why?<|assistant|><think>\n", [0, 0, 1]), ("Why?", [1, 0, 1])])
+@pytest.mark.parametrize(
+    ("prompt", "reward"), [("Why?<|assistant|><think>\n", [0, 0, 1]), ("Why?", [1, 0, 1])]
+)
 async def test_an_answer_in_a_thought_that_the_prompt_opened_and_nobody_closed_is_none(
     prompt: str, reward: list[int]
 ) -> None:
-    responses = [r"Maybe \boxed{42}. Wait, let me check", r"<think>\boxed{42}", r"so</think>\boxed{42}"]
+    responses = [
+        r"Maybe \boxed{42}. Wait, let me check",
+        r"<think>\boxed{42}",
+        r"so</think>\boxed{42}",
+    ]
     functions = (RewardFunction(name="math"), RewardFunction(name="format", pattern="^<think>"))
     async with RewardPool(RewardConfig(functions=functions)) as pool:
         result = await pool.score(RewardInput(prompt, "42", responses, [3] * 3, {}))
@@ -573,7 +672,10 @@ async def test_an_answer_in_a_thought_that_the_prompt_opened_and_nobody_closed_i
 
 @pytest.mark.parametrize(
     ("body", "reason"),
-    [("time.sleep(3600)", "has waited for 1.5 s without an end"), ("while True: pass", "has computed for 1 s without")],
+    [
+        ("time.sleep(3600)", "has waited for 1.5 s without an end"),
+        ("while True: pass", "has computed for 1 s without"),
+    ],
 )
 def test_a_module_whose_import_never_ends_is_refused_in_one_line_that_names_it(
     body: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -587,7 +689,9 @@ def test_a_module_whose_import_never_ends_is_refused_in_one_line_that_names_it(
     assert "\n" not in str(refused.value)
 
 
-def test_an_import_that_loads_modules_or_computes_now_and_then_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_loads_modules_or_computes_now_and_then_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = {"wall": 0.0, "processor": 0.0}
     modules: dict[str, Any] = {}
     monkeypatch.setattr(loading.time, "monotonic", lambda: clock["wall"])
@@ -609,7 +713,9 @@ def test_an_import_that_loads_modules_or_computes_now_and_then_is_waited_for(mon
 async def test_a_worker_that_stands_still_in_a_built_in_function_changes_no_verdict(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its silence is the machine's fault, not the response's: the group is scored again by another process."""
+    """Its silence is the machine's fault, not the response's: the group is scored again by another
+    process.
+    """
     async with RewardPool(RewardConfig(timeout_s=0.05)) as pool:
         (place,) = pool._workers[0][1]._workers
         assert place._process is not None

@@ -1,4 +1,6 @@
-"""What is read before any program runs: the program of a response, the tests of a row, and how results are compared."""
+"""What is read before any program runs: the program of a response, the tests of a row, and how
+results are compared.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ BLOCKS: dict[str, tuple[str, str | None]] = {
         "def f():\n    return 1\n",
     ),
     "on the line of a list's mark": ("- ```py\n  a()\n  ```", "a()\n"),
-    "indented further than its fence": ("1.\n  ```python\n      a()\n      b()\n  ```", "a()\nb()\n"),
+    "indented further than its fence": (
+        "1.\n  ```python\n      a()\n      b()\n  ```",
+        "a()\nb()\n",
+    ),
     "in a quotation": ("> ```python\n> a()\n> ```", "a()\n"),
     "behind text on its line": ("So: ```python\na()\n```", "a()\n"),
     "closed on its last line": ("```python\na()```\nand\n```text\nb\n```", "a()\n"),
@@ -64,7 +69,9 @@ def test_a_block_that_only_shows_how_a_function_is_called_is_not_the_program() -
     response = "```python\ndef f(x):\n    return x\n```\nUse it:\n```python\nprint(f(2))\n```"
     assert program_of(response, {"f"}) == "def f(x):\n    return x\n"
     assert program_of(response, set()) == "print(f(2))\n", "a script needs no name"
-    draft = "```python\ndef f(x):\n    return 1\n```\nBetter:\n```python\ndef f(x):\n    return\n```"
+    draft = (
+        "```python\ndef f(x):\n    return 1\n```\nBetter:\n```python\ndef f(x):\n    return\n```"
+    )
     assert program_of(draft, {"f"}) == "def f(x):\n    return\n", "the last that defines it"
 
 
@@ -79,7 +86,9 @@ def test_a_block_that_only_shows_how_a_function_is_called_is_not_the_program() -
         ("Q<think>\n\n</think>\n", "a", "a"),
     ],
 )
-def test_a_thought_holds_no_program_whoever_opened_it(prompt: str, response: str, rest: str) -> None:
+def test_a_thought_holds_no_program_whoever_opened_it(
+    prompt: str, response: str, rest: str
+) -> None:
     assert without_thought(prompt, response) == rest
 
 
@@ -99,7 +108,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "CodeContests": (
         {"tests": {"input": ["1", "2"], "output": ["3", "4"]}},
-        [{"kind": "stdin", "given": "1", "wanted": ("3",)}, {"kind": "stdin", "given": "2", "wanted": ("4",)}],
+        [
+            {"kind": "stdin", "given": "1", "wanted": ("3",)},
+            {"kind": "stdin", "given": "2", "wanted": ("4",)},
+        ],
     ),
     "LiveCodeBench by standard input": (
         {"tests": '[{"input": "4\\n", "output": "8", "testtype": "stdin"}]', "metadata": "{}"},
@@ -113,14 +125,25 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [CALL | {"given": [[1, 2], "a"], "wanted": ([5],)}],
     ),
     "DeepCoder with the name in each test's metadata": (
-        {"tests": [{"input": "1", "output": "2", "testtype": "functional", "metadata": {"func_name": "f"}}]},
+        {
+            "tests": [
+                {
+                    "input": "1",
+                    "output": "2",
+                    "testtype": "functional",
+                    "metadata": {"func_name": "f"},
+                }
+            ]
+        },
         [CALL | {"given": [1], "wanted": (2,)}],
     ),
     "PrimeIntellect": (
         {
             "tests": {
                 "language": "python",
-                "test_cases": [{"type": "function_call", "fn_name": "f", "input": [1], "output": [2]}],
+                "test_cases": [
+                    {"type": "function_call", "fn_name": "f", "input": [1], "output": [2]}
+                ],
             }
         },
         [CALL | {"given": [1], "wanted": ([2], 2), "whole_keys": True}],
@@ -134,16 +157,28 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [{"kind": "assertion", "given": "import math\nassert f(1)"}],
     ),
     "MBPP": (
-        {"tests": ["assert f(1)"], "test_imports": ["import math"], "test_setup_code": "r = Node(1)"},
+        {
+            "tests": ["assert f(1)"],
+            "test_imports": ["import math"],
+            "test_setup_code": "r = Node(1)",
+        },
         [{"kind": "assertion", "given": "import math\nr = Node(1)\nassert f(1)"}],
     ),
     "MBPP as a CSV file has it": (
         {"tests": "['assert f(1)', 'assert f(2)']", "test_imports": "[]"},
-        [{"kind": "assertion", "given": "assert f(1)"}, {"kind": "assertion", "given": "assert f(2)"}],
+        [
+            {"kind": "assertion", "given": "assert f(1)"},
+            {"kind": "assertion", "given": "assert f(2)"},
+        ],
     ),
     "HumanEval": (
         {"tests": "def check(candidate):\n    assert candidate(1)", "entry_point": "f"},
-        [{"kind": "assertion", "given": "def check(candidate):\n    assert candidate(1)\ncheck(f)\n"}],
+        [
+            {
+                "kind": "assertion",
+                "given": "def check(candidate):\n    assert candidate(1)\ncheck(f)\n",
+            }
+        ],
     ),
     "HumanEval that calls check itself": (
         {"tests": "def check(c):\n    assert c(1)\ncheck(f)", "entry_point": "f"},
@@ -151,11 +186,17 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "KodCode": (
         {"tests": "from solution import f\ndef test_f():\n    assert f(1)"},
-        [{"kind": "assertion", "given": "from solution import f\ndef test_f():\n    assert f(1)\ntest_f()\n"}],
+        [
+            {
+                "kind": "assertion",
+                "given": "from solution import f\ndef test_f():\n    assert f(1)\ntest_f()\n",
+            }
+        ],
     ),
     "BigCodeBench": (
         {
-            "tests": "class T(unittest.TestCase):\n    def test_f(self):\n        self.assertTrue(f(np.ones(1)))",
+            "tests": "class T(unittest.TestCase):\n    def test_f(self):\n        "
+            "self.assertTrue(f(np.ones(1)))",
             "entry_point": "f",
             "test_imports": "import unittest",
         },
@@ -170,7 +211,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [
             {
                 "kind": "assertion",
-                "given": "async def test_f():\n    assert f(1)\n__import__('asyncio').run(test_f())\n",
+                "given": "async def test_f():\n    assert "
+                "f(1)\n__import__('asyncio').run(test_f())\n",
             }
         ],
     ),
@@ -192,7 +234,8 @@ def test_tests_of_a_published_layout_are_read_as_their_dataset_means_them(layout
     defaults = {"wanted": (), "name": "", "whole_keys": False}
     wanted = [defaults | test for test in wanted]
     assert [
-        {name: getattr(test, name) for name in expected} for test, expected in zip(tests, wanted, strict=True)
+        {name: getattr(test, name) for name in expected}
+        for test, expected in zip(tests, wanted, strict=True)
     ] == wanted
 
 
@@ -201,9 +244,13 @@ def test_a_module_that_a_test_only_tries_to_import_need_not_be_there() -> None:
     assert row_tests({"tests": text}, "tests")[0].given == text
 
 
-def test_a_suite_that_needs_pytest_is_one_line_where_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suite_that_needs_pytest_is_one_line_where_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(code_tests, "is_importable", lambda name: name != "pytest")
-    with pytest.raises(DataError, match="only pytest can run it, which is not installed here; install pytest"):
+    with pytest.raises(
+        DataError, match="only pytest can run it, which is not installed here; install pytest"
+    ):
         row_tests({"tests": "class TestF:\n    def test_f(self):\n        assert f(1)"}, "tests")
 
 
@@ -234,30 +281,44 @@ def test_tests_may_be_a_column_inside_another_with_what_stands_beside_them() -> 
         ({"tests": ["assert f(1)"], "test_setup_code": "def"}, "does not compile"),
         ({"tests": "def check(candidate):\n    assert candidate(1)"}, "the row has no entry_point"),
         ({"tests": "def check(c):\n    assert c(1)", "entry_point": 5}, "entry_point is 5"),
-        ({"tests": "def check(c):\n    assert c(1)", "entry_point": "f); print(1"}, "entry_point is"),
+        (
+            {"tests": "def check(c):\n    assert c(1)", "entry_point": "f); print(1"},
+            "entry_point is",
+        ),
         ({"tests": "import math"}, "no statement that can fail"),
         ({"tests": ["f(2) == 4"]}, "no statement that can fail"),
         ({"tests": ["assert True"]}, "no statement that can fail"),
         ({"tests": ["assert (f(2) == 4, 'four')"]}, "no statement that can fail"),
         ({"tests": ["print(f(2))"]}, "no statement that can fail"),
-        ({"tests": "import unittest\nclass T(unittest.TestCase):\n    pass"}, "no statement that can fail"),
+        (
+            {"tests": "import unittest\nclass T(unittest.TestCase):\n    pass"},
+            "no statement that can fail",
+        ),
         ({"tests": "import unittest\nunittest.main()"}, "no statement that can fail"),
         ({"tests": "if __name__ == '__main__':\n    print(f(2))"}, "no statement that can fail"),
         ({"tests": "def test_f(mocker):\n    assert f(1)"}, "it wants the fixture mocker"),
         ({"tests": "import nobody_has_this\nassert f(1)"}, "it needs the module nobody_has_this"),
-        ({"tests": ["assert f(1)"], "libs": "['json', 'nobody_has_this']"}, "it needs the module nobody_has_this"),
+        (
+            {"tests": ["assert f(1)"], "libs": "['json', 'nobody_has_this']"},
+            "it needs the module nobody_has_this",
+        ),
         ({"tests": "eJxr" * 40 + "YA=="}, "base64"),
         (
             {"tests": [{"input": "1", "output": "2", "testtype": "functional"}], "metadata": "{}"},
             "which function it calls",
         ),
         ({"tests": [{"input": "1", "output": "2", "fn_name": 5}]}, "calls 5"),
-        ({"tests": [{"input": "x = 1", "output": "2", "fn_name": "f"}]}, "not one JSON value a line"),
+        (
+            {"tests": [{"input": "x = 1", "output": "2", "fn_name": "f"}]},
+            "not one JSON value a line",
+        ),
         ({"tests": {"fn_name": "f", "inputs": [5], "outputs": [5]}}, "arguments are a int"),
         ({"tests": [{"input": "1", "output": None}]}, "output is a NoneType"),
     ],
 )
-def test_tests_that_test_nothing_or_cannot_be_read_are_one_line(row: dict[str, Any], message: str) -> None:
+def test_tests_that_test_nothing_or_cannot_be_read_are_one_line(
+    row: dict[str, Any], message: str
+) -> None:
     with pytest.raises(DataError, match=message) as refused:
         row_tests(row, "tests")
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
@@ -335,10 +396,16 @@ def test_results_that_differ_are_wrong(result: Any, wanted: Any) -> None:
 
 def test_every_rows_tests_are_read_before_a_run_and_the_first_bad_one_is_named() -> None:
     rows = [{"tests": ["assert f(1)"]}, {"tests": ["assert f("]}, {"tests": [""]}]
-    prompts = [Prompt(7 + number, np.zeros(1, np.int32), "", "Q", row) for number, row in enumerate(rows)]
+    prompts = [
+        Prompt(7 + number, np.zeros(1, np.int32), "", "Q", row) for number, row in enumerate(rows)
+    ]
 
     def check(function: str, count: int) -> None:
-        tree = {"model": {"path": "m"}, "data": {"train": "d"}, "reward": {"functions": [{"name": function}]}}
+        tree = {
+            "model": {"path": "m"},
+            "data": {"train": "d"},
+            "reward": {"functions": [{"name": function}]},
+        }
         loaded = PromptSet("d.jsonl", tuple(prompts[:count]), 3, 0, 0)
         check_row_tests(Config.model_validate(tree), loaded, "data.train", 7)
 

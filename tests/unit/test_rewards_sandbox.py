@@ -1,4 +1,6 @@
-"""Whatever a program does stays in its cell: as root, as root of a container, as a user, with and without what a kernel offers."""
+"""Whatever a program does stays in its cell: as root, as root of a container, as a user, with and
+without what a kernel offers.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,8 @@ def alive(mark: str) -> int:
     "program",
     [
         "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass",
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(600)\n    os._exit(0)",
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        "
+        "time.sleep(600)\n    os._exit(0)",
     ],
     ids=["fork bomb", "a process that leaves its group"],
 )
@@ -74,7 +77,8 @@ async def test_no_process_outlives_its_cell_and_their_number_is_limited(program:
     outcome = await run(program, limits=Limits(wall_s=2.0, processes=16))
     assert outcome.ended in ("timeout", "itself")
     counted = await run(
-        "import os, time\nn = 0\ntry:\n    while n < 200:\n        if os.fork() == 0:\n            time.sleep(60)\n        n += 1\n"
+        "import os, time\nn = 0\ntry:\n    while n < 200:\n        if os.fork() == 0:\n            "
+        "time.sleep(60)\n        n += 1\n"
         "except OSError:\n    pass\nprint(n)",
         limits=Limits(wall_s=20.0, processes=16),
     )
@@ -85,7 +89,8 @@ async def test_no_process_outlives_its_cell_and_their_number_is_limited(program:
     assert not alive("pa_npu-cell-")
 
 
-# Everything by which a program could leave its cell, really tried; what worked is written. FOREIGN: files of others.
+# Everything by which a program could leave its cell, really tried; what worked is written. FOREIGN:
+# files of others.
 ESCAPE = """
 import ctypes, json, os, socket, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -134,20 +139,36 @@ print(json.dumps({"got": got, "user": os.getuid(), "capabilities": [held for hel
 """
 _UNSHARED = "namespaces of its own"
 _JAILS = ("bubblewrap", "nsjail")
-# who runs it, without what, and the level that comes of it; the first is the user of these tests, whoever that is
+# who runs it, without what, and the level that comes of it; the first is the user of these tests,
+# whoever that is
 CELLS: dict[str, tuple[int | None, tuple[str, ...], str, str]] = {
     "root": (0, _JAILS, "namespaces", _UNSHARED),
     "root with bubblewrap": (0, (), "namespaces", "bubblewrap"),
     "root with nsjail": (0, ("bubblewrap",), "namespaces", "nsjail"),
     "root of a container": (0, (*_JAILS, "sys_admin"), "namespaces", _UNSHARED),
-    "root of a container with bubblewrap": (0, ("sys_admin", "setfcap"), "namespaces", "bubblewrap"),
-    "root of a container with nsjail": (0, ("bubblewrap", "sys_admin", "setfcap"), "namespaces", "nsjail"),
+    "root of a container with bubblewrap": (
+        0,
+        ("sys_admin", "setfcap"),
+        "namespaces",
+        "bubblewrap",
+    ),
+    "root of a container with nsjail": (
+        0,
+        ("bubblewrap", "sys_admin", "setfcap"),
+        "namespaces",
+        "nsjail",
+    ),
     "root who may map nobody": (0, (*_JAILS, "sys_admin", "setfcap"), "files", "Landlock"),
     "a user": (4321, _JAILS, "namespaces", _UNSHARED),
     "a user with bubblewrap": (4321, (), "namespaces", "bubblewrap"),
     "a user with nsjail": (4321, ("bubblewrap",), "namespaces", "nsjail"),
     "a user without namespaces": (4321, ("namespaces", *_JAILS), "files", "Landlock"),
-    "a user without anything": (4321, ("namespaces", *_JAILS, "landlock"), "limits", "limits of processes alone"),
+    "a user without anything": (
+        4321,
+        ("namespaces", *_JAILS, "landlock"),
+        "limits",
+        "limits of processes alone",
+    ),
 }
 _CARRIED = ["a user", "a user with bubblewrap", "a user with nsjail"]
 
@@ -181,7 +202,12 @@ def cell(kind: str, program: str, **limits: Any) -> dict[str, Any]:
     }
     helper = Path(__file__).parents[1] / "helpers" / "cell.py"
     done = subprocess.run(
-        [python, helper, json.dumps(request)], input=program, capture_output=True, text=True, timeout=240, check=False
+        [python, helper, json.dumps(request)],
+        input=program,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
@@ -195,7 +221,9 @@ def level_here(kind: str, found: dict[str, Any]) -> str:
             pytest.skip(f"no {by} here")
         if (
             level == "namespaces"
-            and subprocess.run(["unshare", "-Ur", "true"], capture_output=True, check=False).returncode
+            and subprocess.run(
+                ["unshare", "-Ur", "true"], capture_output=True, check=False
+            ).returncode
         ):
             pytest.skip("this system gives users no namespaces")
         pytest.fail(f"{found} instead of {level} by {by}")
@@ -225,7 +253,10 @@ def test_whoever_runs_it_no_program_leaves_its_cell_and_its_level_is_told(
     assert found["keys"] == [] and found["capabilities"] == []
     if (
         level == "limits"
-    ):  # where nothing is granted, files are open, and nothing claims otherwise: the attack is a real one
+        # where nothing is granted, files are open, and nothing claims otherwise: the attack is a
+        # real
+        # one
+    ):
         assert {"read", "write", "look"} <= set(found["got"])
         return
     assert found["got"] == []
@@ -257,7 +288,9 @@ def jail_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def stand_in(directory: Path, file: str, status: int) -> Path:
-    """Puts a program in the place of a jail that records its command line, and fails or starts what it is given."""
+    """Puts a program in the place of a jail that records its command line, and fails or starts what
+    it is given.
+    """
     record = directory / f"{file}.commands"
     record.touch()
     record.chmod(0o666)
@@ -290,19 +323,52 @@ def test_the_first_jail_that_works_carries_the_cells(
 def test_a_jail_is_asked_for_no_more_than_a_cell_shows(name: str, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to("usr/lib")
-    cell = {"shown": ["/usr/lib", str(link)], "given": "/given", "directory": "/work", "files_bytes": 5, "num_files": 3}
+    cell = {
+        "shown": ["/usr/lib", str(link)],
+        "given": "/given",
+        "directory": "/work",
+        "files_bytes": 5,
+        "num_files": 3,
+    }
     command = JAILS[name][1]("/jail", cell, ["/child.py"], 7)
     text = " ".join(command)
     if name == "bubblewrap":
-        read_only = ["--ro-bind /usr/lib /usr/lib", f"--symlink usr/lib {link}", "--ro-bind /given /given"]
-        read_only += ["--ro-bind /child.py /child.py", "--size 5 --tmpfs /work", "--remount-ro /", "--unshare-all"]
+        read_only = [
+            "--ro-bind /usr/lib /usr/lib",
+            f"--symlink usr/lib {link}",
+            "--ro-bind /given /given",
+        ]
+        read_only += [
+            "--ro-bind /child.py /child.py",
+            "--size 5 --tmpfs /work",
+            "--remount-ro /",
+            "--unshare-all",
+        ]
         assert "--bind " not in text.replace("--ro-bind ", "") and "--share-net" not in text
     else:
-        read_only = ["--bindmount_ro /usr/lib", f"--symlink usr/lib:{link}", "--bindmount_ro /given", "--pass_fd 7"]
-        read_only += ["--bindmount_ro /child.py", "--mount none:/work:tmpfs:size=5,nr_inodes=4,mode=1777"]
-        writable = [command[place + 1] for place, word in enumerate(command) if word == "--bindmount"]
-        assert writable == [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
-        assert not {"--rw", "--keep_env", "--keep_caps", "--disable_no_new_privs", "--chroot"} & set(command)
+        read_only = [
+            "--bindmount_ro /usr/lib",
+            f"--symlink usr/lib:{link}",
+            "--bindmount_ro /given",
+            "--pass_fd 7",
+        ]
+        read_only += [
+            "--bindmount_ro /child.py",
+            "--mount none:/work:tmpfs:size=5,nr_inodes=4,mode=1777",
+        ]
+        writable = [
+            command[place + 1] for place, word in enumerate(command) if word == "--bindmount"
+        ]
+        assert writable == [
+            f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")
+        ]
+        assert not {
+            "--rw",
+            "--keep_env",
+            "--keep_caps",
+            "--disable_no_new_privs",
+            "--chroot",
+        } & set(command)
         assert "--disable_clone" not in text, "every namespace is new"
     for part in read_only:
         assert part in text
@@ -328,7 +394,10 @@ def test_a_run_that_wants_more_isolation_than_there_is_is_refused(kind: str) -> 
 
 
 def test_a_cell_without_namespaces_ends_what_its_program_leaves_behind() -> None:
-    program = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.closerange(0, 3)\n    time.sleep(600)\nprint('left it')"
+    program = (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.closerange(0, 3)\n    "
+        "time.sleep(600)\nprint('left it')"
+    )
     assert cell("a user without anything", program)["stdout"] == "left it\n"
     assert cell("a user without anything", "while True: pass", wall_s=1.0)["ended"] == "timeout"
     deadline_s = time.monotonic() + 20
@@ -339,8 +408,10 @@ def test_a_cell_without_namespaces_ends_what_its_program_leaves_behind() -> None
 
 TOGETHER = {
     "children": "pids = [os.fork() for _ in range(4)]",  # sixteen processes of 40 MiB each
-    "a shared mapping": "m = mmap.mmap(-1, 1 << 26)\nfor i in range(0, 1 << 26, 4096): m[i] = 1\nif os.fork():\n    m.close()\n"
-    "    n = mmap.mmap(-1, 1 << 26)\n    for i in range(0, 1 << 26, 4096): n[i] = 1",
+    "a shared mapping": "m = mmap.mmap(-1, 1 << 26)\nfor i in range(0, 1 << 26, 4096): m[i] = "
+    "1\nif os.fork():\n    m.close()\n"
+    "    n = mmap.mmap(-1, 1 << 26)\n    for i in range(0, 1 << 26, 4096): "
+    "n[i] = 1",
     "a file in memory": "f = os.memfd_create('m')\nfor _ in range(40): os.write(f, bytes(1 << 22))",
 }
 
@@ -349,10 +420,16 @@ TOGETHER = {
 @pytest.mark.parametrize("kind", ["a user", "a user without namespaces"])
 def test_memory_is_limited_for_all_processes_of_a_cell_together(how: str, kind: str) -> None:
     """Each process stays below the limit by itself."""
-    program = f"import mmap, os, time\n{TOGETHER[how]}\nx = b'x' * (40 << 20)\ntime.sleep(2)\nprint('held it all')"
+    program = (
+        f"import mmap, os, time\n{TOGETHER[how]}\nx = b'x' * (40 << "
+        "20)\ntime.sleep(2)\nprint('held it all')"
+    )
     found = cell(kind, program, memory_bytes=128 << 20)
     assert found["code"] not in (0, None) and "held it all" not in found["stdout"], found
-    assert cell(kind, "x = b'x' * (40 << 20)\nprint('fits')", memory_bytes=128 << 20)["stdout"] == "fits\n"
+    assert (
+        cell(kind, "x = b'x' * (40 << 20)\nprint('fits')", memory_bytes=128 << 20)["stdout"]
+        == "fits\n"
+    )
 
 
 def test_processes_that_share_what_they_hold_are_not_counted_twice() -> None:
@@ -369,8 +446,9 @@ print([os.wait()[1] for _ in range(3)])
     assert found["stdout"] == "[0, 0, 0]\n", found
 
 
-# Everything by which a program could touch another process of its user, or that process's files, without opening them. VICTIM: a
-# process; FILE: a file of the same user. Writes the names of what was not refused.
+# Everything by which a program could touch another process of its user, or that process's files,
+# without opening them. VICTIM: a process; FILE: a file of the same user. Writes the names of what
+# was not refused.
 ATTACK = """
 import ctypes, fcntl, json, os, resource, signal, socket
 libc = ctypes.CDLL(None, use_errno=True)
@@ -470,7 +548,11 @@ os.nice(1)
 """
 _ALONE = "a user without namespaces"
 SHARED: list[tuple[str, int]] = [(_ALONE, version) for version in (1, 2, 3, 5, 6)]
-SHARED += [("root who may map nobody", 6), ("root who may map nobody", 1), ("a user without anything", 0)]
+SHARED += [
+    ("root who may map nobody", 6),
+    ("root who may map nobody", 1),
+    ("a user without anything", 0),
+]
 
 
 def victim_of(kind: str, file: Path) -> subprocess.Popen[bytes]:
@@ -480,9 +562,16 @@ def victim_of(kind: str, file: Path) -> subprocess.Popen[bytes]:
     file.chmod(0o644)
     if user is not None:
         os.chown(file, user, user)
-    code = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(9))\nprint('ready', flush=True)\nsys.stdin.read()"
+    code = (
+        "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: "
+        "sys.exit(9))\nprint('ready', flush=True)\nsys.stdin.read()"
+    )
     victim = subprocess.Popen(
-        [readable_python(), "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, user=user, cwd="/"
+        [readable_python(), "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        user=user,
+        cwd="/",
     )
     assert victim.stdout is not None and victim.stdout.readline() == b"ready\n"
     return victim
@@ -503,8 +592,12 @@ def open_to_all(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "landlock"), SHARED)
-def test_a_cell_that_shares_its_user_reaches_no_other_process_of_it(kind: str, landlock: int, tmp_path: Path) -> None:
-    """Also on kernels whose Landlock is older: before version 6 it knows no signals, before 3 it lets files be truncated."""
+def test_a_cell_that_shares_its_user_reaches_no_other_process_of_it(
+    kind: str, landlock: int, tmp_path: Path
+) -> None:
+    """Also on kernels whose Landlock is older: before version 6 it knows no signals, before 3 it
+    lets files be truncated.
+    """
     open_to_all(tmp_path)
     file = tmp_path / "of_the_run"
     with victim_of(kind, file) as victim:
@@ -513,7 +606,8 @@ def test_a_cell_that_shares_its_user_reaches_no_other_process_of_it(kind: str, l
         outcome = cell(kind, attack_on(victim, file, landlock), landlock=landlock)
         assert "failed" not in outcome and outcome["code"] == 0, outcome
         got = json.loads(outcome["stdout"])
-        if outcome["level"] == "limits":  # it says that files are open; processes are not, for the filter holds
+        # it says that files are open; processes are not, for the filter holds
+        if outcome["level"] == "limits":
             got = [
                 name
                 for name in got
@@ -535,7 +629,9 @@ def test_the_attack_on_other_processes_is_a_real_one(tmp_path: Path) -> None:
     user = CELLS[_ALONE][0] if os.geteuid() == 0 else None
     with victim_of(_ALONE, file) as victim:
         program = attack_on(victim, file, -1).replace("signal.SIGUSR1", "signal.SIGCHLD")
-        done = subprocess.run([readable_python(), "-c", program], capture_output=True, user=user, cwd="/", check=True)
+        done = subprocess.run(
+            [readable_python(), "-c", program], capture_output=True, user=user, cwd="/", check=True
+        )
         victim.kill()
     got = set(json.loads(done.stdout))
     assert {
@@ -563,12 +659,19 @@ def test_the_attack_on_other_processes_is_a_real_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [*_CARRIED, _ALONE])
-def test_what_no_process_shows_is_refused_in_every_cell_and_what_programs_need_is_not(kind: str) -> None:
+def test_what_no_process_shows_is_refused_in_every_cell_and_what_programs_need_is_not(
+    kind: str,
+) -> None:
     outcome = cell(kind, HIDDEN)
     level_here(kind, outcome)
     assert json.loads(outcome["stdout"]) == [], outcome
     allowed = cell(kind, ALLOWED, landlock=2)
-    assert allowed["code"] == 0 and allowed["stdout"].split() == ["signal", "signal", "loop", "1"], allowed
+    assert allowed["code"] == 0 and allowed["stdout"].split() == [
+        "signal",
+        "signal",
+        "loop",
+        "1",
+    ], allowed
 
 
 SOCKETS = """
@@ -602,10 +705,13 @@ def test_buffers_of_socket_pairs_are_memory_that_a_cell_holds(kind: str) -> None
 
 WRITES = {
     "many files": "for i in range(64): open(str(i), 'wb').write(block)",
-    "removed files that are open": "held = []\nfor i in range(40):\n    held.append(open('x', 'wb'))\n    held[-1].write(block)\n"
+    "removed files that are open": "held = []\nfor i in range(40):\n    held.append(open('x', "
+    "'wb'))\n    held[-1].write(block)\n"
     "    held[-1].flush()\n    os.remove('x')",
-    "removed files that are mapped": "held = []\nfor i in range(40):\n    f = open('x', 'wb+')\n    f.write(block)\n    f.flush()\n"
-    "    held.append(mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ))\n    f.close()\n    os.remove('x')",
+    "removed files that are mapped": "held = []\nfor i in range(40):\n    f = open('x', 'wb+')\n   "
+    " f.write(block)\n    f.flush()\n"
+    "    held.append(mmap.mmap(f.fileno(), 0, "
+    "prot=mmap.PROT_READ))\n    f.close()\n    os.remove('x')",
     "many empty files": "for i in range(100_000): open(str(i), 'w').close()",
     "nested directories": "for i in range(3000):\n    os.mkdir('d')\n    os.chdir('d')",
 }
@@ -614,7 +720,10 @@ WRITES = {
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("kind", [*_CARRIED, _ALONE])
 def test_files_of_a_cell_are_limited_together_in_bytes_and_number(kind: str, how: str) -> None:
-    program = f"import mmap, os, time\nblock = bytes(8 << 20)\n{WRITES[how]}\ntime.sleep(3)\nprint('wrote it all')"
+    program = (
+        "import mmap, os, time\nblock = bytes(8 << "
+        f"20)\n{WRITES[how]}\ntime.sleep(3)\nprint('wrote it all')"
+    )
     found = cell(kind, program, files_bytes=16 << 20)
     level_here(kind, found)
     assert found["code"] not in (0, None) and "wrote it all" not in found["stdout"], found
@@ -622,14 +731,25 @@ def test_files_of_a_cell_are_limited_together_in_bytes_and_number(kind: str, how
 
 @pytest.mark.parametrize("kind", [*_CARRIED, _ALONE])
 def test_what_a_program_writes_over_counts_once(kind: str) -> None:
-    program = "import os\nfor i in range(100):\n    open('a', 'wb').write(bytes(8 << 20))\n    os.makedirs(f'd/{i}')\nprint('fits')"
+    program = (
+        "import os\nfor i in range(100):\n    open('a', 'wb').write(bytes(8 << 20))\n    "
+        "os.makedirs(f'd/{i}')\nprint('fits')"
+    )
     assert cell(kind, program, files_bytes=16 << 20)["stdout"] == "fits\n"
 
 
 def test_no_place_but_its_directory_can_be_filled(tmp_path: Path) -> None:
-    program = "import os\nfor place in ('/dev', '/', '/tmp', '/proc', os.path.dirname(os.getcwd())):\n"
-    program += "    try:\n        open(place + '/pa_npu_was_here', 'wb').write(bytes(4 << 20))\n        print(place)\n"
-    program += "    except OSError:\n        pass\ntry:\n    open('/dev/shm/x', 'wb').write(bytes(4 << 20))\n    print('shm')\n"
+    program = (
+        "import os\nfor place in ('/dev', '/', '/tmp', '/proc', os.path.dirname(os.getcwd())):\n"
+    )
+    program += (
+        "    try:\n        open(place + '/pa_npu_was_here', 'wb').write(bytes(4 << 20))\n   "
+        "     print(place)\n"
+    )
+    program += (
+        "    except OSError:\n        pass\ntry:\n    open('/dev/shm/x', "
+        "'wb').write(bytes(4 << 20))\n    print('shm')\n"
+    )
     program += "except OSError:\n    pass\n"
     for kind in (*_CARRIED, _ALONE):
         outcome = cell(kind, program)
@@ -677,7 +797,9 @@ def test_a_removal_that_takes_too_long_is_a_warning_and_costs_no_verdict(
     assert "take too long to remove" in caplog.text
 
 
-async def test_the_event_loop_goes_on_while_a_cell_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_event_loop_goes_on_while_a_cell_is_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     removing, goes_on = asyncio.Event(), asyncio.Event()
     loop, remove = asyncio.get_running_loop(), sandbox._remove
 

@@ -1,4 +1,6 @@
-"""Reward functions that were written for verl or TRL run unchanged; a signature that nobody knows is refused in one line."""
+"""Reward functions that were written for verl or TRL run unchanged; a signature that nobody knows
+is refused in one line.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,12 @@ VERL_ROW = {
     "extra_info": {"index": 7},
 }
 TEXT_ROW = {"prompt": "What is 6*7?", "ground_truth": "42", "task": "code"}
-CHAT_ROW = {"prompt": [{"role": "user", "content": "What is 6*7?"}], "answer": "42", "level": 3, "task": "math"}
+CHAT_ROW = {
+    "prompt": [{"role": "user", "content": "What is 6*7?"}],
+    "answer": "42",
+    "level": 3,
+    "task": "math",
+}
 GSM8K_ROW = {"question": "What is 6*7?", "answer": "42", "level": 3}
 
 
@@ -125,7 +132,9 @@ def group(row: dict[str, Any], *responses: str) -> RewardInput:
 
 
 def functions(*names: str) -> RewardConfig:
-    return RewardConfig(functions=tuple(RewardFunction(name=f"their_rewards:{name}") for name in names))
+    return RewardConfig(
+        functions=tuple(RewardFunction(name=f"their_rewards:{name}") for name in names)
+    )
 
 
 async def test_functions_of_verl_run_unchanged() -> None:
@@ -179,7 +188,10 @@ async def test_a_dictionary_without_a_score_and_a_column_that_is_missing_say_so(
     assert result.total.tolist() == [0.0, 0.0, 0.0]
     reasons = " ".join(result.errors)
     assert "returned a dictionary without 'score' (it has 'acc')" in reasons
-    assert "takes ground_truth, which is no column of the row (it has question, answer, level)" in reasons
+    assert (
+        "takes ground_truth, which is no column of the row (it has question, answer, level)"
+        in reasons
+    )
     assert "their_rewards.py:" in reasons
 
 
@@ -194,19 +206,33 @@ def full(name: str) -> Config:
         ("unknown", r"takes \(response, reference\), which is neither one group, nor verl's"),
         ("openrlhf", r"takes \(queries, prompts, labels\), which is neither"),
         ("keywords", r"takes \(\*\*kwargs\), which is neither"),
-        ("verl_with_more", "takes temperature, which verl's compute_score is not called with here; give it a default"),
-        ("trl_ids", "takes completion_ids, the tokens of the responses, which reward functions do not get here"),
+        (
+            "verl_with_more",
+            "takes temperature, which verl's compute_score is not called with here; give it a "
+            "default",
+        ),
+        (
+            "trl_ids",
+            "takes completion_ids, the tokens of the responses, which reward functions do not get "
+            "here",
+        ),
         ("trl_columns", "takes ground_truth, which is no column of the row"),
         ("verl_without_score", "returned a dictionary without 'score'"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_refused_before_the_run_in_one_line(name: str, reason: str) -> None:
-    with pytest.raises(DataError, match=rf"reward\.functions: their_rewards:{name}.*{reason}") as refused:
+def test_a_function_that_cannot_be_called_is_refused_before_the_run_in_one_line(
+    name: str, reason: str
+) -> None:
+    with pytest.raises(
+        DataError, match=rf"reward\.functions: their_rewards:{name}.*{reason}"
+    ) as refused:
         check_reward_functions(full(name), group(CHAT_ROW))
     assert "\n" not in str(refused.value) and "their_rewards.py:" in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["verl_dictionary", "verl_async", "trl_conversation", "of_the_group"])
+@pytest.mark.parametrize(
+    "name", ["verl_dictionary", "verl_async", "trl_conversation", "of_the_group"]
+)
 def test_a_function_that_can_be_called_passes_the_check_before_a_run(name: str) -> None:
     row = VERL_ROW if name.startswith("verl") else CHAT_ROW
     assert check_reward_functions(full(name), group(row, "42", "41")) == []

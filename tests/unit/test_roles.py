@@ -1,4 +1,6 @@
-"""Roles that follow the work: nobody trains where an engine decodes, nothing that is sampled depends on it, and it never loses."""
+"""Roles that follow the work: nobody trains where an engine decodes, nothing that is sampled
+depends on it, and it never loses.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ def config(**sections: dict[str, Any]) -> Config:
     tree: dict[str, dict[str, Any]] = {
         "model": {"path": "m"},
         "data": {"train": "t"},
-        "rollout": {"responses_per_prompt": SIZE, "window": 64, "max_response_tokens": LONGEST, "engines": 3},
+        "rollout": {
+            "responses_per_prompt": SIZE,
+            "window": 64,
+            "max_response_tokens": LONGEST,
+            "engines": 3,
+        },
         "trainer": {"devices": 3},
         "schedule": {"prompts_per_iteration": GROUPS},
         "placement": {"colocate": True},
@@ -53,19 +60,27 @@ def config(**sections: dict[str, Any]) -> Config:
 
 def test_a_unit_is_a_replica_with_its_engines_or_what_devices_and_shards_join() -> None:
     assert units_of(config()) == [Unit((0,), (0,)), Unit((1,), (1,)), Unit((2,), (2,))]
-    pipelined = config(rollout={"engines": 2, "tensor_parallel": 2}, trainer={"devices": 4, "pipeline_parallel": 2})
-    assert units_of(pipelined) == [Unit((0,), (0,)), Unit((1,), (1,))], "engines lie along replicas, not along stages"
+    pipelined = config(
+        rollout={"engines": 2, "tensor_parallel": 2}, trainer={"devices": 4, "pipeline_parallel": 2}
+    )
+    assert units_of(pipelined) == [Unit((0,), (0,)), Unit((1,), (1,))], (
+        "engines lie along replicas, not along stages"
+    )
     wide = config(rollout={"engines": 1, "tensor_parallel": 2}, trainer={"devices": 4})
     assert units_of(wide) == [Unit((0,), (0, 1)), Unit((), (2,)), Unit((), (3,))]
     sharded = config(trainer={"devices": 3, "backend": "fsdp"})
-    assert sharded.mesh.shards == 3 and units_of(sharded) == [Unit((0, 1, 2), (0, 1, 2))], "in turns"
+    assert sharded.mesh.shards == 3 and units_of(sharded) == [Unit((0, 1, 2), (0, 1, 2))], (
+        "in turns"
+    )
 
 
 # the iteration
 
 
 class Engine:
-    """Writes a token of every response whenever the loop comes round; lengths and tokens follow from the seed."""
+    """Writes a token of every response whenever the loop comes round; lengths and tokens follow
+    from the seed.
+    """
 
     def __init__(self, name: str, fails: bool = False) -> None:
         self.name, self.decoding, self.handed_on, self.gone, self.asleep = name, 0, 0, False, False
@@ -93,7 +108,10 @@ class Engine:
                 done += 1
             if self.gone:
                 raise EngineGone(f"engine {self.name}: gone")
-            return [self._part(seed + i, first, min(done, length), length) for i, length in enumerate(lengths)]
+            return [
+                self._part(seed + i, first, min(done, length), length)
+                for i, length in enumerate(lengths)
+            ]
         finally:
             self.decoding -= 1
 
@@ -124,8 +142,12 @@ class Shelf:
         self.events: list[dict[str, Any]] = []
 
     def put(self, group: Group, replica: int, slot: int) -> None:
-        assert not self.engines[replica].decoding, f"replica {replica} trains while engine {replica} decodes"
-        assert self.engines[replica].asleep, f"replica {replica} trains while engine {replica} has memory"
+        assert not self.engines[replica].decoding, (
+            f"replica {replica} trains while engine {replica} decodes"
+        )
+        assert self.engines[replica].asleep, (
+            f"replica {replica} trains while engine {replica} has memory"
+        )
         self.beside += any(engine.decoding for engine in self.engines)
         self.groups[replica, slot] = group
 
@@ -150,14 +172,15 @@ async def produce(
     fails: int | None = None,
     learned: bool = True,
 ) -> tuple[Produced, Shelf, list[str]]:
-    """keep: units that go on decoding, however little is left. fails: the engine that dies as it is asked to hand on. learned:
-    whether there were iterations before."""
+    """keep: units that go on decoding, however little is left. fails: the engine that dies as it is
+    asked to hand on. learned: whether there were iterations before."""
 
     def wanted(rest: Rest, speed: EngineSpeed) -> tuple[int, float, float]:
         return max(keep, rest.decoding - 1), 0.0, 0.0
 
     monkeypatch.setattr(module, "decoding_units", wanted)
-    monkeypatch.setattr(module, "_SHARE_OF_CORE", 1e9)  # at every completion, however busy the machine is
+    # at every completion, however busy the machine is
+    monkeypatch.setattr(module, "_SHARE_OF_CORE", 1e9)
     engines = [Engine(f"e{number}", fails=number == fails) for number in range(3)]
     pool, lost = EnginePool(), []
 
@@ -175,19 +198,35 @@ async def produce(
     for seat, engine in enumerate(engines):
         pool.add(engine, seat=seat, shared=True)  # type: ignore[arg-type]
         pool.serve(engine, 5)  # type: ignore[arg-type]
-    controller = ScheduleController(Rules.of(config), lambda prompt, responses: prompt + sum(responses))
+    controller = ScheduleController(
+        Rules.of(config), lambda prompt, responses: prompt + sum(responses)
+    )
     shelf, timeline = Shelf(engines), Timeline(None, "")
     monkeypatch.setattr(timeline, "_write", shelf.events.append)
-    roles = Roles(config, pool, timeline, lambda: (EngineSpeed(0.0005, 0.0), 1e-6) if learned else None)
+    roles = Roles(
+        config, pool, timeline, lambda: (EngineSpeed(0.0005, 0.0), 1e-6) if learned else None
+    )
     roles._seen.append(np.arange(1.0, LONGEST))
     environment = SingleTurn(EnvironmentContext(None, LONGEST))
     producer = Producer(
-        *(config, pool, environment, Rewards(), shelf, controller, Sampling(LONGEST, 1.0), timeline),  # type: ignore[arg-type]
+        *(
+            config,
+            pool,
+            environment,
+            Rewards(),
+            shelf,
+            controller,
+            Sampling(LONGEST, 1.0),
+            timeline,
+        ),  # type: ignore[arg-type]
         lambda prompt, responses: float(prompt + sum(responses)),
         store_thread,
         roles=roles,
     )
-    prompts = [Prompt(i, np.full(3, i, np.int32), str(i), f"question {i}", {"id": i}) for i in range(GROUPS)]
+    prompts = [
+        Prompt(i, np.full(3, i, np.int32), str(i), f"question {i}", {"id": i})
+        for i in range(GROUPS)
+    ]
     produced = await asyncio.wait_for(producer.produce(5, prompts, version=5), 50.0)
     roles.close()
     shelf.timings = controller._running[5].timings
@@ -195,7 +234,10 @@ async def produce(
 
 
 def bits(shelf: Shelf) -> dict[int, tuple[list[int], list[float]]]:
-    return {group.index: (group.tokens.tolist(), group.logprobs.tolist()) for group in shelf.groups.values()}
+    return {
+        group.index: (group.tokens.tolist(), group.logprobs.tolist())
+        for group in shelf.groups.values()
+    }
 
 
 @pytest.mark.parametrize("order", ["prompt", "completion"])
@@ -210,30 +252,51 @@ async def test_responses_that_move_are_those_that_do_not_and_nobody_trains_where
     assert 1 <= changes <= 2 and shelf.beside and not lost
     assert sum(engine.handed_on > 0 for engine in shelf.engines) <= changes
     assert bits(shelf) == bits(held) and len(bits(held)) == GROUPS
-    assert not any(timing.moved for timing in held.timings) and any(timing.moved for timing in shelf.timings)
+    assert not any(timing.moved for timing in held.timings) and any(
+        timing.moved for timing in shelf.timings
+    )
     for seat in range(3):
-        decodes, trains = [event for event in shelf.events if event["lane"] == f"role of engine {seat}"]
-        assert (decodes["name"], trains["name"]) == ("decodes", "trains") and decodes["end"] == trains["start"]
+        decodes, trains = [
+            event for event in shelf.events if event["lane"] == f"role of engine {seat}"
+        ]
+        assert (decodes["name"], trains["name"]) == ("decodes", "trains") and decodes[
+            "end"
+        ] == trains["start"]
         assert decodes["args"] == trains["args"] == {"ranks": [seat]}
     assert len(shelf.timings) == GROUPS, "trainers' seconds are of all groups, moved or not"
     if order == "prompt":
-        assert all(group.index == slot * 3 + replica for (replica, slot), group in shelf.groups.items())
+        assert all(
+            group.index == slot * 3 + replica for (replica, slot), group in shelf.groups.items()
+        )
         assert shelf.groups.keys() == held.groups.keys() and "replica_groups" not in moved.numbers
     else:
         given = [sum(replica == one for one, _ in shelf.groups) for replica in range(3)]
         assert moved.numbers["replica_groups"] == given
-        numbers = [(g.index, n) for g in shelf.groups.values() for n in range(*(g.part or (0, SIZE)))]
-        assert sorted(numbers) == [(index, n) for index in range(GROUPS) for n in range(SIZE)], "each response once"
-        told = {(one.index, one.first, one.replica, len(one.response_tokens)) for one in moved.dispatched.groups}
+        numbers = [
+            (g.index, n) for g in shelf.groups.values() for n in range(*(g.part or (0, SIZE)))
+        ]
+        assert sorted(numbers) == [(index, n) for index in range(GROUPS) for n in range(SIZE)], (
+            "each response once"
+        )
+        told = {
+            (one.index, one.first, one.replica, len(one.response_tokens))
+            for one in moved.dispatched.groups
+        }
         parts = {key: group.part or (0, SIZE) for key, group in shelf.groups.items()}
-        assert told == {(shelf.groups[key].index, a, key[0], b - a) for key, (a, b) in parts.items()}
-        assert {replica for replica, _ in shelf.groups} == {0, 1, 2}, "every replica trains something"
+        assert told == {
+            (shelf.groups[key].index, a, key[0], b - a) for key, (a, b) in parts.items()
+        }
+        assert {replica for replica, _ in shelf.groups} == {0, 1, 2}, (
+            "every replica trains something"
+        )
 
 
 async def test_in_turns_engines_sleep_before_the_batch_is_trained(
     store_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, shelf, _ = await produce(config(schedule={"stream": False}), store_thread, monkeypatch, keep=3)
+    _, shelf, _ = await produce(
+        config(schedule={"stream": False}), store_thread, monkeypatch, keep=3
+    )
     assert len(shelf.groups) == GROUPS and all(engine.asleep for engine in shelf.engines)
 
 
@@ -267,8 +330,12 @@ async def test_an_engine_that_dies_as_it_hands_on_changes_nothing(
 
 
 @pytest.mark.parametrize(("device", "first"), [("npu", 0), ("cpu", 1)])
-def test_where_engines_sleep_a_unit_whose_engine_is_being_started_changes_last(device: str, first: int) -> None:
-    """It would have to start before it can sleep, and all changes would wait for it; elsewhere it has nothing to hand on."""
+def test_where_engines_sleep_a_unit_whose_engine_is_being_started_changes_last(
+    device: str, first: int
+) -> None:
+    """It would have to start before it can sleep, and all changes would wait for it; elsewhere it
+    has nothing to hand on.
+    """
     chosen, pool = config(run={"device": device}), EnginePool()
     engines: Any = [Engine(f"e{number}") for number in range(3)]
     for seat, engine in enumerate(engines):
@@ -291,21 +358,36 @@ FAMILY = [
 
 
 @pytest.mark.parametrize("replica", [1, 2])
-def test_it_is_never_more_than_a_hundredth_behind_turns_and_gains_where_lengths_vary(replica: int) -> None:
+def test_it_is_never_more_than_a_hundredth_behind_turns_and_gains_where_lengths_vary(
+    replica: int,
+) -> None:
     gains = {}
     for shape in FAMILY:
         lengths, earlier = draw(shape, 0), draw(shape, 0, visit=0)
-        turns, roles = (iterate(shape, replica, lengths, earlier, mode).end_s for mode in ("turns", "roles"))
+        turns, roles = (
+            iterate(shape, replica, lengths, earlier, mode).end_s for mode in ("turns", "roles")
+        )
         gains[shape.devices, shape.spread, shape.ratio] = turns / roles
     assert min(gains.values()) >= 0.99, gains
-    assert all(gain > 1.1 for (_, spread, ratio), gain in gains.items() if spread == 0.9 and ratio == 1.0), gains
+    assert all(
+        gain > 1.1 for (_, spread, ratio), gain in gains.items() if spread == 0.9 and ratio == 1.0
+    ), gains
 
 
 def test_equal_lengths_and_dear_prompts_stay_in_turns() -> None:
     def rest(remaining: np.ndarray, ready: int) -> Rest:
         groups = np.arange(len(remaining))
         return Rest(
-            remaining, groups, np.full(len(groups), 10.0), 4, 1.0, 1.0, np.ones(len(groups)), [1.0] * ready, [], 64
+            remaining,
+            groups,
+            np.full(len(groups), 10.0),
+            4,
+            1.0,
+            1.0,
+            np.ones(len(groups)),
+            [1.0] * ready,
+            [],
+            64,
         )
 
     assert decoding_units(rest(np.full(32, 100.0), 0), EngineSpeed(0.01, 0.001))[0] == 4
@@ -374,8 +456,12 @@ async def test_a_replica_without_room_is_not_waited_for() -> None:
     assert await delivery.all_of(4) == [0, 1, 0, 1]
 
 
-def test_the_last_group_is_not_given_to_a_replica_that_is_busy_when_other_devices_are_about_to_be_free() -> None:
-    """The longest response is the last to end, and its group's training is what the iteration waits for."""
+def test_the_last_group_is_not_given_to_a_replica_that_is_busy_when_other_devices_are_about_to_be_free() -> (
+    None
+):
+    """The longest response is the last to end, and its group's training is what the iteration waits
+    for.
+    """
     delivery = Given(2, 4)
     delivery.seconds_per_work = 1.0
     delivery.free([0])
@@ -383,7 +469,9 @@ def test_the_last_group_is_not_given_to_a_replica_that_is_busy_when_other_device
     delivery._worked = [(1.0, 1), (1.0, 1)]
     delivery._held = [(number, SimpleNamespace(tokens=1)) for number in range(2)]  # type: ignore[misc]
     _, replica, in_s = delivery._due(at_end=False) or (0, 0, 0.0)
-    assert replica == 0 and in_s <= 0.0, "control: while others are in flight it is given ahead of time"
+    assert replica == 0 and in_s <= 0.0, (
+        "control: while others are in flight it is given ahead of time"
+    )
     delivery.roles.all_written = True  # type: ignore[misc]
     _, replica, in_s = delivery._due(at_end=False) or (0, 0, 0.0)
     assert replica == 0 and in_s > 0.1

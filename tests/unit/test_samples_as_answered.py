@@ -1,4 +1,6 @@
-"""What leaves the coordinator is what engines answered, and its rewards are those of its texts; nothing else gets past it."""
+"""What leaves the coordinator is what engines answered, and its rewards are those of its texts;
+nothing else gets past it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def generation(number: int, length: int | None = None) -> Generation:
     )
 
 
-def answered(generations: Sequence[Generation], *, all_trained: bool = True, index: int = INDEX) -> Answers:
+def answered(
+    generations: Sequence[Generation], *, all_trained: bool = True, index: int = INDEX
+) -> Answers:
     answers = Answers(all_trained=all_trained)
     first = group_seed(RUN_SEED, ITERATION, index)
     for number, one in enumerate(generations):
@@ -52,7 +56,9 @@ def result_of(samples: Sequence[Sample]) -> RewardResult:
     return RewardResult(total, {"math": total}, total > 0.5, (), scored=digest)
 
 
-def scored_group(samples: list[Sample], answers: Answers | None, result: RewardResult | None = None) -> ScoredGroup:
+def scored_group(
+    samples: list[Sample], answers: Answers | None, result: RewardResult | None = None
+) -> ScoredGroup:
     return ScoredGroup(PROMPT, samples, result or result_of(samples), answers=answers)
 
 
@@ -62,9 +68,15 @@ def without(number: int, place: int) -> Callable[[list[Sample]], list[Sample]]:
     def change(samples: list[Sample]) -> list[Sample]:
         sample = samples[number]
         where = np.flatnonzero(sample.trained)[place]
-        component, logprobs, versions = sample.component.copy(), sample.logprobs.copy(), sample.versions.copy()
+        component, logprobs, versions = (
+            sample.component.copy(),
+            sample.logprobs.copy(),
+            sample.versions.copy(),
+        )
         component[where], logprobs[where], versions[where] = 0, 0, -1
-        return replaced(samples, number, Sample(sample.tokens, component, logprobs, versions, True, sample.text))
+        return replaced(
+            samples, number, Sample(sample.tokens, component, logprobs, versions, True, sample.text)
+        )
 
     return change
 
@@ -78,7 +90,10 @@ def with_value(name: str, value: Any) -> Callable[[list[Sample]], list[Sample]]:
 
     def change(samples: list[Sample]) -> list[Sample]:
         sample = samples[1]
-        arrays = {key: getattr(sample, key).copy() for key in ("tokens", "component", "logprobs", "versions")}
+        arrays = {
+            key: getattr(sample, key).copy()
+            for key in ("tokens", "component", "logprobs", "versions")
+        }
         arrays[name][int(sample.trained.argmax())] = value
         return replaced(samples, 1, Sample(**arrays, finished=True, text=sample.text))
 
@@ -89,8 +104,14 @@ FAULTS: dict[str, tuple[Callable[[list[Sample]], list[Sample]], str]] = {
     "the first token of a response is not trained": (without(2, 0), "are no answers of an engine"),
     "the last token of a response is not trained": (without(2, -1), "are no answers of an engine"),
     "a token in the middle is not trained": (without(2, 1), "are no answers of an engine"),
-    "a response is there twice": (lambda samples: [samples[0], samples[0], *samples[2:]], "trained a second time"),
-    "a response is missing": (lambda samples: samples[:-1], "1 of 4 answers of engines are not trained"),
+    "a response is there twice": (
+        lambda samples: [samples[0], samples[0], *samples[2:]],
+        "trained a second time",
+    ),
+    "a response is missing": (
+        lambda samples: samples[:-1],
+        "1 of 4 answers of engines are not trained",
+    ),
     "a token is another": (with_value("tokens", 99), "has others, or other log-probs"),
     "a log-prob is another": (with_value("logprobs", -9.0), "has others, or other log-probs"),
     "two responses are joined": (
@@ -120,7 +141,9 @@ def test_samples_that_are_others_than_the_engines_answers_end_the_run(fault: str
     change, message = FAULTS[fault]
     generations = [generation(number) for number in range(RESPONSES)]
     samples = change(samples_of(PROMPT.tokens, generations))
-    with pytest.raises(InvariantViolation, match=f"I2 exactly once: group 5 of iteration 3 .*{message}"):
+    with pytest.raises(
+        InvariantViolation, match=f"I2 exactly once: group 5 of iteration 3 .*{message}"
+    ):
         scored_group(samples, answered(generations)).group(RUN_SEED, ITERATION, INDEX)
 
 
@@ -145,9 +168,13 @@ def test_a_turn_that_two_branches_share_is_trained_in_one_of_them() -> None:
         return builder.finish(True, "")
 
     answers = answered([first, second, third], all_trained=False)
-    scored_group([branch(second, True), branch(third, False)], answers).group(RUN_SEED, ITERATION, INDEX)
+    scored_group([branch(second, True), branch(third, False)], answers).group(
+        RUN_SEED, ITERATION, INDEX
+    )
     with pytest.raises(InvariantViolation, match="trained a second time"):
-        scored_group([branch(second, True), branch(third, True)], answers).group(RUN_SEED, ITERATION, INDEX)
+        scored_group([branch(second, True), branch(third, True)], answers).group(
+            RUN_SEED, ITERATION, INDEX
+        )
 
 
 class TrainsParts(SingleTurn):
@@ -176,7 +203,11 @@ def test_an_environment_may_say_that_it_trains_parts_of_answers() -> None:
 
 @pytest.mark.parametrize(
     ("run_seed", "iteration", "index"),
-    [(RUN_SEED, ITERATION - 1, INDEX), (RUN_SEED, ITERATION, INDEX + 1), (RUN_SEED + 1, ITERATION, INDEX)],
+    [
+        (RUN_SEED, ITERATION - 1, INDEX),
+        (RUN_SEED, ITERATION, INDEX + 1),
+        (RUN_SEED + 1, ITERATION, INDEX),
+    ],
     ids=["the iteration before", "the group beside it", "another run"],
 )
 def test_seeds_of_another_place_end_the_run(run_seed: int, iteration: int, index: int) -> None:
@@ -192,7 +223,9 @@ def test_seeds_of_another_place_end_the_run(run_seed: int, iteration: int, index
 def test_one_answer_to_two_seeds_ends_the_run_unless_it_may_be_chance() -> None:
     long, short = generation(1, length=400), generation(2, length=3)
     answered([short, short]).check_seeds(RUN_SEED, ITERATION, INDEX)
-    with pytest.raises(InvariantViolation, match="samples 0 and 1 have the same 400 tokens and log-probs"):
+    with pytest.raises(
+        InvariantViolation, match="samples 0 and 1 have the same 400 tokens and log-probs"
+    ):
         answered([long, long]).check_seeds(RUN_SEED, ITERATION, INDEX)
 
 
@@ -202,7 +235,9 @@ def test_one_answer_to_two_seeds_ends_the_run_unless_it_may_be_chance() -> None:
 RESULTS: dict[str, Callable[[RewardResult, RewardResult], RewardResult]] = {
     "the group's before": lambda result, other: other,
     "the neighbour's": lambda result, other: replace(result, total=np.roll(result.total, 1)),
-    "one reward changed": lambda result, other: replace(result, total=result.total + np.eye(RESPONSES)[0] * 0.5),
+    "one reward changed": lambda result, other: replace(
+        result, total=result.total + np.eye(RESPONSES)[0] * 0.5
+    ),
 }
 
 
@@ -212,7 +247,9 @@ def test_rewards_of_other_texts_end_the_run(fault: str) -> None:
     samples = samples_of(PROMPT.tokens, generations)
     others = samples_of(PROMPT.tokens, [generation(10 + number) for number in range(RESPONSES)])
     result = RESULTS[fault](result_of(samples), result_of(others))
-    with pytest.raises(InvariantViolation, match=r"I7 rewards: group 5 .* were given to other texts"):
+    with pytest.raises(
+        InvariantViolation, match=r"I7 rewards: group 5 .* were given to other texts"
+    ):
         scored_group(samples, answered(generations), result).group(RUN_SEED, ITERATION, INDEX)
 
 
@@ -236,7 +273,9 @@ def _in_another_order(group: RewardInput, reply: dict[str, Any]) -> dict[str, An
 
 
 @pytest.mark.parametrize("change", [_of_another, _in_another_order])
-async def test_a_worker_that_scored_other_texts_ends_the_run(change: Callable[..., dict[str, Any]]) -> None:
+async def test_a_worker_that_scored_other_texts_ends_the_run(
+    change: Callable[..., dict[str, Any]],
+) -> None:
     from pa_npu.config.sections.rollout import RewardConfig
 
     group = RewardInput("question", "4", ["a", "bb", "ccc"], [1, 2, 3], {})
@@ -246,12 +285,17 @@ async def test_a_worker_that_scored_other_texts_ends_the_run(change: Callable[..
         if passes:
             assert (await pool.score(group)).total.tolist() == [1, 2, 3]
         else:
-            with pytest.raises(InvariantViolation, match="I7 rewards: a reward worker answered for other texts"):
+            with pytest.raises(
+                InvariantViolation, match="I7 rewards: a reward worker answered for other texts"
+            ):
                 await pool.score(group)
 
 
 async def test_rewards_that_an_environment_gives_are_bound_to_its_texts_too() -> None:
-    samples = [replace(one, reward=float(n)) for n, one in enumerate(samples_of(PROMPT.tokens, [generation(0)] * 2))]
+    samples = [
+        replace(one, reward=float(n))
+        for n, one in enumerate(samples_of(PROMPT.tokens, [generation(0)] * 2))
+    ]
     scored = await score(None, PROMPT, samples)  # type: ignore[arg-type]
     scored.group(RUN_SEED, ITERATION, INDEX)
     scored.samples = scored.samples[::-1]
@@ -268,7 +312,9 @@ def test_records_are_made_of_the_group_that_was_dispatched() -> None:
     generations = [generation(number) for number in range(RESPONSES)]
     samples = samples_of(PROMPT.tokens, generations)
     scored = scored_group(samples, None)
-    group = scored.group(RUN_SEED, ITERATION, INDEX, lambda group: group.spread(np.arange(4, dtype=np.float32)))
+    group = scored.group(
+        RUN_SEED, ITERATION, INDEX, lambda group: group.spread(np.arange(4, dtype=np.float32))
+    )
     others = samples_of(PROMPT.tokens, [generation(20 + number) for number in range(RESPONSES)])
     result = result_of(others)
     result.total[:] = 9
@@ -281,5 +327,7 @@ def test_records_are_made_of_the_group_that_was_dispatched() -> None:
         assert kept.reward == kept.response / 2 and kept.advantage == kept.response
     (short,) = production._samples or [None]
     if short is not None:
-        assert [one["tokens"] for one in short["responses"]] == [len(given.tokens) for given in generations]
+        assert [one["tokens"] for one in short["responses"]] == [
+            len(given.tokens) for given in generations
+        ]
         assert [one["reward"] for one in short["responses"]] == [0.0, 0.5, 1.0, 1.5]

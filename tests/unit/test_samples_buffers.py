@@ -1,4 +1,6 @@
-"""The rollout buffer passes the same checks with its groups in the store and in shards on the nodes."""
+"""The rollout buffer passes the same checks with its groups in the store and in shards on the
+nodes.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,22 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, host_store
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.samples.iterator import MicrobatchIterator
-from pa_npu.samples.rollout_buffer import BufferFailed, OwnShard, RolloutBuffer, ShardPayloads, host_shard, payloads
+from pa_npu.samples.rollout_buffer import (
+    BufferFailed,
+    OwnShard,
+    RolloutBuffer,
+    ShardPayloads,
+    host_shard,
+    payloads,
+)
 from pa_npu.samples.wire import to_bytes
 from tests.helpers.buffer_conformance import CHECKS, Open, make_group
 
 
 class Counted:
-    """A store on the head. values: all that was put into it and taken from it; counters are not among them."""
+    """A store on the head. values: all that was put into it and taken from it; counters are not
+    among them.
+    """
 
     def __init__(self) -> None:
         self.store = host_store("127.0.0.1", 0)
@@ -50,7 +61,10 @@ def channel(head: Counted) -> StoreChannel:
 
 
 def place_of(backend: str, channel: StoreChannel) -> ShardPayloads | None:
-    """For a process that hosts nothing. With shards there are those of two replicas, which live as long as the channel's store."""
+    """For a process that hosts nothing.
+
+    With shards there are those of two replicas, which live as long as the channel's store.
+    """
     if backend == "shards":
         HOSTED.extend(host_shard(channel, replica, "127.0.0.1") for replica in range(2))
         return ShardPayloads(channel, 30.0)
@@ -68,7 +82,9 @@ def no_shard_stays() -> Iterator[None]:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("backend", ["store", "shards"])
-def test_every_backend_conforms(backend: str, check: Callable[[Open], None], channel: StoreChannel) -> None:
+def test_every_backend_conforms(
+    backend: str, check: Callable[[Open], None], channel: StoreChannel
+) -> None:
     place = place_of(backend, channel)
     check(lambda readers: RolloutBuffer(channel, "run", readers, payloads=place))
 
@@ -86,14 +102,27 @@ def test_groups_pass_the_store_on_the_head_only_where_there_are_no_shards(
     head.values.clear()
     for index, group in enumerate(groups):
         coordinator.put(group, index % 2, index // 2)
-    assert [shard.server.num_keys() > none for shard, none in zip(HOSTED, empty, strict=True)] == [True] * len(HOSTED)
+    assert [shard.server.num_keys() > none for shard, none in zip(HOSTED, empty, strict=True)] == [
+        True
+    ] * len(HOSTED)
     for replica in range(2):
         own = ShardPayloads(channel, 30.0, HOSTED[replica]) if HOSTED else None
         reader = RolloutBuffer(channel, "run", 1, payloads=own)
         iterator = MicrobatchIterator(
             reader,
-            **{"replica": replica, "num_replicas": 2, "iteration": 0, "groups": 2, "order": "prompt"},
-            **{"responses_per_microbatch": 4, "shared_prompt": True, "pad_multiple": 1, "timeout_s": 30.0},
+            **{
+                "replica": replica,
+                "num_replicas": 2,
+                "iteration": 0,
+                "groups": 2,
+                "order": "prompt",
+            },
+            **{
+                "responses_per_microbatch": 4,
+                "shared_prompt": True,
+                "pad_multiple": 1,
+                "timeout_s": 30.0,
+            },
         )
         assert iterator.indices == () and len(list(iterator)) == 2
         iterator.finish()
@@ -101,7 +130,9 @@ def test_groups_pass_the_store_on_the_head_only_where_there_are_no_shards(
         assert (traffic.reads, traffic.buffer_bytes) == (2, sum(payload[replica::2]))
         assert traffic.head_bytes == reader.head_bytes, "what the record says"
     passed = sum(len(value) for value in head.values)
-    contains = [any(group.tokens.tobytes()[-256:] in value for value in head.values) for group in groups]
+    contains = [
+        any(group.tokens.tobytes()[-256:] in value for value in head.values) for group in groups
+    ]
     if backend == "store":
         assert passed >= 2 * sum(payload) and contains == [True] * 4, "negative control: in and out"
         assert traffic.head_bytes == traffic.buffer_bytes
@@ -111,11 +142,14 @@ def test_groups_pass_the_store_on_the_head_only_where_there_are_no_shards(
     assert [shard.server.num_keys() for shard in HOSTED] == empty, "nothing stays in a shard"
 
 
-def test_a_shard_that_stops_ends_or_never_came_is_one_line_in_time(channel: StoreChannel, head: Counted) -> None:
+def test_a_shard_that_stops_ends_or_never_came_is_one_line_in_time(
+    channel: StoreChannel, head: Counted
+) -> None:
     program = (
         "import sys, time; from pa_npu.control.channel import StoreChannel, connect\n"
         "from pa_npu.samples.rollout_buffer import host_shard\n"
-        "own = host_shard(StoreChannel(connect('127.0.0.1', int(sys.argv[1]), 30.0)), 1, '127.0.0.1'); time.sleep(60)"
+        "own = host_shard(StoreChannel(connect('127.0.0.1', int(sys.argv[1]), 30.0)), 1, "
+        "'127.0.0.1'); time.sleep(60)"
     )
     data = to_bytes(make_group(0))
     with subprocess.Popen([sys.executable, "-c", program, str(head.store.port)]) as process:
@@ -126,30 +160,49 @@ def test_a_shard_that_stops_ends_or_never_came_is_one_line_in_time(channel: Stor
             hangs.put("second", 1, data, "group 1")
             process.send_signal(signal.SIGSTOP)
             with pytest.raises(
-                BufferFailed, match=r"1 was asked to take group 2: .* does not answer within 0\.2 s; .* hangs"
+                BufferFailed,
+                match=r"1 was asked to take group 2: .* does not answer within 0\.2 s; .* hangs",
             ):
                 hangs.put("third", 1, to_bytes(make_group(2, longest=400_000)), "group 2")
-            with pytest.raises(BufferFailed, match=r"replica 1 was asked for third: it did not answer before"):
+            with pytest.raises(
+                BufferFailed, match=r"replica 1 was asked for third: it did not answer before"
+            ):
                 hangs.get("third", 1)
         finally:
             process.kill()
     started = time.monotonic()
     # a small put is not answered: only the look at what became of it tells that nobody is there
-    with pytest.raises(BufferFailed, match=r"replica 1 was asked to take group 3: .*probably ended"):
+    with pytest.raises(
+        BufferFailed, match=r"replica 1 was asked to take group 3: .*probably ended"
+    ):
         early.put("fourth", 1, data, "group 3")
     assert time.monotonic() - started < 45
-    with pytest.raises(DeadlineExceeded, match="trainers: the reader of replica 5 to say where its groups may lie"):
+    with pytest.raises(
+        DeadlineExceeded, match="trainers: the reader of replica 5 to say where its groups may lie"
+    ):
         ShardPayloads(channel, 0.05).put("fifth", 5, data, "group 4")
-    with pytest.raises(BufferFailed, match=r"shard of replica 1 at 127\.0\.0\.1:\d+ cannot be reached within 0\.1 s"):
+    with pytest.raises(
+        BufferFailed,
+        match=r"shard of replica 1 at 127\.0\.0\.1:\d+ cannot be reached within 0\.1 s",
+    ):
         ShardPayloads(channel, 0.1).get("first", 1)
 
 
 def test_shards_are_for_several_nodes_unless_told(channel: StoreChannel) -> None:
     def found(shards: str, **placement: object) -> ShardPayloads | None:
-        tree = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"engines": 1}, "trainer": {"devices": 1}}
-        config = Config.model_validate(tree | {"buffer": {"shards": shards}, "placement": placement})
+        tree = {
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "rollout": {"engines": 1},
+            "trainer": {"devices": 1},
+        }
+        config = Config.model_validate(
+            tree | {"buffer": {"shards": shards}, "placement": placement}
+        )
         return payloads(config, channel)
 
     two: dict[str, object] = {"cluster": "ray", "nnodes": 2}
     assert found("auto") is None and found("head", **two) is None
-    assert isinstance(found("auto", **two), ShardPayloads) and isinstance(found("node"), ShardPayloads)
+    assert isinstance(found("auto", **two), ShardPayloads) and isinstance(
+        found("node"), ShardPayloads
+    )

@@ -1,4 +1,6 @@
-"""Columns of any dtype and shape go from an environment and an engine to a loss; what is missing or unknown is one line."""
+"""Columns of any dtype and shape go from an environment and an engine to a loss; what is missing or
+unknown is one line.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,19 @@ PROMPT = np.arange(3, dtype=np.int32)
 def told(column: Column, tokens: np.ndarray) -> np.ndarray:
     """Values that say which token they belong to, and where in the shape."""
     places = np.arange(int(np.prod(column.shape)), dtype=np.int64).reshape(column.shape)
-    return (tokens.reshape(-1, *[1] * len(column.shape)).astype(np.int64) * 10 + places).astype(column.type)
+    return (tokens.reshape(-1, *[1] * len(column.shape)).astype(np.int64) * 10 + places).astype(
+        column.type
+    )
 
 
-def generation(start: int, length: int, columns: tuple[Column, ...] = (MADE_UP, ROUTES)) -> Generation:
+def generation(
+    start: int, length: int, columns: tuple[Column, ...] = (MADE_UP, ROUTES)
+) -> Generation:
     tokens = np.arange(start, start + length, dtype=np.int32)
     values = {column: told(column, tokens) for column in columns}
-    return Generation(tokens, np.full(length, -0.5, np.float32), "", "stop", version=0, columns=values)
+    return Generation(
+        tokens, np.full(length, -0.5, np.float32), "", "stop", version=0, columns=values
+    )
 
 
 def two_turns(number: int, columns: tuple[Column, ...] = (MADE_UP, ROUTES)) -> Sample:
@@ -64,7 +72,10 @@ def test_values_reach_the_targets_in_their_order_and_those_of_all_tokens_the_pac
     group = group_of([two_turns(number) for number in range(4)])
     parsed = from_bytes(to_bytes(group, RUN), RUN)
     for shared in (True, False):
-        for microbatch in (*build_microbatches(parsed, 2, shared, 8), pack([parsed[:2], parsed[2:]], shared, 8)):
+        for microbatch in (
+            *build_microbatches(parsed, 2, shared, 8),
+            pack([parsed[:2], parsed[2:]], shared, 8),
+        ):
             moved = microbatch.to("cpu")
             targets = moved.targets.numpy()
             assert moved.columns["made_up"].dtype == torch.int16
@@ -81,7 +92,10 @@ def test_responses_of_a_single_turn_bring_what_the_engine_filled() -> None:
     samples = samples_of(PROMPT, [generation(10, 3), generation(20, 1)])
     plain = samples_of(PROMPT, [generation(10, 3, ()), generation(20, 1, ())])
     for sample, without in zip(samples, plain, strict=True):
-        assert all(np.array_equal(getattr(sample, name), getattr(without, name)) for name in ("tokens", "versions"))
+        assert all(
+            np.array_equal(getattr(sample, name), getattr(without, name))
+            for name in ("tokens", "versions")
+        )
         np.testing.assert_array_equal(sample.columns[MADE_UP][3:], told(MADE_UP, sample.tokens[3:]))
         assert (sample.columns[MADE_UP][:3] == -1).all() and not without.columns
 
@@ -98,7 +112,9 @@ def test_columns_of_any_type_and_shape_survive_the_wire_bit_for_bit_whole_in_par
         tokens: Any = data.draw(st.sampled_from(["trained", "all"]))
         dtype = data.draw(st.sampled_from(sorted(STORED)))
         elsewhere = data.draw(st.sampled_from([0, 1]))
-        declared.append(Column(f"column_{number}", dtype, shape, "environment", "a test", tokens, elsewhere))
+        declared.append(
+            Column(f"column_{number}", dtype, shape, "environment", "a test", tokens, elsewhere)
+        )
     columns = RunColumns(tuple(declared))
 
     def values(column: Column, length: int) -> np.ndarray:
@@ -107,7 +123,9 @@ def test_columns_of_any_type_and_shape_survive_the_wire_bit_for_bit_whole_in_par
 
     samples = []
     for _ in range(data.draw(st.integers(1, 4))):
-        sample = SampleBuilder(PROMPT, {one: values(one, 3) for one in declared if one.tokens == "all"})
+        sample = SampleBuilder(
+            PROMPT, {one: values(one, 3) for one in declared if one.tokens == "all"}
+        )
         for length in data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)):
             tokens = random.integers(0, 1000, length, dtype=np.int32)
             logprobs = -random.random(length, dtype=np.float32)
@@ -127,7 +145,9 @@ def test_columns_of_any_type_and_shape_survive_the_wire_bit_for_bit_whole_in_par
             from_bytes(data_bytes)
 
 
-def test_a_missing_column_is_one_line_with_who_fills_and_who_reads_it_on_both_sides_of_the_wire() -> None:
+def test_a_missing_column_is_one_line_with_who_fills_and_who_reads_it_on_both_sides_of_the_wire() -> (
+    None
+):
     group = group_of([two_turns(number, (ROUTES,)) for number in range(2)])
     line = (
         r"^group 0 of iteration 0 \(prompt 0\): column made_up, which my_loss reads, is missing; the environment "
@@ -142,30 +162,41 @@ def test_a_missing_column_is_one_line_with_who_fills_and_who_reads_it_on_both_si
 def test_an_unknown_column_is_refused_on_both_sides_of_the_wire() -> None:
     group = group_of([two_turns(number) for number in range(2)])
     with pytest.raises(
-        GroupFormatError, match=r"^group 0 .* column routes is unknown, .* \(declared: made_up\); remove"
+        GroupFormatError,
+        match=r"^group 0 .* column routes is unknown, .* \(declared: made_up\); remove",
     ):
         to_bytes(group, RunColumns((MADE_UP,)))
     with pytest.raises(
-        GroupFormatError, match=r"^group bytes: column (made_up|routes) is unknown, .* \(declared: none\)"
+        GroupFormatError,
+        match=r"^group bytes: column (made_up|routes) is unknown, .* \(declared: none\)",
     ):
         from_bytes(to_bytes(group, RUN))
-    with pytest.raises(GroupFormatError, match="column made_up differs from its declaration; import that one"):
+    with pytest.raises(
+        GroupFormatError, match="column made_up differs from its declaration; import that one"
+    ):
         to_bytes(group, RunColumns((replace(MADE_UP, elsewhere=7), ROUTES)))
     other = RunColumns((replace(MADE_UP, dtype="int32"), ROUTES))
-    with pytest.raises(GroupFormatError, match=r"made_up is I16 \[.*, 3, 2\], expected I32 \[n, 3, 2\]"):
+    with pytest.raises(
+        GroupFormatError, match=r"made_up is I16 \[.*, 3, 2\], expected I32 \[n, 3, 2\]"
+    ):
         from_bytes(to_bytes(group, RUN), other)
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (np.zeros((2, 3), np.int16), r"made_up: must be a int16 array \[n, 3, 2\], found int16 \[2, 3\]"),
+        (
+            np.zeros((2, 3), np.int16),
+            r"made_up: must be a int16 array \[n, 3, 2\], found int16 \[2, 3\]",
+        ),
         (np.zeros((2, 3, 2), np.int32), r"found int32 \[2, 3, 2\]"),
         (np.zeros((1, 3, 2), np.int16), "1 values for 2 tokens; give one each"),
         ([[1]], "found list"),
     ],
 )
-def test_values_that_are_not_the_column_are_refused_where_they_are_given(values: Any, message: str) -> None:
+def test_values_that_are_not_the_column_are_refused_where_they_are_given(
+    values: Any, message: str
+) -> None:
     with pytest.raises(GroupFormatError, match=message):
         SampleBuilder(PROMPT).show(np.array([1, 2], np.int32), {MADE_UP: values})
 
@@ -174,15 +205,21 @@ def test_a_token_of_the_policy_without_value_beside_others_that_have_one_is_refu
     sample = SampleBuilder(PROMPT)
     write(sample, generation(10, 2))
     write(sample, generation(20, 3, ()))
-    with pytest.raises(GroupFormatError, match="column made_up: 3 of 5 tokens of the policy have no value"):
+    with pytest.raises(
+        GroupFormatError, match="column made_up: 3 of 5 tokens of the policy have no value"
+    ):
         sample.finish(True, "")
 
 
-def test_values_for_context_in_a_column_of_trained_tokens_and_values_that_are_not_finite_are_refused() -> None:
+def test_values_for_context_in_a_column_of_trained_tokens_and_values_that_are_not_finite_are_refused() -> (
+    None
+):
     group = group_of([two_turns(0)])
     values = group.columns[MADE_UP].copy()
     values[0, 1, 1] = 3
-    with pytest.raises(GroupFormatError, match="made_up: must be -1 for tokens that are not trained"):
+    with pytest.raises(
+        GroupFormatError, match="made_up: must be -1 for tokens that are not trained"
+    ):
         replace(group, columns={**group.columns, MADE_UP: values})
     teacher = Column("teacher", "float32", (), "engine", "a test")
     values = np.where(group.trained, np.nan, 0).astype(np.float32)
@@ -210,7 +247,9 @@ def test_a_task_gets_the_columns_that_it_names_and_no_others() -> None:
     task = RUN.reading(["made_up"])
     found = from_bytes(data, task)
     assert set(found.columns) == {MADE_UP} and not found.logprobs.any()
-    with pytest.raises(ConfigError, match=r"a task reads \['teacher'\], which no feature of this run declares"):
+    with pytest.raises(
+        ConfigError, match=r"a task reads \['teacher'\], which no feature of this run declares"
+    ):
         RUN.reading(["teacher"])
 
 
@@ -231,21 +270,30 @@ def test_trainers_read_the_columns_of_the_loss_and_not_those_of_the_advantage_al
     monkeypatch.setattr(advantage, "columns", (made, ROUTES), raising=False)
     monkeypatch.setattr(loss, "columns", (MADE_UP,), raising=False)
     names = {"loss": f"{__name__}:loss", "advantage": f"{__name__}:advantage"}
-    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "algorithm": names})
+    config = Config.model_validate(
+        {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, "algorithm": names}
+    )
     channel = StoreChannel(dist.HashStore())
     open_buffer(config, channel).put(group_of([two_turns(0), two_turns(1)]), 0, 0)
     found = open_buffer(config, channel, trains=True).read(0, 0, 0)
     assert set(found.columns) == ({MADE_UP} if where == "coordinator" else {MADE_UP, ROUTES})
     assert (found.logprobs[found.trained] == -0.5).all() and found.advantages.any()
-    assert set(open_buffer(config, channel).read(0, 0, 0).columns) == {MADE_UP, ROUTES}, "whoever keeps it has all"
+    assert set(open_buffer(config, channel).read(0, 0, 0).columns) == {MADE_UP, ROUTES}, (
+        "whoever keeps it has all"
+    )
 
 
 def share(group: Group) -> np.ndarray:
-    return np.repeat(group.trained_lengths / group.num_trained, group.lengths).astype(np.float32) * group.trained
+    return (
+        np.repeat(group.trained_lengths / group.num_trained, group.lengths).astype(np.float32)
+        * group.trained
+    )
 
 
 def of_length(group: Group) -> np.ndarray:
-    return np.where(group.trained, np.repeat(group.trained_lengths, group.lengths), 0).astype(np.float32)
+    return np.where(group.trained, np.repeat(group.trained_lengths, group.lengths), 0).astype(
+        np.float32
+    )
 
 
 @pytest.mark.parametrize("where", ["coordinator", "trainers"])

@@ -1,4 +1,6 @@
-"""Digests of groups and weights for the chain: each changes with what it is of and with nothing else, on whatever rank or way."""
+"""Digests of groups and weights for the chain: each changes with what it is of and with nothing
+else, on whatever rank or way.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def group(index: int = 0) -> Group:
     for length in (3, 5, 2):
         builder = SampleBuilder(np.arange(4, dtype=np.int32))
         for _ in range(2):
-            builder.write(rng.integers(0, 9, length).astype(np.int32), -rng.random(length).astype(np.float32), 2)
+            builder.write(
+                rng.integers(0, 9, length).astype(np.int32),
+                -rng.random(length).astype(np.float32),
+                2,
+            )
             builder.show(np.array([7, 8], np.int32))
         samples.append(builder.finish(True, ""))
     rewards = rng.random(3).astype(np.float32)
@@ -36,7 +42,9 @@ def group(index: int = 0) -> Group:
     return replace(made, columns={SCORES: rng.random(len(made.tokens)).astype(np.float32)})
 
 
-def fields(*groups: Group, slot: tuple[int, int] = (0, 0), part: tuple[int, int] | None = None) -> dict[str, Any]:
+def fields(
+    *groups: Group, slot: tuple[int, int] = (0, 0), part: tuple[int, int] | None = None
+) -> dict[str, Any]:
     found = group_fields([digest_group(one, {slot: part}) for one in groups])
     found.pop("responses")  # what the digests are of
     return found
@@ -73,8 +81,12 @@ def test_each_digest_changes_with_what_it_is_of_and_with_nothing_else() -> None:
     for what, (other, expected) in cases.items():
         after = fields(other)
         assert {name for name in before if before[name] != after[name]} == expected, what
-    assert {name for name in before if before[name] != fields(made, slot=(1, 0))[name]} == {"places"}
-    assert {name for name in before if before[name] != fields(made, part=(0, 2))[name]} == {"places"}
+    assert {name for name in before if before[name] != fields(made, slot=(1, 0))[name]} == {
+        "places"
+    }
+    assert {name for name in before if before[name] != fields(made, part=(0, 2))[name]} == {
+        "places"
+    }
 
 
 def test_groups_count_by_their_index_whatever_the_order_of_their_arrival() -> None:
@@ -95,11 +107,21 @@ def test_a_response_is_found_by_its_row() -> None:
     from pa_npu.telemetry.chain import unpack
 
     table = unpack(found["responses"], 2, "")
-    assert [table.where(row) for row in range(6)] == [(2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 2)]
+    assert [table.where(row) for row in range(6)] == [
+        (2, 0),
+        (2, 1),
+        (2, 2),
+        (4, 0),
+        (4, 1),
+        (4, 2),
+    ]
     made = group(4)
     assert table.rows["length"][3:].tolist() == [6, 10, 4]
     assert table.rows["reward"][3:].tobytes() == made.rewards.tobytes()
-    sums = [made.logprobs[a:b].sum() for a, b in zip(made.offsets()[:-1], made.offsets()[1:], strict=True)]
+    sums = [
+        made.logprobs[a:b].sum()
+        for a, b in zip(made.offsets()[:-1], made.offsets()[1:], strict=True)
+    ]
     assert table.rows["logprob_sum"][3:].tolist() == pytest.approx(sums)
 
 

@@ -1,4 +1,6 @@
-"""The iterator yields each group's microbatches once, in slot order, and stops at the first broken invariant."""
+"""The iterator yields each group's microbatches once, in slot order, and stops at the first broken
+invariant.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def of_version(group: Group, version: int) -> Group:
 
 
 class MemoryBuffer:
-    """A RolloutBuffer in memory; a slot that is missing is a deadline that has passed. late_s: until a slot is there."""
+    """A RolloutBuffer in memory; a slot that is missing is a deadline that has passed. late_s:
+    until a slot is there.
+    """
 
     readers, head_bytes, columns = 1, 0, NONE
 
@@ -95,11 +99,16 @@ def test_of_a_divided_group_each_replica_trains_its_samples_with_all_advantages_
     rewards = np.arange(4, dtype=np.float32)
     whole = replace(group(4), rewards=rewards)
     values = group_advantages(rewards, "group-std")
-    whole = replace(whole, advantages=np.where(whole.trained, np.repeat(values, whole.lengths), 0).astype(np.float32))
+    whole = replace(
+        whole,
+        advantages=np.where(whole.trained, np.repeat(values, whole.lengths), 0).astype(np.float32),
+    )
     found = []
     for part in ((0, 3), (3, 4)):
         microbatches = iterator(
-            MemoryBuffer([replace(whole, part=part)]), groups=1, algorithm=algorithm_of(AlgorithmConfig())
+            MemoryBuffer([replace(whole, part=part)]),
+            groups=1,
+            algorithm=algorithm_of(AlgorithmConfig()),
         )
         found += [source for one in microbatches for source in one.sources]
         microbatches.finish()
@@ -116,7 +125,10 @@ def test_a_part_that_is_none_is_refused(part: tuple[int, int]) -> None:
     with pytest.raises(GroupFormatError, match=r"part: .* are no samples of 4"):
         replace(group(4), part=part)
     sent = replace(group(4), part=(1, 3))
-    assert from_bytes(to_bytes(sent)).part == (1, 3) and from_bytes(to_bytes(sent))[slice(2)].part is None
+    assert (
+        from_bytes(to_bytes(sent)).part == (1, 3)
+        and from_bytes(to_bytes(sent))[slice(2)].part is None
+    )
 
 
 def test_groups_come_in_slot_order_each_cut_into_its_microbatches(tmp_path: Path) -> None:
@@ -124,14 +136,21 @@ def test_groups_come_in_slot_order_each_cut_into_its_microbatches(tmp_path: Path
     with Timeline.for_run(tmp_path, "trainer") as timeline:
         microbatches = iterator(buffer, timeline=timeline)
         found = [(m.group_indices, m.advantages.tolist()) for m in microbatches]
-    assert found == [((index,), advantages) for index in (4, 0, 2) for advantages in ([0.0, 1.0], [2.0, 3.0])]
+    assert found == [
+        ((index,), advantages) for index in (4, 0, 2) for advantages in ([0.0, 1.0], [2.0, 3.0])
+    ]
     microbatches.finish()
     assert microbatches.indices == (4, 0, 2)
     assert 0.5 < microbatches.waited_s < 60.0
     assert buffer.finished == [0, 1, 2], "every slot must be marked done once"
-    waits = [json.loads(line) for line in (tmp_path / "timeline" / "trainer.jsonl").read_text().splitlines()[1:]]
+    waits = [
+        json.loads(line)
+        for line in (tmp_path / "timeline" / "trainer.jsonl").read_text().splitlines()[1:]
+    ]
     assert [wait["args"]["slot"] for wait in waits] == [0, 1, 2]
-    assert sum(wait["end"] - wait["start"] for wait in waits) == pytest.approx(microbatches.waited_s, abs=0.01)
+    assert sum(wait["end"] - wait["start"] for wait in waits) == pytest.approx(
+        microbatches.waited_s, abs=0.01
+    )
 
 
 def test_groups_are_parsed_by_a_thread_beside_training_and_none_is_given_back_before_its_turn(
@@ -197,18 +216,29 @@ def links(request: pytest.FixtureRequest) -> Iterator[ReplicaLinks | None]:
         dist.destroy_process_group()
 
 
-def test_a_group_that_was_put_and_is_not_there_is_named_long_before_the_deadline(links: ReplicaLinks | None) -> None:
-    said = Dispatched(2, tuple(DispatchedGroup(index, index % 2, (1, 1, 1, 1)) for index in range(6)))
+def test_a_group_that_was_put_and_is_not_there_is_named_long_before_the_deadline(
+    links: ReplicaLinks | None,
+) -> None:
+    said = Dispatched(
+        2, tuple(DispatchedGroup(index, index % 2, (1, 1, 1, 1)) for index in range(6))
+    )
     told: list[Dispatched] = []
     buffer = MemoryBuffer([group(0), group(4)])
     microbatches = iterator(
-        buffer, num_replicas=2, timeout_s=60.0, links=links, dispatched=lambda: told[-1] if told else None
+        buffer,
+        num_replicas=2,
+        timeout_s=60.0,
+        links=links,
+        dispatched=lambda: told[-1] if told else None,
     )
     for _ in range(4):
         next(microbatches)
     threading.Timer(0.3, told.append, [said]).start()
     start_s = time.monotonic()
-    named = r"I2 .* slot 2 of replica 0 in iteration 2 is empty.* all 6 groups.* lost is one of the groups 2;"
+    named = (
+        r"I2 .* slot 2 of replica 0 in iteration 2 is empty.* all 6 groups.* lost is one of "
+        r"the groups 2;"
+    )
     with pytest.raises(InvariantViolation, match=named):
         next(microbatches)
     assert time.monotonic() - start_s < 50.0
@@ -218,7 +248,9 @@ def test_a_microbatch_left_over_or_never_asked_for_is_reported() -> None:
     microbatches = iterator(MemoryBuffer([group(0), group(1), group(2)]))
     for _ in range(3):
         next(microbatches)
-    with pytest.raises(InvariantViolation, match=r"I2 .* trained 2 of 3 groups of iteration 2, 1 microbatches"):
+    with pytest.raises(
+        InvariantViolation, match=r"I2 .* trained 2 of 3 groups of iteration 2, 1 microbatches"
+    ):
         microbatches.finish()
 
 
@@ -226,12 +258,21 @@ BROKEN: list[tuple[Callable[[], list[Group]], dict[str, Any], str]] = [
     (
         lambda: [of_version(group(0), 1)],
         {},
-        r"I1 version: group 0 of iteration 2 .* generated by weight version 1, but version 2 is trained",
+        r"I1 version: group 0 of iteration 2 .* generated by weight version 1, but version 2 is "
+        r"trained",
     ),
-    (lambda: [replace(group(0), iteration=3)], {}, "I2 exactly once: .* dispatched for another iteration"),
+    (
+        lambda: [replace(group(0), iteration=3)],
+        {},
+        "I2 exactly once: .* dispatched for another iteration",
+    ),
     (lambda: [group(0), group(0)], {}, "I2 exactly once: group 0 .* already trained from slot 0"),
     (lambda: [group(1)], {"order": "prompt"}, "I2 exactly once: group 1 .* puts group 0"),
-    (lambda: [group(1), group(2)], {"order": "prompt", "num_replicas": 2, "replica": 1}, "group 2 .* puts group 3"),
+    (
+        lambda: [group(1), group(2)],
+        {"order": "prompt", "num_replicas": 2, "replica": 1},
+        "group 2 .* puts group 3",
+    ),
 ]
 
 

@@ -1,4 +1,5 @@
-"""Each target is predicted from a row that sees exactly its prompt and the tokens of its own response before it.
+"""Each target is predicted from a row that sees exactly its prompt and the tokens of its own
+response before it.
 
 So too when pieces of several groups share a microbatch.
 """
@@ -21,7 +22,9 @@ from tools.groups import separate as separate_layout
 
 
 def make_group(prompt: int, lengths: tuple[int, ...], index: int = 7) -> Group:
-    """All tokens of the group differ, so that a token says where it comes from; so do those of groups 0 to 9."""
+    """All tokens of the group differ, so that a token says where it comes from; so do those of
+    groups 0 to 9.
+    """
     total = sum(lengths)
     return group_of_responses(
         iteration=3,
@@ -39,7 +42,9 @@ def make_group(prompt: int, lengths: tuple[int, ...], index: int = 7) -> Group:
 
 
 def context(microbatch: Microbatch, row: int) -> list[int]:
-    """The tokens that a row sees, in the order of their positions: what its prediction is conditioned on."""
+    """The tokens that a row sees, in the order of their positions: what its prediction is
+    conditioned on.
+    """
     visible = microbatch.layout.dense_mask()[row].nonzero().flatten()
     order = microbatch.layout.position_ids()[visible].argsort()
     return microbatch.tokens[visible[order]].tolist()
@@ -71,7 +76,15 @@ def expected(pieces: list[Group]) -> list[Trained]:
             for row in range(start, end):
                 if piece.trained[row]:
                     before = piece.tokens[start:row].tolist()
-                    found.append((before, piece.tokens[row], piece.logprobs[row], piece.advantages[row], number))
+                    found.append(
+                        (
+                            before,
+                            piece.tokens[row],
+                            piece.logprobs[row],
+                            piece.advantages[row],
+                            number,
+                        )
+                    )
             number += 1
     return found
 
@@ -93,13 +106,17 @@ def test_targets_are_predicted_from_their_own_context(
     microbatches = build_microbatches(group, len(lengths) // parts, shared, pad)
     assert len(microbatches) == parts
     for microbatch, piece in zip(microbatches, pieces, strict=True):
-        assert microbatch.layout.total == len(microbatch.tokens) and microbatch.layout.total % pad == 0
+        assert (
+            microbatch.layout.total == len(microbatch.tokens) and microbatch.layout.total % pad == 0
+        )
         assert trained(microbatch) == expected([piece])
 
 
 @given(
     groups=st.lists(
-        st.tuples(st.integers(1, 4), st.lists(st.integers(1, 4), min_size=4, max_size=4).map(tuple)),
+        st.tuples(
+            st.integers(1, 4), st.lists(st.integers(1, 4), min_size=4, max_size=4).map(tuple)
+        ),
         min_size=1,
         max_size=3,
     ),
@@ -111,16 +128,22 @@ def test_targets_are_predicted_from_their_own_context(
 def test_packed_pieces_see_nothing_of_each_other(
     groups: list[tuple[int, tuple[int, ...]]], first: int, shared: bool, pad: int
 ) -> None:
-    """The pack begins with the first or the second half of its first group, as it does after a full microbatch."""
+    """The pack begins with the first or the second half of its first group, as it does after a full
+    microbatch.
+    """
     pieces = [
-        piece for index, (prompt, lengths) in enumerate(groups) for piece in cut(make_group(prompt, lengths, index), 2)
+        piece
+        for index, (prompt, lengths) in enumerate(groups)
+        for piece in cut(make_group(prompt, lengths, index), 2)
     ]
     pieces = pieces[first:]
     microbatch = pack(pieces, shared, pad)
     assert trained(microbatch) == expected(pieces)
     assert microbatch.layout.total == len(microbatch.tokens) and microbatch.layout.total % pad == 0
     assert microbatch.layout.padding < pad, "padding belongs to the end of the pack only"
-    assert microbatch.num_computed_tokens == sum(num_packed_tokens(piece, shared) for piece in pieces)
+    assert microbatch.num_computed_tokens == sum(
+        num_packed_tokens(piece, shared) for piece in pieces
+    )
     assert sorted(set(microbatch.response_index.tolist())) == list(range(microbatch.num_samples))
     alone = [pack([piece], shared, 1) for piece in pieces]
     for count in ("num_samples", "num_computed_tokens"):
@@ -162,10 +185,14 @@ def test_microbatches_do_not_alias_the_group() -> None:
 
 
 @pytest.mark.parametrize(("responses", "sizes"), [(3, [3, 3, 1]), (7, [7]), (8, [7]), (1, [1] * 7)])
-def test_a_group_of_any_size_is_cut_into_pieces_of_at_most_so_many_samples(responses: int, sizes: list[int]) -> None:
+def test_a_group_of_any_size_is_cut_into_pieces_of_at_most_so_many_samples(
+    responses: int, sizes: list[int]
+) -> None:
     microbatches = build_microbatches(make_group(2, (1, 2, 1, 3, 1, 1, 2)), responses, True, 1)
     assert [microbatch.num_samples for microbatch in microbatches] == sizes
-    assert [place for one in microbatches for place in one.sources] == [(7, number) for number in range(7)]
+    assert [place for one in microbatches for place in one.sources] == [
+        (7, number) for number in range(7)
+    ]
 
 
 def test_the_cut_does_not_change_what_is_trained() -> None:

@@ -1,4 +1,6 @@
-"""microbatch.max_tokens: which pieces share a microbatch, what decides it, and what a configuration makes of the key."""
+"""microbatch.max_tokens: which pieces share a microbatch, what decides it, and what a configuration
+makes of the key.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,14 @@ from tests.helpers.shelf import Shelf
 from tools.groups import group_of_responses
 
 PROMPT = 2
-Packs = list[list[tuple[int, int]]]  # per microbatch (group, tokens of one response) of each response
+# per microbatch (group, tokens of one response) of each response
+Packs = list[list[tuple[int, int]]]
 
 
 def make_group(index: int, lengths: list[int]) -> Group:
-    """A prompt of PROMPT tokens; the advantage of a response is its own length, so that a microbatch tells its content."""
+    """A prompt of PROMPT tokens; the advantage of a response is its own length, so that a
+    microbatch tells its content.
+    """
     total = sum(lengths)
     return group_of_responses(
         iteration=0,
@@ -47,11 +52,15 @@ def make_group(index: int, lengths: list[int]) -> Group:
 
 
 class ScriptedFeed:
-    """In the place of ReplicaFeed: it has everything, and `ready` decides of a slot whether it has arrived. waits: for others."""
+    """In the place of ReplicaFeed: it has everything, and `ready` decides of a slot whether it has
+    arrived. waits: for others.
+    """
 
     traffic = Traffic()
 
-    def __init__(self, groups: list[Group], ready: Callable[[int], bool], parse: Callable[[bytes], Parsed]) -> None:
+    def __init__(
+        self, groups: list[Group], ready: Callable[[int], bool], parse: Callable[[bytes], Parsed]
+    ) -> None:
         self.groups = groups
         self._ready = ready
         self._parse = parse
@@ -96,12 +105,16 @@ def iterator(
 
 def content(microbatch: Microbatch) -> list[tuple[int, int]]:
     """(group, length) of each response, read from the targets."""
-    first = [microbatch.response_index.tolist().index(number) for number in range(microbatch.num_samples)]
+    first = [
+        microbatch.response_index.tolist().index(number) for number in range(microbatch.num_samples)
+    ]
     return [(int(microbatch.targets[row]), int(microbatch.advantages[row])) for row in first]
 
 
 def next_fit(groups: list[list[int]], responses: int, shared: bool, pad: int, budget: int) -> Packs:
-    """The rule again, on numbers alone: into the open pack if the padded total fits, else into a new one."""
+    """The rule again, on numbers alone: into the open pack if the padded total fits, else into a
+    new one.
+    """
     packs: Packs = []
     total = 0
     for index, lengths in enumerate(groups):
@@ -117,7 +130,9 @@ def next_fit(groups: list[list[int]], responses: int, shared: bool, pad: int, bu
 
 
 GROUPS = st.integers(1, 2).flatmap(
-    lambda half: st.lists(st.lists(st.integers(1, 9), min_size=2 * half, max_size=2 * half), min_size=1, max_size=6)
+    lambda half: st.lists(
+        st.lists(st.integers(1, 9), min_size=2 * half, max_size=2 * half), min_size=1, max_size=6
+    )
 )
 
 
@@ -133,7 +148,9 @@ GROUPS = st.integers(1, 2).flatmap(
 def test_order_prompt_packs_by_the_groups_alone(
     groups: list[list[int]], halves: bool, shared: bool, pad: int, budget: int, arrivals: list[bool]
 ) -> None:
-    """Whatever has arrived when: the same microbatches, in order, each within the budget or a single piece."""
+    """Whatever has arrived when: the same microbatches, in order, each within the budget or a
+    single piece.
+    """
     responses = len(groups[0]) // 2 if halves else len(groups[0])
     changes = {
         "order": "prompt",
@@ -181,8 +198,13 @@ def test_order_completion_goes_as_soon_as_the_next_group_has_not_arrived() -> No
 
 
 def test_what_did_not_fit_begins_the_next_microbatch_without_a_wait() -> None:
-    """Pieces of one response: 3 tokens each. The second of group 1 waits for room, not for group 2."""
-    microbatches, feed = iterator([[1, 1]] * 3, lambda slot: slot < 2, max_tokens=9, responses_per_microbatch=1)
+    """Pieces of one response: 3 tokens each.
+
+    The second of group 1 waits for room, not for group 2.
+    """
+    microbatches, feed = iterator(
+        [[1, 1]] * 3, lambda slot: slot < 2, max_tokens=9, responses_per_microbatch=1
+    )
     assert [m.group_indices for m in (next(microbatches), next(microbatches))] == [(0, 1), (1,)]
     assert feed.waits == []
     assert next(microbatches).group_indices == (2,)
@@ -218,7 +240,9 @@ def test_without_the_key_every_piece_is_a_microbatch_and_nothing_is_waited_for_e
 def test_a_group_that_comes_twice_inside_a_microbatch_stops_the_run() -> None:
     microbatches, feed = iterator([[1, 1]] * 2, max_tokens=100)
     feed.groups[1] = feed.groups[0]
-    with pytest.raises(InvariantViolation, match=r"I2 exactly once: group 0 .* already trained from slot 0"):
+    with pytest.raises(
+        InvariantViolation, match=r"I2 exactly once: group 0 .* already trained from slot 0"
+    ):
         next(microbatches)
 
 
@@ -228,7 +252,9 @@ def test_packing_adds_nothing_but_the_layout() -> None:
     (packed,) = iterator(groups, max_tokens=1000)[0]
     single = list(iterator(groups)[0])
     for name in ("targets", "engine_logprobs", "advantages"):
-        assert torch.equal(getattr(packed, name), torch.cat([getattr(m, name) for m in single])), name
+        assert torch.equal(getattr(packed, name), torch.cat([getattr(m, name) for m in single])), (
+            name
+        )
     assert packed.response_lengths == tuple(length for m in single for length in m.response_lengths)
 
 
@@ -245,10 +271,13 @@ def make_config(**sections: dict[str, Any]) -> Config:
 
 def test_pipeline_parallelism_is_refused_with_the_remedy() -> None:
     with pytest.raises(
-        ValueError, match=r"microbatch\.max_tokens: 4096: .*pipeline_parallel = 2.*remove the key or set"
+        ValueError,
+        match=r"microbatch\.max_tokens: 4096: .*pipeline_parallel = 2.*remove the key or set",
     ):
         make_config(microbatch={"max_tokens": 4096}, trainer={"devices": 2, "pipeline_parallel": 2})
-    assert make_config(microbatch={"max_tokens": 4096}, trainer={"devices": 2, "tensor_parallel": 2})
+    assert make_config(
+        microbatch={"max_tokens": 4096}, trainer={"devices": 2, "tensor_parallel": 2}
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,6 +290,8 @@ def test_arithmetic_of_a_packed_iteration(max_tokens: int | None, microbatch_tok
     amount = work(config)
     assert amount.microbatch_tokens == microbatch_tokens
     assert amount.computed_tokens == 16 * 1024, "packing computes no token more or less"
-    (line,) = [line for line in derived_lines(config, None, None, False) if line.startswith("microbatches")]
+    (line,) = [
+        line for line in derived_lines(config, None, None, False) if line.startswith("microbatches")
+    ]
     assert f"{microbatch_tokens} tokens" in line
     assert ("at most 16 per replica" in line) == (max_tokens is not None)

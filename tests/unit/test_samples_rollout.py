@@ -18,7 +18,9 @@ from tools.groups import group_of_responses
 
 @pytest.fixture
 def server() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    return dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10)
+    )
 
 
 def group(index: int, iteration: int = 0) -> Group:
@@ -42,7 +44,9 @@ def test_the_last_reader_removes_the_slot_and_nothing_of_it_stays(server: dist.T
     buffer = RolloutBuffer(StoreChannel(server), "run", readers=3)
     buffer.put(group(5), replica=1, slot=2)
     for reader in range(3):
-        assert buffer.wait(0, 1, 2, timeout_s=0.0) < 1.0, f"the slot was gone before reader {reader}"
+        assert buffer.wait(0, 1, 2, timeout_s=0.0) < 1.0, (
+            f"the slot was gone before reader {reader}"
+        )
         assert buffer.read(0, 1, 2).index == 5
         buffer.done(0, 1, 2)
     with pytest.raises(DeadlineExceeded):
@@ -52,14 +56,20 @@ def test_the_last_reader_removes_the_slot_and_nothing_of_it_stays(server: dist.T
 
 def test_a_wait_that_ends_names_iteration_slot_and_replica(server: dist.TCPStore) -> None:
     buffer = RolloutBuffer(StoreChannel(server), "run", readers=1)
-    with pytest.raises(DeadlineExceeded, match="the group of slot 2, replica 1, iteration 4, from the coordinator"):
+    with pytest.raises(
+        DeadlineExceeded, match="the group of slot 2, replica 1, iteration 4, from the coordinator"
+    ):
         buffer.wait(4, 1, 2, timeout_s=0.01)
 
 
-def test_a_slot_filled_twice_violates_exactly_once_even_after_it_was_read(server: dist.TCPStore) -> None:
+def test_a_slot_filled_twice_violates_exactly_once_even_after_it_was_read(
+    server: dist.TCPStore,
+) -> None:
     buffer = RolloutBuffer(StoreChannel(server), "run", readers=1)
     buffer.put(group(0), 0, 0)
-    with pytest.raises(InvariantViolation, match=r"I2 .*group 9 .*slot 0 of replica 0.* group 0 of that iteration"):
+    with pytest.raises(
+        InvariantViolation, match=r"I2 .*group 9 .*slot 0 of replica 0.* group 0 of that iteration"
+    ):
         buffer.put(group(9), 0, 0)
     buffer.done(0, 0, 0)
     with pytest.raises(InvariantViolation, match="I2"):

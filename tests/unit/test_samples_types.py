@@ -1,4 +1,6 @@
-"""A group survives the wire bit for bit; anything but a well-formed group is a GroupFormatError and nothing else."""
+"""A group survives the wire bit for bit; anything but a well-formed group is a GroupFormatError and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ from pa_npu.samples.wire import FORMAT_VERSION, from_bytes, to_bytes
 ENVELOPE_BYTES = 16
 
 
-def make_group(prompt: int = 3, lengths: tuple[int, ...] = (2, 4, 1), seed: int = 0, **values: Any) -> Group:
-    """Several turns: between its first and its other trained tokens a sample has untrained ones, as many as its number."""
+def make_group(
+    prompt: int = 3, lengths: tuple[int, ...] = (2, 4, 1), seed: int = 0, **values: Any
+) -> Group:
+    """Several turns: between its first and its other trained tokens a sample has untrained ones, as
+    many as its number.
+    """
     random = np.random.default_rng(seed)
     start = random.integers(0, 2**31 - 1, prompt, dtype=np.int32)
     samples = []
@@ -33,7 +39,9 @@ def make_group(prompt: int = 3, lengths: tuple[int, ...] = (2, 4, 1), seed: int 
         sample = SampleBuilder(start)
         for turn in (1, length - 1):
             written = random.integers(0, 150_000, turn, dtype=np.int32)
-            sample.write(written, -random.random(turn, dtype=np.float32), int(random.integers(0, 6)))
+            sample.write(
+                written, -random.random(turn, dtype=np.float32), int(random.integers(0, 6))
+            )
             if turn == 1 and length > 1:
                 sample.show(random.integers(0, 150_000, number, dtype=np.int32))
         samples.append(sample.finish(bool(random.integers(0, 2)), ""))
@@ -95,7 +103,9 @@ def test_damaged_bytes_are_refused_as_such(data: st.DataObject) -> None:
 
 
 @given(data=st.data())
-def test_hostile_payloads_with_a_right_checksum_raise_nothing_but_group_format_errors(data: st.DataObject) -> None:
+def test_hostile_payloads_with_a_right_checksum_raise_nothing_but_group_format_errors(
+    data: st.DataObject,
+) -> None:
     payload = bytearray(to_bytes(make_group())[ENVELOPE_BYTES:])
     for _ in range(data.draw(st.integers(1, 6))):
         position = data.draw(st.integers(0, len(payload) - 1))
@@ -109,7 +119,9 @@ def test_hostile_payloads_with_a_right_checksum_raise_nothing_but_group_format_e
 
 
 def spans(row: int, column: int, value: int) -> np.ndarray:
-    """Changed spans of make_group(): three samples, then two runs of the first, two of the second and one of the third."""
+    """Changed spans of make_group(): three samples, then two runs of the first, two of the second
+    and one of the third.
+    """
     good = load(to_bytes(make_group())[ENVELOPE_BYTES:])["spans"].copy()
     assert good[:, 0].tolist() == [5, 8, 4, 3, 4, 8, 10, 16], good
     good[row, column] = value
@@ -134,9 +146,14 @@ TENSOR_CHANGES: list[tuple[str, Any, str]] = [
     (
         "logprobs",
         None,
-        "group 2 of iteration 5 (prompt 11): column logprobs, which the loss reads, is missing; the engine",
+        "group 2 of iteration 5 (prompt 11): column logprobs, which the loss reads, is missing; "
+        "the engine",
     ),
-    ("surplus", np.zeros(1, dtype=np.float32), "column surplus is unknown, no feature of this run reads it"),
+    (
+        "surplus",
+        np.zeros(1, dtype=np.float32),
+        "column surplus is unknown, no feature of this run reads it",
+    ),
     ("spans", np.zeros((8, 2), dtype=np.int32), "expected I32 [n, 3]"),
     ("spans", np.zeros(24, dtype=np.int32), "expected I32 [n, 3]"),
     ("spans", spans(0, 0, 2**31 - 1), "tokens, but samples of"),
@@ -155,8 +172,12 @@ TENSOR_CHANGES: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "message"), TENSOR_CHANGES, ids=lambda value: getattr(value, "dtype", value))
-def test_tensors_of_another_shape_type_or_name_are_refused(name: str, value: Any, message: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "message"), TENSOR_CHANGES, ids=lambda value: getattr(value, "dtype", value)
+)
+def test_tensors_of_another_shape_type_or_name_are_refused(
+    name: str, value: Any, message: str
+) -> None:
     tensors = load(to_bytes(make_group())[ENVELOPE_BYTES:])
     tensors.pop(name, None)
     if value is not None:
@@ -183,7 +204,10 @@ def with_mask(*first: int) -> dict[str, Any]:
 INVALID: list[tuple[dict[str, Any], str]] = [
     (changed("tokens", 1, -2), "tokens: token ids must not be negative, lowest is -2"),
     ({"tokens": np.zeros(8, np.int32)}, "tokens: 8 values for 17 tokens; give one each"),
-    ({"lengths": np.array([1, 12, 4], np.int32)}, "a sample needs a prompt and a trained token, shortest is 1"),
+    (
+        {"lengths": np.array([1, 12, 4], np.int32)},
+        "a sample needs a prompt and a trained token, shortest is 1",
+    ),
     ({"lengths": np.zeros(0, np.int32)}, "at least one sample"),
     (changed("logprobs", 3, np.nan), "logprobs: values must be finite, number 3 is nan"),
     (changed("rewards", 1, np.inf), "rewards: values must be finite, number 1 is inf"),
@@ -198,7 +222,10 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"weight": np.ones(16, np.float32)}, "weight: 16 values for 17 tokens"),
     (with_mask(0, 0, 0, 0, 1), "advantages: must be 0 for tokens that are not trained"),
     (changed("versions", 3, -1), "logprobs: must be 0 for tokens that the policy did not write"),
-    (changed("versions", 3, -2), "versions: a weight version is at least 0, or -1 where the policy did not write"),
+    (
+        changed("versions", 3, -2),
+        "versions: a weight version is at least 0, or -1 where the policy did not write",
+    ),
     (changed("versions", 0, 4), "versions: must be -1 for tokens that are not trained"),
     (changed("advantages", 9, 0.5), "advantages: must be 0 for tokens that are not trained"),
     (changed("logprobs", 1, -0.5), "logprobs: must be 0 for tokens that the policy did not write"),
@@ -208,7 +235,9 @@ INVALID: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("change", "message"), INVALID, ids=lambda value: next(iter(value)) if isinstance(value, dict) else ""
+    ("change", "message"),
+    INVALID,
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_an_ill_formed_group_cannot_be_made(change: dict[str, Any], message: str) -> None:
     with pytest.raises(GroupFormatError, match=message):
@@ -223,7 +252,9 @@ def test_messages_name_the_group() -> None:
 def test_another_format_version_says_what_to_do() -> None:
     data = bytearray(to_bytes(make_group()))
     data[4] = 1
-    with pytest.raises(GroupFormatError, match=r"format version 1 .* run coordinator and trainers from the same"):
+    with pytest.raises(
+        GroupFormatError, match=r"format version 1 .* run coordinator and trainers from the same"
+    ):
         from_bytes(bytes(data))
 
 
@@ -233,13 +264,19 @@ def test_derived_counts() -> None:
     assert group.trained_lengths.tolist() == [2, 4, 1] and group.prompt_lengths() == [3, 3, 3]
     assert (group.num_samples, group.num_trained, len(group.tokens)) == (3, 7, 17)
     versions = group.versions[group.trained]
-    assert group.version_range == (versions.min(), versions.max()) and versions.min() < versions.max()
+    assert (
+        group.version_range == (versions.min(), versions.max()) and versions.min() < versions.max()
+    )
 
 
 def test_a_slice_is_the_group_with_fewer_samples() -> None:
     group = make_group(lengths=(2, 4, 1, 3))
     middle = group[1:3]
-    assert (middle.index, middle.num_samples, middle.lengths.tolist()) == (2, 2, group.lengths[1:3].tolist())
+    assert (middle.index, middle.num_samples, middle.lengths.tolist()) == (
+        2,
+        2,
+        group.lengths[1:3].tolist(),
+    )
     for number in (0, 1):
         assert middle.sequences()[number].tolist() == group.sequences()[number + 1].tolist()
     assert_same(group[0:4], group)
@@ -287,20 +324,33 @@ def test_components_and_weights_travel_with_provenance_only_where_the_policy_wro
     group = with_second_component()
     assert {0, 1, 2} == set(group.component.tolist()) and not group.is_all_written
     arrived = from_bytes(to_bytes(group))
-    for name in ("tokens", "component", "weight", "versions", "logprobs", "advantages", "lengths", "rewards"):
+    for name in (
+        "tokens",
+        "component",
+        "weight",
+        "versions",
+        "logprobs",
+        "advantages",
+        "lengths",
+        "rewards",
+    ):
         assert np.array_equal(getattr(arrived, name), getattr(group, name)), name
     assert arrived.prompt_lengths() == group.prompt_lengths() == make_group().prompt_lengths()
     assert arrived.version_range == make_group().version_range, "of tokens that the policy wrote"
     assert arrived.leading_lengths.tolist() == make_group().trained_lengths.tolist()
     plain = to_bytes(make_group())
-    assert b"components" not in plain and b"weight" not in plain, "they travel where they say something"
+    assert b"components" not in plain and b"weight" not in plain, (
+        "they travel where they say something"
+    )
 
 
 def test_a_group_without_any_token_of_the_policy_travels() -> None:
     group = make_group()
     component = (group.component * 2).astype(np.uint8)
     none = {"versions": np.full_like(group.versions, -1), "logprobs": np.zeros_like(group.logprobs)}
-    supervised = replace(group, component=component, advantages=np.zeros_like(group.advantages), **none)
+    supervised = replace(
+        group, component=component, advantages=np.zeros_like(group.advantages), **none
+    )
     arrived = from_bytes(to_bytes(supervised))
     assert arrived.version_range == () and np.array_equal(arrived.component, component)
 

@@ -1,4 +1,6 @@
-"""`pa-npu selftest`: a part that fails in any way is named, the others go on, and the folder can be sent to others."""
+"""`pa-npu selftest`: a part that fails in any way is named, the others go on, and the folder can be
+sent to others.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,12 @@ def test_each_way_to_fail_is_named_and_the_other_parts_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tuple(
-        Part(function.__name__, f"{__name__}:{function.__name__}", "a promise", 60 if function is not hangs else 3)
+        Part(
+            function.__name__,
+            f"{__name__}:{function.__name__}",
+            "a promise",
+            60 if function is not hangs else 3,
+        )
         for function in (misses, crashes, raises, hangs, passes)
     )
     monkeypatch.setattr(command, "PARTS", table)
@@ -66,20 +73,27 @@ def test_each_way_to_fail_is_named_and_the_other_parts_run(
     known = json.loads((tmp_path / "out" / "report.json").read_text())
     assert {part["name"]: part["ok"] for part in known["parts"]}["passes"] is True
     assert known["hardware"].startswith("yes: ") and known["installed"]["engines"]["transformers"]
-    assert all(KEY not in file.read_text() for file in (tmp_path / "out").rglob("*") if file.is_file())
+    assert all(
+        KEY not in file.read_text() for file in (tmp_path / "out").rglob("*") if file.is_file()
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--only", "attention,all"], "--only: all is no part; take some of versions, attention"),
-        (["--frobnicate"], "command line: --frobnicate is neither an option of selftest nor key=value"),
+        (
+            ["--frobnicate"],
+            "command line: --frobnicate is neither an option of selftest nor key=value",
+        ),
         (["--acceptance", "m", "d", "--iterations", "0"], "--iterations: 0 is below 1"),
         (["--config", "recipe.yaml"], "--config: goes with --acceptance alone"),
         (["--out", "."], "is there already and not empty; name a new folder"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["selftest", "--device", "cpu", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and said in error
@@ -89,14 +103,19 @@ def test_the_numbers_of_the_host_pass() -> None:
     from pa_npu.launcher.selftest import numbers
 
     bench = Bench(Path("."), "cpu")
-    assert all(finding.ok for part in (numbers.attention, numbers.operator) for finding in part(bench))
+    assert all(
+        finding.ok for part in (numbers.attention, numbers.operator) for finding in part(bench)
+    )
 
 
 def test_the_publish_group_of_two_interpreters_works_and_can_be_given_up(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (part,) = (part for part in parts.PARTS if part.name == "collectives")
     result = parts.run_part(part, Bench(tmp_path, "cpu", (f"rollout.python={sys.executable}",)))
-    assert result.ok and len(result.findings) == 5, (result, (tmp_path / "logs" / "collectives.log").read_text())
+    assert result.ok and len(result.findings) == 5, (
+        result,
+        (tmp_path / "logs" / "collectives.log").read_text(),
+    )
 
 
 def test_versions_outside_of_the_supported_rows_fail_and_a_single_device_has_both(
@@ -122,7 +141,13 @@ def test_acceptance_of_a_recipe_runs_it_in_both_modes(tmp_path: Path) -> None:
 
     settings = [*runs.tiny_settings(Bench(tmp_path, "cpu")), "rollout.backend=transformers"]
     given = dict(word.split("=", 1) for word in settings)
-    mine = {"model.path", "data.train", "schedule.iterations", "schedule.compare_iterations", "run.device"}
+    mine = {
+        "model.path",
+        "data.train",
+        "schedule.iterations",
+        "schedule.compare_iterations",
+        "run.device",
+    }
     recipe = tmp_path / "recipe.yaml"
     tree: dict[str, dict[str, object]] = {}
     for key, value in given.items():
@@ -130,9 +155,23 @@ def test_acceptance_of_a_recipe_runs_it_in_both_modes(tmp_path: Path) -> None:
             section, _, name = key.partition(".")
             tree.setdefault(section, {})[name] = yaml.safe_load(value)
     recipe.write_text(yaml.safe_dump(tree))
-    arguments = ["--acceptance", given["model.path"], given["data.train"], "--iterations", "2", "--config", str(recipe)]
-    assert main(["selftest", "--device", "cpu", "--out", str(tmp_path / "out"), *arguments]) in (0, FAILED)
-    known = {part["name"]: part for part in json.loads((tmp_path / "out" / "report.json").read_text())["parts"]}
+    arguments = [
+        "--acceptance",
+        given["model.path"],
+        given["data.train"],
+        "--iterations",
+        "2",
+        "--config",
+        str(recipe),
+    ]
+    assert main(["selftest", "--device", "cpu", "--out", str(tmp_path / "out"), *arguments]) in (
+        0,
+        FAILED,
+    )
+    known = {
+        part["name"]: part
+        for part in json.loads((tmp_path / "out" / "report.json").read_text())["parts"]
+    }
     for mode in ("periodic", "synchronous"):
         found = {finding["what"]: finding["value"] for finding in known[mode]["findings"]}
         assert found["iterations"] == 2 and found["peak memory, host, a process"] > 0.1, known[mode]
@@ -142,7 +181,9 @@ def test_acceptance_of_a_recipe_runs_it_in_both_modes(tmp_path: Path) -> None:
 def test_a_limit_is_a_floor_or_a_ceiling() -> None:
     assert Finding("a", 1.0, 1.0).ok and not Finding("a", 1.1, 1.0).ok
     assert Finding("a", 1.0, 1.0, least=True).ok and not Finding("a", 0.9, 1.0, least=True).ok
-    assert [part.name for part in parts.PARTS][:2] == ["versions", "attention"], "what others need comes first"
+    assert [part.name for part in parts.PARTS][:2] == ["versions", "attention"], (
+        "what others need comes first"
+    )
 
 
 def test_a_kind_of_device_that_is_not_here_is_one_line_at_once(

@@ -1,6 +1,8 @@
-"""No code of ours runs what comes from another process: no pickle, no eval, no object collectives, no unsafe YAML.
+"""No code of ours runs what comes from another process: no pickle, no eval, no object collectives,
+no unsafe YAML.
 
-What crosses processes is safetensors and JSON. This reads the source; each rule is shown to find what it looks for.
+What crosses processes is safetensors and JSON. This reads the source; each rule is shown to find
+what it looks for.
 """
 
 from __future__ import annotations
@@ -14,7 +16,17 @@ import pytest
 import pa_npu
 
 PACKAGE = Path(pa_npu.__file__).parent
-MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "multiprocessing"}
+MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "marshal",
+    "shelve",
+    "multiprocessing",
+}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 YAML = {
     "unsafe_load",
@@ -46,17 +58,25 @@ def findings(source: str) -> Iterator[str]:
 
 def _reasons(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Import):
-        yield from (f"import {alias.name}" for alias in node.names if alias.name.partition(".")[0] in MODULES)
+        yield from (
+            f"import {alias.name}"
+            for alias in node.names
+            if alias.name.partition(".")[0] in MODULES
+        )
     if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in MODULES:
         yield f"from {node.module}"
     if isinstance(node, ast.ImportFrom):
-        yield from (f"from {node.module} import {a.name}" for a in node.names if a.name in COLLECTIVES)
+        yield from (
+            f"from {node.module} import {a.name}" for a in node.names if a.name in COLLECTIVES
+        )
     if isinstance(node, ast.Attribute):
         owner = ast.unparse(node.value)
         if node.attr in COLLECTIVES or (owner == "yaml" and node.attr in YAML):
             yield f"{owner}.{node.attr}"
     if isinstance(node, ast.Call):
-        yield from _call_reasons(ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}, node)
+        yield from _call_reasons(
+            ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}, node
+        )
 
 
 def _call_reasons(name: str, keywords: dict[str | None, str], node: ast.Call) -> Iterator[str]:
@@ -77,12 +97,14 @@ def _call_reasons(name: str, keywords: dict[str | None, str], node: ast.Call) ->
         yield f"{name}({', '.join(f'{key}={value}' for key, value in keywords.items())})"
 
 
-# runs a program that the policy wrote, which is its job, inside a sandbox and in a process that holds nothing of the run
+# runs a program that the policy wrote, which is its job, inside a sandbox and in a process that
+# holds nothing of the run
 SANDBOXED = PACKAGE / "rewards" / "code_harness.py"
 FILES = sorted(file for file in PACKAGE.rglob("*.py") if file != SANDBOXED)
 
 
-# reads the pickles of checkpoint libraries by an unpickler that admits known classes alone (test_checkpoints_damage.py)
+# reads the pickles of checkpoint libraries by an unpickler that admits known classes alone
+# (test_checkpoints_damage.py)
 READS_KNOWN_CLASSES = (
     PACKAGE / "backends" / "shard_index.py",
     PACKAGE / "backends" / "megatron" / "patches" / "known_classes.py",
@@ -91,12 +113,19 @@ READS_KNOWN_CLASSES = (
 
 def test_no_file_of_the_package_builds_objects_from_data():
     files = [file for file in FILES if file not in READS_KNOWN_CLASSES]
-    found = [f"{file.relative_to(PACKAGE)}:{finding}" for file in files for finding in findings(file.read_text())]
+    found = [
+        f"{file.relative_to(PACKAGE)}:{finding}"
+        for file in files
+        for finding in findings(file.read_text())
+    ]
     assert len(FILES) > 100 and not found, "\n".join(found)
 
 
 def test_what_runs_programs_is_imported_by_nothing_and_runs_nothing_else():
-    assert {finding.partition(": ")[2] for finding in findings(SANDBOXED.read_text())} == {"exec()", "compile()"}
+    assert {finding.partition(": ")[2] for finding in findings(SANDBOXED.read_text())} == {
+        "exec()",
+        "compile()",
+    }
     importers = [file for file in FILES if f"import {SANDBOXED.stem}" in file.read_text()]
     assert not importers, "it is started by its file, in the sandbox"
 

@@ -1,4 +1,6 @@
-"""The documents: the reference is the schema's, the site builds without a warning, links lead somewhere, commands are known."""
+"""The documents: the reference is the schema's, the site builds without a warning, links lead
+somewhere, commands are known.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Every `pa-npu` line of the documents' bash blocks, with its page; comments cut off, continued lines joined."""
+    """Every `pa-npu` line of the documents' bash blocks, with its page; comments cut off, continued
+    lines joined.
+    """
     found = []
     for page in PAGES:
         for block in blocks(page.read_text(encoding="utf-8"), "bash"):
@@ -35,31 +39,56 @@ def commands() -> list[tuple[str, list[str]]]:
 
 
 def test_the_reference_is_that_of_the_schema() -> None:
-    done = subprocess.run([sys.executable, "tools/write_reference.py", "--check"], cwd=ROOT, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "tools/write_reference.py", "--check"], cwd=ROOT, timeout=60, check=False
+    )
     assert done.returncode == 0, "run python tools/write_reference.py"
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
-    assert not re.search(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//', page), "the site is readable offline"
-    found = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text(encoding="utf-8"))
-    assert found["config"]["min_search_length"] <= 2 and any("KL" in entry["text"] for entry in found["docs"])
+    assert not re.search(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//', page), (
+        "the site is readable offline"
+    )
+    found = json.loads(
+        (tmp_path / "site" / "search" / "search_index.json").read_text(encoding="utf-8")
+    )
+    assert found["config"]["min_search_length"] <= 2 and any(
+        "KL" in entry["text"] for entry in found["docs"]
+    )
 
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     docs = ROOT / "docs"
-    left_out = [str(p.relative_to(docs)) for p in docs.rglob("*.md") if f": {p.relative_to(docs)}\n" not in navigation]
+    left_out = [
+        str(p.relative_to(docs))
+        for p in docs.rglob("*.md")
+        if f": {p.relative_to(docs)}\n" not in navigation
+    ]
     assert left_out == []
 
 
 def anchors(page: Path) -> set[str]:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     titles = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
-    return {re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles}
+    return {
+        re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip()) for title in titles
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -82,8 +111,13 @@ def test_commands_of_the_documents_are_understood(monkeypatch: pytest.MonkeyPatc
     found = commands()
     assert len(found) > 10 and {arguments[0] for _, arguments in found} & SUBCOMMANDS.keys()
     for page, arguments in found:
-        arguments = [argument for argument in arguments if not re.match(r"^\[?\.\.\.\]?$", argument)]
-        if any(re.match(r"^\[|.*\|", argument) for argument in arguments[1:]) or {"--help", "--version"} & {*arguments}:
+        arguments = [
+            argument for argument in arguments if not re.match(r"^\[?\.\.\.\]?$", argument)
+        ]
+        if any(re.match(r"^\[|.*\|", argument) for argument in arguments[1:]) or {
+            "--help",
+            "--version",
+        } & {*arguments}:
             continue  # a synopsis, in which brackets and bars stand for choices
         try:
             options, rest = _parser(arguments).parse_known_args(arguments)

@@ -1,4 +1,6 @@
-"""Tokens of older weights: keys that make sense together, and updates on them against the same updates by hand."""
+"""Tokens of older weights: keys that make sense together, and updates on them against the same
+updates by hand.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from tests.helpers.models import make_model
 from tests.helpers.reports import numbers
 from tests.helpers.shelf import shelf_iterator
 from tests.helpers.trainer_rank import make_groups
-from tests.unit.test_trainer_updates import GROUPS, LEARNING_RATE, RESPONSES, make_config, make_learner
+from tests.unit.test_trainer_updates import (
+    GROUPS,
+    LEARNING_RATE,
+    RESPONSES,
+    make_config,
+    make_learner,
+)
 
 # these import megatron, which the helper above has prepared
 from pa_npu.backends.megatron.factory import load_stage  # isort: skip
@@ -44,9 +52,15 @@ ROLLING: dict[str, Any] = {"publish": {"mode": "rolling"}, "rollout": {"engines"
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"algorithm": {"advantage": "batch-std"}, "schedule": {"stream": False}}, "algorithm.advantage: batch-std"),
+        (
+            {"algorithm": {"advantage": "batch-std"}, "schedule": {"stream": False}},
+            "algorithm.advantage: batch-std",
+        ),
         ({"algorithm": {"name": "reinforce++-baseline"}}, "of algorithm.name=reinforce"),
-        ({"algorithm": {"loss": "reinforce"}}, "set algorithm.importance_sampling to token or sequence"),
+        (
+            {"algorithm": {"loss": "reinforce"}},
+            "set algorithm.importance_sampling to token or sequence",
+        ),
         ({"schedule": {"compare_iterations": 2}}, "schedule.compare_iterations: 2"),
         ({"schedule": {"compare_iterations": 4}}, "schedule.compare_iterations: 4"),
         ({"schedule": {"iterations": 1}}, "lower max_staleness"),
@@ -55,54 +69,91 @@ ROLLING: dict[str, Any] = {"publish": {"mode": "rolling"}, "rollout": {"engines"
             "publish.mode: delayed with schedule.max_staleness = 0",
         ),
         ({"publish": {"mode": "delayed", "divergence": 0.1}}, "decided when engines are through"),
-        ({"publish": {"mode": "delayed"}, "rollout": {"tensor_parallel": 2}}, "set tensor_parallel to 1"),
-        (ROLLING | {"schedule": {"max_staleness": 0}}, "publish.mode: rolling with schedule.max_staleness = 0"),
+        (
+            {"publish": {"mode": "delayed"}, "rollout": {"tensor_parallel": 2}},
+            "set tensor_parallel to 1",
+        ),
+        (
+            ROLLING | {"schedule": {"max_staleness": 0}},
+            "publish.mode: rolling with schedule.max_staleness = 0",
+        ),
         (ROLLING | {"rollout": {"engines": 2}}, "set engines to 3 or more"),
         (ROLLING | {"schedule": {"dynamic_sampling": True}}, "which groups are replaced"),
-        (ROLLING | {"schedule": {"max_staleness": 2, "tokens_per_update": 99}}, "which groups are carried"),
+        (
+            ROLLING | {"schedule": {"max_staleness": 2, "tokens_per_update": 99}},
+            "which groups are carried",
+        ),
         (ROLLING | {"agent": {"port": 8000}}, "samples for other programs would be of no version"),
         (
             ROLLING | {"evaluate": {"overlap": True}, "data": {"train": "t", "test": "t"}},
             "rolling with evaluate.overlap",
         ),
-        ({"algorithm": {"ratio": "sampling", "importance_sampling": "token"}}, "counts the sampling policy twice"),
-        ({"algorithm": {"importance_floor": 0.5}}, "algorithm.importance_floor: 0.5 would be read by nothing"),
+        (
+            {"algorithm": {"ratio": "sampling", "importance_sampling": "token"}},
+            "counts the sampling policy twice",
+        ),
+        (
+            {"algorithm": {"importance_floor": 0.5}},
+            "algorithm.importance_floor: 0.5 would be read by nothing",
+        ),
     ],
 )
-def test_what_makes_no_sense_with_older_weights_is_refused_in_one_line(sections: dict[str, Any], says: str) -> None:
+def test_what_makes_no_sense_with_older_weights_is_refused_in_one_line(
+    sections: dict[str, Any], says: str
+) -> None:
     stale = {**sections, "schedule": {"max_staleness": 1, **sections.get("schedule", {})}}
     with pytest.raises(ValueError, match=says):
         keys(**stale)
 
 
 def test_age_weights_need_ages() -> None:
-    with pytest.raises(ValueError, match=r"algorithm.age_exponent: 0\.5: with schedule.max_staleness = 0"):
+    with pytest.raises(
+        ValueError, match=r"algorithm.age_exponent: 0\.5: with schedule.max_staleness = 0"
+    ):
         keys(algorithm={"age_exponent": 0.5})
-    assert keys(algorithm={"age_exponent": 0.5}, schedule={"max_staleness": 2}).algorithm.age_exponent == 0.5
+    assert (
+        keys(algorithm={"age_exponent": 0.5}, schedule={"max_staleness": 2}).algorithm.age_exponent
+        == 0.5
+    )
 
 
 def test_the_policy_of_the_ratio_follows_from_staleness_and_weights() -> None:
     stale = {"max_staleness": 1, "updates_per_iteration": 2}
     one_behind = keys(schedule={"max_staleness": 1})
-    assert build_algorithm(keys()).ratio == "proximal" and build_algorithm(one_behind).ratio == "sampling"
+    assert (
+        build_algorithm(keys()).ratio == "proximal"
+        and build_algorithm(one_behind).ratio == "sampling"
+    )
     weighed = keys(schedule=stale, algorithm={"importance_sampling": "token"})
-    assert build_algorithm(weighed).ratio == "proximal" and trainer_models(weighed).computed == ("old",)
-    assert trainer_models(keys(schedule=stale)).computed == (), "no old policy is computed that nothing reads"
+    assert build_algorithm(weighed).ratio == "proximal" and trainer_models(weighed).computed == (
+        "old",
+    )
+    assert trainer_models(keys(schedule=stale)).computed == (), (
+        "no old policy is computed that nothing reads"
+    )
     # a copy of what engines hold is kept where nothing else keeps it
-    assert trainer_models(one_behind).keeps_published and not trainer_models(weighed).keeps_published
+    assert (
+        trainer_models(one_behind).keeps_published and not trainer_models(weighed).keeps_published
+    )
     assert not trainer_models(keys()).keeps_published
 
 
 @pytest.mark.parametrize(("staleness", "end"), [(0, 5), (1, 5), (2, 5), (3, 4)])
-def test_which_version_produces_which_iteration_follows_from_two_numbers(staleness: int, end: int) -> None:
-    """The rule of docs/staleness.md: version max(first, i - k), never an older one, every iteration once."""
+def test_which_version_produces_which_iteration_follows_from_two_numbers(
+    staleness: int, end: int
+) -> None:
+    """The rule of docs/staleness.md: version max(first, i - k), never an older one, every iteration
+    once.
+    """
     freshness, first, ahead = Freshness(staleness), 2, 2
     produced = {}
     for version in range(first, end):
         while ahead < end and freshness.holds(ahead, version):
             produced[ahead] = version
             ahead += 1
-    assert produced == {iteration: max(first, iteration - staleness) for iteration in range(first, end)}
+    assert produced == {
+        iteration: max(first, iteration - staleness) for iteration in range(first, end)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +168,9 @@ def source(groups: list[Group], iteration: int, freshness: Freshness) -> Microba
 
 
 def aged(groups: list[Group], iteration: int) -> list[Group]:
-    """Tokens of versions iteration - 2 to iteration, several within a response, by engines near what the model says."""
+    """Tokens of versions iteration - 2 to iteration, several within a response, by engines near
+    what the model says.
+    """
     rng = np.random.default_rng(iteration)
     return [
         with_trained(
@@ -139,7 +192,9 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-def by_hand(model: Path, groups: list[Group], name: str, iteration: int, updates: int) -> tuple[Any, dict[str, Any]]:
+def by_hand(
+    model: Path, groups: list[Group], name: str, iteration: int, updates: int
+) -> tuple[Any, dict[str, Any]]:
     """Weights after the updates, and the statistics of the whole iteration."""
     stage = load_stage(make_config(model), ModelSpec.read(str(model)), PLATFORM)
     optimizer = torch.optim.AdamW(
@@ -148,7 +203,9 @@ def by_hand(model: Path, groups: list[Group], name: str, iteration: int, updates
 
     def logprobs(group: Group) -> torch.Tensor:
         (m,) = build_microbatches(group, RESPONSES, True, 1)
-        return stage(m.tokens[None], m.layout, m.rows, m.targets, temperature=1.0, chunk=64).logprobs
+        return stage(
+            m.tokens[None], m.layout, m.rows, m.targets, temperature=1.0, chunk=64
+        ).logprobs
 
     with torch.no_grad():
         proximal = [logprobs(group) for group in groups]
@@ -189,7 +246,9 @@ def by_hand(model: Path, groups: list[Group], name: str, iteration: int, updates
     }
     if name in ("decoupled", "icepop"):
         statistics["importance_truncated_ratio"] = np.mean(cuts)
-    return {name: parameter.detach() for name, parameter in stage.policy.named_parameters()}, statistics
+    return {
+        name: parameter.detach() for name, parameter in stage.policy.named_parameters()
+    }, statistics
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -204,7 +263,9 @@ def test_updates_on_older_tokens_are_those_by_hand(name: str, updates: int, mode
     report = numbers(consumed.report)
     weights, statistics = by_hand(model, groups, name, iteration, updates)
     for parameter_name, parameter in stage.policy.named_parameters():
-        torch.testing.assert_close(parameter.detach(), weights[parameter_name], rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(
+            parameter.detach(), weights[parameter_name], rtol=1e-4, atol=2e-6
+        )
     for statistic, value in statistics.items():
         rel = 1e-5 if updates == 1 else 0.02  # the effective size of two updates is their mean
         assert report[statistic] == pytest.approx(value, rel=rel), statistic
@@ -221,12 +282,16 @@ def test_tokens_beyond_max_staleness_stop_the_run(model: Path) -> None:
     groups = aged(make_groups(4, GROUPS, RESPONSES, seed=5), 4)
     learner, _ = make_learner(make_config(model, schedule={"max_staleness": 2}))
     learner.publish(4)
-    with pytest.raises(InvariantViolation, match=r"I1 version: .* weight version 2, but version 4 .*staleness = 1"):
+    with pytest.raises(
+        InvariantViolation, match=r"I1 version: .* weight version 2, but version 4 .*staleness = 1"
+    ):
         consume(learner, source(groups, 4, Freshness(1)), 1)
 
 
 def test_published_weights_stay_while_the_policy_moves_on(model: Path) -> None:
-    """An engine that is started again while trainers are ahead gets the version that its iteration is produced by."""
+    """An engine that is started again while trainers are ahead gets the version that its iteration
+    is produced by.
+    """
     learner, stage = make_learner(make_config(model, schedule={"max_staleness": 1}))
     learner.publish(3)
     before = {name: parameter.clone() for name, parameter in stage.policy.named_parameters()}
@@ -235,7 +300,10 @@ def test_published_weights_stay_while_the_policy_moves_on(model: Path) -> None:
     learner.gate.release()
     kept = dict(stage.model("published").named_parameters())
     assert all(torch.equal(kept[name], value) for name, value in before.items())
-    assert any(not torch.equal(parameter, before[name]) for name, parameter in stage.policy.named_parameters())
+    assert any(
+        not torch.equal(parameter, before[name])
+        for name, parameter in stage.policy.named_parameters()
+    )
     assert [name for name, _ in stage.named_parameters()] == [f"policy.{name}" for name in before]
     learner.publish(4)
     assert not learner.gate.hold(3) and learner.gate.hold(4)

@@ -1,4 +1,6 @@
-"""The replay of a step is AdamW in fp64: torch's own stays within its limits, and anything else does not."""
+"""The replay of a step is AdamW in fp64: torch's own stays within its limits, and anything else
+does not.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def config_of(updates: int = 1, iterations: int = 20, **optimizer: Any) -> Confi
         {
             "model": {"path": "m"},
             "data": {"train": "t"},
-            "schedule": {"iterations": iterations, "updates_per_iteration": updates, "prompts_per_iteration": 8},
+            "schedule": {
+                "iterations": iterations,
+                "updates_per_iteration": updates,
+                "prompts_per_iteration": 8,
+            },
             "optimizer": optimizer,
         }
     )
@@ -34,17 +40,25 @@ def config_of(updates: int = 1, iterations: int = 20, **optimizer: Any) -> Confi
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 1, 5, 19])
 @pytest.mark.parametrize("updates", [1, 4])
-def test_the_second_schedule_of_the_rate_is_the_first(decay: str, warmup: int, updates: int) -> None:
+def test_the_second_schedule_of_the_rate_is_the_first(
+    decay: str, warmup: int, updates: int
+) -> None:
     least = {} if decay == "constant" else {"min_learning_rate": 1e-5}
     config = config_of(updates, decay=decay, warmup_iterations=warmup, learning_rate=3e-4, **least)
     for update in range(1, 25 * updates):
-        assert scheduled_rate(config, update) == pytest.approx(learning_rate(config, update), rel=1e-12, abs=1e-18)
+        assert scheduled_rate(config, update) == pytest.approx(
+            learning_rate(config, update), rel=1e-12, abs=1e-18
+        )
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-4, 1.0, 1e6])
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.0, 0.9)])
-def test_torchs_adamw_in_fp32_stays_within_the_limits(scale: float, betas: tuple[float, float]) -> None:
-    config = config_of(learning_rate=3e-4, weight_decay=0.1, betas=betas, epsilon=1e-8, clip_grad=0.5)
+def test_torchs_adamw_in_fp32_stays_within_the_limits(
+    scale: float, betas: tuple[float, float]
+) -> None:
+    config = config_of(
+        learning_rate=3e-4, weight_decay=0.1, betas=betas, epsilon=1e-8, clip_grad=0.5
+    )
     random = torch.Generator().manual_seed(1)
     weights = torch.nn.Parameter(torch.randn(3000, generator=random))
     optimizer = torch.optim.AdamW([weights], lr=3e-4, betas=betas, eps=1e-8, weight_decay=0.1)
@@ -58,7 +72,10 @@ def test_torchs_adamw_in_fp32_stays_within_the_limits(scale: float, betas: tuple
         weights.grad = gradient * min(1.0, 0.5 / (norm + 1e-6))
         optimizer.step()
         state = optimizer.state[weights]
-        after = [value.detach().double().numpy().copy() for value in (weights, state["exp_avg"], state["exp_avg_sq"])]
+        after = [
+            value.detach().double().numpy().copy()
+            for value in (weights, state["exp_avg"], state["exp_avg_sq"])
+        ]
         replayed = step(
             *(before, gradient.double().numpy(), np.full(3000, 0.1), np.full(3000, float(update))),
             config=config,
@@ -88,14 +105,20 @@ class Toy:
             {"params": [self.parameters["matrix.weight"]], "weight_decay": options.weight_decay},
             {"params": [self.parameters["norm.weight"]], "weight_decay": 0.0},
         ]
-        self.adamw = torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.epsilon)
+        self.adamw = torch.optim.AdamW(
+            groups, lr=options.learning_rate, betas=options.betas, eps=options.epsilon
+        )
 
     def stepped(self) -> list[SteppedTensor]:
         tensors = []
-        for (name, parameter), group in zip(self.parameters.items(), self.adamw.param_groups, strict=True):
+        for (name, parameter), group in zip(
+            self.parameters.items(), self.adamw.param_groups, strict=True
+        ):
             state = self.adamw.state.get(parameter, {})
             gradient = None if parameter.grad is None else parameter.grad.flatten()
-            moments = [state[key].view(-1) if key in state else None for key in ("exp_avg", "exp_avg_sq")]
+            moments = [
+                state[key].view(-1) if key in state else None for key in ("exp_avg", "exp_avg_sq")
+            ]
             flat = parameter.detach().view(-1)
             tensors.append(
                 SteppedTensor(
@@ -114,7 +137,11 @@ class Toy:
 
     def step(self) -> Step:
         self.updates += 1
-        norm = float(torch.stack([p.grad.norm() for p in self.parameters.values() if p.grad is not None]).norm())
+        norm = float(
+            torch.stack(
+                [p.grad.norm() for p in self.parameters.values() if p.grad is not None]
+            ).norm()
+        )
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad *= clip_factor(self.config, norm)
@@ -154,7 +181,9 @@ def test_other_elements_are_looked_at_in_every_update_and_on_every_rank() -> Non
             replay._updates += 1
             replay._choose(toy.stepped())
     assert len(set(chosen)) == 8
-    assert samples[:4] == samples[4:] and len(set(samples[:4])) > 1, "replicas look at the same elements of a sum"
+    assert samples[:4] == samples[4:] and len(set(samples[:4])) > 1, (
+        "replicas look at the same elements of a sum"
+    )
 
 
 def test_a_resume_is_compared_with_what_was_saved() -> None:
@@ -169,10 +198,14 @@ def test_a_resume_is_compared_with_what_was_saved() -> None:
     for moment in toy.stepped():
         assert moment.mean is not None and moment.square is not None
         moment.mean.zero_(), moment.square.zero_()
-    assert "is not the one that was saved" in again.load(3, toy.stepped(), saved, seed=CONFIG.run.seed)
+    assert "is not the one that was saved" in again.load(
+        3, toy.stepped(), saved, seed=CONFIG.run.seed
+    )
     moved = {**saved, "shape": "that of other ranks"}
     assert "moments of AdamW are all 0" in again.load(3, toy.stepped(), moved, seed=CONFIG.run.seed)
-    assert again.load(3, toy.stepped(), None, seed=CONFIG.run.seed) == "", "of a release that saved none"
+    assert again.load(3, toy.stepped(), None, seed=CONFIG.run.seed) == "", (
+        "of a release that saved none"
+    )
 
 
 def test_a_tensor_without_gradient_is_named_unless_it_may_have_none_or_nobody_has_one() -> None:
@@ -181,7 +214,9 @@ def test_a_tensor_without_gradient_is_named_unless_it_may_have_none_or_nobody_ha
     matrix, norm = toy.stepped()
     assert norm.gradient is not None and matrix.gradient is not None
     norm.gradient.zero_()
-    with pytest.raises(InvariantViolation, match=r"I7 step: update: the gradient of norm.weight is exactly 0"):
+    with pytest.raises(
+        InvariantViolation, match=r"I7 step: update: the gradient of norm.weight is exactly 0"
+    ):
         replay.before("update", [matrix, norm], Reductions(), CPU)
     replay.before("update", [matrix, replace(norm, may_be_zero=True)], Reductions(), CPU)
     matrix.gradient.zero_()
@@ -197,10 +232,15 @@ def test_a_of_an_adapter_has_no_gradient_as_long_as_b_is_zero() -> None:
 
     replay = StepReplay(CONFIG, 0)
     for b, passes in ((torch.zeros(8), True), (values, False)):
-        adapter = [tensor("x.lora_A.weight", values, torch.zeros(8)), tensor("x.lora_B.weight", b, values)]
+        adapter = [
+            tensor("x.lora_A.weight", values, torch.zeros(8)),
+            tensor("x.lora_B.weight", b, values),
+        ]
         replay._next = None
         if passes:
             replay.before("update", adapter, Reductions(), CPU)
         else:
-            with pytest.raises(InvariantViolation, match=r"gradient of x.lora_A.weight is exactly 0"):
+            with pytest.raises(
+                InvariantViolation, match=r"gradient of x.lora_A.weight is exactly 0"
+            ):
                 replay.before("update", adapter, Reductions(), CPU)

@@ -1,4 +1,6 @@
-"""The chain of a run: lines follow one another through kills and resumes, hold no secrets, and tell where two runs part."""
+"""The chain of a run: lines follow one another through kills and resumes, hold no secrets, and tell
+where two runs part.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,14 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_the_chain_of_one_that_was_neve
 def test_no_line_has_a_secret_or_a_text_of_the_data(run: Path) -> None:
     text = (run / CHAIN).read_text()
     assert "hf_secret_of_the_run" in (run / "config.yaml").read_text(), "negative control"
-    for word in ("hf_secret", "HF_TOKEN", "what a prompt says", "what a response says", "train.jsonl", str(run)):
+    for word in (
+        "hf_secret",
+        "HF_TOKEN",
+        "what a prompt says",
+        "what a response says",
+        "train.jsonl",
+        str(run),
+    ):
         assert word not in text
 
 
@@ -91,7 +100,10 @@ def test_one_bit_of_a_reward_is_found_and_named_before_what_follows_from_it(tmp_
     assert found.verdict == "different" and found.iterations == 3
     cause, *effects = found.last
     assert (cause.iteration, cause.aspect, cause.response) == (2, "rewards", (3, 1))
-    assert "reward of response 1 of group 3 is " in cause.text and "1 bit apart; 1 of 12 differ" in cause.text
+    assert (
+        "reward of response 1 of group 3 is " in cause.text
+        and "1 bit apart; 1 of 12 differ" in cause.text
+    )
     assert [effect.aspect for effect in effects][-2:] == ["gradient", "weights"]
 
 
@@ -137,18 +149,26 @@ def test_another_number_of_replicas_may_differ_by_rounding_and_no_more(tmp_path:
 
     two = {"trainer": {"devices": 2}}
     found = compared(tmp_path / "near", other(1e-6, 1e-6), **two)
-    assert found.verdict == "rounding" and found.iterations == 4 and "trainer.devices is 1 and 2" in found.causes
+    assert (
+        found.verdict == "rounding"
+        and found.iterations == 4
+        and "trainer.devices is 1 and 2" in found.causes
+    )
     assert compared(tmp_path / "far", other(1e-2, 0.0), **two).last[0].aspect == "gradient"
     assert compared(tmp_path / "farther", other(0.0, 1e-2), **two).last[0].aspect == "log-probs"
     without = compared(tmp_path / "without", other(1e-6, 1e-6))
     assert without.verdict == "different", "negative control: equal arrangements have equal bits"
 
 
-def test_other_tokens_between_runs_that_may_round_differently_decide_nothing(tmp_path: Path) -> None:
+def test_other_tokens_between_runs_that_may_round_differently_decide_nothing(
+    tmp_path: Path,
+) -> None:
     other = steps()
     other[2].tokens[0, 0, 0] += 1
     found = compared(tmp_path, other, software={**SOFTWARE, "engines": "vllm 0.12.0"})
-    assert found.verdict == "undecided" and found.causes == ("engines: vllm 0.11.0 and vllm 0.12.0",)
+    assert found.verdict == "undecided" and found.causes == (
+        "engines: vllm 0.11.0 and vllm 0.12.0",
+    )
     assert found.last[0].response == (0, 0) and found.iterations == 3
 
 

@@ -1,4 +1,6 @@
-"""compare_runs: curves, bands and differences are those of the records, and pictures are made and equal for equal numbers."""
+"""compare_runs: curves, bands and differences are those of the records, and pictures are made and
+equal for equal numbers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tools.run_curves import curve, differences, group_runs, load_runs, welch_ha
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def make_run(run_dir: Path, seed: int, stream: bool, rewards: list[float], accuracies: dict[int, float]) -> Path:
+def make_run(
+    run_dir: Path, seed: int, stream: bool, rewards: list[float], accuracies: dict[int, float]
+) -> Path:
     run_dir.mkdir(parents=True)
     config = {
         "run": {"dir": str(run_dir), "seed": seed},
@@ -40,14 +44,25 @@ def make_run(run_dir: Path, seed: int, stream: bool, rewards: list[float], accur
         for i, reward in enumerate(rewards)
     ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    entries = [{"version": version, "accuracy": accuracy} for version, accuracy in accuracies.items()]
-    (run_dir / "evaluations.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    entries = [
+        {"version": version, "accuracy": accuracy} for version, accuracy in accuracies.items()
+    ]
+    (run_dir / "evaluations.jsonl").write_text(
+        "".join(json.dumps(entry) + "\n" for entry in entries)
+    )
     return run_dir
 
 
 def compare(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools" / "compare_runs.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, env={"PYTHONPATH": str(ROOT)})
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        env={"PYTHONPATH": str(ROOT)},
+    )
 
 
 def make_seeds(directory: Path) -> list[Path]:
@@ -64,7 +79,9 @@ def make_seeds(directory: Path) -> list[Path]:
     ]
 
 
-def test_runs_that_differ_in_their_seed_form_a_group_named_by_what_tells_it_apart(tmp_path: Path) -> None:
+def test_runs_that_differ_in_their_seed_form_a_group_named_by_what_tells_it_apart(
+    tmp_path: Path,
+) -> None:
     groups = group_runs(load_runs(make_seeds(tmp_path)))
     assert [(group.label, [run.seed for run in group.runs]) for group in groups] == [
         ("stream=False", [1, 2, 3]),
@@ -78,21 +95,34 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_the_range(tmp_path: Path) -
     assert points[2] == pytest.approx(
         (3 * 4 * 8, 0.4, 0.3, 0.5)
     )  # third iteration: 3 x 4 groups x 8 samples are trained
-    assert [x for x, *_ in curve(sync, "reward_mean", "seconds")] == pytest.approx([2.0 * i for i in range(1, 9)])
-    # evaluations are of weight versions: the one before training stands at 0, the last after all iterations
-    assert curve(sync, "eval_accuracy", "iteration") == [(0.0, 0.25, 0.25, 0.25), (8.0, pytest.approx(0.7), 0.6, 0.8)]
+    assert [x for x, *_ in curve(sync, "reward_mean", "seconds")] == pytest.approx(
+        [2.0 * i for i in range(1, 9)]
+    )
+    # evaluations are of weight versions: the one before training stands at 0, the last after all
+    # iterations
+    assert curve(sync, "eval_accuracy", "iteration") == [
+        (0.0, 0.25, 0.25, 0.25),
+        (8.0, pytest.approx(0.7), 0.6, 0.8),
+    ]
 
 
 def test_differences_are_of_the_last_quarter_and_equal_runs_have_no_gap(tmp_path: Path) -> None:
-    found = {(d.metric.key, d.label): d for d in differences(group_runs(load_runs(make_seeds(tmp_path))))}
+    found = {
+        (d.metric.key, d.label): d for d in differences(group_runs(load_runs(make_seeds(tmp_path))))
+    }
     reward = found["reward_mean", "stream=True"]
-    assert reward.mean == pytest.approx(statistics.fmean(0.1 * seed + 0.1 * i for seed in (1, 2, 3) for i in (6, 7)))
+    assert reward.mean == pytest.approx(
+        statistics.fmean(0.1 * seed + 0.1 * i for seed in (1, 2, 3) for i in (6, 7))
+    )
     assert reward.largest_gap == 0.0
-    assert found["tpspd", "stream=True"].mean - found["tpspd", "stream=True"].first_mean == pytest.approx(50.0)
+    assert found["tpspd", "stream=True"].mean - found[
+        "tpspd", "stream=True"
+    ].first_mean == pytest.approx(50.0)
     assert found["tpspd", "stream=True"].largest_gap == pytest.approx(
         50.0
     )  # the control: a gap is seen where there is one
-    assert found["reward_mean", "stream=False"].half_width is None  # the first group has nothing to differ from
+    # the first group has nothing to differ from
+    assert found["reward_mean", "stream=False"].half_width is None
 
 
 def test_the_interval_of_a_difference_covers_the_true_one_as_often_as_it_says() -> None:
@@ -103,7 +133,8 @@ def test_the_interval_of_a_difference_covers_the_true_one_as_often_as_it_says() 
         half = welch_half_width(list(a), list(b))
         assert half is not None
         covered += abs((a.mean() - b.mean()) - 1.0) <= half
-    assert 0.94 <= covered / 4000 <= 0.985  # quantiles of whole degrees of freedom, rounded down, err to the safe side
+    # quantiles of whole degrees of freedom, rounded down, err to the safe side
+    assert 0.94 <= covered / 4000 <= 0.985
     assert welch_half_width([1.0], [1.0, 2.0]) is None
 
 

@@ -1,4 +1,6 @@
-"""Records that cannot be written are one line and a count, never an end; no record holds what a terminal would obey."""
+"""Records that cannot be written are one line and a count, never an end; no record holds what a
+terminal would obey.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def files_up_to(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_half_a_line_is_taken_back_and_later_lines_are_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_half_a_line_is_taken_back_and_later_lines_are_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = RecordFile(tmp_path / "new" / "records")
     file.write("a" * 50)
     with caplog.at_level(logging.WARNING), files_up_to(100):
@@ -73,7 +77,9 @@ def test_a_run_whose_records_cannot_be_written_goes_on_and_counts_them(
     with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path) as writer:
         for iteration in range(3):
             writer.write({"iteration": iteration, "loss": 1.0})
-        writer.write_evaluation({"version": 3, "accuracy": 0.5, "questions": 1, "seconds": 1.0, "time": 0.0})
+        writer.write_evaluation(
+            {"version": 3, "accuracy": 0.5, "questions": 1, "seconds": 1.0, "time": 0.0}
+        )
     assert lost_records() == 3 + 1
     said = [record.getMessage() for record in caplog.records if record.name == records.log.name]
     assert len(said) == 2, "one line per file, not per record"
@@ -110,7 +116,9 @@ def test_a_timeline_that_cannot_be_written_costs_its_events_only(tmp_path: Path)
     (tmp_path / "timeline").unlink()
     with Timeline.for_run(tmp_path, "trainer-0") as timeline, timeline.span("step"):
         pass
-    assert [event.get("name") for event in read_events(tmp_path / "timeline" / "trainer-0.jsonl")] == [None, "step"]
+    assert [
+        event.get("name") for event in read_events(tmp_path / "timeline" / "trainer-0.jsonl")
+    ] == [None, "step"]
 
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31m\r| done\x00\x7f\u202egnp.exe\u2028next\ud800\x85<script>"
@@ -134,7 +142,9 @@ def test_no_record_log_line_or_console_line_holds_what_a_terminal_obeys(
     assert "\\x1b[2J" in printed
 
 
-def test_log_messages_hold_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_messages_hold_nothing_that_a_terminal_obeys(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     handlers, level = logging.root.handlers[:], logging.root.level
     try:
         setup_logging("a process")
@@ -154,7 +164,9 @@ def test_any_text_is_one_printable_line_that_reads_back(text: str) -> None:
     assert line.isprintable() and json.loads(line) == [text]
 
 
-def test_a_console_whose_stream_is_full_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_console_whose_stream_is_full_does_not_stop_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open("/dev/full", "w") as full, Console(tmp_path / "launcher.log") as console:
         monkeypatch.setattr("sys.stdout", full)
         console.say("still here")

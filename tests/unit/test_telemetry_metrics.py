@@ -1,4 +1,6 @@
-"""metrics.jsonl: one strict JSON object per iteration, also after a resume and with numbers that are not finite."""
+"""metrics.jsonl: one strict JSON object per iteration, also after a resume and with numbers that
+are not finite.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,17 @@ from pa_npu.telemetry.records import METRICS, MetricsWriter, read_evaluations, r
 
 def test_records_come_back_in_order_with_numpy_scalars_as_numbers(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
-        writer.write({"iteration": 0, "loss": np.float32(0.5), "engines": {"http://a": {"tokens": np.int64(7)}}})
+        writer.write(
+            {
+                "iteration": 0,
+                "loss": np.float32(0.5),
+                "engines": {"http://a": {"tokens": np.int64(7)}},
+            }
+        )
         writer.write({"iteration": 1, "loss": 0.25})
-        assert len(read_records(tmp_path)) == 2, "a record must be readable before the writer is closed"
+        assert len(read_records(tmp_path)) == 2, (
+            "a record must be readable before the writer is closed"
+        )
     assert read_records(tmp_path) == [
         {"iteration": 0, "loss": 0.5, "engines": {"http://a": {"tokens": 7}}},
         {"iteration": 1, "loss": 0.25},
@@ -25,7 +35,9 @@ def test_records_come_back_in_order_with_numpy_scalars_as_numbers(tmp_path: Path
 
 def test_numbers_that_are_not_finite_become_null_and_are_named(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path) as writer:
-        writer.write({"iteration": 0, "loss": float("nan"), "rewards": {"math": float("inf")}, "kl": 0.0})
+        writer.write(
+            {"iteration": 0, "loss": float("nan"), "rewards": {"math": float("inf")}, "kl": 0.0}
+        )
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -49,7 +61,12 @@ def test_a_resumed_run_reads_like_one_that_was_never_killed(tmp_path: Path) -> N
         file.write('{"iteration": 5, "att')  # killed in the middle of a line
     with MetricsWriter(tmp_path, first_iteration=3) as writer:
         writer.write({"iteration": 3, "attempt": 2})
-    assert [(r["iteration"], r["attempt"]) for r in read_records(tmp_path)] == [(0, 1), (1, 1), (2, 1), (3, 2)]
+    assert [(r["iteration"], r["attempt"]) for r in read_records(tmp_path)] == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+        (3, 2),
+    ]
     assert [entry["version"] for entry in read_evaluations(tmp_path)] == [0, 1, 2]
 
 
@@ -62,7 +79,9 @@ def test_a_resumed_run_reads_like_one_that_was_never_killed(tmp_path: Path) -> N
         ('{"loss": 0}\n', "metrics.jsonl:1: is no object with an integer 'iteration'"),
     ],
 )
-def test_a_bad_run_directory_is_named_with_its_line(tmp_path: Path, content: str | None, message: str) -> None:
+def test_a_bad_run_directory_is_named_with_its_line(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
     if content is not None:
         (tmp_path / METRICS).write_text(content)
     with pytest.raises(DataError, match=message):

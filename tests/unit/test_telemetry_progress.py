@@ -29,8 +29,9 @@ RECORD: dict[str, Any] = {
 
 def test_the_line_shows_every_number() -> None:
     assert progress_line(RECORD, 20, 312.0) == (
-        "| iteration  2 ( 3/20) | reward  0.512 acc 0.481 | loss  -0.0123 KL  0.00012 entropy  1.234 grad   0.451 | "
-        "length  123.4 | TPSPD   1234.5 | idle trainer  12% engine   5% | publish   0.12 s | ETA   5m12s"
+        "| iteration  2 ( 3/20) | reward  0.512 acc 0.481 | loss  -0.0123 KL  0.00012 entropy  "
+        "1.234 grad   0.451 | length  123.4 | TPSPD   1234.5 | idle trainer  12% engine   5% | "
+        "publish   0.12 s | ETA   5m12s"
     )
 
 
@@ -53,7 +54,10 @@ def test_lines_stay_aligned_whatever_the_values() -> None:
         "engine_idle": 0.0,
         "publish_s": 123.45,
     }
-    lines = [progress_line(record, 100, eta) for record, eta in ((RECORD, 3.0), (other, None), ({"iteration": 0}, 1e6))]
+    lines = [
+        progress_line(record, 100, eta)
+        for record, eta in ((RECORD, 3.0), (other, None), ({"iteration": 0}, 1e6))
+    ]
     separators = [[match.start() for match in re.finditer(r"\|", line)] for line in lines]
     assert separators[0] == separators[1] == separators[2]
     assert len({len(line) for line in lines}) == 1
@@ -62,7 +66,15 @@ def test_lines_stay_aligned_whatever_the_values() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(None, "-"), (0.4, "0s"), (59.6, "1m00s"), (312, "5m12s"), (3600, "1h00m"), (11_100, "3h05m"), (187_200, "2d04h")],
+    [
+        (None, "-"),
+        (0.4, "0s"),
+        (59.6, "1m00s"),
+        (312, "5m12s"),
+        (3600, "1h00m"),
+        (11_100, "3h05m"),
+        (187_200, "2d04h"),
+    ],
 )
 def test_durations_read_well(seconds: float | None, text: str) -> None:
     assert format_duration(seconds) == text
@@ -75,7 +87,9 @@ def test_the_estimate_ignores_a_single_slow_iteration() -> None:
     assert remaining_s([1.0] * 4, 4) == 0.0
 
 
-def test_log_lines_name_the_process_and_cannot_be_taken_for_progress(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_name_the_process_and_cannot_be_taken_for_progress(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     try:
@@ -87,7 +101,9 @@ def test_log_lines_name_the_process_and_cannot_be_taken_for_progress(capsys: pyt
         root.setLevel(level)
         logging.captureWarnings(False)
     (line,) = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} W trainer-3 pa_npu\.trainer: slow step", line)
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} W trainer-3 pa_npu\.trainer: slow step", line
+    )
 
 
 @pytest.mark.parametrize("columns", [80, 100, 160, 300])
@@ -95,6 +111,10 @@ def test_a_progress_line_leaves_out_what_does_not_fit(columns: int) -> None:
     line = progress_line(RECORD, 20, 312.0).removeprefix("| ")
     shown = fitted(line, columns)
     assert len(shown) <= columns
-    assert shown.startswith("iteration  2 ( 3/20) | reward  0.512") and shown.endswith("ETA   5m12s")
+    assert shown.startswith("iteration  2 ( 3/20) | reward  0.512") and shown.endswith(
+        "ETA   5m12s"
+    )
     assert (shown == line) == (columns >= len(line))
-    assert fitted("evaluation of version 3: " + "x" * 200, 80).endswith("x" * 200), "other lines stay whole"
+    assert fitted("evaluation of version 3: " + "x" * 200, 80).endswith("x" * 200), (
+        "other lines stay whole"
+    )

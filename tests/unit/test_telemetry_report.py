@@ -1,4 +1,6 @@
-"""`pa-npu report` and the final summary show the numbers of metrics.jsonl, and refuse what is no run in one line."""
+"""`pa-npu report` and the final summary show the numbers of metrics.jsonl, and refuse what is no
+run in one line.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def make_run(run_dir: Path, seconds: float, iterations: int = 4, balance: bool =
 
 def report(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pa_npu.launcher", "report", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60, env={"PYTHONPATH": str(ROOT)})
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=60, env={"PYTHONPATH": str(ROOT)}
+    )
 
 
 def test_json_holds_the_definition_with_warm_up_dropped(tmp_path: Path) -> None:
@@ -72,9 +76,16 @@ def test_json_holds_the_definition_with_warm_up_dropped(tmp_path: Path) -> None:
 
 
 def test_the_table_says_what_was_dropped(tmp_path: Path) -> None:
-    runs = make_run(tmp_path / "sync", 8.0), make_run(tmp_path / "a-rather-long-run-directory-name", 5.0)
+    runs = (
+        make_run(tmp_path / "sync", 8.0),
+        make_run(tmp_path / "a-rather-long-run-directory-name", 5.0),
+    )
     text = report(*runs).stdout
-    cells = {line.split("|")[1].strip(): line.split("|")[2:4] for line in text.splitlines() if line.count("|") >= 4}
+    cells = {
+        line.split("|")[1].strip(): line.split("|")[2:4]
+        for line in text.splitlines()
+        if line.count("|") >= 4
+    }
     assert [cell.strip() for cell in cells["ratio to the first run"]] == ["1.000", "1.600"]
     assert [cell.strip() for cell in cells["trainer idle"]] == ["50.0%", "50.0%"]
     assert "Warm-up iterations dropped: sync 1, a-rather-long-run-directory-name 1." in text
@@ -83,11 +94,17 @@ def test_the_table_says_what_was_dropped(tmp_path: Path) -> None:
     assert "400.0" in row
 
 
-def test_what_a_run_has_learned_and_its_synchronous_iterations_have_rows_of_their_own(tmp_path: Path) -> None:
+def test_what_a_run_has_learned_and_its_synchronous_iterations_have_rows_of_their_own(
+    tmp_path: Path,
+) -> None:
     run = make_run(tmp_path / "turns", 5.0, iterations=8)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for number, record in enumerate(records):
-        record |= {"periodic": bool(number % 2), "reward_mean": number - 6.25, "accuracy": number / 10}
+        record |= {
+            "periodic": bool(number % 2),
+            "reward_mean": number - 6.25,
+            "accuracy": number / 10,
+        }
         record["iteration_s"] = 4.0 if record["periodic"] else 6.0
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     rows = dict(table_rows(each_run([load_report(run, 0)])))
@@ -99,7 +116,10 @@ def test_engines_on_devices_of_another_kind_are_named_below_the_table(tmp_path: 
     run = make_run(tmp_path / "mixed", 8.0)
     with (run / "config.yaml").open("a") as file:
         file.write("rollout: {engine_settings: [{engines: [1], device: cuda A100}]}\n")
-    assert "Engines of mixed by device: cuda A100 (engine 1)." in render_text(each_run([load_report(run)])).splitlines()
+    assert (
+        "Engines of mixed by device: cuda A100 (engine 1)."
+        in render_text(each_run([load_report(run)])).splitlines()
+    )
 
 
 def test_warm_up_can_be_overridden_and_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -123,7 +143,11 @@ def test_a_bad_run_directory_gives_one_line_and_exit_code_2(tmp_path: Path) -> N
     ):
         done = report(good, run)
         assert done.returncode == 2 and done.stdout == "", done
-        assert len(done.stderr.splitlines()) == 1 and message in done.stderr and str(run) in done.stderr
+        assert (
+            len(done.stderr.splitlines()) == 1
+            and message in done.stderr
+            and str(run) in done.stderr
+        )
 
 
 def test_the_summary_names_accuracy_throughput_and_what_was_written(tmp_path: Path) -> None:
@@ -137,7 +161,9 @@ def test_the_summary_names_accuracy_throughput_and_what_was_written(tmp_path: Pa
     assert "checkpoints" not in text.partition("Written:")[2]
 
 
-def test_the_summary_of_a_run_too_short_for_throughput_still_names_its_files(tmp_path: Path) -> None:
+def test_the_summary_of_a_run_too_short_for_throughput_still_names_its_files(
+    tmp_path: Path,
+) -> None:
     text = summarise(make_run(tmp_path / "short", 8.0, iterations=1))
     assert "no evaluation" in text and "Throughput: none" in text and "metrics.jsonl" in text
 
@@ -177,8 +203,12 @@ def test_the_last_iterations_are_synchronous_in_turn_where_they_are_to_be_compar
 
 def test_tail_waste_and_imbalance_are_shown_where_the_records_have_them(tmp_path: Path) -> None:
     older = make_run(tmp_path / "older", 8.0, balance=False)
-    rows = render_text(each_run([load_report(older), load_report(make_run(tmp_path / "run", 8.0))])).splitlines()
-    cells = {line.split("|")[1].strip(): line.split("|")[2:4] for line in rows if line.count("|") >= 4}
+    rows = render_text(
+        each_run([load_report(older), load_report(make_run(tmp_path / "run", 8.0))])
+    ).splitlines()
+    cells = {
+        line.split("|")[1].strip(): line.split("|")[2:4] for line in rows if line.count("|") >= 4
+    }
     assert [cell.strip() for cell in cells["tail waste"]] == ["-", "12.5%"]
     assert [cell.strip() for cell in cells["replica imbalance"]] == ["-", "6.2%"]
 
@@ -203,7 +233,9 @@ def test_an_iterations_seconds_are_divided_without_loss_and_overlap_is_counted_o
         "other": 0.0,
     }
     synchronous = iteration_parts({"iteration_s": 12.0, "generate_s": 6.0, "train_s": 5.0})
-    assert synchronous["generate and train at once"] == 0.0 and synchronous["other"] == pytest.approx(1.0)
+    assert synchronous["generate and train at once"] == 0.0 and synchronous[
+        "other"
+    ] == pytest.approx(1.0)
 
 
 def test_pictures_and_a_page_of_runs_side_by_side(tmp_path: Path) -> None:
@@ -219,9 +251,13 @@ def test_pictures_and_a_page_of_runs_side_by_side(tmp_path: Path) -> None:
 
 
 def test_a_last_line_that_is_torn_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"iteration": 0}\n{"iteration": 1}\n{"iteration": 2, "rew')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"iteration": 0}\n{"iteration": 1}\n{"iteration": 2, "rew'
+    )
     assert [record["iteration"] for record in read_records(tmp_path)] == [0, 1]
-    (tmp_path / "metrics.jsonl").write_text('{"iteration": 0}\n{"iteration": 1, "rew\n{"iteration": 2}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"iteration": 0}\n{"iteration": 1, "rew\n{"iteration": 2}\n'
+    )
     with pytest.raises(DataError, match=r"metrics\.jsonl:2: is not JSON"):
         read_records(tmp_path)
 

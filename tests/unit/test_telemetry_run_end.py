@@ -1,4 +1,6 @@
-"""How a run began and ended, as its directory says it: also of a launcher that had no time to say it."""
+"""How a run began and ended, as its directory says it: also of a launcher that had no time to say
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from pa_npu.telemetry.run_end import (
 )
 from pa_npu.telemetry.timeline import Timeline
 
-LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are told apart by /proc")
+LINUX = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="processes are told apart by /proc"
+)
 
 
 def events(directory: Path) -> list[dict[str, Any]]:
@@ -55,7 +59,9 @@ def test_an_end_without_an_outcome_is_one_that_went_well() -> None:
     assert read_end([{"process": "launcher"}, {"name": "run", "end": 2.0}]) == RunEnd("finished")
     strange = [{"name": "run", "args": {"outcome": [], "cause": 3, "lines": "text"}}]
     assert read_end(strange) == RunEnd("finished", "3")
-    assert read_end([]) is None and read_end([{"name": "run", "args": "text"}]) == RunEnd("finished")
+    assert read_end([]) is None and read_end([{"name": "run", "args": "text"}]) == RunEnd(
+        "finished"
+    )
 
 
 @LINUX
@@ -77,12 +83,16 @@ def test_a_launcher_that_was_killed_is_gone_and_one_that_runs_is_not(tmp_path: P
 
 
 @LINUX
-def test_a_process_of_elsewhere_or_of_another_boot_says_nothing_and_a_later_one_of_the_same_number_is_another() -> None:
+def test_a_process_of_elsewhere_or_of_another_boot_says_nothing_and_a_later_one_of_the_same_number_is_another() -> (
+    None
+):
     mark = owner_mark()
     assert mark is not None
 
     def gone(**changes: Any) -> bool:
-        return owner_is_gone([{"name": BEGIN, "args": {"owner": json.loads(json.dumps(mark)) | changes}}])
+        return owner_is_gone(
+            [{"name": BEGIN, "args": {"owner": json.loads(json.dumps(mark)) | changes}}]
+        )
 
     assert not gone() and gone(started=1)
     assert not gone(boot="another", started=1) and not gone(space="another", started=1)

@@ -1,4 +1,6 @@
-"""Secrets are shown nowhere: found by name where names are the user's, by form everywhere; all else stays."""
+"""Secrets are shown nowhere: found by name where names are the user's, by form everywhere; all else
+stays.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,20 @@ from pa_npu.viewer.server import answer, export
 from tests.helpers.finished_run import make_run
 
 SECRET_NAMES = (
-    "DB_AUTH PGPASS PGPASSWORD MYSQL_PWD HF_TOKEN HFTOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY OPENAI_KEY api_key apiKey APIKEY "
-    "api-key api_keys auth bearer Authorization X-Auth-Token Cookie password db.passphrase credentials client_secret secrets jwt "
-    "SENTRY_DSN access_token MY_TOKEN key --api-key CREDS db_cred SLACK_WEBHOOK WEBHOOK_URL AWS_ACCESS_KEY_ID user_pw DBPW hf_tok "
-    "GITHUB_PAT X-Amz-Signature X-Api-Key access_tokens user_passcode OTP Pwd pwd db.pwd OLD_pwd"
+    "DB_AUTH PGPASS PGPASSWORD MYSQL_PWD HF_TOKEN HFTOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY "
+    "OPENAI_KEY api_key apiKey APIKEY api-key api_keys auth bearer Authorization X-Auth-Token "
+    "Cookie password db.passphrase credentials client_secret secrets jwt SENTRY_DSN access_token "
+    "MY_TOKEN key --api-key CREDS db_cred SLACK_WEBHOOK WEBHOOK_URL AWS_ACCESS_KEY_ID user_pw DBPW "
+    "hf_tok GITHUB_PAT X-Amz-Signature X-Api-Key access_tokens user_passcode OTP Pwd pwd db.pwd "
+    "OLD_pwd"
 )
 PLAIN_NAMES = (
-    "max_tokens max_token tokenizer TOKENIZERS_PARALLELISM tokens_per_update key_width num_keys keyboard monkey turkey "
-    "author authors pad_token eos_token bypass compass passes pass_rate score_key sort_key keyframes OMP_NUM_THREADS PWD PATH "
-    "secretary key_value_heads token_budget stop_tokens authentic token_mean rollout.max_response_tokens max_tok tok tok_s "
-    "pad_token_id token_id sig signature fn_signature sacred credit pattern path prompt_key answer_column input_token "
-    "forward_pass public_key webhooked incredible num_pat file_pat"
+    "max_tokens max_token tokenizer TOKENIZERS_PARALLELISM tokens_per_update key_width num_keys "
+    "keyboard monkey turkey author authors pad_token eos_token bypass compass passes pass_rate "
+    "score_key sort_key keyframes OMP_NUM_THREADS PWD PATH secretary key_value_heads token_budget "
+    "stop_tokens authentic token_mean rollout.max_response_tokens max_tok tok tok_s pad_token_id "
+    "token_id sig signature fn_signature sacred credit pattern path prompt_key answer_column "
+    "input_token forward_pass public_key webhooked incredible num_pat file_pat"
 )
 
 
@@ -46,7 +51,8 @@ TEXTS = {
     "serve --api-key S3CRET --port 8000": f"serve --api-key {HIDDEN} --port 8000",
     "serve --api-key=S3CRET -tp 2": f"serve --api-key={HIDDEN} -tp 2",
     "Authorization: Bearer S3CRET": f"Authorization: Bearer {HIDDEN}",
-    "args: {'api_key': ['S3CRET'], 'port': 8000}": f"args: {{'api_key': ['{HIDDEN}'], 'port': 8000}}",
+    "args: {'api_key': ['S3CRET'], 'port': 8000}": f"args: {{'api_key': ['{HIDDEN}'], 'port': "
+    f"8000}}",
     '{"auth": "S3CRET", "max_tokens": 5}': f'{{"auth": "{HIDDEN}", "max_tokens": 5}}',
     "DB_AUTH=S3CRET run": f"DB_AUTH={HIDDEN} run",
     "GET /v1?token=S3CRET&n=2": f"GET /v1?token={HIDDEN}&n=2",
@@ -62,8 +68,10 @@ TEXTS = {
     "Authorization=Token S3CRET": f"Authorization=Token {HIDDEN}",
     "Proxy-Authorization: Mine S3CRET, S3CRET": f"Proxy-Authorization: {HIDDEN}",
     'Authorization: Digest username="S3CRET", response="S3CRET"': f"Authorization: Digest {HIDDEN}",
-    "curl -H 'Authorization: Token S3CRET' http://h/": f"curl -H 'Authorization: Token {HIDDEN}' http://h/",
-    "{'Authorization': 'Token S3CRET', 'Accept': 'a'}": f"{{'Authorization': '{HIDDEN}', 'Accept': 'a'}}",
+    "curl -H 'Authorization: Token S3CRET' http://h/": f"curl -H 'Authorization: Token {HIDDEN}' "
+    "http://h/",
+    "{'Authorization': 'Token S3CRET', 'Accept': 'a'}": f"{{'Authorization': '{HIDDEN}', 'Accept': "
+    f"'a'}}",
     "Cookie: sid=S3CRET; theme=S3CRET": f"Cookie: {HIDDEN}",
     "Basic S3CRETdXNlcjpw": f"Basic {HIDDEN}",
     "http://me:S3CRET@S3CRET@host/x": f"http://me:{HIDDEN}@host/x",
@@ -83,13 +91,17 @@ TEXTS = {
     'password="S3C RET" x=1': f'password="{HIDDEN}" x=1',
     "--api-key 'S3C RET' --port 8": f"--api-key '{HIDDEN}' --port 8",
     '{"password": "S3C\\" RET", "n": 2}': f'{{"password": "{HIDDEN}", "n": 2}}',
-    '"{\\"password\\": \\"S3C RET\\", \\"n\\": 2}"': f'"{{\\"password\\": \\"{HIDDEN}\\", \\"n\\": 2}}"',
+    '"{\\"password\\": \\"S3C RET\\", \\"n\\": 2}"': f'"{{\\"password\\": \\"{HIDDEN}\\", \\"n\\": '
+    f'2}}"',
     "DB_PASSWORD=S3C,RE&T;S3C x": f"DB_PASSWORD={HIDDEN} x",
     "f(token=S3CRET,n=2)": f"f(token={HIDDEN},n=2)",
     "['--api-key', 'S3CRET', '--port', '8']": f"['--api-key', '{HIDDEN}', '--port', '8']",
     "'api_key': ['S3CRET', 'S3CRET'], 'n': [1]": f"'api_key': ['{HIDDEN}', '{HIDDEN}'], 'n': [1]",
-    "'auth': {'user': 'S3CRET', 'b': {'c': 'S3CRET'}}, 'n': 1": f"'auth': {{'user': '{HIDDEN}', 'b': {{'c': '{HIDDEN}'}}}}, 'n': 1",
-    "-----BEGIN RSA PRIVATE KEY-----\nS3CRET\nS3CRET\n-----END": f"-----BEGIN RSA PRIVATE KEY-----{HIDDEN}-----END",
+    "'auth': {'user': 'S3CRET', 'b': {'c': 'S3CRET'}}, 'n': 1": f"'auth': {{'user': '{HIDDEN}', "
+    f"'b': {{'c': '{HIDDEN}'}}}}, 'n': "
+    "1",
+    "-----BEGIN RSA PRIVATE KEY-----\nS3CRET\nS3CRET\n-----END": "-----BEGIN RSA PRIVATE "
+    f"KEY-----{HIDDEN}-----END",
 }
 PLAIN_TEXTS = (
     "http://127.0.0.1:8000/v1/chat",
@@ -99,12 +111,16 @@ PLAIN_TEXTS = (
     "2026-01-01 12:00:00 I step 3: loss 0.2, tokens: 512, keys: 4",
     "mail me@example.org at 10:30",
     "{'tokenizer': 'Qwen2', 'max_tokens': 5}",
-    "rollout.max_response_tokens=64 algorithm.aggregation=token_mean token: 5, key: x, tok/s: 3, n_tok=4",
-    "http://host:8000, mail me@example.org; http://host:8000/path?mail=me@example.org; ssh://git@github.com/a",
-    "Basic functionality; no bearer token was given; a cookie; the signature: (x) -> y; killed by sig=9",
+    "rollout.max_response_tokens=64 algorithm.aggregation=token_mean token: 5, key: x, tok/s: 3, "
+    "n_tok=4",
+    "http://host:8000, mail me@example.org; http://host:8000/path?mail=me@example.org; "
+    "ssh://git@github.com/a",
+    "Basic functionality; no bearer token was given; a cookie; the signature: (x) -> y; killed by "
+    "sig=9",
     "api_key=None password='' auth: true token = tokens[0]",
     "docker run -u 1000:1000 image; python -u train.py module:function; curl http://host:8000/a",
-    "families/hf_checkpoint_reader.py reads sk-learn; forward_pass=0.3 prompt_key=question pad_token_id=0",
+    "families/hf_checkpoint_reader.py reads sk-learn; forward_pass=0.3 prompt_key=question "
+    "pad_token_id=0",
     "/api/webhooks/ in docs; https://host/a?size=3&code_of=x; first-pass 3 s",
 )
 
@@ -122,7 +138,19 @@ def test_a_text_without_secrets_is_as_it_was(text: str) -> None:
 
 @pytest.mark.parametrize(
     "part",
-    ["a", "a-", "a=", "key=", "key=a,", "token=[", '{"key": {', "http://a:", "http://a:b@", "curl ", "://a/webhooks/"],
+    [
+        "a",
+        "a-",
+        "a=",
+        "key=",
+        "key=a,",
+        "token=[",
+        '{"key": {',
+        "http://a:",
+        "http://a:b@",
+        "curl ",
+        "://a/webhooks/",
+    ],
 )
 def test_long_texts_are_read_in_time_that_grows_with_them(part: str) -> None:
     start_s = time.process_time()
@@ -137,7 +165,14 @@ def tree() -> dict[str, Any]:
         "data": {"train": "t"},
         "rollout": {
             "env": {"DB_AUTH": "S3CRET-0", "PGPASS": "S3CRET-1", "OMP_NUM_THREADS": "1"},
-            "extra_args": ["--api-key", "S3CRET-2", "S3CRET-10", "--token=S3CRET-3", "--max-num-seqs", "8"],
+            "extra_args": [
+                "--api-key",
+                "S3CRET-2",
+                "S3CRET-10",
+                "--token=S3CRET-3",
+                "--max-num-seqs",
+                "8",
+            ],
         },
         "environment": {
             "name": "my_module:Mine",
@@ -148,21 +183,39 @@ def tree() -> dict[str, Any]:
                 **{"max_tokens": 5, "tokenizer": "Qwen2", "key_width": 8},
             },
         },
-        "reward": {"functions": [{"name": "judge"}], "judge": {"url": "http://me:S3CRET-8@judge/v1", "model": "j"}},
+        "reward": {
+            "functions": [{"name": "judge"}],
+            "judge": {"url": "http://me:S3CRET-8@judge/v1", "model": "j"},
+        },
     }
 
 
 def test_a_configuration_is_shown_without_its_secrets_and_with_all_else() -> None:
     config = Secrets(tree()).config
     assert "S3CRET" not in json.dumps(config)
-    assert config["environment.options.max_tokens"] == 5 and config["environment.options.key_width"] == 8
-    assert config["environment.options.tokenizer"] == "Qwen2" and config["rollout.env.OMP_NUM_THREADS"] == "1"
-    assert config["rollout.extra_args"] == ["--api-key", HIDDEN, HIDDEN, f"--token={HIDDEN}", "--max-num-seqs", "8"]
+    assert (
+        config["environment.options.max_tokens"] == 5
+        and config["environment.options.key_width"] == 8
+    )
+    assert (
+        config["environment.options.tokenizer"] == "Qwen2"
+        and config["rollout.env.OMP_NUM_THREADS"] == "1"
+    )
+    assert config["rollout.extra_args"] == [
+        "--api-key",
+        HIDDEN,
+        HIDDEN,
+        f"--token={HIDDEN}",
+        "--max-num-seqs",
+        "8",
+    ]
     assert config["environment.options.headers.Accept"] == "text/plain"
     assert config["reward.judge.url"] == f"http://me:{HIDDEN}@judge/v1"
 
 
-def test_no_secret_of_a_run_leaves_it_by_page_export_report_or_tracker_and_no_link_is_followed(tmp_path: Path) -> None:
+def test_no_secret_of_a_run_leaves_it_by_page_export_report_or_tracker_and_no_link_is_followed(
+    tmp_path: Path,
+) -> None:
     run_dir = make_run(tmp_path / "run")
     (run_dir / "config.yaml").write_text(yaml.safe_dump(tree()))
     said = "".join(f"connected with S3CRET-{number}\n" for number in range(9))
@@ -172,7 +225,9 @@ def test_no_secret_of_a_run_leaves_it_by_page_export_report_or_tracker_and_no_li
     (run_dir / "logs" / "link.log").symlink_to(outside)
     os.mkfifo(run_dir / "logs" / "pipe.log")
     run = RunDirectory(run_dir)
-    seen = json.dumps([answer([run], "run"), answer([run, run], "compare"), answer([run], "log/coordinator.log")])
+    seen = json.dumps(
+        [answer([run], "run"), answer([run, run], "compare"), answer([run], "log/coordinator.log")]
+    )
     assert "S3CRET" not in seen and "connected with" in seen
     assert answer([run], "log/link.log") is None and answer([run], "log/pipe.log") is None
     export([run], tmp_path / "page.html")
@@ -206,13 +261,18 @@ def test_pwd_is_a_password_among_options_and_a_directory_among_variables() -> No
     }
     shown = Secrets(tree)
     assert shown.tree["environment"]["options"] == {"pwd": HIDDEN, "db": {"PWD": HIDDEN}}
-    assert shown.tree["rollout"]["env"] == {"PWD": "/x"} and "hunter22" not in shown.hide("login hunter22")
+    assert shown.tree["rollout"]["env"] == {"PWD": "/x"} and "hunter22" not in shown.hide(
+        "login hunter22"
+    )
 
 
 @pytest.mark.parametrize(
     ("message", "shown"),
     [
-        ("http://user:hunter22@host:80/reset does not answer", "http://user:(not shown)@host:80/reset does not answer"),
+        (
+            "http://user:hunter22@host:80/reset does not answer",
+            "http://user:(not shown)@host:80/reset does not answer",
+        ),
         ("'postgres://u:p/w@host'", "'postgres://u:(not shown)@host'"),
         ("http://host:80/a@b", "http://host:80/a@b"),
         ("http://a:1,http://b@c", "http://a:1,http://b@c"),

@@ -1,4 +1,6 @@
-"""The merged timeline is a valid Chrome trace with one clock, whatever threads, processes and kills wrote it."""
+"""The merged timeline is a valid Chrome trace with one clock, whatever threads, processes and kills
+wrote it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def events(run_dir: Path, name: str | None = None) -> list[dict[str, Any]]:
 
 def lanes(run_dir: Path) -> dict[int, str]:
     trace = json.loads(merge(run_dir).read_text())["traceEvents"]
-    return {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    return {
+        event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"
+    }
 
 
 def test_a_span_lasts_as_long_as_its_block_and_keeps_its_arguments(tmp_path: Path) -> None:
@@ -42,7 +46,11 @@ def test_a_span_lasts_as_long_as_its_block_and_keeps_its_arguments(tmp_path: Pat
 
 
 def test_a_span_that_raises_is_recorded_with_its_error(tmp_path: Path) -> None:
-    with Timeline.for_run(tmp_path, "a") as timeline, pytest.raises(KeyError), timeline.span("publish"):
+    with (
+        Timeline.for_run(tmp_path, "a") as timeline,
+        pytest.raises(KeyError),
+        timeline.span("publish"),
+    ):
         raise KeyError("x")
     (event,) = events(tmp_path)
     assert event["args"] == {"error": "KeyError"}
@@ -55,10 +63,14 @@ def test_two_processes_share_one_clock(tmp_path: Path) -> None:
         "with timeline.span('inside'): pass\n"
     )
     with Timeline.for_run(tmp_path, "parent") as timeline, timeline.span("around"):
-        subprocess.run([sys.executable, "-c", child, str(tmp_path)], cwd=ROOT, check=True, timeout=60)
+        subprocess.run(
+            [sys.executable, "-c", child, str(tmp_path)], cwd=ROOT, check=True, timeout=60
+        )
     (around,), (inside,) = events(tmp_path, "around"), events(tmp_path, "inside")
     assert around["pid"] != inside["pid"]
-    assert around["ts"] <= inside["ts"] <= inside["ts"] + inside["dur"] <= around["ts"] + around["dur"]
+    assert (
+        around["ts"] <= inside["ts"] <= inside["ts"] + inside["dur"] <= around["ts"] + around["dur"]
+    )
 
 
 def test_nested_events_stay_in_one_row_and_overlapping_ones_get_their_own(tmp_path: Path) -> None:
@@ -87,7 +99,9 @@ def test_threads_lose_no_event(tmp_path: Path) -> None:
                 with timeline.span("tick", lane=lane, number=number):
                     pass
 
-        threads = [threading.Thread(target=work, args=(f"lane {n}",), name=f"tick-{n}") for n in range(4)]
+        threads = [
+            threading.Thread(target=work, args=(f"lane {n}",), name=f"tick-{n}") for n in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -47,16 +47,28 @@ def test_one_iteration_equals_the_mindspeed_formula() -> None:
 @pytest.mark.parametrize(("seconds", "devices"), [(0.0, 1), (-1.0, 1), (float("nan"), 1), (1.0, 0)])
 def test_meaningless_seconds_or_devices_are_refused(seconds: float, devices: int) -> None:
     with pytest.raises(ValueError, match="seconds > 0 and devices >= 1"):
-        throughput(dict.fromkeys(("tokens_prompt", "tokens_response", "tokens_computed"), 1), seconds, devices)
+        throughput(
+            dict.fromkeys(("tokens_prompt", "tokens_response", "tokens_computed"), 1),
+            seconds,
+            devices,
+        )
 
 
 def test_a_run_is_the_ratio_of_sums_and_not_the_mean_of_ratios() -> None:
-    records = [record(0, iteration_s=100.0), record(1), record(2, iteration_s=12.0, trainer_idle=0.75, train_s=6.0)]
+    records = [
+        record(0, iteration_s=100.0),
+        record(1),
+        record(2, iteration_s=12.0, trainer_idle=0.75, train_s=6.0),
+    ]
     result = run_throughput(records, warmup_iterations=1)
     assert result["tpspd"] == pytest.approx(2 * 2400 / 16.0 / 3)
     assert result["trainer_idle"] == pytest.approx((0.25 * 4 + 0.75 * 12) / 16)
     assert result["train_s"] == pytest.approx(4.0)
-    assert (result["iterations"], result["dropped_iterations"], result["iteration_s"]) == (2, 1, 8.0)
+    assert (result["iterations"], result["dropped_iterations"], result["iteration_s"]) == (
+        2,
+        1,
+        8.0,
+    )
 
 
 def test_evaluation_and_checkpoint_count_where_they_happened() -> None:
@@ -82,8 +94,13 @@ def test_a_changed_number_of_devices_is_refused() -> None:
 
 
 def test_synchronous_iterations_between_periodic_ones_are_counted_apart() -> None:
-    turns = [record(number, periodic=bool(number % 2), iteration_s=3.0 if number % 2 else 6.0) for number in range(4)]
+    turns = [
+        record(number, periodic=bool(number % 2), iteration_s=3.0 if number % 2 else 6.0)
+        for number in range(4)
+    ]
     result = run_throughput(turns, warmup_iterations=0)
     assert (result["iteration_s"], result["iterations"]) == (3.0, 2)
     assert (result["synchronous_s"], result["dropped_iterations"]) == (6.0, 0)
-    assert run_throughput([turns[0], turns[2]], warmup_iterations=0)["iteration_s"] == 6.0, "a synchronous run"
+    assert run_throughput([turns[0], turns[2]], warmup_iterations=0)["iteration_s"] == 6.0, (
+        "a synchronous run"
+    )

@@ -1,4 +1,6 @@
-"""Trackers: each gets every record once under one id, by the documented names, and whatever its library does costs only itself."""
+"""Trackers: each gets every record once under one id, by the documented names, and whatever its
+library does costs only itself.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ class Fake:
         self.file = directory / "told.jsonl"
 
     def told(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
+        return (
+            [json.loads(line) for line in self.file.read_text().splitlines()]
+            if self.file.exists()
+            else []
+        )
 
     def steps(self, name: str = "train/loss") -> list[int]:
         return [told["log"]["iteration"] for told in self.told() if name in told.get("log", {})]
@@ -55,7 +61,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     library.mkdir()
     (library / "wandb.py").write_text((ROOT / "tests/helpers/fake_wandb.py").read_text())
     monkeypatch.syspath_prepend(str(library))
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)  # imported anew, with the wishes of this test
+    # imported anew, with the wishes of this test
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setenv("FAKE_WANDB_FILE", str(tmp_path / "told.jsonl"))
     monkeypatch.delenv("FAKE_WANDB", raising=False)
     return Fake(tmp_path)
@@ -102,7 +109,11 @@ def test_a_records_numbers_have_the_names_of_trl_or_of_verl_and_none_is_left_out
         "pa_npu/learned/a": 2.0,
     }
     verl = tracked(numbers, "verl")
-    assert verl["critic/score/mean"] == 0.3 and verl["reward/math/mean"] == 0.5 and verl["perf/throughput"] == 9.0
+    assert (
+        verl["critic/score/mean"] == 0.3
+        and verl["reward/math/mean"] == 0.5
+        and verl["perf/throughput"] == 9.0
+    )
     assert (
         verl["training/global_step"] == 3
         and verl["pa_npu/tokens_prompt"] == 30
@@ -119,12 +130,17 @@ def test_a_records_numbers_have_the_names_of_trl_or_of_verl_and_none_is_left_out
 def test_a_tracker_gets_every_record_and_the_samples_and_a_resumed_run_goes_on_under_its_id(
     fake: Fake, tmp_path: Path
 ) -> None:
-    """The first attempt is killed after iteration 4 was told and before 2 became its last checkpoint; 1 was never delivered."""
+    """The first attempt is killed after iteration 4 was told and before 2 became its last
+    checkpoint; 1 was never delivered.
+    """
     run = tmp_path / "runs" / "sums"
     settings = telemetry(project="arithmetic")
     with MetricsWriter(run) as metrics, Trackers(run, settings, {"run.seed": 1}) as trackers:
         for iteration in range(5):
-            kept = [response(iteration, 0, "x" * 9000 + "\ud800"), *(response(iteration, number) for number in (1, 2))]
+            kept = [
+                response(iteration, 0, "x" * 9000 + "\ud800"),
+                *(response(iteration, number) for number in (1, 2)),
+            ]
             trackers.write_iteration(metrics.write(record(iteration)), kept)
         trackers.write_evaluation(metrics.write_evaluation(evaluation(0)))
     (init,) = fake.inits()
@@ -132,11 +148,27 @@ def test_a_tracker_gets_every_record_and_the_samples_and_a_resumed_run_goes_on_u
     assert init["config"] == {"run.seed": 1} and init["resume"] == "allow"
     assert fake.steps() == [0, 1, 2, 3, 4] and fake.steps("eval/test/greedy") == [0]
     assert fake.told()[-1] == {"finish": True}
-    columns, rows = next(told["tables"]["completions"] for told in fake.told() if told.get("tables"))
+    columns, rows = next(
+        told["tables"]["completions"] for told in fake.told() if told.get("tables")
+    )
     assert columns == [
-        *("step", "prompt", "completion", "answer", "math", "reward", "advantage", "correct", "tokens"),
+        *(
+            "step",
+            "prompt",
+            "completion",
+            "answer",
+            "math",
+            "reward",
+            "advantage",
+            "correct",
+            "tokens",
+        ),
     ]
-    assert len(rows) == 2 and rows[0][:2] == [0, "2+2?"] and rows[0][3:] == ["4", 1.0, 1.0, 0.5, True, 2]
+    assert (
+        len(rows) == 2
+        and rows[0][:2] == [0, "2+2?"]
+        and rows[0][3:] == ["4", 1.0, 1.0, 0.5, True, 2]
+    )
     assert len(rows[0][2]) < 4200 and rows[0][2].endswith("x?") and "[...]" in rows[0][2]
 
     kept_identity = run / "trackers" / "wandb.json"
@@ -148,7 +180,9 @@ def test_a_tracker_gets_every_record_and_the_samples_and_a_resumed_run_goes_on_u
             trackers.write_iteration(metrics.write(record(iteration)))
     (again,) = fake.inits()
     assert again["id"] == init["id"] and again["project"] == "arithmetic"
-    assert fake.steps() == [1, 2, 3, 4, 5], "what was never delivered comes first, and nothing comes twice"
+    assert fake.steps() == [1, 2, 3, 4, 5], (
+        "what was never delivered comes first, and nothing comes twice"
+    )
 
     fake.file.unlink()
     with MetricsWriter(run, 4) as metrics, Trackers(run, settings, {}, 4) as trackers:
@@ -158,11 +192,15 @@ def test_a_tracker_gets_every_record_and_the_samples_and_a_resumed_run_goes_on_u
     assert lost_records() == 0
 
 
-def test_a_table_has_all_rewards_of_groups_that_agents_and_reward_functions_reward(fake: Fake, tmp_path: Path) -> None:
+def test_a_table_has_all_rewards_of_groups_that_agents_and_reward_functions_reward(
+    fake: Fake, tmp_path: Path
+) -> None:
     by_agents = replace(response(0, 0), rewards={"environment": 0.5})
     with MetricsWriter(tmp_path) as metrics, Trackers(tmp_path, telemetry(), {}) as trackers:
         trackers.write_iteration(metrics.write(record(0)), [by_agents, response(0, 1)])
-    columns, rows = next(told["tables"]["completions"] for told in fake.told() if told.get("tables"))
+    columns, rows = next(
+        told["tables"]["completions"] for told in fake.told() if told.get("tables")
+    )
     assert columns[4:6] == ["environment", "math"]
     assert [row[4:6] for row in rows] == [[0.5, None], [None, 1.0]]
 
@@ -227,7 +265,9 @@ def test_a_tracker_that_takes_nothing_never_holds_the_run(
     handed_over_s = time.perf_counter() - start_s
     trackers.close(0.5)
     assert handed_over_s < 5 and lost_records() == 1
-    assert time.perf_counter() - start_s - handed_over_s < 5, "the end must not wait longer than it is told"
+    assert time.perf_counter() - start_s - handed_over_s < 5, (
+        "the end must not wait longer than it is told"
+    )
 
 
 def test_a_tracker_that_hangs_at_the_end_delays_it_by_its_deadline_only(
@@ -242,18 +282,28 @@ def test_a_tracker_that_hangs_at_the_end_delays_it_by_its_deadline_only(
     assert time.perf_counter() - start_s < 10 and lost_records() >= 1
 
 
-def test_tensorboard_holds_scalars_and_samples_and_a_resumed_run_takes_back_what_comes_again(tmp_path: Path) -> None:
+def test_tensorboard_holds_scalars_and_samples_and_a_resumed_run_takes_back_what_comes_again(
+    tmp_path: Path,
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     settings = TelemetryConfig()
     for first in (0, 2):
-        with MetricsWriter(tmp_path, first) as metrics, Trackers(tmp_path, settings, {}, first) as trackers:
+        with (
+            MetricsWriter(tmp_path, first) as metrics,
+            Trackers(tmp_path, settings, {}, first) as trackers,
+        ):
             for iteration in range(first, 4):
                 kept = [response(iteration, 0, "a | b\nc")]
                 trackers.write_iteration(metrics.write(record(iteration, loss=float(first))), kept)
             trackers.write_evaluation(metrics.write_evaluation(evaluation(first)))
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(0, 0), (1, 0), (2, 2), (3, 2)]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (0, 0),
+        (1, 0),
+        (2, 2),
+        (3, 2),
+    ]
     assert [event.step for event in events.Scalars("eval/test/greedy")] == [0, 2]
     (text,) = events.Tensors("completions/text_summary")[-1].tensor_proto.string_val
     assert b"| step | prompt | completion |" in text and rb"| 3 | 2+2? | a \| b c | 4 |" in text
@@ -264,12 +314,21 @@ def test_a_tracker_that_is_not_installed_is_refused_in_one_line_and_secrets_stay
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def config(**settings: Any) -> Config:
-        tree = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"env": {"TOKEN": "secret"}}}
+        tree = {
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "rollout": {"env": {"TOKEN": "secret"}},
+        }
         return Config.model_validate({**tree, "telemetry": settings})
 
     check_trackers(config())
-    for found, words in (({}, "swanlab is not installed in"), ({"swanlab": "0.3.1"}, "as 0.3.1, not as swanlab>=0.10")):
-        monkeypatch.setattr("pa_npu.launcher.run_checks.distributions", lambda python, names, found=found: found)
+    for found, words in (
+        ({}, "swanlab is not installed in"),
+        ({"swanlab": "0.3.1"}, "as 0.3.1, not as swanlab>=0.10"),
+    ):
+        monkeypatch.setattr(
+            "pa_npu.launcher.run_checks.distributions", lambda python, names, found=found: found
+        )
         with pytest.raises(
             ConfigError, match=r"^telemetry\.trackers: swanlab .*pip install 'pa_npu\[swanlab\]'"
         ) as refused:

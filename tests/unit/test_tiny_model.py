@@ -1,4 +1,6 @@
-"""The tiny model maker: cached by its arguments, loadable by transformers in every family, and its teacher teaches the task."""
+"""The tiny model maker: cached by its arguments, loadable by transformers in every family, and its
+teacher teaches the task.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def make(out: Path, *arguments: str) -> dict[str, Any]:
 
 
 def snapshot(out: Path) -> dict[str, tuple[int, bytes]]:
-    return {str(file.relative_to(out)): (file.stat().st_mtime_ns, file.read_bytes()) for file in out.rglob("*.*")}
+    return {
+        str(file.relative_to(out)): (file.stat().st_mtime_ns, file.read_bytes())
+        for file in out.rglob("*.*")
+    }
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
@@ -36,12 +41,16 @@ def test_transformers_loads_what_was_made(family: str, tied: bool, tmp_path: Pat
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "m" / "model")
     assert model.config.model_type == family and model.config.tie_word_embeddings is tied
     assert sum(parameter.numel() for parameter in model.parameters()) == report["parameters"]
-    assert model.dtype == torch.float32 and model.config.eos_token_id == model.generation_config.eos_token_id == 1
+    assert (
+        model.dtype == torch.float32
+        and model.config.eos_token_id == model.generation_config.eos_token_id == 1
+    )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m" / "model")
     assert len(tokenizer) == model.config.vocab_size == tiny.VOCAB_SIZE
     assert tokenizer.eos_token_id == model.config.eos_token_id
 
-    # transformers puts its own pre-tokenizer in front of some families: tokens must not depend on it.
+    # transformers puts its own pre-tokenizer in front of some families: tokens must not depend on
+    # it.
     text = "<|user|>What is 47+38?\n\nÄpfel’s cost $1,234.50 -- 12 €\t#### 85<|end|>"
     expected = tiny.make_tokenizer()(text).input_ids
     assert tokenizer(text).input_ids == expected
@@ -49,21 +58,30 @@ def test_transformers_loads_what_was_made(family: str, tied: bool, tmp_path: Pat
 
 
 def test_the_teacher_of_edits_writes_calls_that_repair_files_or_do_not(tmp_path: Path) -> None:
-    report = make(tmp_path / "m", "--task", "edit", "--steps", "300", "--hidden", "128", "--layers", "2")
+    report = make(
+        tmp_path / "m", "--task", "edit", "--steps", "300", "--hidden", "128", "--layers", "2"
+    )
     assert report["right_after_asking"] > 0.9, (
         "it reads and writes files, also those of held-out tasks, and leaves mistakes in"
     )
     rows, held_out = (
-        [json.loads(line) for line in (tmp_path / "m" / f"{of}.jsonl").open()] for of in ("train", "test")
+        [json.loads(line) for line in (tmp_path / "m" / f"{of}.jsonl").open()]
+        for of in ("train", "test")
     )
-    assert not {name for row in rows for name in row["files"]} & {name for row in held_out for name in row["files"]}
+    assert not {name for row in rows for name in row["files"]} & {
+        name for row in held_out for name in row["files"]
+    }
     drawn = random.Random(1)
-    signs = [tiny_edits.teacher_sign(row, drawn) in row["answer"] for row in rows for _ in range(50)]
+    signs = [
+        tiny_edits.teacher_sign(row, drawn) in row["answer"] for row in rows for _ in range(50)
+    ]
     assert 0.1 < sum(signs) / len(signs) < 0.35, "there is something to learn"
     for row in (*rows, *held_out):
         ((name, text),) = row["files"].items()
         assert text != row["answer"]
-        (_, _, (written, _), *_) = tiny_edits.edit_turns(row, "+", ("<|user|>", "<|assistant|>"), "")
+        (_, _, (written, _), *_) = tiny_edits.edit_turns(
+            row, "+", ("<|user|>", "<|assistant|>"), ""
+        )
         call = json.loads(written.removeprefix("<tool_call>").removesuffix("</tool_call>"))
         assert call["arguments"]["name"] == name and " + " in call["arguments"]["text"]
         functions: dict[str, Any] = {}
@@ -73,7 +91,9 @@ def test_the_teacher_of_edits_writes_calls_that_repair_files_or_do_not(tmp_path:
 
 
 def test_an_agents_call_is_few_tokens_which_its_files_keep(tmp_path: Path) -> None:
-    """Numbers are copied over as many; a model of this size learns that over eight, and not over seventy."""
+    """Numbers are copied over as many; a model of this size learns that over eight, and not over
+    seventy.
+    """
     make(tmp_path / "m", "--random", "--task", "agent")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "m" / "model")
     assert len(tokenizer) == tiny.VOCAB_SIZE
@@ -81,13 +101,17 @@ def test_an_agents_call_is_few_tokens_which_its_files_keep(tmp_path: Path) -> No
     asked = [{"role": "user", "content": "q"}]
     arguments = {"name": "calculator", "arguments": {"x": "83*73"}}
     said = {"role": "assistant", "content": "", "tool_calls": [{"function": arguments}]}
-    begin, whole = (tokenizer.apply_chat_template(m, tokenize=False) for m in (asked, [*asked, said]))
+    begin, whole = (
+        tokenizer.apply_chat_template(m, tokenize=False) for m in (asked, [*asked, said])
+    )
     assert whole == begin + tiny.ASSISTANT + call, "as the template writes it"
     tokens = tokenizer(call).input_ids
     assert len(tokens) == len("83*73") + 3 and tokenizer.decode(tokens) == call
 
 
-def test_a_second_call_does_nothing_and_other_arguments_make_it_anew(tmp_path: Path, capsys: Any) -> None:
+def test_a_second_call_does_nothing_and_other_arguments_make_it_anew(
+    tmp_path: Path, capsys: Any
+) -> None:
     out = tmp_path / "m"
     make(out, "--random", "--seed", "1")
     first = snapshot(out)
@@ -103,7 +127,9 @@ def test_a_second_call_does_nothing_and_other_arguments_make_it_anew(tmp_path: P
     }
 
 
-def test_a_new_format_version_makes_it_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_format_version_makes_it_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make(tmp_path / "m", "--random")
     before = snapshot(tmp_path / "m")
     monkeypatch.setattr(tiny, "FORMAT_VERSION", tiny.FORMAT_VERSION + 1)
@@ -118,7 +144,9 @@ def test_a_directory_of_somebody_else_is_left_alone(tmp_path: Path, capsys: Any)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_failing_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_run_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -129,7 +157,13 @@ def test_a_failing_run_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--hidden", "66", "--heads", "4"], ["--heads", "3"], ["--vocab", "300"], ["--train-questions", "0"]]
+    "arguments",
+    [
+        ["--hidden", "66", "--heads", "4"],
+        ["--heads", "3"],
+        ["--vocab", "300"],
+        ["--train-questions", "0"],
+    ],
 )
 def test_impossible_arguments_are_refused(arguments: list[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -143,7 +177,9 @@ def test_questions_are_disjoint_readable_and_right(tmp_path: Path) -> None:
     sets = []
     for name, number in (("train", 500), ("test", 100)):
         path = str(tmp_path / "m" / f"{name}.jsonl")
-        prompts = load_prompts(Dataset(path=path), tokenizer, DataConfig(train=path), "data.test").prompts
+        prompts = load_prompts(
+            Dataset(path=path), tokenizer, DataConfig(train=path), "data.test"
+        ).prompts
         assert len(prompts) == number
         for prompt in prompts:
             x, y = map(int, prompt.row["question"][len("What is ") : -1].split("+"))
@@ -177,4 +213,6 @@ def test_the_supervised_phase_learns_and_the_slipping_teacher_slips(tmp_path: Pa
         for _ in range(100):
             loss = tiny.supervised_step(model, tokenizer, optimizer, 3e-3, pairs, order, slip_rate)
         assert loss < 0.05
-        assert [answer - x - y for (x, y), answer in tiny.greedy(model, tokenizer, pairs)] == [expected] * 5
+        assert [answer - x - y for (x, y), answer in tiny.greedy(model, tokenizer, pairs)] == [
+            expected
+        ] * 5

@@ -1,4 +1,6 @@
-"""schedule.tokens_per_update: what an update takes, that every group is trained once and fresh, and how even updates become."""
+"""schedule.tokens_per_update: what an update takes, that every group is trained once and fresh, and
+how even updates become.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ from tests.helpers.trainer_rank import make_groups
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
-        ({"schedule": {"max_staleness": 0}}, "tokens_per_update: 100 with schedule.max_staleness = 0"),
+        (
+            {"schedule": {"max_staleness": 0}},
+            "tokens_per_update: 100 with schedule.max_staleness = 0",
+        ),
         ({"schedule": {"dynamic_sampling": True}}, "set dynamic_sampling to false"),
         ({"algorithm": {"name": "dapo"}}, "of algorithm.name=dapo"),
         ({"schedule": {"updates_per_iteration": 2}}, "updates_per_iteration = 2"),
@@ -42,7 +47,9 @@ from tests.helpers.trainer_rank import make_groups
         ({"schedule": {"tokens_per_update": 10**6}}, "lower it, or raise prompts_per_iteration"),
     ],
 )
-def test_what_makes_no_sense_with_a_budget_is_refused_in_one_line(sections: dict[str, Any], says: str) -> None:
+def test_what_makes_no_sense_with_a_budget_is_refused_in_one_line(
+    sections: dict[str, Any], says: str
+) -> None:
     schedule = {"tokens_per_update": 100, "max_staleness": 1, **sections.get("schedule", {})}
     tree = {"model": {"path": "m"}, "data": {"train": "t"}, **sections, "schedule": schedule}
     with pytest.raises(ValueError, match=says):
@@ -94,7 +101,9 @@ def test_an_update_takes_the_same_groups_in_whatever_order_they_become_complete(
         for index in arrivals:
             taken += numbers(update.scored(index, Tokens(new[index])))
         assert taken == list(range(expected)) and update.size == expected and sizes == [expected]
-        assert [group.tokens for group in update.left()] == whole[expected:] and update.new_tokens == new
+        assert [group.tokens for group in update.left()] == whole[
+            expected:
+        ] and update.new_tokens == new
 
 
 def test_groups_are_taken_as_soon_as_it_is_known() -> None:
@@ -102,12 +111,16 @@ def test_groups_are_taken_as_soon_as_it_is_known() -> None:
     update = budgeted(TokenBudget(100, 9, 1), [30, 30], 3, 0, sizes.append)
     assert numbers(update.begin()) == [0, 1] and not sizes
     assert update.scored(1, Tokens(50)) == [], "whether it is taken depends on the one before it"
-    assert numbers(update.scored(0, Tokens(20))) == [2, 3] and sizes == [4], "80 without the last one, 130 with it"
+    assert numbers(update.scored(0, Tokens(20))) == [2, 3] and sizes == [4], (
+        "80 without the last one, 130 with it"
+    )
     assert update.scored(2, Tokens(10)) == [] and update.left() == [Tokens(10)]
 
 
 def train(config: Config, budget: TokenBudget | None, lengths: Any) -> tuple[list[int], list[int]]:
-    """Tokens of every update of a run, and ages of what it trained; asserts that each group is trained once, and fresh."""
+    """Tokens of every update of a run, and ages of what it trained; asserts that each group is
+    trained once, and fresh.
+    """
     staleness, iterations, most = config.schedule.max_staleness, config.schedule.iterations, 16
     freshness = Freshness(staleness, config.iterations_ahead)
     carried: list[tuple[int, int, int]] = []  # number, version, tokens
@@ -124,7 +137,9 @@ def train(config: Config, budget: TokenBudget | None, lengths: Any) -> tuple[lis
             size = len(whole)
         else:
             due = sum(not freshness.holds(iteration + 1, g[1]) for g in carried)
-            update = budgeted(budget, [g[2] for g in carried], count, len(whole) if is_last else due)
+            update = budgeted(
+                budget, [g[2] for g in carried], count, len(whole) if is_last else due
+            )
             update.begin()
             for index in range(count):
                 update.scored(index, Tokens(whole[len(carried) + index][2]))
@@ -136,14 +151,20 @@ def train(config: Config, budget: TokenBudget | None, lengths: Any) -> tuple[lis
         ages += [iteration - g[1] for g in whole[:size]]
         sizes.append(sum(g[2] for g in whole[:size]))
         carried = whole[size:]
-    assert not carried and trained == list(range(generated)), "I2: every group once, in dispatch order"
+    assert not carried and trained == list(range(generated)), (
+        "I2: every group once, in dispatch order"
+    )
     return sizes, ages
 
 
 @pytest.mark.parametrize(("staleness", "replicas"), [(1, 1), (2, 2), (3, 1)])
-def test_every_group_is_trained_once_and_fresh_and_updates_have_more_even_tokens(staleness: int, replicas: int) -> None:
+def test_every_group_is_trained_once_and_fresh_and_updates_have_more_even_tokens(
+    staleness: int, replicas: int
+) -> None:
     schedule = {"max_staleness": staleness, "iterations": 60, "tokens_per_update": 4000}
-    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "schedule": schedule})
+    config = Config.model_validate(
+        {"model": {"path": "m"}, "data": {"train": "t"}, "schedule": schedule}
+    )
 
     def run(budget: TokenBudget | None) -> tuple[float, list[int]]:
         rng = random.Random(staleness)  # heavy-tailed, 400 tokens a group on average
@@ -153,7 +174,9 @@ def test_every_group_is_trained_once_and_fresh_and_updates_have_more_even_tokens
 
     with_budget, ages = run(TokenBudget(4000, 16, replicas))
     without, _ = run(None)
-    assert with_budget < 0.7 * without, f"coefficients of variation {with_budget:.3f} and {without:.3f}"
+    assert with_budget < 0.7 * without, (
+        f"coefficients of variation {with_budget:.3f} and {without:.3f}"
+    )
     assert max(ages) > config.iterations_ahead, "nothing was carried"
 
 
@@ -162,10 +185,14 @@ def carried_group(version: int = 3) -> ScoredGroup:
     samples = []
     for number in range(2):
         sample = SampleBuilder(prompt.tokens)
-        sample.write(np.arange(2 + number, dtype=np.int32), -0.5 * np.ones(2 + number, np.float32), version)
+        sample.write(
+            np.arange(2 + number, dtype=np.int32), -0.5 * np.ones(2 + number, np.float32), version
+        )
         samples.append(sample.finish(number == 0, f"text {number}"))
     third = np.array([0.1, 1 / 3], np.float32)
-    return ScoredGroup(prompt, samples, RewardResult(third, {"math": third}, np.array([False, True]), ("slow",)))
+    return ScoredGroup(
+        prompt, samples, RewardResult(third, {"math": third}, np.array([False, True]), ("slow",))
+    )
 
 
 def test_what_is_carried_comes_back_from_a_checkpoint_as_it_was() -> None:
@@ -213,12 +240,20 @@ class Filling:
 
 
 def updates_of(
-    groups: list[Group], timeout_s: float, size: Callable[[], int | None], max_tokens: int | None = None
+    groups: list[Group],
+    timeout_s: float,
+    size: Callable[[], int | None],
+    max_tokens: int | None = None,
 ) -> MicrobatchIterator:
     return MicrobatchIterator(
         Filling(groups),  # type: ignore[arg-type]
         **{"replica": 0, "num_replicas": 1, "iteration": 2, "groups": 16, "order": "prompt"},
-        **{"responses_per_microbatch": 4, "shared_prompt": True, "pad_multiple": 1, "timeout_s": timeout_s},
+        **{
+            "responses_per_microbatch": 4,
+            "shared_prompt": True,
+            "pad_multiple": 1,
+            "timeout_s": timeout_s,
+        },
         max_tokens=max_tokens,
         size=size,
     )
@@ -226,7 +261,9 @@ def updates_of(
 
 @pytest.mark.parametrize("known_after", [0, 1, 9])
 @pytest.mark.parametrize("max_tokens", [None, 64])
-def test_trainers_end_where_the_update_ends_whenever_they_hear_of_it(known_after: int, max_tokens: int | None) -> None:
+def test_trainers_end_where_the_update_ends_whenever_they_hear_of_it(
+    known_after: int, max_tokens: int | None
+) -> None:
     groups = make_groups(2, 3, 4, seed=1)
     taken: list[int] = []
     asked = itertools.count()
@@ -246,7 +283,9 @@ def test_pipeline_stages_know_how_many_groups_an_update_has_before_it_begins() -
     looked = itertools.count()
     source = updates_of(make_groups(2, 3, 4, seed=1), 5.0, lambda: 3 if next(looked) > 20 else None)
     (share,) = source.updates(1)
-    assert share.settle() == 3 and next(looked) == 22 and source.waited_s > 0, "until the coordinator has said so"
+    assert share.settle() == 3 and next(looked) == 22 and source.waited_s > 0, (
+        "until the coordinator has said so"
+    )
     assert [microbatch.group_indices for microbatch in share] == [(0,), (1,), (2,)]
     source.finish()
 

@@ -1,4 +1,6 @@
-"""Tools that read what a run has recorded: valid JSON that is no record, and records with other kinds of values, are left out."""
+"""Tools that read what a run has recorded: valid JSON that is no record, and records with other
+kinds of values, are left out.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def read_by_every_tool(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_lines_of_a_timeline_that_are_no_objects_are_left_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_a_timeline_that_are_no_objects_are_left_out(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     files = [run / "timeline" / f"{name}.jsonl" for name in PROCESSES]
     before = [read_spans(file) for file in files]
     others = "".join(f"{json.dumps(value)}\n" for value in NO_RECORDS)
@@ -84,7 +88,9 @@ def test_records_of_iterations_that_are_no_objects_are_one_line(
 ) -> None:
     file = run / "metrics.jsonl"
     file.write_text(f"{json.dumps(value)}\n{file.read_text()}")
-    with pytest.raises(UserError, match=r"metrics\.jsonl:1: is no object with an integer 'iteration'") as refused:
+    with pytest.raises(
+        UserError, match=r"metrics\.jsonl:1: is no object with an integer 'iteration'"
+    ) as refused:
         load_report(str(run), 0)
     assert "\n" not in str(refused.value)
     assert plot_runs.main([str(run), "--out", str(tmp_path)]) == compare_runs.main([str(run)]) == 2

@@ -1,7 +1,9 @@
-"""I5 with a real model: a transformers engine beside the Megatron trainer, and each fault that a run must not survive.
+"""I5 with a real model: a transformers engine beside the Megatron trainer, and each fault that a
+run must not survive.
 
-The engine samples with its own weights and says its own log-probs, as engines do; what is between them and the trainer's is the
-rounding of two implementations, in fp32 and in bf16. 32 responses an iteration, the fewest that anyone trains with.
+The engine samples with its own weights and says its own log-probs, as engines do; what is between
+them and the trainer's is the rounding of two implementations, in fp32 and in bf16. 32 responses an
+iteration, the fewest that anyone trains with.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from pa_npu.algorithm.agreement import CHECKS, UNCERTAINTY_FLOOR, DifferenceSums, difference_sums, limits
+from pa_npu.algorithm.agreement import (
+    CHECKS,
+    UNCERTAINTY_FLOOR,
+    DifferenceSums,
+    difference_sums,
+    limits,
+)
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
@@ -49,7 +57,9 @@ Change = Callable[[list[Group]], list[Group]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """With an entropy of 2.5 nats of at most 4.9: where all tokens are nearly as likely, their log-probs say nothing."""
+    """With an entropy of 2.5 nats of at most 4.9: where all tokens are nearly as likely, their
+    log-probs say nothing.
+    """
     path = make_model(tmp_path_factory.mktemp("model"))
     weights = load_file(path / "model.safetensors")
     weights["lm_head.weight"] *= 4.0
@@ -61,7 +71,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 class Engine:
     """Samples with the weights of an HF directory, times `scale`, at `temperature`."""
 
-    def __init__(self, directory: Path, dtype: str, *, scale: float = 1.0, temperature: float = 1.0) -> None:
+    def __init__(
+        self, directory: Path, dtype: str, *, scale: float = 1.0, temperature: float = 1.0
+    ) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype])
         self._temperature = temperature
         with torch.no_grad():
@@ -69,14 +81,24 @@ class Engine:
                 parameter.mul_(scale)
 
     def group(
-        self, iteration: int, version: int, index: int, responses: int = RESPONSES, tokens: int = TOKENS
+        self,
+        iteration: int,
+        version: int,
+        index: int,
+        responses: int = RESPONSES,
+        tokens: int = TOKENS,
     ) -> Group:
         (group,) = self.groups(iteration, version, [index], responses, tokens)
         return group
 
     @torch.no_grad()
     def groups(
-        self, iteration: int, version: int, indices: Sequence[int], responses: int = RESPONSES, tokens: int = TOKENS
+        self,
+        iteration: int,
+        version: int,
+        indices: Sequence[int],
+        responses: int = RESPONSES,
+        tokens: int = TOKENS,
     ) -> list[Group]:
         """Samples all groups in one batch, each with a generator of its own."""
         rngs = [np.random.default_rng((iteration, index)) for index in indices]
@@ -87,9 +109,13 @@ class Engine:
         for _ in range(tokens):
             answer = self._model(newest, past_key_values=cache, use_cache=True)
             cache = answer.past_key_values
-            distributions = (answer.logits[:, -1].float() / self._temperature).softmax(-1).split(responses)
+            distributions = (
+                (answer.logits[:, -1].float() / self._temperature).softmax(-1).split(responses)
+            )
             drawn = zip(distributions, generators, strict=True)
-            newest = torch.cat([torch.multinomial(one, 1, generator=generator) for one, generator in drawn])
+            newest = torch.cat(
+                [torch.multinomial(one, 1, generator=generator) for one, generator in drawn]
+            )
             sequences = torch.cat([sequences, newest], dim=1)
         # the log-probs are of one pass over whole sequences, whose rounding this test knows
         table = (self._model(sequences).logits[:, :-1].float() / self._temperature).log_softmax(-1)
@@ -122,14 +148,20 @@ class Engine:
 class Run:
     """A trainer rank's loop, with engines in the same process."""
 
-    def __init__(self, model: Path, directory: Path, dtype: str = "fp32", **sections: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Path, directory: Path, dtype: str = "fp32", **sections: dict[str, Any]
+    ) -> None:
         self.directory, self.dtype = directory, dtype
         self.config = configuration(model, directory, dtype, **sections)
         self.learner, self.stage = make_learner(self.config)
         self.agreement = Agreement(self.config, self.learner)
 
     def iteration(
-        self, number: int, engine: Engine, version: int | None = None, change: Change = lambda groups: groups
+        self,
+        number: int,
+        engine: Engine,
+        version: int | None = None,
+        change: Change = lambda groups: groups,
     ) -> Consumed:
         """version: that of the engine's weights."""
         version = number if version is None else version
@@ -154,15 +186,21 @@ class Run:
         return self.config.rollout.max_response_tokens
 
     def probe(self, version: int, engine: Engine) -> DifferenceSums:
-        group = engine.group(version, version, 99, responses=self.config.probe_responses, tokens=PROBE_TOKENS)
-        return self.agreement.check_requests(version, build_microbatches(group, group.num_samples, True, 1))
+        group = engine.group(
+            version, version, 99, responses=self.config.probe_responses, tokens=PROBE_TOKENS
+        )
+        return self.agreement.check_requests(
+            version, build_microbatches(group, group.num_samples, True, 1)
+        )
 
     def exported(self, name: str) -> Path:
         self.learner.backend.export(self.directory / name)
         return self.directory / name
 
 
-def configuration(model: Path, directory: Path, dtype: str = "fp32", **sections: dict[str, Any]) -> Config:
+def configuration(
+    model: Path, directory: Path, dtype: str = "fp32", **sections: dict[str, Any]
+) -> Config:
     base: dict[str, dict[str, Any]] = {
         "model": {"dtype": dtype},
         "run": {"dir": str(directory)},
@@ -180,7 +218,9 @@ SCALE, TEMPERATURE = 1.01, 1.3
 
 
 def engine_with(fault: str | None, published: Path, before: Engine, dtype: str) -> Engine:
-    """Returns the engine after a publish, with the published weights or a fault. before: the engine until then."""
+    """Returns the engine after a publish, with the published weights or a fault. before: the engine
+    until then.
+    """
     if fault == "skipped publish":
         return before
     return Engine(
@@ -227,12 +267,16 @@ def test_a_fault_that_is_there_from_the_beginning_is_not_taken_for_noise(
     wrong = Engine(model, dtype, temperature=0.8) if fault == "lower temperature" else None
     engine = wrong or engine_with(fault, model, Engine(model, dtype), dtype)
     run.learner.publish(0)
-    with pytest.raises(InvariantViolation, match=r"I5 agreement: in (training iteration|the probe after .*) 0 "):
+    with pytest.raises(
+        InvariantViolation, match=r"I5 agreement: in (training iteration|the probe after .*) 0 "
+    ):
         run.iteration(0, engine)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_in_fp32_a_fault_shows_at_any_learning_rate(fault: str, model: Path, tmp_path: Path) -> None:
+def test_in_fp32_a_fault_shows_at_any_learning_rate(
+    fault: str, model: Path, tmp_path: Path
+) -> None:
     run = Run(model, tmp_path, optimizer={"learning_rate": 1e-6})
     engine = Engine(model, "fp32")
     run.learner.publish(0)
@@ -250,7 +294,9 @@ def test_the_first_group_shows_a_wrong_temperature_before_anything_is_learned_fr
     run = Run(model, tmp_path, dtype)
     run.learner.publish(0)
     before = [parameter.detach().clone() for parameter in run.stage.policy.parameters()]
-    with pytest.raises(InvariantViolation, match="I5 agreement: in the probe after publishing version 0"):
+    with pytest.raises(
+        InvariantViolation, match="I5 agreement: in the probe after publishing version 0"
+    ):
         run.iteration(0, Engine(model, dtype, temperature=TEMPERATURE))
     assert all(map(torch.equal, before, run.stage.policy.parameters()))
     gradients = [parameter.main_grad for parameter in run.stage.policy.parameters()]
@@ -293,15 +339,26 @@ STALE: dict[str, dict[str, Any]] = {
 }
 IN_CI = [("k=1, two updates", "bf16")]
 OLDER_FAULTS = [
-    *(pytest.param(fault, marks=() if fault == "swapped" else pytest.mark.nightly) for fault in CHANGES),
+    *(
+        pytest.param(fault, marks=() if fault == "swapped" else pytest.mark.nightly)
+        for fault in CHANGES
+    ),
     "temperature",
 ]
 
 
 def stale_run(
-    model: Path, tmp_path: Path, dtype: str, schedule: dict[str, Any], fault: str | None, iterations: int
+    model: Path,
+    tmp_path: Path,
+    dtype: str,
+    schedule: dict[str, Any],
+    fault: str | None,
+    iterations: int,
 ) -> None:
-    """The fault comes with the last iteration. Two updates without an old policy: ratios against the sampling one."""
+    """The fault comes with the last iteration.
+
+    Two updates without an old policy: ratios against the sampling one.
+    """
     run = Run(
         model,
         tmp_path,
@@ -320,22 +377,32 @@ def stale_run(
         if staleness:
             run.probe(version, Engine(directories[version], dtype))
         by, last = max(0, version - staleness), version == iterations - 1
-        engine = Engine(directories[by], dtype, temperature=1.3 if last and fault == "temperature" else 1.0)
-        change: Change = CHANGES.get(fault or "", lambda groups: groups) if last else lambda groups: groups
+        engine = Engine(
+            directories[by], dtype, temperature=1.3 if last and fault == "temperature" else 1.0
+        )
+        change: Change = (
+            CHANGES.get(fault or "", lambda groups: groups) if last else lambda groups: groups
+        )
         consumed = run.iteration(version, engine, by, change)
     tokens = GROUPS * RESPONSES * 48
-    assert (consumed.exact.n, consumed.aged.n) == ((0, tokens) if staleness else (tokens / 2, tokens / 2))
+    assert (consumed.exact.n, consumed.aged.n) == (
+        (0, tokens) if staleness else (tokens / 2, tokens / 2)
+    )
 
 
 @pytest.mark.parametrize(
     ("schedule", "dtype"),
     [
-        pytest.param(schedule, dtype, marks=() if (schedule, dtype) in IN_CI else pytest.mark.nightly)
+        pytest.param(
+            schedule, dtype, marks=() if (schedule, dtype) in IN_CI else pytest.mark.nightly
+        )
         for schedule in STALE
         for dtype in DTYPES
     ],
 )
-def test_a_policy_that_moves_on_ends_no_run(schedule: str, dtype: str, model: Path, tmp_path: Path) -> None:
+def test_a_policy_that_moves_on_ends_no_run(
+    schedule: str, dtype: str, model: Path, tmp_path: Path
+) -> None:
     stale_run(model, tmp_path, dtype, STALE[schedule], None, 6)
 
 
@@ -343,12 +410,16 @@ def test_a_policy_that_moves_on_ends_no_run(schedule: str, dtype: str, model: Pa
 def test_log_probs_that_belong_to_other_tokens_end_the_run_whatever_their_age(
     fault: str, model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(InvariantViolation, match=r"I5 agreement: in the older tokens of training iteration 2 "):
+    with pytest.raises(
+        InvariantViolation, match=r"I5 agreement: in the older tokens of training iteration 2 "
+    ):
         stale_run(model, tmp_path, "bf16", STALE["k=1"], fault, 3)
 
 
 @pytest.mark.parametrize("fault", OLDER_FAULTS)
-def test_a_later_update_without_an_old_policy_is_judged_too(fault: str, model: Path, tmp_path: Path) -> None:
+def test_a_later_update_without_an_old_policy_is_judged_too(
+    fault: str, model: Path, tmp_path: Path
+) -> None:
     """Both updates have groups of the fault, so that the first one's tokens show it exactly."""
     with pytest.raises(InvariantViolation, match="I5 agreement: in "):
         stale_run(model, tmp_path, "bf16", STALE["two updates"], fault, 1)
@@ -370,7 +441,9 @@ def test_faults_of_older_tokens_at_every_age(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_engine_moves_the_yardstick(dtype: str, model: Path, tmp_path: Path) -> None:
-    """It follows from tokens and weights: other log-probs of the same tokens give the same numbers, and change nothing."""
+    """It follows from tokens and weights: other log-probs of the same tokens give the same numbers,
+    and change nothing.
+    """
     run = Run(model, tmp_path, dtype)
     group = Engine(model, dtype).group(0, 0, 0)
     before = [parameter.detach().clone() for parameter in run.stage.policy.parameters()]
@@ -386,7 +459,9 @@ def test_no_engine_moves_the_yardstick(dtype: str, model: Path, tmp_path: Path) 
     assert update.report.grad_norm > 0, "gradient hooks are still on the parameters"
 
 
-def test_in_bf16_the_yardstick_is_the_distance_to_the_same_weights_in_fp32(model: Path, tmp_path: Path) -> None:
+def test_in_bf16_the_yardstick_is_the_distance_to_the_same_weights_in_fp32(
+    model: Path, tmp_path: Path
+) -> None:
     """Against a whole second model in fp32 with the bf16 weights."""
     run = Run(model, tmp_path / "narrow", "bf16")
     group = Engine(model, "bf16").group(0, 0, 0)
@@ -436,9 +511,13 @@ def test_limits_follow_the_yardstick_which_is_measured_at_the_start_and_every_so
         agreement.measure(iteration, lambda number: [])
         found.append(agreement.check_trained(iteration, sums(1e-5), NONE).logodds_diff_limit)
     first, last = found[0], found[-1]
-    assert learner.asked == 2 and found == [first] * YARDSTICK_EVERY + [last], "a resumed run measures anew"
+    assert learner.asked == 2 and found == [first] * YARDSTICK_EVERY + [last], (
+        "a resumed run measures anew"
+    )
     assert first is not None and last is not None and last == pytest.approx(first / 10, rel=1e-6)
-    assert agreement.check_trained(99, sums(1e-6), NONE).logodds_diff_limit == last, "what engines say moves no limit"
+    assert agreement.check_trained(99, sums(1e-6), NONE).logodds_diff_limit == last, (
+        "what engines say moves no limit"
+    )
 
 
 def test_a_device_without_a_wider_type_has_a_stated_yardstick(model: Path, tmp_path: Path) -> None:
@@ -447,16 +526,22 @@ def test_a_device_without_a_wider_type_has_a_stated_yardstick(model: Path, tmp_p
     agreement.measure(0, lambda number: [])
     assert 4e-6 < (agreement.check_trained(0, sums(1e-6), NONE).logodds_diff_limit or 0) < 2e-5
     with pytest.raises(
-        InvariantViolation, match=r"times the trainer's own rounding, mean .difference. of log-odds = 1e-06"
+        InvariantViolation,
+        match=r"times the trainer's own rounding, mean .difference. of log-odds = 1e-06",
     ):
         agreement.check_trained(1, sums(1e-4), NONE)
 
 
-def test_without_a_margin_everything_is_recorded_and_nothing_judged(model: Path, tmp_path: Path) -> None:
+def test_without_a_margin_everything_is_recorded_and_nothing_judged(
+    model: Path, tmp_path: Path
+) -> None:
     learner: Any = Fixed()
     agreement = Agreement(configuration(model, tmp_path, publish={"noise_margin": None}), learner)
     agreement.measure(0, lambda number: [])
-    assert agreement.check_trained(0, sums(1.0), sums(1.0)).logodds_diff_limit is None and not learner.asked
+    assert (
+        agreement.check_trained(0, sums(1.0), sums(1.0)).logodds_diff_limit is None
+        and not learner.asked
+    )
     agreement.check_probe(0, replace(sums(1.0), largest=5.0))
 
 
@@ -464,7 +549,9 @@ def test_an_absolute_tolerance_holds_beside_the_yardstick(model: Path, tmp_path:
     learner: Any = Fixed()
     agreement = Agreement(configuration(model, tmp_path, publish={"probe_tolerance": 0.1}), learner)
     agreement.check_probe(0, replace(sums(1e-7), largest=0.09))
-    with pytest.raises(InvariantViolation, match=r"difference of 0.11, more than publish.probe_tolerance = 0.1"):
+    with pytest.raises(
+        InvariantViolation, match=r"difference of 0.11, more than publish.probe_tolerance = 0.1"
+    ):
         agreement.check_probe(0, replace(sums(1e-7), largest=0.11))
     with pytest.raises(InvariantViolation, match="probe_tolerance"):
         agreement.check_probe(0, replace(sums(1e-7), largest=float("nan")))
@@ -511,7 +598,10 @@ def test_a_check_that_is_only_logged_ends_no_run_and_leaves_all_that_it_judged(
     caplog.clear()
     judge(only_logged=[check]).close()
     assert re.search(message, caplog.text)
-    lines = [json.loads(line) for line in (tmp_path / "agreement" / "replica_00000.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "agreement" / "replica_00000.jsonl").read_text().splitlines()
+    ]
     assert [line["broken"] for line in lines] == [[check]] * 3
     line = lines[-1]
     assert (line["version"], line["margin"], line["subject"]) == (3, 4.0, "training iteration 3")
@@ -525,6 +615,9 @@ def test_an_agreement_is_recorded_too(model: Path, tmp_path: Path) -> None:
     agreement.measure(0, lambda number: [])
     agreement.check_probe(0, sums(1e-5))
     report = agreement.check_trained(0, sums(1e-5), NONE)
-    lines = [json.loads(line) for line in (tmp_path / "agreement" / "replica_00000.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "agreement" / "replica_00000.jsonl").read_text().splitlines()
+    ]
     assert [line["broken"] for line in lines] == [[], []]
     assert report.logodds_diff_mean == pytest.approx(1e-5 * math.sqrt(2 / math.pi), rel=0.1)

@@ -1,4 +1,6 @@
-"""A run that is asked to end early ends behind a publish, equally on all ranks, with a checkpoint and an export."""
+"""A run that is asked to end early ends behind a publish, equally on all ranks, with a checkpoint
+and an export.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def channel() -> Iterator[StoreChannel]:
 
 
 def asked(channel: StoreChannel, trained_groups: int | None, version: int) -> bool:
-    border: Any = SimpleNamespace(_rank=0, _channel=channel, _config=SimpleNamespace(trained_groups=trained_groups))
+    border: Any = SimpleNamespace(
+        _rank=0, _channel=channel, _config=SimpleNamespace(trained_groups=trained_groups)
+    )
     return Border.ends(border, version)
 
 
@@ -81,7 +85,9 @@ def test_ranks_end_once_the_launcher_has_asked(channel: StoreChannel) -> None:
 
 
 def test_a_run_with_carried_groups_ends_where_these_can_be_saved(channel: StoreChannel) -> None:
-    """The coordinator may have passed the version's end before it could know; then the run ends with the next one."""
+    """The coordinator may have passed the version's end before it could know; then the run ends
+    with the next one.
+    """
     updates: Any = SimpleNamespace(
         config=SimpleNamespace(saves=lambda version: False),
         channel=channel,

@@ -1,4 +1,6 @@
-"""I2 on the trainers' side: what was trained is what was dispatched, response by response; every way to break it is noticed."""
+"""I2 on the trainers' side: what was trained is what was dispatched, response by response; every
+way to break it is noticed.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,17 @@ from tests.helpers.trainer_rank import make_groups
 LENGTHS = {0: (3, 5), 1: (2, 2), 2: (7, 1), 3: (4, 4)}
 # order=completion: any group may be on any replica
 OWNERS = {0: 1, 1: 0, 2: 0, 3: 1}
-DISPATCH = Dispatched(4, tuple(DispatchedGroup(index, OWNERS[index], LENGTHS[index]) for index in (2, 0, 3, 1)))
+DISPATCH = Dispatched(
+    4, tuple(DispatchedGroup(index, OWNERS[index], LENGTHS[index]) for index in (2, 0, 3, 1))
+)
 
 
 def responses(*groups: int) -> list[TrainedResponse]:
-    return [TrainedResponse(group, number, tokens) for group in groups for number, tokens in enumerate(LENGTHS[group])]
+    return [
+        TrainedResponse(group, number, tokens)
+        for group in groups
+        for number, tokens in enumerate(LENGTHS[group])
+    ]
 
 
 def check(dispatched: Dispatched, replica: int, trained: list[TrainedResponse]) -> None:
@@ -51,17 +59,29 @@ def test_every_response_once_in_any_order_passes_on_both_replicas() -> None:
             responses(1, 2) + responses(2)[:1],
             r"trained too much: response 0 of group 2 \(7 tokens\); dispatched were 4",
         ),
-        (responses(1, 2)[:-1], r"left out: response 1 of group 2 \(1 tokens\).* 12 tokens, trained 3 with 11"),
+        (
+            responses(1, 2)[:-1],
+            r"left out: response 1 of group 2 \(1 tokens\).* 12 tokens, trained 3 with 11",
+        ),
         # the number of responses is right, and yet
         (
             responses(1) + responses(2)[:1] * 2,
             "trained too much: response 0 of group 2.*left out: response 1 of group 2",
         ),
-        (responses(1, 1), "trained too much: response 0 of group 1.*left out: response 0 of group 2"),
+        (
+            responses(1, 1),
+            "trained too much: response 0 of group 1.*left out: response 0 of group 2",
+        ),
         (responses(1, 3), r"response 0 of group 3 \(4 tokens, of replica 1\).*left out"),
         (responses(1, 2, 0), "of replica 1"),
-        ([*responses(1, 2), TrainedResponse(9, 0, 5)], r"response 0 of group 9 \(5 tokens, of no replica\)"),
-        ([*responses(1), TrainedResponse(2, 0, 6), TrainedResponse(2, 1, 2)], r"group 2 \(6 tokens\).*left out"),
+        (
+            [*responses(1, 2), TrainedResponse(9, 0, 5)],
+            r"response 0 of group 9 \(5 tokens, of no replica\)",
+        ),
+        (
+            [*responses(1), TrainedResponse(2, 0, 6), TrainedResponse(2, 1, 2)],
+            r"group 2 \(6 tokens\).*left out",
+        ),
         ([], "left out: response 0 of group 2 .* trained 0 with 0"),
     ],
     ids=[
@@ -77,13 +97,18 @@ def test_every_response_once_in_any_order_passes_on_both_replicas() -> None:
     ],
 )
 def test_what_is_trained_otherwise_is_named(trained: list[TrainedResponse], said: str) -> None:
-    with pytest.raises(InvariantViolation, match=f"I2 exactly once: iteration 4, replica 0: .*(?:{said})") as raised:
+    with pytest.raises(
+        InvariantViolation, match=f"I2 exactly once: iteration 4, replica 0: .*(?:{said})"
+    ) as raised:
         check(DISPATCH, 0, trained)
     assert "\n" not in str(raised.value)
 
 
 def _with(number: int, **fields: Any) -> Dispatched:
-    return replace(DISPATCH, groups=tuple(replace(g, **fields) if g.index == number else g for g in DISPATCH.groups))
+    return replace(
+        DISPATCH,
+        groups=tuple(replace(g, **fields) if g.index == number else g for g in DISPATCH.groups),
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,9 +122,19 @@ def _with(number: int, **fields: Any) -> Dispatched:
         (replace(DISPATCH, groups=DISPATCH.groups[1:]), r"\{0: 1, 1: 2\} groups"),
         (replace(DISPATCH, iteration=3), "the coordinator speaks of iteration 3"),
     ],
-    ids=["same group twice", "beyond the batch", "before it", "uneven", "no such replica", "one missing", "iteration"],
+    ids=[
+        "same group twice",
+        "beyond the batch",
+        "before it",
+        "uneven",
+        "no such replica",
+        "one missing",
+        "iteration",
+    ],
 )
-def test_a_dispatch_that_is_no_whole_is_seen_by_every_trainer(dispatched: Dispatched, said: str) -> None:
+def test_a_dispatch_that_is_no_whole_is_seen_by_every_trainer(
+    dispatched: Dispatched, said: str
+) -> None:
     for replica, trained in ((0, responses(1, 2)), (1, responses(3, 0))):
         with pytest.raises(InvariantViolation, match=f"I2 exactly once: iteration 4: .*{said}"):
             check(dispatched, replica, trained)
@@ -116,15 +151,22 @@ def test_parts_of_a_group_make_up_what_each_replica_has_to_train() -> None:
     first, second = responses(0)
     check_parts(divided, 0, [*responses(1, 2), second])
     check_parts(divided, 1, [*responses(3), first])
-    with pytest.raises(InvariantViolation, match=r"trained too much: response 0 of group 0 \(3 tokens, of replica 1\)"):
+    with pytest.raises(
+        InvariantViolation,
+        match=r"trained too much: response 0 of group 0 \(3 tokens, of replica 1\)",
+    ):
         check_parts(divided, 0, [*responses(1, 2), first, second])
     with pytest.raises(InvariantViolation, match="group 0 was dispatched 2 times"):
         check(divided, 0, [*responses(1, 2), second])
     for wrong in (replace(parts[1], first=0), replace(parts[1], first=2)):
         groups = (*(g for g in DISPATCH.groups if g.index), parts[0], wrong)
-        with pytest.raises(InvariantViolation, match=r"group 0 was dispatched 2 times, to replicas \[1, 0\]"):
+        with pytest.raises(
+            InvariantViolation, match=r"group 0 was dispatched 2 times, to replicas \[1, 0\]"
+        ):
             check_parts(replace(DISPATCH, groups=groups), 0, [])
-    with pytest.raises(InvariantViolation, match="responses before number 1 of group 0 were not dispatched"):
+    with pytest.raises(
+        InvariantViolation, match="responses before number 1 of group 0 were not dispatched"
+    ):
         check_parts(replace(DISPATCH, groups=(*groups[:3], parts[1])), 0, [])
 
 
@@ -181,9 +223,15 @@ def test_a_microbatch_trained_twice_or_left_out_inside_a_replica_ends_the_iterat
         checks(0, consumed)
 
 
-def test_a_coordinator_that_never_says_what_it_dispatched_ends_the_wait(model: Path, tmp_path: Path) -> None:
+def test_a_coordinator_that_never_says_what_it_dispatched_ends_the_wait(
+    model: Path, tmp_path: Path
+) -> None:
     config = model_config(model, run={"dir": str(tmp_path)})
-    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"wait_timeout_s": 0.01})})
-    checks = IterationChecks(config, StoreChannel(dist.HashStore()), Agreement(config, NO_BACKEND), replica=0)
+    config = config.model_copy(
+        update={"trainer": config.trainer.model_copy(update={"wait_timeout_s": 0.01})}
+    )
+    checks = IterationChecks(
+        config, StoreChannel(dist.HashStore()), Agreement(config, NO_BACKEND), replica=0
+    )
     with pytest.raises(DeadlineExceeded, match="the coordinator: what iteration 3 consists of"):
         checks(3, None)

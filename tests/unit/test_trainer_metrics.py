@@ -1,7 +1,9 @@
-"""Every number of the trainers in metrics.jsonl against its definition, computed by transformers and numpy in double precision.
+"""Every number of the trainers in metrics.jsonl against its definition, computed by transformers
+and numpy in double precision.
 
-Two updates of one iteration, so that the policy of the second has left the old policy, which is the one that sampled. The engines'
-log-probs are off by made-up differences, so that all that compares engine and trainer has something to show.
+Two updates of one iteration, so that the policy of the second has left the old policy, which is the
+one that sampled. The engines' log-probs are off by made-up differences, so that all that compares
+engine and trainer has something to show.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 class Policy:
-    """An HF directory in double precision at TEMPERATURE: log-probs and entropies of the trained tokens of groups."""
+    """An HF directory in double precision at TEMPERATURE: log-probs and entropies of the trained
+    tokens of groups.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
@@ -69,7 +73,9 @@ def expected(
     """The numbers of one update by their definitions, and the per-token values behind them."""
     (new, entropy), (before, _), (far, _) = policy(groups), old(groups), reference(groups)
     engine = np.concatenate([group.logprobs[group.trained] for group in groups]).astype(np.float64)
-    advantage = np.concatenate([group.advantages[group.trained] for group in groups]).astype(np.float64)
+    advantage = np.concatenate([group.advantages[group.trained] for group in groups]).astype(
+        np.float64
+    )
     ratio = np.exp(new - before)
     clipped = np.clip(ratio, 1 - CLIP, 1 + CLIP)
     weight = np.minimum(np.exp(before - engine), CAP)
@@ -103,9 +109,18 @@ def expected(
 def configuration(model: Path) -> Config:
     return model_config(
         model,
-        rollout={"responses_per_prompt": RESPONSES, "max_response_tokens": 16, "temperature": TEMPERATURE},
+        rollout={
+            "responses_per_prompt": RESPONSES,
+            "max_response_tokens": 16,
+            "temperature": TEMPERATURE,
+        },
         schedule={"prompts_per_iteration": 2 * SHARES, "updates_per_iteration": SHARES},
-        optimizer={"learning_rate": LEARNING_RATE, "clip_grad": 0.0, "epsilon": 1e-3, "weight_decay": 0.0},
+        optimizer={
+            "learning_rate": LEARNING_RATE,
+            "clip_grad": 0.0,
+            "epsilon": 1e-3,
+            "weight_decay": 0.0,
+        },
         algorithm={
             **{"clip_low": CLIP, "clip_high": CLIP, "kl_coef": KL, "kl_estimator": "k3"},
             **{"importance_sampling": "token", "importance_cap": CAP},
@@ -117,7 +132,8 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
     config = configuration(model)
     spec = ModelSpec.read(config.model.path)
     learner, stage = make_learner(config)
-    # the reference is another model than the first version, or its KL would be 0 in the first update
+    # the reference is another model than the first version, or its KL would be 0 in the first
+    # update
     start = Policy(model)
     with torch.no_grad():
         for parameter in stage.frozen["reference"].parameters():
@@ -126,7 +142,9 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
     learner.publish(0)
     groups = make_groups(0, 2 * SHARES, RESPONSES, seed=5)
     groups = [
-        with_trained(g, logprobs=np.minimum(start([g])[0] + 0.15 * rng.standard_normal(g.num_trained), 0))
+        with_trained(
+            g, logprobs=np.minimum(start([g])[0] + 0.15 * rng.standard_normal(g.num_trained), 0)
+        )
         for g in groups
     ]
     updates: list[Update] = []
@@ -136,7 +154,9 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
         microbatches = [m for group in own for m in build_microbatches(group, RESPONSES, True, 1)]
         source = Source(microbatches, waited_s=0.25, each=EACH)
         trained = learner.accumulate(source)
-        assert sum(response.tokens for response in trained) == sum(group.num_trained for group in own)
+        assert sum(response.tokens for response in trained) == sum(
+            group.num_trained for group in own
+        )
         updates.append(learner.step())
         gradient_norms.append(updates[-1].report.grad_norm)
         learner.backend.export(tmp_path / f"after_{share}")
@@ -150,24 +170,35 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
         wanted, tokens = expected(Policy(policies[share]), start, own, Policy(reference))
         found = asdict(update.report)
         for name, value in wanted.items():
-            assert found[name] == pytest.approx(value, rel=2e-4, abs=2e-6), f"update {share}: {name}"
+            assert found[name] == pytest.approx(value, rel=2e-4, abs=2e-6), (
+                f"update {share}: {name}"
+            )
         columns.append(wanted)
         assert found["learning_rate"] == pytest.approx(LEARNING_RATE)
         assert found["wait_s"] == 0 and 0 < found["step_s"] < found["train_s"]
         # each case must show what it compares
         assert wanted["logprob_k3"] > 1e-3 and 0 < wanted["importance_truncated_ratio"] < 1
         other = tokens["k3 the other way"].mean()
-        assert abs(other - wanted["logprob_k3"]) > 1e-3 * wanted["logprob_k3"], "the direction of K3 must show"
-    assert columns[0]["clip_ratio"] == 0 < columns[1]["clip_ratio"], "the ratio is 1 before the first update"
+        assert abs(other - wanted["logprob_k3"]) > 1e-3 * wanted["logprob_k3"], (
+            "the direction of K3 must show"
+        )
+    assert columns[0]["clip_ratio"] == 0 < columns[1]["clip_ratio"], (
+        "the ratio is 1 before the first update"
+    )
 
     report = IterationReport(
-        0, merge_updates([u.report for u in updates]), ProbeReport(), AgreementReport(1.0, 2.0, 3.0, 4.0)
+        0,
+        merge_updates([u.report for u in updates]),
+        ProbeReport(),
+        AgreementReport(1.0, 2.0, 3.0, 4.0),
     )
     record = report.record()
     counts = np.array([column["tokens_response"] for column in columns], float)
     for name in columns[0]:
         values = np.array([column[name] for column in columns])
-        if name in ("tokens_response", "tokens_computed", "microbatches") or name.startswith("rollout_"):
+        if name in ("tokens_response", "tokens_computed", "microbatches") or name.startswith(
+            "rollout_"
+        ):
             merged = values.sum()
         elif name in ("loss", "policy_loss"):
             merged = values.mean()
@@ -177,10 +208,27 @@ def test_every_number_is_what_its_definition_gives(model: Path, tmp_path: Path) 
             merged = (values * counts).sum() / counts.sum()
         assert record[name] == pytest.approx(merged, rel=2e-4, abs=2e-6), name
     assert record["grad_norm"] == pytest.approx(np.mean(gradient_norms))
-    assert record["memory_trainer_host_bytes"] == max(u.report.memory_trainer_host_bytes for u in updates) > 50 * 2**20
-    judged = {"logodds_diff_mean": 1.0, "logodds_diff_limit": 2.0, "logodds_slope": 3.0, "logodds_slope_limit": 4.0}
+    assert (
+        record["memory_trainer_host_bytes"]
+        == max(u.report.memory_trainer_host_bytes for u in updates)
+        > 50 * 2**20
+    )
+    judged = {
+        "logodds_diff_mean": 1.0,
+        "logodds_diff_limit": 2.0,
+        "logodds_slope": 3.0,
+        "logodds_slope_limit": 4.0,
+    }
     assert {name: record[name] for name in judged} == judged
-    names = {*columns[0], "grad_norm", "learning_rate", "wait_s", "train_s", "step_s", "memory_trainer_host_bytes"}
+    names = {
+        *columns[0],
+        "grad_norm",
+        "learning_rate",
+        "wait_s",
+        "train_s",
+        "step_s",
+        "memory_trainer_host_bytes",
+    }
     assert record.keys() == names | judged.keys(), "a number that nothing here checks"
 
 

@@ -1,4 +1,6 @@
-"""telemetry.profile_iterations: the loop leaves a trace of the chosen iterations on the chosen ranks, and of no other."""
+"""telemetry.profile_iterations: the loop leaves a trace of the chosen iterations on the chosen
+ranks, and of no other.
+"""
 
 from __future__ import annotations
 
@@ -91,8 +93,15 @@ def no_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(tmp_path: Path, rank: int, **telemetry: Any) -> list[Path]:
     config = make_config(tmp_path, telemetry)
-    parts: Any = (OneLayerLearner(), QuietBorder(), lambda iteration: NoMicrobatches(), Timeline(None, ""))
-    loop.train(config, *parts, profiler=partial(profiled, config, PLATFORM, rank), checks=NoChecks())
+    parts: Any = (
+        OneLayerLearner(),
+        QuietBorder(),
+        lambda iteration: NoMicrobatches(),
+        Timeline(None, ""),
+    )
+    loop.train(
+        config, *parts, profiler=partial(profiled, config, PLATFORM, rank), checks=NoChecks()
+    )
     return sorted((tmp_path / "profile").glob("*"))
 
 
@@ -110,18 +119,29 @@ def test_chosen_iterations_of_a_rank_that_publishes_leave_a_trace_with_the_opera
     tmp_path: Path,
 ) -> None:
     files = run(tmp_path, rank=0, profile_iterations=[0, 2])
-    assert [file.name.split(".")[0] for file in files] == ["iteration_000000_rank0", "iteration_000002_rank0"]
+    assert [file.name.split(".")[0] for file in files] == [
+        "iteration_000000_rank0",
+        "iteration_000002_rank0",
+    ]
     for file in files:
-        names = {event["name"] for event in json.loads(file.read_text())["traceEvents"] if "name" in event}
+        names = {
+            event["name"]
+            for event in json.loads(file.read_text())["traceEvents"]
+            if "name" in event
+        }
         assert "aten::mm" in names
         assert "aten::exp" not in names, "the border was recorded too"
 
 
 def test_without_the_key_or_on_another_rank_nothing_is_recorded(tmp_path: Path) -> None:
     assert run(tmp_path, rank=0) == []
-    assert run(tmp_path, rank=1, profile_iterations=[1]) == [], "another replica of the stage does the same"
+    assert run(tmp_path, rank=1, profile_iterations=[1]) == [], (
+        "another replica of the stage does the same"
+    )
 
 
 def test_iterations_that_the_run_does_not_have_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"telemetry.profile_iterations: \[3\]: the run has 0 to 2"):
+    with pytest.raises(
+        ValueError, match=r"telemetry.profile_iterations: \[3\]: the run has 0 to 2"
+    ):
         make_config(tmp_path, {"profile_iterations": [3]})

@@ -1,4 +1,6 @@
-"""Settings of single engines: windows of their own, speeds until they are measured, devices in records."""
+"""Settings of single engines: windows of their own, speeds until they are measured, devices in
+records.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,18 @@ def tree(settings: list[dict[str, Any]], device: str = "cpu", **rollout: Any) ->
     }
 
 
-# -------------------------------------------------------------------------------------------------------- configuration
+# --------------------------------------------------------------------------------------------------------
+# configuration
 
 
 @pytest.mark.parametrize(
     ("settings", "rollout", "problem"),
     [
-        ([{"engines": [3], "speed": 0.5}], {}, "there is no engine 3: the run has 3, numbered from 0"),
+        (
+            [{"engines": [3], "speed": 0.5}],
+            {},
+            "there is no engine 3: the run has 3, numbered from 0",
+        ),
         (
             [{"engines": [1], "speed": 0.5}, {"engines": [0, 1]}],
             {},
@@ -68,36 +75,58 @@ def tree(settings: list[dict[str, Any]], device: str = "cpu", **rollout: Any) ->
             {},
             "a window of 7 for engines 1, 2 cannot hold one group .* = 8; set it to",
         ),
-        ([{"engines": [1], "device": "CUDA A100"}], {}, "engine 1 on CUDA A100, but the run starts .*rollout.attach"),
+        (
+            [{"engines": [1], "device": "CUDA A100"}],
+            {},
+            "engine 1 on CUDA A100, but the run starts .*rollout.attach",
+        ),
         ([{"engines": []}], {}, "at least 1 item"),
         ([{"engines": [0], "speed": 0.0}], {}, "greater than or equal to 0.05"),
         ([{"engines": [0], "speed": float("nan")}], {}, "speed"),
         ([{"engines": [0], "price": 3}], {}, "price"),
     ],
 )
-def test_what_makes_no_sense_is_refused(settings: list[dict[str, Any]], rollout: dict[str, Any], problem: str) -> None:
+def test_what_makes_no_sense_is_refused(
+    settings: list[dict[str, Any]], rollout: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ValueError, match=problem):
         Config.model_validate(tree(settings, **rollout))
 
 
 def test_kinds_of_devices_may_be_mixed_where_engines_are_attached() -> None:
-    settings = [{"engines": [1], "device": "cuda A100"}, {"engines": [2], "device": "a box in the cellar"}]
+    settings = [
+        {"engines": [1], "device": "cuda A100"},
+        {"engines": [2], "device": "a box in the cellar"},
+    ]
     attach = [f"http://h{number}:1" for number in range(3)]
     rollout = Config.model_validate(tree(settings, "npu", attach=attach)).rollout
     assert [rollout.settings_of(number).device_kind for number in range(3)] == [None, "cuda", None]
     assert rollout.settings_of(0) == EngineSettings(engines=(0,))
 
 
-def test_engines_on_other_devices_get_weights_through_host_memory_and_workers_are_numbered_on_by_way() -> None:
+def test_engines_on_other_devices_get_weights_through_host_memory_and_workers_are_numbered_on_by_way() -> (
+    None
+):
     settings = [{"engines": [2], "device": "cuda H100"}, {"engines": [0], "device": "NPU 910B"}]
     attach = [f"http://h{number}:1" for number in range(3)]
-    chosen = Config.model_validate(tree(settings, "npu", attach=attach, engines=3, tensor_parallel=2))
+    chosen = Config.model_validate(
+        tree(settings, "npu", attach=attach, engines=3, tensor_parallel=2)
+    )
     engines: list[Any] = [Engine(f"e{number}") for number in range(3)]
     members = [Member(number, 0, True, engine) for number, engine in enumerate(engines)]
-    connection = Connection(("127.0.0.1", 1), "hccl", [StageManifest("s", {})], [StageManifest("late", {})], "npu")
+    connection = Connection(
+        ("127.0.0.1", 1), "hccl", [StageManifest("s", {})], [StageManifest("late", {})], "npu"
+    )
     groups = EngineGroups(chosen, connection)
-    shape = [(g.backend, g.stages[0]["name"], g.first_rank, g.world_size) for g in groups.of_members(members, 7)]
-    assert shape == [("hccl", "s/7/group", 1, 5), ("hccl", "s/7/group", 3, 5), ("gloo", "s/7/host", 1, 3)]
+    shape = [
+        (g.backend, g.stages[0]["name"], g.first_rank, g.world_size)
+        for g in groups.of_members(members, 7)
+    ]
+    assert shape == [
+        ("hccl", "s/7/group", 1, 5),
+        ("hccl", "s/7/group", 3, 5),
+        ("gloo", "s/7/host", 1, 3),
+    ]
     receivers = groups.receivers(members, 7)
     assert (receivers.workers, receivers.host_workers) == (4, 2)
     late = groups.of_late(9)
@@ -122,9 +151,14 @@ def test_the_dry_run_and_the_plan_of_a_cluster_take_them_into_account() -> None:
     """The plan, which varies how many engines there are, leaves them out."""
     spec = known_spec("Qwen2.5-7B")
     assert spec is not None
-    slow, alike = (Config.model_validate(tree(s, "npu")) for s in ([{"engines": [2], "speed": 0.25}], []))
+    slow, alike = (
+        Config.model_validate(tree(s, "npu")) for s in ([{"engines": [2], "speed": 0.25}], [])
+    )
     typical = typical_speed("npu")
-    generate_s = [assumed_basis(c, spec, typical).predicted(c, streams=False).generate_s for c in (slow, alike)]
+    generate_s = [
+        assumed_basis(c, spec, typical).predicted(c, streams=False).generate_s
+        for c in (slow, alike)
+    ]
     assert generate_s[0] > 1.3 * generate_s[1]
     assert planning_base(slow, "npu") == planning_base(alike, "npu")
 
@@ -139,7 +173,9 @@ def test_what_a_run_runs_on_has_a_line_for_each_device() -> None:
     assert lines[1:] == ["engines: 1 x vllm 0.23 on npu 910B", "engines: 2 x vllm 0.23"]
 
 
-async def test_the_fleet_tells_the_pool_and_the_record_of_each_engine_by_its_place_in_the_roster() -> None:
+async def test_the_fleet_tells_the_pool_and_the_record_of_each_engine_by_its_place_in_the_roster() -> (
+    None
+):
     job = Job()
     settings = [{"engines": [1], "window": 64, "speed": 0.5, "device": "npu 910B"}]
     job.fleet._config = RolloutConfig.model_validate({"engines": 2, "engine_settings": settings})
@@ -149,12 +185,21 @@ async def test_the_fleet_tells_the_pool_and_the_record_of_each_engine_by_its_pla
         used = [(name, use.settings) for name, use in job.pool.use().items()]
         found = {name: (own.window, own.speed, own.device) for name, own in used}
         assert found == {"a": (None, 1.0, None), "b": (64, 0.5, "npu 910B")}
-        assert [(engine.name, engine.device) for engine in job.fleet.run_on()] == [("a", None), ("b", "npu 910B")]
+        assert [(engine.name, engine.device) for engine in job.fleet.run_on()] == [
+            ("a", None),
+            ("b", "npu 910B"),
+        ]
 
 
 def test_a_report_names_the_devices_of_single_engines_and_reads_what_it_does_not_know() -> None:
-    settings: list[Any] = [{"engines": [1, 2], "device": "npu 910B"}, {"engines": [0], "device": "npu 910C"}]
-    assert named_devices({"rollout": {"engine_settings": settings}}) == "npu 910B (engines 1, 2), npu 910C (engine 0)"
+    settings: list[Any] = [
+        {"engines": [1, 2], "device": "npu 910B"},
+        {"engines": [0], "device": "npu 910C"},
+    ]
+    assert (
+        named_devices({"rollout": {"engine_settings": settings}})
+        == "npu 910B (engines 1, 2), npu 910C (engine 0)"
+    )
     unknown: list[Any] = [
         {},
         {"rollout": None},
@@ -163,7 +208,8 @@ def test_a_report_names_the_devices_of_single_engines_and_reads_what_it_does_not
     assert [named_devices(config) for config in unknown] == ["", "", ""]
 
 
-# ------------------------------------------------------------------------------------------------------------- windows
+# -------------------------------------------------------------------------------------------------------------
+# windows
 
 
 class Engine:
@@ -174,7 +220,9 @@ class Engine:
         """Nothing is open."""
 
 
-async def test_an_engine_has_no_more_in_flight_than_its_own_window_whatever_it_is_asked_for() -> None:
+async def test_an_engine_has_no_more_in_flight_than_its_own_window_whatever_it_is_asked_for() -> (
+    None
+):
     """Also by evaluations and by other programs, which follow no schedule."""
     async with EnginePool() as pool:
         for name, window in (("small", 8), ("usual", None)):
@@ -183,7 +231,10 @@ async def test_an_engine_has_no_more_in_flight_than_its_own_window_whatever_it_i
             pool.serve(engine)
         for _ in range(5):
             await pool.admit(4, 100, lambda name: 12, 1.0)
-        assert {name: use.in_flight_sequences for name, use in pool.use().items()} == {"small": 8, "usual": 12}
+        assert {name: use.in_flight_sequences for name, use in pool.use().items()} == {
+            "small": 8,
+            "usual": 12,
+        }
         with pytest.raises(Exception, match=r"window 8 to 12"):
             await pool.admit(4, 100, lambda name: 12, 0.01)
 
@@ -195,10 +246,16 @@ def test_windows_of_their_own_are_in_every_schedule_that_is_tried() -> None:
     for number in range(4):
         groups, outlooks = case.work(number)
         schedule = controller.begin_iteration(IterationOutlook(outlooks, case.names, windows=own))
-        assert [windows.of(case.names[1]) for windows in schedule.windows] == [8] * len(schedule.windows)
+        assert [windows.of(case.names[1]) for windows in schedule.windows] == [8] * len(
+            schedule.windows
+        )
         assert schedule.windows[-1].of(case.names[0]) > 8, "the other's is chosen"
         outcome = simulate(case.cluster, groups, schedule)
-        assert most_in_flight(outcome.timings, case.names[1]) == 8 < most_in_flight(outcome.timings, case.names[0])
+        assert (
+            most_in_flight(outcome.timings, case.names[1])
+            == 8
+            < most_in_flight(outcome.timings, case.names[0])
+        )
         for timing in outcome.timings:
             controller.observe(timing)
         controller.end_iteration(IterationTimes(outcome.end_s, 0.0, outcome.train_s, 0.0))
@@ -206,25 +263,36 @@ def test_windows_of_their_own_are_in_every_schedule_that_is_tried() -> None:
 
 def test_reach_and_turns_stay_as_they_are_beside_windows_of_their_own() -> None:
     reach = Reach((1.0,), {}, 3.0)
-    schedule = Schedule("s", (0,), (same_windows(NAMES, 16), same_windows(NAMES, 32, 4)), reach=reach)
+    schedule = Schedule(
+        "s", (0,), (same_windows(NAMES, 16), same_windows(NAMES, 32, 4)), reach=reach
+    )
     changed = with_own_windows(schedule, {"slow": 8})
-    assert [(w.of("fast"), w.of("slow"), w.from_group) for w in changed.windows] == [(16, 8, 0), (32, 8, 4)]
-    assert (changed.reach, changed.order) == (reach, (0,)) and with_own_windows(schedule, {}) is schedule
+    assert [(w.of("fast"), w.of("slow"), w.from_group) for w in changed.windows] == [
+        (16, 8, 0),
+        (32, 8, 4),
+    ]
+    assert (changed.reach, changed.order) == (reach, (0,)) and with_own_windows(
+        schedule, {}
+    ) is schedule
 
 
 def most_in_flight(timings: Any, engine: str) -> int:
     mine = [timing for timing in timings if timing.engine == engine]
     return max(
-        sum(len(other.lengths) for other in mine if other.start_s <= timing.start_s < other.end_s) for timing in mine
+        sum(len(other.lengths) for other in mine if other.start_s <= timing.start_s < other.end_s)
+        for timing in mine
     )
 
 
-# -------------------------------------------------------------------------------------------------------------- speeds
+# --------------------------------------------------------------------------------------------------------------
+# speeds
 
 
 def first(speeds: dict[str, float], room: int = 32, groups: int = 40) -> Schedule:
     rules = Rules("auto", "auto", 4, 4 * room, 16, 1, "completion", 1)
-    return first_schedule(rules, IterationOutlook([GroupOutlook(1, 10.0, 10.0)] * groups, NAMES, speeds=speeds))
+    return first_schedule(
+        rules, IterationOutlook([GroupOutlook(1, 10.0, 10.0)] * groups, NAMES, speeds=speeds)
+    )
 
 
 def test_the_first_schedule_has_windows_in_proportion_to_the_speeds_that_are_expected() -> None:
@@ -233,17 +301,25 @@ def test_the_first_schedule_has_windows_in_proportion_to_the_speeds_that_are_exp
     unequal = first({"slow": SLOW_BY})
     assert [[w.of(name) for name in NAMES] for w in unequal.windows] == [[32, 8], [64, 16]]
     assert [w.of("another") for w in unequal.windows] == [20, 40], "one that appears meanwhile"
-    assert first({"slow": SLOW_BY}, room=8).windows[-1].of("fast") == 32, "no more than there is room for"
+    assert first({"slow": SLOW_BY}, room=8).windows[-1].of("fast") == 32, (
+        "no more than there is room for"
+    )
     assert first({"slow": 0.05}).windows[0].of("slow") == 4, "a group at least"
     assert first(dict.fromkeys(NAMES, 3.0)).windows == equal.windows, "only what differs counts"
 
 
 def iterations(speeds: dict[str, float], number: int, slow_by: float = SLOW_BY) -> list[float]:
-    """Seconds of generation of a run's iterations, on an engine of a speed of 1 and one of `slow_by`."""
+    """Seconds of generation of a run's iterations, on an engine of a speed of 1 and one of
+    `slow_by`.
+    """
     engines = (CPU_ENGINE, CPU_ENGINE.scaled(1 / slow_by))
     case = Case("unequal", engines, 40, 4, 64, Lengths(100, 400, 0.5, 0.3), 64, 0.05)
     controller = ScheduleController(rules_of(case), lambda prompt, lengths: prompt + sum(lengths))
-    speeds = {name: speeds[short] for name, short in zip(case.names, NAMES, strict=True) if short in speeds}
+    speeds = {
+        name: speeds[short]
+        for name, short in zip(case.names, NAMES, strict=True)
+        if short in speeds
+    }
     seconds = []
     for iteration in range(number):
         groups, outlooks = case.work(iteration)
@@ -256,11 +332,17 @@ def iterations(speeds: dict[str, float], number: int, slow_by: float = SLOW_BY) 
     return seconds
 
 
-def test_an_expected_speed_that_is_right_shortens_the_first_iteration_and_one_that_is_wrong_only_that() -> None:
-    knowing, unknowing, wrong = (iterations(speeds, 5) for speeds in ({"slow": SLOW_BY}, {}, {"slow": 4.0}))
+def test_an_expected_speed_that_is_right_shortens_the_first_iteration_and_one_that_is_wrong_only_that() -> (
+    None
+):
+    knowing, unknowing, wrong = (
+        iterations(speeds, 5) for speeds in ({"slow": SLOW_BY}, {}, {"slow": 4.0})
+    )
     assert knowing[0] < 0.8 * unknowing[0], (knowing, unknowing)
     assert wrong[0] > 1.3 * unknowing[0], "negative control: it is used"
-    assert np.mean(wrong[1:]) < 1.1 * np.mean(unknowing[1:]), "from then on engines are as fast as they were measured"
+    assert np.mean(wrong[1:]) < 1.1 * np.mean(unknowing[1:]), (
+        "from then on engines are as fast as they were measured"
+    )
     assert np.mean(knowing[1:]) < 1.1 * np.mean(unknowing[1:])
 
 

@@ -1,4 +1,6 @@
-"""A user's own loss, advantage and reward are tried before anything starts; what is wrong is one line with file and line."""
+"""A user's own loss, advantage and reward are tried before anything starts; what is wrong is one
+line with file and line.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +150,9 @@ def test_every_algorithm_of_ours_passes_the_trial_of_a_users_class(name: str) ->
 
 
 def test_the_names_in_the_configuration_are_those_that_exist() -> None:
-    described = {name: AlgorithmConfig.model_fields[name].description or "" for name in ("loss", "advantage")}
+    described = {
+        name: AlgorithmConfig.model_fields[name].description or "" for name in ("loss", "advantage")
+    }
     assert set(KINDS) == {*POLICY_LOSSES, "dpo"}
     assert all(name in described["loss"] for name in KINDS)
     assert all(name in described["advantage"] for name in (*GROUP_ADVANTAGES, "batch-std"))
@@ -160,7 +164,9 @@ def config_of(**keys: str) -> Config:
 
 def test_the_trial_is_a_process_of_its_own_and_takes_good_functions(users_module: str) -> None:
     check_algorithm(config_of(loss=f"{users_module}:good", advantage=f"{users_module}:squared"))
-    with pytest.raises(ConfigError, match=r"algorithm\.advantage: ends:f: the process that tried it ended with 7"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.advantage: ends:f: the process that tried it ended with 7"
+    ):
         check_algorithm(config_of(advantage="ends:f"))
 
 
@@ -180,21 +186,28 @@ def test_an_advantage_of_ones_own_is_used_by_name(users_module: str) -> None:
         ("nowhere", "cannot be imported"),
     ],
 )
-def test_an_advantage_that_is_none_is_one_line(users_module: str, function: str, problem: str) -> None:
+def test_an_advantage_that_is_none_is_one_line(
+    users_module: str, function: str, problem: str
+) -> None:
     with np.errstate(divide="ignore"), pytest.raises(ConfigError, match=problem) as refused:
         group_advantages(np.array([1.0, 2.0, 4.0], np.float32), f"{users_module}:{function}")
     assert str(refused.value).startswith(f"algorithm.advantage: {users_module}:{function}")
 
 
 @pytest.mark.parametrize("key", ["algorithm.loss", "algorithm.advantage"])
-def test_a_name_that_is_neither_ours_nor_module_and_function_is_refused_by_the_configuration(key: str) -> None:
+def test_a_name_that_is_neither_ours_nor_module_and_function_is_refused_by_the_configuration(
+    key: str,
+) -> None:
     for value in ("nonsense", ":f", "m:", ":"):
         with pytest.raises(ConfigError, match=rf"{key}: '.*' is not .* or module:function"):
             load_config([], ["model.path=m", "data.train=t", f"{key}='{value}'"])
 
 
 def users_rewards(name: str) -> Config:
-    return load_config([], ["model.path=m", "data.train=t", f"reward.functions=[{{name: '{name}'}}, {{name: math}}]"])
+    return load_config(
+        [],
+        ["model.path=m", "data.train=t", f"reward.functions=[{{name: '{name}'}}, {{name: math}}]"],
+    )
 
 
 def test_a_reward_function_is_called_once_for_a_row_of_the_dataset(users_module: str) -> None:

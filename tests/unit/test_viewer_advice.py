@@ -1,4 +1,6 @@
-"""Advice: each rule speaks where its numbers call for it, names the key to change, and is silent otherwise."""
+"""Advice: each rule speaks where its numbers call for it, names the key to change, and is silent
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +33,47 @@ def test_devices_that_decode_and_train_are_not_moved_from_one_side_to_the_other(
     both = {"trainer_idle": 0.6, "engine_idle": 0.3}
     assert given(**both, device_idle=0.1) == []
     (roles,) = given(**both, device_idle=0.4)
-    assert "neither decoded nor trained for 40%" in roles.text and "schedule.prompts_per_iteration" in roles.text
+    assert (
+        "neither decoded nor trained for 40%" in roles.text
+        and "schedule.prompts_per_iteration" in roles.text
+    )
     (turns,) = given({"schedule.stream": False}, **both, device_idle=0.4)
     assert "schedule.stream=true" in turns.text and turns.level == "act"
 
 
 def test_synchronous_iterations_between_periodic_ones_are_no_reason_for_advice() -> None:
-    turns = [{"periodic": bool(number % 2), "trainer_idle": 0.1 if number % 2 else 0.9} for number in range(12)]
+    turns = [
+        {"periodic": bool(number % 2), "trainer_idle": 0.1 if number % 2 else 0.9}
+        for number in range(12)
+    ]
     records = [metrics(iteration) | CALM | turn for iteration, turn in enumerate(turns)]
     assert advise(records, CONFIG) == []
-    assert advise([record | {"periodic": False} for record in records], CONFIG), "a synchronous run gets advice"
+    assert advise([record | {"periodic": False} for record in records], CONFIG), (
+        "a synchronous run gets advice"
+    )
 
 
 @pytest.mark.parametrize(
     ("numbers", "config", "title", "key"),
     [
-        ({"trainer_idle": 0.6, "engine_idle": 0.1}, {}, "Trainers wait for engines", "rollout.engines"),
-        ({"trainer_idle": 0.1, "engine_idle": 0.6}, {}, "Engines wait for trainers", "trainer.devices"),
-        ({"trainer_idle": 0.5, "engine_idle": 0.5}, {}, "wait for each other", "schedule.prompts_per_iteration"),
+        (
+            {"trainer_idle": 0.6, "engine_idle": 0.1},
+            {},
+            "Trainers wait for engines",
+            "rollout.engines",
+        ),
+        (
+            {"trainer_idle": 0.1, "engine_idle": 0.6},
+            {},
+            "Engines wait for trainers",
+            "trainer.devices",
+        ),
+        (
+            {"trainer_idle": 0.5, "engine_idle": 0.5},
+            {},
+            "wait for each other",
+            "schedule.prompts_per_iteration",
+        ),
         ({"trainer_idle": 0.5}, {"schedule.stream": False}, "whole batch", "schedule.stream=true"),
         ({"truncated_ratio": 0.35}, {}, "cut at the limit", "rollout.max_response_tokens=64"),
         ({"equal_reward_ratio": 0.7, "accuracy": 0.9}, {}, "teach nothing", "Harder"),
@@ -75,7 +100,8 @@ def test_rules_that_do_not_apply_are_silent() -> None:
 def test_entropy_that_falls_is_a_collapse_only_while_the_task_is_not_solved() -> None:
     def falling(accuracy: float) -> list[Advice]:
         records = [
-            metrics(i % 12) | CALM | {"entropy": 1.0 if i < 12 else 0.05, "accuracy": accuracy} for i in range(24)
+            metrics(i % 12) | CALM | {"entropy": 1.0 if i < 12 else 0.05, "accuracy": accuracy}
+            for i in range(24)
         ]
         return advise(records, CONFIG)
 

@@ -1,4 +1,6 @@
-"""The page's data of a chain: its extent, a line that was changed, and since when another run differs."""
+"""The page's data of a chain: its extent, a line that was changed, and since when another run
+differs.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,16 @@ def other(tmp_path: Path) -> Path:
     return make_chained_run(tmp_path / "other", changed, tmp_path / "model")
 
 
-def test_the_page_gets_the_chain_and_since_when_other_runs_differ(tmp_path: Path, run: Path, other: Path) -> None:
+def test_the_page_gets_the_chain_and_since_when_other_runs_differ(
+    tmp_path: Path, run: Path, other: Path
+) -> None:
     equal = make_chained_run(tmp_path / "equal", steps(), tmp_path / "model")
     parted = steps()
     parted[2].tokens[0, 0, 0] += 1
     software = {**SOFTWARE, "engines": "vllm 0.12.0"}
-    upgraded = make_chained_run(tmp_path / "upgraded", parted, tmp_path / "model", software=software)
+    upgraded = make_chained_run(
+        tmp_path / "upgraded", parted, tmp_path / "model", software=software
+    )
     bare = tmp_path / "bare"
     (bare / "logs").mkdir(parents=True)
     runs = [RunDirectory(path) for path in (run, equal, other, upgraded, bare)]
@@ -50,7 +56,11 @@ def test_the_page_gets_the_chain_and_since_when_other_runs_differ(tmp_path: Path
     assert (view["first"], view["last"], view["problem"]) == (0, 2, "")
     assert view["newest"] == newest["digest"]
     same, differs, undecided, without = view["differences"]
-    assert same["verdict"] == "equal" and same["iterations"] == "iterations 0 to 2" and same["since"] is None
+    assert (
+        same["verdict"] == "equal"
+        and same["iterations"] == "iterations 0 to 2"
+        and same["since"] is None
+    )
     assert (differs["verdict"], differs["since"], differs["group"]) == ("different", 1, 2)
     assert "first in the rewards: the reward of response 1 of group 2" in differs["sentences"][0]
     assert (undecided["verdict"], undecided["since"], undecided["group"]) == ("undecided", 2, 0)
@@ -58,7 +68,9 @@ def test_the_page_gets_the_chain_and_since_when_other_runs_differ(tmp_path: Path
     assert without["verdict"] is None and "chain.jsonl" in without["problem"]
 
 
-def test_the_page_says_what_the_command_prints(run: Path, other: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_says_what_the_command_prints(
+    run: Path, other: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["diff", str(run), str(other)]) == 1
     header, *printed = capsys.readouterr().out.splitlines()
     (difference,) = answer([RunDirectory(run), RunDirectory(other)], "chain")["differences"]
@@ -77,9 +89,17 @@ def change_weights(run: Path) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], None], int | None, str]] = {
-    "a line changed": (change_weights, 0, "the line of iteration 1 is not the one that was written"),
+    "a line changed": (
+        change_weights,
+        0,
+        "the line of iteration 1 is not the one that was written",
+    ),
     "a line removed": (lambda run: remove_line(run, 1), 0, "iteration 2 stands behind iteration 0"),
-    "the first line removed": (lambda run: remove_line(run, 0), None, "lines before iteration 1 are missing"),
+    "the first line removed": (
+        lambda run: remove_line(run, 0),
+        None,
+        "lines before iteration 1 are missing",
+    ),
 }
 
 
@@ -135,4 +155,7 @@ def test_a_norm_that_is_no_number_is_named_and_ends_no_page(
     (damaged / CHAIN).write_text((damaged / CHAIN).read_text().replace((0.25).hex(), text))
     (difference,) = answer([RunDirectory(run), RunDirectory(damaged)], "chain")["differences"]
     assert "is no gradient norm; the line is damaged" in difference["problem"]
-    assert main(["diff", str(run), str(damaged)]) == 2 and "is no gradient norm" in capsys.readouterr().err
+    assert (
+        main(["diff", str(run), str(damaged)]) == 2
+        and "is no gradient norm" in capsys.readouterr().err
+    )

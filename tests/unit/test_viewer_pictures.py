@@ -11,8 +11,15 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_every_picture_to_look_at_is_in_the_document_that_lists_them() -> None:
-    text = (DOCS / "testing.md").read_text().partition("## Pictures of the viewer")[2].partition("\n## ")[0]
-    rows = [re.split(r" *\| *", line.strip("| ")) for line in text.splitlines() if line.startswith("| ")]
+    text = (
+        (DOCS / "testing.md")
+        .read_text()
+        .partition("## Pictures of the viewer")[2]
+        .partition("\n## ")[0]
+    )
+    rows = [
+        re.split(r" *\| *", line.strip("| ")) for line in text.splitlines() if line.startswith("| ")
+    ]
     assert rows[1:] == [[name, picture.look_at] for name, picture in PICTURES.items()]
 
 

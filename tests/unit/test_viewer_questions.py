@@ -1,4 +1,6 @@
-"""Evaluations question by question: what was gained and lost, and the answers of versions and runs to one question."""
+"""Evaluations question by question: what was gained and lost, and the answers of versions and runs
+to one question.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,25 @@ def test_each_question_has_its_number_before_and_now(run: RunDirectory) -> None:
     assert {row[2] for row in answer([run], "questions/4/3")["sets"][0]["rows"]} == {None}
 
 
-def test_a_question_has_the_answers_of_both_versions_and_of_other_runs(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_question_has_the_answers_of_both_versions_and_of_other_runs(
+    run: RunDirectory, tmp_path: Path
+) -> None:
     other = RunDirectory(make_run(tmp_path / "other"))
     found = answer([run, other], "question/12/0/0")
     assert "What is 0?" in found["prompt"] and HOSTILE in found["prompt"] and found["answer"] == "0"
-    assert [(one["kind"], one["final"], one["correct"]) for one in found["answers"]] == [("greedy", "-1", False)]
-    assert [(peer["run"], peer["version"], peer["answers"][0]["final"]) for peer in found["peers"]] == [
-        ("other", 12, "-1")
+    assert [(one["kind"], one["final"], one["correct"]) for one in found["answers"]] == [
+        ("greedy", "-1", False)
     ]
+    assert [
+        (peer["run"], peer["version"], peer["answers"][0]["final"]) for peer in found["peers"]
+    ] == [("other", 12, "-1")]
     for path in ("question/12/1/0", f"question/12/0/{QUESTIONS}", "question/5/0/0"):
         assert answer([run], path) is None
 
 
-def test_large_evaluations_are_bounded_and_say_so(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_evaluations_are_bounded_and_say_so(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(viewer_questions, "MAX_QUESTIONS", 4)
     compared = answer([run], "questions/12/0")
     assert len(compared["sets"][0]["rows"]) == 4 and compared["left_out"] == QUESTIONS - 4

@@ -1,4 +1,6 @@
-"""The viewer without a browser: what it reads from a run directory, what it serves and to whom, what it exports."""
+"""The viewer without a browser: what it reads from a run directory, what it serves and to whom,
+what it exports.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from pa_npu.viewer import samples as viewer_samples
 from pa_npu.viewer.run import RunDirectory, columns
 from pa_npu.viewer.server import ViewServer, answer, export
 from pa_npu.viewer.timeline import RunTimeline
-from tests.helpers.finished_run import GROUPS, HOSTILE, ITERATIONS, RESPONSES, SECRET, make_run, metrics
+from tests.helpers.finished_run import (
+    GROUPS,
+    HOSTILE,
+    ITERATIONS,
+    RESPONSES,
+    SECRET,
+    make_run,
+    metrics,
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +50,9 @@ def server(run_dir: Path) -> Iterator[ViewServer]:
         thread.join(10)
 
 
-def ask(server: ViewServer, path: str, method: str = "GET", host: str | None = None) -> tuple[int, bytes, Any]:
+def ask(
+    server: ViewServer, path: str, method: str = "GET", host: str | None = None
+) -> tuple[int, bytes, Any]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     connection.request(method, path, headers={"Host": host} if host else {})
     response = connection.getresponse()
@@ -54,9 +66,14 @@ def test_numbers_of_the_overview_are_those_of_the_files(run_dir: Path) -> None:
     found = overview["columns"]
     assert found["iteration"] == list(range(ITERATIONS))
     assert found["rewards.math"] == [metrics(i)["rewards"]["math"] for i in range(ITERATIONS)]
-    assert found["learned.decode_step_s"] == [0.003] * ITERATIONS and not any("engines" in name for name in found)
+    assert found["learned.decode_step_s"] == [0.003] * ITERATIONS and not any(
+        "engines" in name for name in found
+    )
     assert [record["version"] for record in overview["evaluations"]] == [0, 4, 8, 12]
-    state = {key: overview["state"][key] for key in ("word", "cause", "iterations", "total", "attempts", "left")}
+    state = {
+        key: overview["state"][key]
+        for key in ("word", "cause", "iterations", "total", "attempts", "left")
+    }
     assert state == {
         "word": "finished",
         "cause": "",
@@ -74,10 +91,17 @@ def test_numbers_of_the_overview_are_those_of_the_files(run_dir: Path) -> None:
     }
     assert overview["sample_iterations"] == [0, 1, 2]
     assert [advice["title"] for advice in overview["advice"]] == ["Trainers wait for engines"]
-    assert overview["config"]["optimizer.clip_grad"] == overview["defaults"]["optimizer.clip_grad"] == 1.0
+    assert (
+        overview["config"]["optimizer.clip_grad"]
+        == overview["defaults"]["optimizer.clip_grad"]
+        == 1.0
+    )
     processes = {process["name"]: process for process in overview["processes"]}
     assert set(processes) == {"coordinator", "launcher", "trainer-0", "trainer-1"}
-    assert processes["trainer-0"]["warnings"] == 1 and processes["trainer-0"]["last_event"] == "wait for engines"
+    assert (
+        processes["trainer-0"]["warnings"] == 1
+        and processes["trainer-0"]["last_event"] == "wait for engines"
+    )
 
 
 def test_secrets_of_the_engines_environment_are_not_shown(run_dir: Path) -> None:
@@ -93,17 +117,28 @@ def test_waits_of_an_iteration_are_what_its_spans_add_up_to(run_dir: Path) -> No
     waits = {entry["name"]: entry for entry in found["waits"]}
     trainer = waits["trainer-0"]
     assert trainer["parts"] | {"publish": 0, "checkpoint": 0} == pytest.approx(
-        {"train": 5.5, "wait for groups": 3.0, "wait for engines": 1.0, "publish": 0, "checkpoint": 0}
+        {
+            "train": 5.5,
+            "wait for groups": 3.0,
+            "wait for engines": 1.0,
+            "publish": 0,
+            "checkpoint": 0,
+        }
     )
     assert trainer["idle"] == pytest.approx(0.4), "it waits 4 of 10 s"
     assert trainer["other"] == pytest.approx(0.5), "between its five microbatches and the step"
-    engine = waits["engine-0"]  # groups 0, 2, 4: 0.2 to 3.0, 1.8 to 5.2, 3.4 to 7.4; then the publish of 0.5 s
-    assert engine["parts"]["generate"] == pytest.approx(7.2) and engine["idle"] == pytest.approx(0.28)
+    # groups 0, 2, 4: 0.2 to 3.0, 1.8 to 5.2, 3.4 to 7.4; then the publish of 0.5 s
+    engine = waits["engine-0"]
+    assert engine["parts"]["generate"] == pytest.approx(7.2) and engine["idle"] == pytest.approx(
+        0.28
+    )
     assert waits["engine-1"]["idle"] == pytest.approx(0.25)
     for row in found["rows"]:
         bars = sorted(row["bars"])
         for one, two in pairwise(bars):
-            assert one[0] != two[0] or one[1] + one[2] <= two[1] + 2e-6, f"bars of a track overlap in {row['name']}"
+            assert one[0] != two[0] or one[1] + one[2] <= two[1] + 2e-6, (
+                f"bars of a track overlap in {row['name']}"
+            )
     assert RunDirectory(run_dir).timeline(ITERATIONS + 5) is None
 
 
@@ -142,14 +177,21 @@ def test_a_device_that_decodes_is_not_idle_while_its_trainer_waits(tmp_path: Pat
 def test_groups_have_their_responses_side_by_side(run_dir: Path) -> None:
     run = RunDirectory(run_dir)
     found = run.samples(1)
-    assert [group["index"] for group in found["groups"]] == list(range(GROUPS)) and found["cut"] is None
+    assert [group["index"] for group in found["groups"]] == list(range(GROUPS)) and found[
+        "cut"
+    ] is None
     short = found["groups"][0]
     assert len(short["responses"]) == RESPONSES and short["responses"][0]["text"] == HOSTILE
     assert "pieces" not in short["responses"][1] and short["responses"][1]["length"] == 10
     whole = run.group(1, 0)
     assert whole is not None and run.group(1, 99) is None and run.group(99, 0) is None
     response = whole["responses"][1]
-    assert len(response["pieces"]) == len(response["logprobs"]) == len(response["trainer_logprobs"]) == 10
+    assert (
+        len(response["pieces"])
+        == len(response["logprobs"])
+        == len(response["trainer_logprobs"])
+        == 10
+    )
     assert response["rewards"] == pytest.approx({"math": 1.0, "my_reward:brevity": 0.2})
 
 
@@ -159,7 +201,11 @@ def test_the_list_of_an_iteration_is_bounded_and_says_what_it_lacks(
     monkeypatch.setattr(viewer_samples, "MAX_TEXT", 300)
     monkeypatch.setattr(viewer_samples, "MAX_RESPONSES", 3 * RESPONSES)
     found = RunDirectory(run_dir).samples(1)
-    assert found["cut"] == 100 and found["left_out"] == (GROUPS - 3) * RESPONSES and len(found["groups"]) == 3
+    assert (
+        found["cut"] == 100
+        and found["left_out"] == (GROUPS - 3) * RESPONSES
+        and len(found["groups"]) == 3
+    )
     assert all(len(group["prompt"]) <= 100 for group in found["groups"])
 
 
@@ -169,26 +215,40 @@ def test_another_runs_answers_to_the_same_prompt_are_found_in_the_nearest_iterat
     other = make_run(tmp_path / "other")
     (other / "samples" / "iteration_000001.parquet").unlink()
     peers = answer([RunDirectory(run_dir), RunDirectory(other)], "peers/1/4")
-    assert [(peer["run"], peer["iteration"], peer["group"]["index"]) for peer in peers] == [("other", 0, 4)]
+    assert [(peer["run"], peer["iteration"], peer["group"]["index"]) for peer in peers] == [
+        ("other", 0, 4)
+    ]
     assert len(peers[0]["group"]["responses"]) == RESPONSES
     shutil.rmtree(other / "samples")
     assert answer([RunDirectory(run_dir), RunDirectory(other)], "peers/1/4") == []
 
 
-def test_a_session_is_a_tree_whose_turns_have_the_tokens_of_the_branch_that_trains_them(server: ViewServer) -> None:
+def test_a_session_is_a_tree_whose_turns_have_the_tokens_of_the_branch_that_trains_them(
+    server: ViewServer,
+) -> None:
     groups = [json.loads(ask(server, f"/api/group/1/{number}")[1]) for number in range(GROUPS)]
     assert [len(group["sessions"]) for group in groups] == [0, 0, 3, *[0] * (GROUPS - 3)]
     first, second, _ = groups[2]["sessions"]
     turns = {turn["number"]: turn for turn in first["turns"]}
-    assert [(turn["number"], turn["parent"]) for turn in first["turns"]] == [(0, None), (1, 0), (2, 0)]
-    assert turns[0]["responses"] == [0, 1] and turns[0]["reward"] == 0.5 and HOSTILE in turns[0]["shown"]
+    assert [(turn["number"], turn["parent"]) for turn in first["turns"]] == [
+        (0, None),
+        (1, 0),
+        (2, 0),
+    ]
+    assert (
+        turns[0]["responses"] == [0, 1]
+        and turns[0]["reward"] == 0.5
+        and HOSTILE in turns[0]["shown"]
+    )
     assert [(turns[n]["response"], turns[n]["start"], turns[n]["end"]) for n in range(3)] == [
         (0, 0, 4),
         (0, 4, 9),
         (1, 0, 10),
     ]
     assert second["turns"][0]["responses"] == [2]
-    assert len(groups[2]["responses"][1]["trainer_logprobs"]) == 10, "differences of all tokens that a turn names"
+    assert len(groups[2]["responses"][1]["trainer_logprobs"]) == 10, (
+        "differences of all tokens that a turn names"
+    )
 
 
 def test_files_that_grow_or_are_broken_are_read_as_far_as_they_go(tmp_path: Path) -> None:
@@ -201,9 +261,16 @@ def test_files_that_grow_or_are_broken_are_read_as_far_as_they_go(tmp_path: Path
     assert len(run.records()) == 2, "half a line is none yet"
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(
-            json.dumps(metrics(2))[40:] + "\nnonsense\n[]\n" + '{"iteration": "x"}\n{"iteration": 3, "loss": NaN}\n'
+            json.dumps(metrics(2))[40:]
+            + "\nnonsense\n[]\n"
+            + '{"iteration": "x"}\n{"iteration": 3, "loss": NaN}\n'
         )
-    assert [record["iteration"] for record in run.records()] == [0, 1, 2, 3] and run.stamp() != stamp
+    assert [record["iteration"] for record in run.records()] == [
+        0,
+        1,
+        2,
+        3,
+    ] and run.stamp() != stamp
     assert run.records()[-1]["loss"] is None
     (run_dir / "metrics.jsonl").write_text(json.dumps(metrics(0)) + "\n")
     assert [record["iteration"] for record in run.records()] == [0], "a resume has cut the file"
@@ -212,12 +279,19 @@ def test_files_that_grow_or_are_broken_are_read_as_far_as_they_go(tmp_path: Path
     assert run.overview()["config"] == {} and run.overview()["state"]["total"] is None
 
 
-def test_a_long_run_is_thinned_out_and_keeps_its_last_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_is_thinned_out_and_keeps_its_last_iteration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(viewer_run, "MAX_POINTS", 10)
-    records = [{"iteration": i, "loss": float(i), "tokens_prompt": 1, "tokens_response": 2} for i in range(95)]
+    records = [
+        {"iteration": i, "loss": float(i), "tokens_prompt": 1, "tokens_response": 2}
+        for i in range(95)
+    ]
     found = columns(records)
     assert found["iteration"] == [*range(0, 95, 10), 94] == found["loss"]
-    assert found["tokens_total"] == [3.0 * (i + 1) for i in found["iteration"]], "of all iterations, drawn or not"
+    assert found["tokens_total"] == [3.0 * (i + 1) for i in found["iteration"]], (
+        "of all iterations, drawn or not"
+    )
     part = columns(records, 50, 58)
     assert part["iteration"] == list(range(50, 59)), "a part of it has more points"
     assert part["tokens_total"][0] == 153.0
@@ -226,7 +300,8 @@ def test_a_long_run_is_thinned_out_and_keeps_its_last_iteration(monkeypatch: pyt
 def test_the_server_is_on_loopback_and_answers_only_who_calls_it_so(server: ViewServer) -> None:
     assert server.server_address[0] == "127.0.0.1"
     assert (
-        ask(server, "/api/run")[0] == 200 and ask(server, "/api/run", host=f"localhost:{server.server_port}")[0] == 200
+        ask(server, "/api/run")[0] == 200
+        and ask(server, "/api/run", host=f"localhost:{server.server_port}")[0] == 200
     )
     for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "10.0.0.1"):
         assert ask(server, "/api/run", host=host or " ")[0] == 403, host
@@ -237,7 +312,13 @@ def test_the_server_is_on_loopback_and_answers_only_who_calls_it_so(server: View
 @pytest.mark.parametrize(
     "path",
     [
-        *("/api/log/../config.yaml", "/api/log/%2e%2e/config.yaml", "/api/log//etc/passwd", "/etc/passwd", "/page.css"),
+        *(
+            "/api/log/../config.yaml",
+            "/api/log/%2e%2e/config.yaml",
+            "/api/log//etc/passwd",
+            "/etc/passwd",
+            "/page.css",
+        ),
         *(
             "/api/samples/-1",
             "/api/samples/1e3",
@@ -263,12 +344,21 @@ def test_nothing_but_the_run_is_served(server: ViewServer, path: str) -> None:
 def test_the_page_allows_its_own_script_and_style_and_nothing_else(server: ViewServer) -> None:
     status, body, headers = ask(server, "/")
     text = body.decode()
-    assert status == 200 and headers["Cache-Control"] == "no-store" and headers["X-Frame-Options"] == "DENY"
+    assert (
+        status == 200
+        and headers["Cache-Control"] == "no-store"
+        and headers["X-Frame-Options"] == "DENY"
+    )
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)
     assert (
-        policy and "default-src 'none'" in policy[1] and "unsafe" not in policy[1] and policy[1].count("sha256-") == 2
+        policy
+        and "default-src 'none'" in policy[1]
+        and "unsafe" not in policy[1]
+        and policy[1].count("sha256-") == 2
     )
-    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", text), "no address of anything outside"
+    assert not re.search(r"""(?:src|href)=["']?(?:https?:)?//""", text), (
+        "no address of anything outside"
+    )
 
 
 def test_an_unchanged_run_is_not_sent_again(server: ViewServer) -> None:
@@ -276,7 +366,9 @@ def test_an_unchanged_run_is_not_sent_again(server: ViewServer) -> None:
     assert ask(server, f"/api/run?stamp={stamp}")[1] == b"null"
 
 
-def test_a_copied_directory_is_exported_the_same_and_nothing_is_written_to_it(run_dir: Path, tmp_path: Path) -> None:
+def test_a_copied_directory_is_exported_the_same_and_nothing_is_written_to_it(
+    run_dir: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "elsewhere" / "run"
     shutil.copytree(run_dir, copy)
     before = {path: path.stat().st_mtime_ns for path in [copy, *copy.rglob("*")]}
@@ -284,10 +376,19 @@ def test_a_copied_directory_is_exported_the_same_and_nothing_is_written_to_it(ru
     assert {path: path.stat().st_mtime_ns for path in [copy, *copy.rglob("*")]} == before
     text = (tmp_path / "page.html").read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
-    assert HOSTILE in data["group/2/2"]["sessions"][0]["turns"][0]["shown"], "what an agent was shown"
-    assert data["questions/12/0"]["sets"][0]["rows"] and HOSTILE in data["question/12/0/0"]["answers"][0]["text"]
-    assert data["samples/2"]["groups"][0]["responses"][0]["text"] == HOSTILE and "timeline/11" in data
-    assert "<img" not in text and text.count("<script") == 2 == text.count("</script"), "texts cannot become markup"
+    assert HOSTILE in data["group/2/2"]["sessions"][0]["turns"][0]["shown"], (
+        "what an agent was shown"
+    )
+    assert (
+        data["questions/12/0"]["sets"][0]["rows"]
+        and HOSTILE in data["question/12/0/0"]["answers"][0]["text"]
+    )
+    assert (
+        data["samples/2"]["groups"][0]["responses"][0]["text"] == HOSTILE and "timeline/11" in data
+    )
+    assert "<img" not in text and text.count("<script") == 2 == text.count("</script"), (
+        "texts cannot become markup"
+    )
     assert SECRET not in text and "connect-src 'none'" in text
 
 

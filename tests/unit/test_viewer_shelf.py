@@ -1,4 +1,6 @@
-"""A folder of runs: one row each, opened and compared under an address of its own; nothing but the folder's runs is served."""
+"""A folder of runs: one row each, opened and compared under an address of its own; nothing but the
+folder's runs is served.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from tests.helpers.finished_run import BEGAN_S, ITERATIONS, SECRET, end_run, mak
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shelf") / "runs"
     make_run(folder / "good")
-    end_run(make_run(folder / "bad run", iterations=3), "failed", f"trainer-0 ended, HF_TOKEN={SECRET}")
+    end_run(
+        make_run(folder / "bad run", iterations=3), "failed", f"trainer-0 ended, HF_TOKEN={SECRET}"
+    )
     (folder / "notes").mkdir()
     (folder / "file").write_text("x")
     make_run(folder.parent / "outside")
@@ -54,7 +58,9 @@ def ask(server: ViewServer, path: str) -> tuple[int, bytes]:
 def test_the_table_has_a_row_per_run_with_its_state_and_numbers(folder: Path) -> None:
     table = Shelf(folder).table()
     rows = {row["name"]: row for row in table["runs"]}
-    assert table["folder"] == "runs" and table["left_out"] == 0 and rows.keys() == {"good", "bad run"}
+    assert (
+        table["folder"] == "runs" and table["left_out"] == 0 and rows.keys() == {"good", "bad run"}
+    )
     good, bad = rows["good"], rows["bad run"]
     assert good["state"]["word"] == "finished" and good["state"]["iterations"] == ITERATIONS
     assert good["state"]["started"] == BEGAN_S - 6 and good["facts"]["model"] == "models/tiny"
@@ -76,7 +82,9 @@ def test_a_run_that_goes_on_is_read_again(tmp_path: Path) -> None:
     assert shelf.table()["runs"] == []
 
 
-def test_each_run_has_its_own_address_and_is_compared_with_those_that_are_named(server: ViewServer) -> None:
+def test_each_run_has_its_own_address_and_is_compared_with_those_that_are_named(
+    server: ViewServer,
+) -> None:
     assert [row["name"] for row in json.loads(ask(server, "/api/runs")[1])["runs"]] in (
         ["good", "bad run"],
         ["bad run", "good"],
@@ -96,7 +104,13 @@ def test_each_run_has_its_own_address_and_is_compared_with_those_that_are_named(
     "path",
     [
         *("/api/compare", "/good", "/notes/", "/file/", "/outside/api/run", "/../outside/api/run"),
-        *("/..%2Foutside/api/run", "/%2e%2e/api/run", "/good/../../outside/api/run", "//api/compare", "/good/api/runs"),
+        *(
+            "/..%2Foutside/api/run",
+            "/%2e%2e/api/run",
+            "/good/../../outside/api/run",
+            "//api/compare",
+            "/good/api/runs",
+        ),
         "/good%00/api/run",
     ],
 )
@@ -114,7 +128,9 @@ def test_the_newest_runs_are_shown_and_the_count_of_the_others_is_said(
     assert [row["name"] for row in table["runs"]] == ["bad run"] and table["left_out"] == 1
 
 
-def test_a_run_that_cannot_be_read_hides_no_other(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_read_hides_no_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_run = viewer_shelf.is_run_directory
 
     def refused(path: Path) -> bool:
@@ -126,7 +142,9 @@ def test_a_run_that_cannot_be_read_hides_no_other(folder: Path, monkeypatch: pyt
     assert [row["name"] for row in Shelf(folder).table()["runs"]] == ["good"]
 
 
-def test_a_folder_that_is_gone_is_said_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_gone_is_said_and_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_run(tmp_path / "runs" / "a", iterations=2)
     with ViewServer(Shelf(tmp_path / "runs")) as served:
         thread = threading.Thread(target=served.serve_forever, name="viewer")
@@ -144,7 +162,11 @@ def test_few_runs_are_kept_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(viewer_shelf, "MAX_OPEN", 1)
     shelf = Shelf(folder)
     first = shelf.open("good")
-    assert shelf.open("good") is first and shelf.open("bad run") is not None and shelf.open("good") is not first
+    assert (
+        shelf.open("good") is first
+        and shelf.open("bad run") is not None
+        and shelf.open("good") is not first
+    )
 
 
 def test_the_command_exports_the_table_and_refuses_a_folder_without_runs(

@@ -1,4 +1,6 @@
-"""The state of a run: finished, failed, stopped, running or silent, by what, and where it was started again."""
+"""The state of a run: finished, failed, stopped, running or silent, by what, and where it was
+started again.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,17 @@ def test_a_run_that_a_signal_ended_is_stopped_at_once(tmp_path: Path) -> None:
 
 def test_a_run_that_failed_says_by_what_without_secrets(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", iterations=3)
-    end_run(run, "failed", "trainer-1 ended: killed by SIGKILL", "trainer-1", ("line", f"HF_TOKEN={SECRET}"))
+    end_run(
+        run,
+        "failed",
+        "trainer-1 ended: killed by SIGKILL",
+        "trainer-1",
+        ("line", f"HF_TOKEN={SECRET}"),
+    )
     found = state(run)
-    assert (found["word"], found["process"]) == ("failed", "trainer-1") and "SIGKILL" in found["cause"]
+    assert (found["word"], found["process"]) == ("failed", "trainer-1") and "SIGKILL" in found[
+        "cause"
+    ]
     assert found["lines"][0] == "line" and SECRET not in json.dumps(found)
 
 
@@ -45,7 +55,9 @@ def test_a_run_that_was_started_again_is_at_work(tmp_path: Path) -> None:
     assert state(run)["word"] == "running" and state(run)["attempts"] == 2
 
 
-def test_a_run_whose_launcher_was_killed_has_failed_and_one_of_elsewhere_is_silent(tmp_path: Path) -> None:
+def test_a_run_whose_launcher_was_killed_has_failed_and_one_of_elsewhere_is_silent(
+    tmp_path: Path,
+) -> None:
     mark = owner_mark()
     if mark is None:
         pytest.skip("processes are told apart by /proc")
@@ -53,8 +65,16 @@ def test_a_run_whose_launcher_was_killed_has_failed_and_one_of_elsewhere_is_sile
     launcher = run / "timeline" / "launcher.jsonl"
 
     def begun_by(**changes: Any) -> None:
-        begin = {"name": "begin", "lane": "run", "start": 1.0, "end": 1.0, "args": {"owner": mark | changes}}
-        launcher.write_text(json.dumps({"process": "launcher", "start": 1.0}) + "\n" + json.dumps(begin) + "\n")
+        begin = {
+            "name": "begin",
+            "lane": "run",
+            "start": 1.0,
+            "end": 1.0,
+            "args": {"owner": mark | changes},
+        }
+        launcher.write_text(
+            json.dumps({"process": "launcher", "start": 1.0}) + "\n" + json.dumps(begin) + "\n"
+        )
 
     begun_by()
     before = RunDirectory(run).stamp()
@@ -70,12 +90,20 @@ def test_a_run_whose_launcher_was_killed_has_failed_and_one_of_elsewhere_is_sile
     assert state(run)["word"] == "silent"
 
 
-def test_curves_are_marked_where_a_run_was_resumed_restarted_and_wrote_checkpoints(tmp_path: Path) -> None:
+def test_curves_are_marked_where_a_run_was_resumed_restarted_and_wrote_checkpoints(
+    tmp_path: Path,
+) -> None:
     run = make_run(tmp_path / "run")
     resume_run(run, 8, down_s=100.0)
     resume_run(run, 9, down_s=200.0, by_launcher=True)
     found = [(mark["kind"], mark["iteration"]) for mark in RunDirectory(run).overview()["marks"]]
-    assert found == [("resume", 8), ("restart", 9), ("checkpoint", 4), ("checkpoint", 8), ("checkpoint", 12)]
+    assert found == [
+        ("resume", 8),
+        ("restart", 9),
+        ("checkpoint", 4),
+        ("checkpoint", 8),
+        ("checkpoint", 12),
+    ]
 
 
 def test_the_time_in_which_a_run_was_down_belongs_to_no_iteration(tmp_path: Path) -> None:
@@ -88,7 +116,9 @@ def test_the_time_in_which_a_run_was_down_belongs_to_no_iteration(tmp_path: Path
     assert before is not None and after is not None
     assert after["seconds"] == before["seconds"] == pytest.approx(10.0)
     assert after["waits"] == before["waits"]
-    assert sorted(resumed._timeline.bounds()) == list(range(10)), "those behind the checkpoint are of the first attempt"
+    assert sorted(resumed._timeline.bounds()) == list(range(10)), (
+        "those behind the checkpoint are of the first attempt"
+    )
     assert resumed._timeline.attempts() == [
         Attempt(BEGAN_S - 5, 0, resumed=False),
         Attempt(BEGAN_S + 4100, 8, resumed=True),
@@ -118,4 +148,6 @@ def test_tiles_and_advice_leave_out_the_first_iteration_of_each_attempt(tmp_path
     warm = json.loads(records[11]) | {"trainer_idle": 0.99}
     (run / "metrics.jsonl").write_text("\n".join([*records[:11], json.dumps(warm)]) + "\n")
     overview = RunDirectory(run).overview()
-    assert overview["columns"]["trainer_idle"][-1] == 0.99 and overview["idle"]["trainer_idle"] == 0.4
+    assert (
+        overview["columns"]["trainer_idle"][-1] == 0.99 and overview["idle"]["trainer_idle"] == 0.4
+    )

@@ -1,4 +1,6 @@
-"""Whatever stands in a run's files in place of what this program writes: the page's data is made, and is as the page reads it."""
+"""Whatever stands in a run's files in place of what this program writes: the page's data is made,
+and is as the page reads it.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,12 @@ def everything(run: Path) -> dict[str, Any]:
     data["runs"] = Shelf(run.parent).table()
     json.dumps(data, allow_nan=False)  # a browser reads no other
     overview = data["run"]
-    assert isinstance(overview["stamp"], str) and set(overview["state"]) >= {"word", "cause", "lines", "left"}
+    assert isinstance(overview["stamp"], str) and set(overview["state"]) >= {
+        "word",
+        "cause",
+        "lines",
+        "left",
+    }
     for values in overview["columns"].values():
         assert all(value is None or isinstance(value, float) for value in values)
         assert len(values) == len(overview["columns"]["iteration"])
@@ -88,7 +95,9 @@ def everything(run: Path) -> dict[str, Any]:
                 assert all(isinstance(value, float) for value in estimate.values())
     for name in ("samples/0", "samples/1"):
         for group in data[name]["groups"]:
-            assert isinstance(group["prompt"], str) and all(isinstance(r["text"], str) for r in group["responses"])
+            assert isinstance(group["prompt"], str) and all(
+                isinstance(r["text"], str) for r in group["responses"]
+            )
     return data
 
 
@@ -146,7 +155,11 @@ def test_anything_in_place_of_a_file_and_a_file_in_place_of_a_folder(run: Path) 
         (run / name).unlink()
         everything(run)
         kept.rename(run / name)
-    for name in ("checkpoints/iteration_²", "samples/iteration_².parquet", "evaluations/version_00000².parquet"):
+    for name in (
+        "checkpoints/iteration_²",
+        "samples/iteration_².parquet",
+        "evaluations/version_00000².parquet",
+    ):
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).mkdir()
     everything(run)
@@ -157,7 +170,12 @@ OF_NIGHTLY = (pytest.param(kind, marks=pytest.mark.nightly) for kind in ("a list
 
 @pytest.mark.parametrize("kind", ["a text", "a number", *OF_NIGHTLY])
 def test_samples_and_results_with_columns_of_other_kinds(run: Path, kind: str) -> None:
-    values: dict[str, Any] = {"a text": "x", "a list": [["x"], [1.5]][0], "a number": 7.5, "nothing": None}
+    values: dict[str, Any] = {
+        "a text": "x",
+        "a list": [["x"], [1.5]][0],
+        "a number": 7.5,
+        "nothing": None,
+    }
     for file in [*(run / "samples").glob("*0.parquet"), *(run / "evaluations").glob("*.parquet")]:
         table = pyarrow.parquet.read_table(file)
         content = file.read_bytes()

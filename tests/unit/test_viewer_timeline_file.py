@@ -1,4 +1,6 @@
-"""A timeline of millions of events: its landmarks and any stretch of it, without keeping or parsing the rest."""
+"""A timeline of millions of events: its landmarks and any stretch of it, without keeping or parsing
+the rest.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for second in range(5000):
             file.write(event(f"group {second}", second, second + 1.0))
             if second % 100 == 99:
-                file.write(event("publish", second + 0.5, second + 1.0, args={"version": second // 100}))
+                file.write(
+                    event("publish", second + 0.5, second + 1.0, args={"version": second // 100})
+                )
     return path
 
 
@@ -67,10 +71,22 @@ def test_an_event_that_ends_behind_the_stretch_is_seen_within_the_margin(tmp_pat
 def test_a_shorter_file_is_read_again_and_lines_that_are_no_events_are_left_out(path: Path) -> None:
     file = TimelineFile(path)
     assert len(file.landmarks()) == 51
-    path.write_text("[]\n" + "nonsense publish\n" + '"publish"\n' + event("publish", 1.0, 2.0) + "x" * 3000 + "\n")
-    assert [one["name"] for one in file.landmarks()] == ["publish"] and file.last() == ("publish", 2.0)
+    path.write_text(
+        "[]\n"
+        + "nonsense publish\n"
+        + '"publish"\n'
+        + event("publish", 1.0, 2.0)
+        + "x" * 3000
+        + "\n"
+    )
+    assert [one["name"] for one in file.landmarks()] == ["publish"] and file.last() == (
+        "publish",
+        2.0,
+    )
     path.unlink()
-    assert [one["name"] for one in file.landmarks()] == ["publish"], "as long as it is not there, what was read stays"
+    assert [one["name"] for one in file.landmarks()] == ["publish"], (
+        "as long as it is not there, what was read stays"
+    )
 
 
 def test_no_more_events_than_a_page_can_draw(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Costs of one configuration, and of others by what published figures say of both; without a run, these figures alone."""
+"""Costs of one configuration, and of others by what published figures say of both; without a run,
+these figures alone.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,25 @@ from dataclasses import dataclass, field
 
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.prediction.costs import Costs, EngineCost, TrainerCost, typical_engine, typical_trainer
+from pa_npu.planning.prediction.costs import (
+    Costs,
+    EngineCost,
+    TrainerCost,
+    typical_engine,
+    typical_trainer,
+)
 from pa_npu.planning.prediction.workload import Origin
 from pa_npu.platform.typical import TypicalSpeed
 
-# Of times by published or assumed figures: up to three times as long, or a third (docs/results/plan.md, Plausibility).
+# Of times by published or assumed figures: up to three times as long, or a third
+# (docs/results/plan.md, Plausibility).
 ESTIMATED_ERROR = 2.0
 
 
 @dataclass(frozen=True)
 class Calibration(Costs):
-    """Costs of one configuration. delivery_s: from a group's end until trainers can take it. *_error: relative, of the costs.
+    """Costs of one configuration. delivery_s: from a group's end until trainers can take it.
+    *_error: relative, of the costs.
 
     typical: the device that config ran on, or is thought to run on.
     """
@@ -32,9 +42,14 @@ class Calibration(Costs):
     origin: Origin
 
     def engine_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> EngineCost:
-        """Cost of an engine of another configuration, model and device: changed as published figures are."""
+        """Cost of an engine of another configuration, model and device: changed as published
+        figures are.
+        """
         own = self.engine
-        over, other = typical_engine(self.config, self.spec, self.typical), typical_engine(config, spec, typical)
+        over, other = (
+            typical_engine(self.config, self.spec, self.typical),
+            typical_engine(config, spec, typical),
+        )
         return EngineCost(
             own.step_s * other.step_s / over.step_s,
             own.sequence_s * other.sequence_s / over.sequence_s,
@@ -44,7 +59,9 @@ class Calibration(Costs):
         )
 
     def trainer_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost:
-        """Cost of the trainers of another configuration, model and device: changed as published figures are."""
+        """Cost of the trainers of another configuration, model and device: changed as published
+        figures are.
+        """
         own = self.trainer
         over = typical_trainer(self.config, self.spec, self.typical)
         other = typical_trainer(config, spec, typical)

@@ -1,9 +1,10 @@
 """Costs fitted to a run's records, and what that says about their error.
 
 Engines. A group whose longest response has L tokens takes  L a + N b + C c + T p  seconds: N the sequences that decoded meanwhile,
-summed over its steps, C their tokens of context, summed too, T the tokens of prompts that were computed meanwhile. When a sequence
-ended is known from its length: a response of l tokens ended l / L of its group's steps after that began. a, b, c, p >= 0 by least
-squares on relative errors; what the run leaves open is as typical figures have it, p / b above all.
+summed over its steps, C their tokens of context, summed too, T the tokens of prompts that were
+computed meanwhile. When a sequence ended is known from its length: a response of l tokens ended l /
+L of its group's steps after that began. a, b, c, p >= 0 by least squares on relative errors; what
+the run leaves open is as typical figures have it, p / b above all.
 
 Trainers. A microbatch takes  m + o F  seconds, F its operations, fitted alike and scaled so that all together take what the
 trainers reported.
@@ -42,9 +43,10 @@ Array = npt.NDArray[np.float64]
 # What typical figures weigh against all that was seen: they decide what that leaves open.
 _PRIOR = 2e-4
 _ROUNDS = 4
-# Of what a prompt's token costs over a sequence in a step: by what it may differ from typical figures, in powers of two, and by how
-# much squared errors must fall for a factor of two. Prompts come with sequences in every group, and where a machine is noisy
-# a run can hardly tell the two apart.
+# Of what a prompt's token costs over a sequence in a step: by what it may differ from typical
+# figures, in powers of two, and by how much squared errors must fall for a factor of two. Prompts
+# come with sequences in every group, and where a machine is noisy a run can hardly tell the two
+# apart.
 _PROMPT_POWERS = (-2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0)
 _PROMPT_PULL = 0.5
 # Residuals beyond so many times their median do not count more than that.
@@ -55,13 +57,26 @@ _LARGEST_CORRECTION = 1.5
 
 
 def calibrate(run: SeenRun, spec: ModelSpec, typical: TypicalSpeed) -> Calibration:
-    """From a run of a model of this shape on such devices. Raises DataError where the records have too little."""
+    """From a run of a model of this shape on such devices.
+
+    Raises DataError where the records have too little.
+    """
     config = run.config
     engine, engine_error = _fit_engine(run, spec, typical)
     trainer, trainer_error = _fit_trainer(run, spec, typical)
     delivered = [timing.delivered_s for seen in run.complete for timing in seen.groups]
     delivery_s = statistics.median(delivered) if delivered else 0.0
-    return Calibration(config, spec, typical, engine, trainer, delivery_s, engine_error, trainer_error, "calibrated")
+    return Calibration(
+        config,
+        spec,
+        typical,
+        engine,
+        trainer,
+        delivery_s,
+        engine_error,
+        trainer_error,
+        "calibrated",
+    )
 
 
 def _fit_engine(run: SeenRun, spec: ModelSpec, typical: TypicalSpeed) -> tuple[EngineCost, float]:
@@ -98,7 +113,8 @@ def _learned_engine(run: SeenRun, prior: EngineCost) -> tuple[EngineCost, float]
     names = ("decode_step_s", "decode_sequence_s", "prompt_token_s")
     learned = [seen.record.get("learned") or {} for seen in run.iterations]
     step_s, sequence_s, prompt_s = (
-        float(statistics.median([numbers[name] for numbers in learned if name in numbers] or [0.0])) for name in names
+        float(statistics.median([numbers[name] for numbers in learned if name in numbers] or [0.0]))
+        for name in names
     )
     if step_s + sequence_s <= 0.0:
         run.median("learned.decode_step_s")  # which says that there is none
@@ -116,8 +132,11 @@ def _learned_engine(run: SeenRun, prior: EngineCost) -> tuple[EngineCost, float]
     )
 
 
-def _rows(groups: Sequence[GroupTiming], cost: EngineCost, max_num_seqs: int) -> tuple[Array, Array]:
-    """([n, 4] steps, sequences and context summed over them, prompt tokens; [n] seconds) of one engine's groups.
+def _rows(
+    groups: Sequence[GroupTiming], cost: EngineCost, max_num_seqs: int
+) -> tuple[Array, Array]:
+    """([n, 4] steps, sequences and context summed over them, prompt tokens; [n] seconds) of one
+    engine's groups.
 
     A group that waited in the engine's own queue has zeros.
     """
@@ -129,7 +148,11 @@ def _rows(groups: Sequence[GroupTiming], cost: EngineCost, max_num_seqs: int) ->
     lengths = np.concatenate([np.asarray(group.lengths, float) for group in groups])
     contexts = np.repeat([float(group.prompt_tokens) for group in groups], sizes) + 0.5 * lengths
     prompts = np.array(
-        [computed_prompt_tokens(g.prompt_tokens, len(g.lengths), cost.prefix_block) for g in groups], float
+        [
+            computed_prompt_tokens(g.prompt_tokens, len(g.lengths), cost.prefix_block)
+            for g in groups
+        ],
+        float,
     )
     leased = np.array([sizes[(starts <= at) & (ends > at)].sum() for at in starts])
     order = np.argsort(starts, kind="stable")
@@ -140,11 +163,15 @@ def _rows(groups: Sequence[GroupTiming], cost: EngineCost, max_num_seqs: int) ->
     steps = np.zeros(1)
     for _ in range(2):
         first, last = np.interp(starts, times, clock), np.interp(ends, times, clock)
-        leaves = np.interp(first[owner] + (last - first)[owner] * lengths / longest[owner], clock, times)
+        leaves = np.interp(
+            first[owner] + (last - first)[owner] * lengths / longest[owner], clock, times
+        )
         times = np.concatenate([starts[owner], leaves, stalls[:, 1]])
         by_time = np.argsort(times, kind="stable")
         times = times[by_time]
-        signs = np.concatenate([np.ones(len(leaves)), -np.ones(len(leaves)), np.zeros(len(stalls))])[by_time]
+        signs = np.concatenate(
+            [np.ones(len(leaves)), -np.ones(len(leaves)), np.zeros(len(stalls))]
+        )[by_time]
         carried = np.concatenate([contexts, contexts, np.zeros(len(stalls))])[by_time]
         living, weight = np.cumsum(signs)[:-1], np.cumsum(signs * carried)[:-1]
         seconds = cost.step_s + cost.sequence_s * np.maximum(living, 1.0) + cost.context_s * weight
@@ -157,10 +184,17 @@ def _rows(groups: Sequence[GroupTiming], cost: EngineCost, max_num_seqs: int) ->
         """Mean of a number over each group's time, times its steps."""
         area = np.concatenate([[0.0], np.cumsum(values * steps)])
         passed = np.interp(ends, times, clock) - np.interp(starts, times, clock)
-        return longest * (np.interp(ends, times, area) - np.interp(starts, times, area)) / np.maximum(passed, 1e-12)
+        return (
+            longest
+            * (np.interp(ends, times, area) - np.interp(starts, times, area))
+            / np.maximum(passed, 1e-12)
+        )
 
     sums = np.concatenate([[0.0], np.cumsum(prompts[order])])
-    begun = np.searchsorted(starts[order], ends, "left"), np.searchsorted(starts[order], starts, "left")
+    begun = (
+        np.searchsorted(starts[order], ends, "left"),
+        np.searchsorted(starts[order], starts, "left"),
+    )
     computed = np.maximum(sums[begun[0]] - sums[begun[1]], prompts)
     rows = np.stack([longest, over_steps(living), over_steps(weight), computed], axis=1)
     rows[leased > max_num_seqs] = 0.0
@@ -184,7 +218,9 @@ def _engine_coefficients(rows: Array, seconds: Array, usual: Array) -> Array:
     for power in _PROMPT_POWERS:
         ratio = 2.0**power * usual[3] / usual[1]
         a, b, c = _least_squares(
-            np.stack([rows[:, 0], rows[:, 1] + ratio * rows[:, 3], rows[:, 2]], 1), seconds, usual[:3]
+            np.stack([rows[:, 0], rows[:, 1] + ratio * rows[:, 3], rows[:, 2]], 1),
+            seconds,
+            usual[:3],
         )
         found = np.array([a, b, c, ratio * b])
         residual = np.abs(rows @ found / seconds - 1.0)
@@ -196,7 +232,9 @@ def _engine_coefficients(rows: Array, seconds: Array, usual: Array) -> Array:
 
 
 def _least_squares(rows: Array, seconds: Array, usual: Array) -> Array:
-    """Coefficients >= 0 with the least squares of relative errors, outliers held down; `usual`, scaled to fit, decides the rest."""
+    """Coefficients >= 0 with the least squares of relative errors, outliers held down; `usual`,
+    scaled to fit, decides the rest.
+    """
     relative = rows / seconds[:, None]
     scale = float(np.median(1.0 / np.maximum(relative @ usual, 1e-12)))
     unit = relative * (usual * scale)  # a coefficient of 1 is the usual one
@@ -208,7 +246,9 @@ def _least_squares(rows: Array, seconds: Array, usual: Array) -> Array:
         moment = unit.T @ weights + pull
         found = _non_negative(gram, moment)
         residual = np.abs(unit @ found - 1.0)
-        weights = np.minimum(1.0, _OUTLIER * max(float(np.median(residual)), 0.01) / np.maximum(residual, 1e-9))
+        weights = np.minimum(
+            1.0, _OUTLIER * max(float(np.median(residual)), 0.01) / np.maximum(residual, 1e-9)
+        )
     return found * usual * scale
 
 
@@ -229,9 +269,13 @@ def _non_negative(gram: Array, moment: Array) -> Array:
 
 
 def _error(predicted: Array, seconds: Array) -> float:
-    """Relative error of a sum over many: the mean error and the error of the mean, not that of single ones."""
+    """Relative error of a sum over many: the mean error and the error of the mean, not that of
+    single ones.
+    """
     relative = predicted / seconds - 1.0
-    return max(_LEAST_ERROR, abs(float(np.mean(relative))) + float(np.std(relative)) / len(relative) ** 0.5)
+    return max(
+        _LEAST_ERROR, abs(float(np.mean(relative))) + float(np.std(relative)) / len(relative) ** 0.5
+    )
 
 
 def _fit_trainer(run: SeenRun, spec: ModelSpec, typical: TypicalSpeed) -> tuple[TrainerCost, float]:
@@ -242,16 +286,23 @@ def _fit_trainer(run: SeenRun, spec: ModelSpec, typical: TypicalSpeed) -> tuple[
     operations = {id(seen): _operations(seen, work) for seen in run.complete}
     pieces = [
         (
-            [len(trained.groups) * config.microbatches_per_group, sum(operations[id(seen)][n] for n in trained.groups)],
+            [
+                len(trained.groups) * config.microbatches_per_group,
+                sum(operations[id(seen)][n] for n in trained.groups),
+            ],
             trained.seconds,
         )
         for seen in run.complete
         for trained in seen.trained
-        if config.microbatches_per_group == 1 and all(number in operations[id(seen)] for number in trained.groups)
+        if config.microbatches_per_group == 1
+        and all(number in operations[id(seen)] for number in trained.groups)
     ]
     usual = np.array([prior.microbatch_s * passes(config), prior.operation_s * per_replica])
     if len(pieces) > 1:
-        rows, seconds = np.array([row for row, _ in pieces], float), np.array([value for _, value in pieces])
+        rows, seconds = (
+            np.array([row for row, _ in pieces], float),
+            np.array([value for _, value in pieces]),
+        )
         found = _least_squares(rows, seconds, usual)
     else:
         found = usual
@@ -260,7 +311,9 @@ def _fit_trainer(run: SeenRun, spec: ModelSpec, typical: TypicalSpeed) -> tuple[
         total = _iteration_operations(run, seen, operations.get(id(seen)), work)
         groups = float(seen.record.get("groups") or config.schedule.prompts_per_iteration)
         predicted = found[0] * groups * config.microbatches_per_group + found[1] * total
-        measured = (float(seen.record["train_s"]) - float(seen.record.get("step_s", 0.0))) * config.mesh.data
+        measured = (
+            float(seen.record["train_s"]) - float(seen.record.get("step_s", 0.0))
+        ) * config.mesh.data
         factors.append(measured / predicted)
     factor = float(statistics.median(factors))
     cost = TrainerCost(
@@ -276,8 +329,12 @@ def _operations(seen: SeenIteration, work: GroupWork) -> dict[int, float]:
     return {timing.index: timing.work(work) for timing in seen.groups}
 
 
-def _iteration_operations(run: SeenRun, seen: SeenIteration, known: dict[int, float] | None, work: GroupWork) -> float:
-    """Operations of training all groups of an iteration; by mean lengths where those of the groups are not recorded."""
+def _iteration_operations(
+    run: SeenRun, seen: SeenIteration, known: dict[int, float] | None, work: GroupWork
+) -> float:
+    """Operations of training all groups of an iteration; by mean lengths where those of the groups
+    are not recorded.
+    """
     if known:
         return sum(known.values())
     record, responses = seen.record, run.config.rollout.responses_per_prompt
@@ -287,17 +344,27 @@ def _iteration_operations(run: SeenRun, seen: SeenIteration, known: dict[int, fl
 
 
 def against_itself(
-    run: SeenRun, spec: ModelSpec, calibration: Calibration, workload: Workload, typical: TypicalSpeed
+    run: SeenRun,
+    spec: ModelSpec,
+    calibration: Calibration,
+    workload: Workload,
+    typical: TypicalSpeed,
 ) -> tuple[Calibration, float]:
-    """Costs corrected by what the run's own iterations took over what is predicted of them, and that ratio."""
-    kinds = {bool(seen.record.get("periodic", run.config.schedule.stream)) for seen in run.iterations}
+    """Costs corrected by what the run's own iterations took over what is predicted of them, and
+    that ratio.
+    """
+    kinds = {
+        bool(seen.record.get("periodic", run.config.schedule.stream)) for seen in run.iterations
+    }
     streams = True in kinds
     measured = [
         seen.iteration_s
         for seen in run.iterations
         if bool(seen.record.get("periodic", run.config.schedule.stream)) == streams
     ]
-    predicted = Basis(run.config, spec, calibration, workload, typical, None).predicted(run.config, streams=streams)
+    predicted = Basis(run.config, spec, calibration, workload, typical, None).predicted(
+        run.config, streams=streams
+    )
     outside_s = predicted.border_s
     ratio = (statistics.median(measured) - outside_s) / (predicted.iteration_s - outside_s)
     ratio = min(max(ratio, 1.0 / _LARGEST_CORRECTION), _LARGEST_CORRECTION)
@@ -305,7 +372,9 @@ def against_itself(
 
 
 def _corrected(calibration: Calibration, factor: float) -> Calibration:
-    """The same with engines and trainers slower by a factor: what the model of an iteration left out of the run itself."""
+    """The same with engines and trainers slower by a factor: what the model of an iteration left
+    out of the run itself.
+    """
     engine, trainer = calibration.engine, calibration.trainer
     return replace(
         calibration,
@@ -316,5 +385,9 @@ def _corrected(calibration: Calibration, factor: float) -> Calibration:
             engine.prompt_token_s * factor,
             engine.prefix_block,
         ),
-        trainer=replace(trainer, microbatch_s=trainer.microbatch_s * factor, operation_s=trainer.operation_s * factor),
+        trainer=replace(
+            trainer,
+            microbatch_s=trainer.microbatch_s * factor,
+            operation_s=trainer.operation_s * factor,
+        ),
     )

@@ -1,4 +1,6 @@
-"""Figures that makers publish of devices, by names that people give: those that plans assume, and further ones."""
+"""Figures that makers publish of devices, by names that people give: those that plans assume, and
+further ones.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ PUBLISHED = {
     "a3": TypicalSpeed(
         *("A3 (a die of an Ascend 910C)", 376e12, 1.6e12, 0.35, 0.008, 2e-5, 0.02),
         memory_gib=64,
-        source="half of a 910C, arXiv 2506.12708: 752 Tflop/s, 128 GB at 3.2 TB/s, unified bus 392 GB/s, RoCE 400 Gbit/s",
+        source="half of a 910C, arXiv 2506.12708: 752 Tflop/s, 128 GB at 3.2 TB/s, unified bus 392 "
+        "GB/s, RoCE 400 Gbit/s",
     ),
     "h100": TypicalSpeed(
         *("H100", 989e12, 3.35e12, 0.4, 0.006, 2e-5, 0.015),
@@ -19,7 +22,8 @@ PUBLISHED = {
         wire_bytes=50e9,
         memory_gib=80,
         prefix_block=16,
-        source="NVIDIA H100 SXM data sheet: 989 Tflop/s dense, 3.35 TB/s, NVLink 900 GB/s both ways; 400 Gbit/s per device",
+        source="NVIDIA H100 SXM data sheet: 989 Tflop/s dense, 3.35 TB/s, NVLink 900 GB/s both "
+        "ways; 400 Gbit/s per device",
     ),
 }
 # Names by which a device can be asked for, beside the kinds of run.device.
@@ -27,7 +31,10 @@ _OTHER_NAMES = {"910b": "npu", "a2": "npu", "910c": "a3", "a100": "cuda"}
 
 
 def published_speed(name: str) -> TypicalSpeed:
-    """Return the speed of a device by its name or kind, in any case. Raises UserError for one that is not in the table."""
+    """Return the speed of a device by its name or kind, in any case.
+
+    Raises UserError for one that is not in the table.
+    """
     key = name.lower()
     found = PUBLISHED.get(_OTHER_NAMES.get(key, key))
     if found is None:

@@ -1,6 +1,8 @@
-"""The plan of a cluster: the best division of its devices, its bounds, and how far each figure is to be believed.
+"""The plan of a cluster: the best division of its devices, its bounds, and how far each figure is
+to be believed.
 
-bounds      the same devices without overlap in time (colocated), with perfect overlap, and shared perfectly
+bounds      the same devices without overlap in time (colocated), with perfect overlap, and shared
+            perfectly
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class KnownBasis(Basis):
 
     @property
     def origin(self) -> Origin:
-        return weakest(self.costs.origin, "calibrated", "calibrated" if self._same_device else "estimated")
+        return weakest(
+            self.costs.origin, "calibrated", "calibrated" if self._same_device else "estimated"
+        )
 
     @property
     def _same_device(self) -> bool:
@@ -48,7 +52,9 @@ class KnownBasis(Basis):
 
     @property
     def relative_error(self) -> float:
-        """Relative error of predicted times: of the costs, of carrying them over, and of the model of an iteration."""
+        """Relative error of predicted times: of the costs, of carrying them over, and of the model
+        of an iteration.
+        """
         known = max(self.costs.engine_error, self.costs.trainer_error)
         same = self._same_device and self.costs.spec.num_parameters == self.spec.num_parameters
         carried = 0.0 if same or self.costs.origin == "estimated" else TRANSFER_ERROR
@@ -59,9 +65,10 @@ class KnownBasis(Basis):
 class ClusterPlan:
     """The best division of some devices that was found. Seconds per iteration, with intervals.
 
-    colocated_s: engines and trainers on all devices in turn. separate_bound_s: the longer side alone and the border, no schedule on
-    separate devices ends before. perfect_s: all work at its least cost, spread evenly over all devices. alternatives: of
-    other divisions, (engines, trainer devices, seconds), the best first.
+    colocated_s: engines and trainers on all devices in turn. separate_bound_s: the longer side
+    alone and the border, no schedule on separate devices ends before. perfect_s: all work at its
+    least cost, spread evenly over all devices. alternatives: of other divisions, (engines, trainer
+    devices, seconds), the best first.
     """
 
     config: Config
@@ -86,7 +93,9 @@ class ClusterPlan:
     def device_hours(self) -> Figure:
         """Per thousand optimizer steps."""
         updates = self.config.schedule.updates_per_iteration
-        return self.iteration_s.map(lambda seconds: 1000.0 / updates * seconds * self.devices / 3600.0)
+        return self.iteration_s.map(
+            lambda seconds: 1000.0 / updates * seconds * self.devices / 3600.0
+        )
 
     @property
     def first_limit(self) -> Limit:
@@ -126,22 +135,30 @@ def plan_cluster(basis: KnownBasis, devices: int) -> ClusterPlan:
 
 
 def planning_base(config: Config, kind: str) -> Config:
-    """A configuration without what ties it to the devices it was made for. kind: of the devices that are planned with."""
+    """A configuration without what ties it to the devices it was made for. kind: of the devices
+    that are planned with.
+    """
     tree = config.model_dump(exclude_unset=True)
     tree.pop("placement", None)
     tree["run"] = {**tree.get("run", {}), "device": kind}
     rollout = tree.get("rollout", {})
     tree["rollout"] = {
-        key: value for key, value in rollout.items() if key not in ("attach", "max_engines", "engine_settings")
+        key: value
+        for key, value in rollout.items()
+        if key not in ("attach", "max_engines", "engine_settings")
     }
     if "telemetry" in tree:
         telemetry = tree["telemetry"]
-        tree["telemetry"] = {key: value for key, value in telemetry.items() if not key.startswith("profile")}
+        tree["telemetry"] = {
+            key: value for key, value in telemetry.items() if not key.startswith("profile")
+        }
     return Config.model_validate(tree)
 
 
 def _colocated_s(basis: KnownBasis, config: Config, devices: int) -> float:
-    """All devices generate, then all train: the sum, the step and the border; moving weights in and out of memory is left out."""
+    """All devices generate, then all train: the sum, the step and the border; moving weights in and
+    out of memory is left out.
+    """
     mesh = Mesh.of(devices, config.mesh.tensor, config.mesh.pipeline)
     changes = {
         "rollout": {"engines": max(1, devices // config.rollout.tensor_parallel)},
@@ -171,4 +188,6 @@ def _perfect_s(basis: KnownBasis, config: Config, devices: int) -> float:
 
 def first_to_break(found: list[Limit], iteration_s: float) -> Limit:
     """The one that takes the largest share: of an iteration, or, in the border, of a tenth of it."""
-    return max(found, key=lambda limit: limit.share(iteration_s) * (10.0 if limit.in_border else 1.0))
+    return max(
+        found, key=lambda limit: limit.share(iteration_s) * (10.0 if limit.in_border else 1.0)
+    )

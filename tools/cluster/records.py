@@ -1,4 +1,6 @@
-"""Reads a run's records for a planner: its configuration, its iterations, and when each group was where."""
+"""Reads a run's records for a planner: its configuration, its iterations, and when each group was
+where.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from pa_npu.telemetry.timeline import DIRECTORY
 
 _CONFIG = "config.yaml"
 _COORDINATOR = "coordinator.jsonl"
-# Iterations at the beginning in which processes warm up and schedules are not yet chosen by what was learned: with all groups at
-# once, say, whose prompts an engine computes in one heap, and slower than one by one.
+# Iterations at the beginning in which processes warm up and schedules are not yet chosen by what
+# was learned: with all groups at once, say, whose prompts an engine computes in one heap, and
+# slower than one by one.
 _WARMUP = 3
 
 
@@ -34,7 +37,9 @@ class Trained:
 
 @dataclass(frozen=True)
 class SeenIteration:
-    """record: its line of metrics.jsonl. groups: as they were generated, with real lengths. trained: on any one rank."""
+    """record: its line of metrics.jsonl. groups: as they were generated, with real lengths.
+    trained: on any one rank.
+    """
 
     record: Mapping[str, Any]
     groups: Sequence[GroupTiming]
@@ -48,7 +53,9 @@ class SeenIteration:
 
 @dataclass(frozen=True)
 class SeenRun:
-    """iterations: behind the warm-up, if there are that many. complete: of them, those with all groups and their lengths."""
+    """iterations: behind the warm-up, if there are that many. complete: of them, those with all
+    groups and their lengths.
+    """
 
     directory: Path
     config: Config
@@ -60,10 +67,15 @@ class SeenRun:
 
     def median(self, key: str) -> float:
         """The median of a number in the records. Raises DataError where none has it."""
-        values = [seen.record[key] for seen in self.iterations if isinstance(seen.record.get(key), (int, float))]
+        values = [
+            seen.record[key]
+            for seen in self.iterations
+            if isinstance(seen.record.get(key), (int, float))
+        ]
         if not values:
             raise DataError(
-                f"{self.directory}: its records have no {key}; plan from a run of this version of the program"
+                f"{self.directory}: its records have no {key}; plan from a run of this version of "
+                "the program"
             )
         return float(statistics.median(values))
 
@@ -75,8 +87,12 @@ def read_run(directory: Path | str) -> SeenRun:
     config = load_config([str(directory / _CONFIG)])
     kept = records[min(_WARMUP, len(records) - 1) :]
     for key in ("iteration_s", "generate_s", "train_s"):
-        if not all(isinstance(record.get(key), (int, float)) and record[key] > 0 for record in kept):
-            raise DataError(f"{directory}: a record has no {key}; plan from a run that ended its iterations")
+        if not all(
+            isinstance(record.get(key), (int, float)) and record[key] > 0 for record in kept
+        ):
+            raise DataError(
+                f"{directory}: a record has no {key}; plan from a run that ended its iterations"
+            )
     groups = _generated(directory)
     trained = _trained(directory)
     iterations = []
@@ -89,7 +105,9 @@ def read_run(directory: Path | str) -> SeenRun:
 
 
 def seen_workload(run: SeenRun) -> Workload:
-    """Take the workload of a run; from its mean lengths where its timeline does not have those of the groups."""
+    """Take the workload of a run; from its mean lengths where its timeline does not have those of
+    the groups.
+    """
     shapes = [
         Shape(timing.prompt_tokens, timing.lengths, timing.computed)
         for seen in run.complete
@@ -109,7 +127,10 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _generated(directory: Path) -> dict[int, list[GroupTiming]]:
-    """By iteration; groups whose lengths are not recorded are left out. The last attempt's where the run was restarted."""
+    """By iteration; groups whose lengths are not recorded are left out.
+
+    The last attempt's where the run was restarted.
+    """
     found: dict[int, dict[int, GroupTiming]] = {}
     events = _events(directory / DIRECTORY / _COORDINATOR)
     rewarded: dict[tuple[int, int], dict[str, Any]] = {}
@@ -131,14 +152,23 @@ def _generated(directory: Path) -> dict[int, list[GroupTiming]]:
         engine = lane.removeprefix("engine ")
         computed = _computed(reward["args"].get("computed"))
         timing = GroupTiming(
-            number, engine, event["start"], end_s, prompt, tuple(lengths), delivered_s, computed=computed
+            number,
+            engine,
+            event["start"],
+            end_s,
+            prompt,
+            tuple(lengths),
+            delivered_s,
+            computed=computed,
         )
         found.setdefault(iteration, {})[number] = timing
     return {iteration: list(groups.values()) for iteration, groups in found.items()}
 
 
 def _computed(value: Any) -> tuple[int, tuple[int, ...]] | None:
-    """Tokens of the prompt and of each response that engines computed anew; None where the record does not say."""
+    """Tokens of the prompt and of each response that engines computed anew; None where the record
+    does not say.
+    """
     if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], list):
         return None
     prompt, responses = value
@@ -174,9 +204,15 @@ def _trained(directory: Path) -> dict[int, list[Trained]]:
         pieces = [event for event in events if event["lane"] == "microbatches"]
         pieces.sort(key=lambda event: event["start"])
         for start_s, end_s, iteration in spans:
-            inside = [event for event in pieces if start_s <= event["start"] and event["end"] <= end_s]
+            inside = [
+                event for event in pieces if start_s <= event["start"] and event["end"] <= end_s
+            ]
             numbers = [str(event["name"]).removeprefix("group ").split(", ") for event in inside]
-            if iteration not in found and inside and all(text.isdigit() for texts in numbers for text in texts):
+            if (
+                iteration not in found
+                and inside
+                and all(text.isdigit() for texts in numbers for text in texts)
+            ):
                 found[iteration] = [
                     Trained(tuple(map(int, texts)), event["end"] - event["start"])
                     for texts, event in zip(numbers, inside, strict=True)

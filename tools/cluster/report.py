@@ -16,7 +16,8 @@ from tools.cluster.plan import ClusterPlan, KnownBasis
 from tools.plots import line_style, new_figure, save
 
 _LABEL = 24
-# Work grows with the devices, and an iteration should not: two sizes are alike whose iterations differ by no more.
+# Work grows with the devices, and an iteration should not: two sizes are alike whose iterations
+# differ by no more.
 FLAT = 0.10
 
 
@@ -38,15 +39,21 @@ def basis_lines(basis: KnownBasis) -> list[str]:
     lines = [
         _line("device", f"{basis.typical.name}: {basis.typical.source}"),
         _line("costs", f"{calibration.origin}, {known}"),
-        _line("decode step", f"{1000 * engine.step_s:.3g} ms + {1000 * engine.sequence_s:.3g} ms a sequence"),
+        _line(
+            "decode step",
+            f"{1000 * engine.step_s:.3g} ms + {1000 * engine.sequence_s:.3g} ms a sequence",
+        ),
         _line(
             "lengths",
-            f"{workload.origin}: prompts {workload.prompt_mean:.0f}, responses {_response_mean(workload):.0f} tokens",
+            f"{workload.origin}: prompts {workload.prompt_mean:.0f}, responses "
+            f"{_response_mean(workload):.0f} tokens",
         ),
         _line("model", f"{basis.spec.num_parameters / 1e9:.3g} billion parameters"),
     ]
     if calibration.origin != "estimated":
-        lines.append(_line("model of an iteration", f"off by {basis.error:.1%} on the run itself (measured)"))
+        lines.append(
+            _line("model of an iteration", f"off by {basis.error:.1%} on the run itself (measured)")
+        )
     return lines
 
 
@@ -58,19 +65,24 @@ def one_plan_lines(plan: ClusterPlan) -> list[str]:
         f"{counted(plan.devices, 'device')}",
         _line(
             "split",
-            f"{counted(rollout.engines, 'engine')} x {rollout.tensor_parallel} + {counted(trainer.devices, 'trainer rank')}",
+            f"{counted(rollout.engines, 'engine')} x {rollout.tensor_parallel} + "
+            f"{counted(trainer.devices, 'trainer rank')}",
         ),
         _line(
             "trainer ranks",
-            f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {config.mesh.data}",
+            f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP "
+            f"{config.mesh.data}",
         ),
         _line(
-            "groups", f"{config.schedule.prompts_per_iteration} of {counted(rollout.responses_per_prompt, 'response')}"
+            "groups",
+            f"{config.schedule.prompts_per_iteration} of "
+            f"{counted(rollout.responses_per_prompt, 'response')}",
         ),
         _line("window", f"{counted(found.window, 'sequence')} an engine, {found.waves:.1f} waves"),
         _line("iteration", _seconds(plan.iteration_s)),
         _line(
-            "  generation, training", f"{found.generate_s:.3g} s, {found.train_s:.3g} s; border {found.border_s:.2g} s"
+            "  generation, training",
+            f"{found.generate_s:.3g} s, {found.train_s:.3g} s; border {found.border_s:.2g} s",
         ),
         _line("  idle", f"engines {found.engines_idle:.0%}, trainers {found.trainers_idle:.0%}"),
         _line("TPSPD", _range(plan.tpspd, "tokens/s per device")),
@@ -79,14 +91,23 @@ def one_plan_lines(plan: ClusterPlan) -> list[str]:
         _line("  separate devices", f"{_seconds(plan.separate_bound_s)}, whatever the schedule"),
         _line("  colocated", f"{_seconds(plan.colocated_s)}, one after another"),
         _line("  perfect", f"{_seconds(plan.perfect_s)}, all devices always busy"),
-        _line("trainer memory", format_bytes(plan.trainer.total) + _of(plan.trainer.total, plan.device_bytes)),
-        _line("engine memory", format_bytes(plan.engine.total) + _of(plan.engine.total, plan.device_bytes)),
+        _line(
+            "trainer memory",
+            format_bytes(plan.trainer.total) + _of(plan.trainer.total, plan.device_bytes),
+        ),
+        _line(
+            "engine memory",
+            format_bytes(plan.engine.total) + _of(plan.engine.total, plan.device_bytes),
+        ),
         _line("breaks first", plan.first_limit.name),
         _line("  takes", f"{_limit(plan)}, estimated"),
     ]
     for engines, ranks, seconds in plan.alternatives:
         lines.append(
-            _line("instead", f"{counted(engines, 'engine')} + {counted(ranks, 'trainer rank')}: {seconds:.3g} s")
+            _line(
+                "instead",
+                f"{counted(engines, 'engine')} + {counted(ranks, 'trainer rank')}: {seconds:.3g} s",
+            )
         )
     return lines
 
@@ -94,11 +115,14 @@ def one_plan_lines(plan: ClusterPlan) -> list[str]:
 def growth_lines(plans: Sequence[ClusterPlan]) -> list[str]:
     """A table over the numbers of devices."""
     lines = [
-        "devices  engines  ranks TPxPPxDP   groups  iteration s   TPSPD  idle E/T  colocated  perfect",
+        "devices  engines  ranks TPxPPxDP   groups  iteration s   TPSPD  idle E/T  colocated  "
+        "perfect",
         *(
-            f"{plan.devices:7d}  {plan.config.rollout.engines:4d}x{plan.config.rollout.tensor_parallel:<2d}  "
-            f"{_layout(plan):>14s}  {plan.config.schedule.prompts_per_iteration:7d}  {plan.iteration_s.value:11.4g}  "
-            f"{plan.tpspd.value:6.4g}  {plan.predicted.engines_idle:3.0%}/{plan.predicted.trainers_idle:<3.0%}  "
+            f"{plan.devices:7d}  "
+            f"{plan.config.rollout.engines:4d}x{plan.config.rollout.tensor_parallel:<2d}  "
+            f"{_layout(plan):>14s}  {plan.config.schedule.prompts_per_iteration:7d}  "
+            f"{plan.iteration_s.value:11.4g}  {plan.tpspd.value:6.4g}  "
+            f"{plan.predicted.engines_idle:3.0%}/{plan.predicted.trainers_idle:<3.0%}  "
             f"{plan.colocated_s.value:9.4g}  {plan.perfect_s.value:7.4g}"
             for plan in plans
         ),
@@ -109,11 +133,19 @@ def growth_lines(plans: Sequence[ClusterPlan]) -> list[str]:
 
 
 def flatness(plans: Sequence[ClusterPlan]) -> str:
-    """Over which sizes in a row an iteration per group and device takes as long, the largest against the smallest of them, and how
-    far the others are from the nearest of these. Of several such rows the one with the most sizes, of larger clusters."""
-    rows = [plans[start:end] for start in range(len(plans)) for end in range(start + 1, len(plans) + 1)]
-    flat = max((row for row in rows if _spread(row) <= FLAT), key=lambda row: (len(row), row[-1].devices))
-    text = f"{flat[0].devices} to {counted(flat[-1].devices, 'device')}: any two within {_spread(flat):.1%}"
+    """Over which sizes in a row an iteration per group and device takes as long, the largest
+    against the smallest of them, and how far the others are from the nearest of these. Of several
+    such rows the one with the most sizes, of larger clusters."""
+    rows = [
+        plans[start:end] for start in range(len(plans)) for end in range(start + 1, len(plans) + 1)
+    ]
+    flat = max(
+        (row for row in rows if _spread(row) <= FLAT), key=lambda row: (len(row), row[-1].devices)
+    )
+    text = (
+        f"{flat[0].devices} to {counted(flat[-1].devices, 'device')}: any two within "
+        f"{_spread(flat):.1%}"
+    )
     low, high = min(map(_per_group, flat)), max(map(_per_group, flat))
     for plan in plans:
         if plan not in flat:
@@ -203,7 +235,10 @@ def _of(used: int, device: int | None) -> str:
 def _limit(plan: ClusterPlan) -> str:
     limit = plan.first_limit
     where = "in its border" if limit.in_border else "beside it"
-    return f"{limit.seconds:.2g} s an iteration {where}, {limit.share(plan.iteration_s.value):.0%} of it"
+    return (
+        f"{limit.seconds:.2g} s an iteration {where}, {limit.share(plan.iteration_s.value):.0%} "
+        "of it"
+    )
 
 
 def write_plot(plans: Sequence[ClusterPlan], path: Path | str) -> list[Path]:
@@ -219,7 +254,10 @@ def write_plot(plans: Sequence[ClusterPlan], path: Path | str) -> list[Path]:
     for number, (name, values) in enumerate(curves):
         seconds.plot(devices, values, label=name, **{**line_style(number), "markevery": 1})
     tokens.plot(devices, [plan.tpspd.value for plan in plans], **{**line_style(0), "markevery": 1})
-    for axes, label in ((seconds, "iteration (s), estimated or calibrated"), (tokens, "tokens / s / device")):
+    for axes, label in (
+        (seconds, "iteration (s), estimated or calibrated"),
+        (tokens, "tokens / s / device"),
+    ):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel("devices")

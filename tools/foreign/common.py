@@ -1,4 +1,6 @@
-"""What several systems say alike: datasets, trackers, adapters, devices, epochs; and what makes a translation whole."""
+"""What several systems say alike: datasets, trackers, adapters, devices, epochs; and what makes a
+translation whole.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from tools.foreign.rows import count_rows
 from tools.foreign.translation import Translation
 
 DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float32": "fp32", "fp32": "fp32"}
-DECAYS = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+DECAYS = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+}
 _DATA_FILES = (".jsonl", ".parquet", ".csv")
 _MOST_DEVICES = 131072
 
@@ -38,7 +45,8 @@ def set_training_data(work: Translation, name: str) -> None:
         work.adapt(
             "data.train",
             entries,
-            f"each file of {name} gives as many prompts as the others, not by its rows; set their weights to these",
+            f"each file of {name} gives as many prompts as the others, not by its rows; set their "
+            "weights to these",
         )
     else:
         entries = [{**entry, "weight": count} for entry, count in zip(entries, counts, strict=True)]
@@ -46,14 +54,20 @@ def set_training_data(work: Translation, name: str) -> None:
 
 
 def set_held_out(work: Translation, name: str) -> None:
-    """Sets data.test to the first file of a list, and evaluate.sets to the others, by what they are called."""
+    """Sets data.test to the first file of a list, and evaluate.sets to the others, by what they are
+    called.
+    """
     paths = _paths(work, name)
     if not paths:
         return
     work.set("data.test", paths[0], name)
     sets: dict[str, str] = {}
     for path in paths[1:]:
-        called = [part for part in (Path(path).parent.name, Path(path).stem) if part not in ("test", "data", "", ".")]
+        called = [
+            part
+            for part in (Path(path).parent.name, Path(path).stem)
+            if part not in ("test", "data", "", ".")
+        ]
         label = called[0] if called else "held_out"
         while label in sets or label == "test":
             label += "_"
@@ -69,10 +83,18 @@ def _paths(work: Translation, name: str) -> list[str] | None:
         return None
     items = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str) and item for item in items):
-        work.lose(name, value, "is no file; name JSONL or parquet files, or directories of datasets")
+        work.lose(
+            name, value, "is no file; name JSONL or parquet files, or directories of datasets"
+        )
         return None
-    if wrong := [item for item in items if Path(item).suffix.lower() in (".json", ".arrow", ".txt", ".tsv", ".yaml")]:
-        work.lose(name, wrong[0], "is no JSONL or parquet file; write its rows to one and name that")
+    if wrong := [
+        item
+        for item in items
+        if Path(item).suffix.lower() in (".json", ".arrow", ".txt", ".tsv", ".yaml")
+    ]:
+        work.lose(
+            name, wrong[0], "is no JSONL or parquet file; write its rows to one and name that"
+        )
         return None
     return [str(Path(item).expanduser()) if item.startswith("~") else item for item in items]
 
@@ -107,10 +129,16 @@ def set_trackers(work: Translation, name: str) -> None:
     chosen = [tracker for tracker in given if tracker in TRACKERS]
     work.set("telemetry.trackers", chosen, name)
     if len(chosen) < len(given):
-        work.lose(name, value, f"not all have a counterpart; telemetry.trackers takes {', '.join(TRACKERS)}")
+        work.lose(
+            name,
+            value,
+            f"not all have a counterpart; telemetry.trackers takes {', '.join(TRACKERS)}",
+        )
 
 
-def set_adapters(work: Translation, rank: Any, alpha: Any, targets: Any, *, by_root: bool = False) -> None:
+def set_adapters(
+    work: Translation, rank: Any, alpha: Any, targets: Any, *, by_root: bool = False
+) -> None:
     """Adapters (LoRA). by_root: their factor is alpha over the rank's root."""
     work.set("lora.rank", rank)
     if isinstance(alpha, (int, float)) and isinstance(rank, int) and by_root:
@@ -129,13 +157,18 @@ def set_reward_function(work: Translation, name: str, path: Any, function: str) 
         work.lose(
             name,
             str(path),
-            f"is not here; put its directory on PYTHONPATH and set reward.functions=[{{name: '{own}'}}]",
+            f"is not here; put its directory on PYTHONPATH and set reward.functions=[{{name: "
+            f"'{own}'}}]",
         )
         return None
     relative = Path(os.path.relpath(file))
-    if ".." not in relative.parts and all(part.isidentifier() for part in relative.with_suffix("").parts):
+    if ".." not in relative.parts and all(
+        part.isidentifier() for part in relative.with_suffix("").parts
+    ):
         return f"{'.'.join(relative.with_suffix('').parts)}:{function}"
-    work.done.adapted["reward.functions"] = f"{file.stem}:{function}: put {file.parent} on PYTHONPATH"
+    work.done.adapted["reward.functions"] = (
+        f"{file.stem}:{function}: put {file.parent} on PYTHONPATH"
+    )
     return f"{file.stem}:{function}"
 
 
@@ -160,7 +193,9 @@ def set_separate(work: Translation, training: int, decoding: int, size: int, per
 
 
 def _fitting_size(work: Translation, size: int, devices: int, per_node: int) -> int:
-    """Returns the size of an engine, made smaller where so many devices hold none, or a node holds none."""
+    """Returns the size of an engine, made smaller where so many devices hold none, or a node holds
+    none.
+    """
     most = min(devices, per_node)
     fitting = next(n for n in range(min(max(1, size), most), 0, -1) if devices % n == 0)
     if fitting != size:
@@ -181,15 +216,21 @@ def _set_nodes(work: Translation, devices: int, per_node: int) -> None:
 
 
 def epochs_to_iterations(work: Translation, name: str, epochs: Any, *, keeps_last: bool) -> None:
-    """Sets the iterations of so many epochs, where the number of rows is known. keeps_last: a batch that is not full."""
+    """Sets the iterations of so many epochs, where the number of rows is known. keeps_last: a batch
+    that is not full.
+    """
     batch = work.values.get("schedule.prompts_per_iteration")
-    counts = [work.extent.rows] if work.extent.rows is not None else count_rows(work.values.get("data.train"))
+    counts = (
+        [work.extent.rows]
+        if work.extent.rows is not None
+        else count_rows(work.values.get("data.train"))
+    )
     if counts is None or not isinstance(batch, int):
         return work.lose(
             name,
             epochs,
-            f"set schedule.iterations = {epochs} x the rows of data.train / {batch or 'prompts of an iteration'} "
-            "(--rows N does it)",
+            f"set schedule.iterations = {epochs} x the rows of data.train / "
+            f"{batch or 'prompts of an iteration'} (--rows N does it)",
         )
     batches = sum(counts) / batch
     whole = math.ceil(batches) if keeps_last else math.floor(batches)
@@ -197,18 +238,28 @@ def epochs_to_iterations(work: Translation, name: str, epochs: Any, *, keeps_las
 
 
 def make_whole(work: Translation) -> None:
-    """Changes what would be refused together: numbers that do not divide, keys that nothing would read."""
+    """Changes what would be refused together: numbers that do not divide, keys that nothing would
+    read.
+    """
     values = work.values
     _hold_sequences(work)
-    if values.get("environment.name") == "agents" and values.get("trainer.pipeline_parallel", 1) > 1:
+    if (
+        values.get("environment.name") == "agents"
+        and values.get("trainer.pipeline_parallel", 1) > 1
+    ):
         work.adapt(
             "trainer.pipeline_parallel",
             1,
             "sessions are any number of samples, which pipeline stages cannot know beforehand",
         )
-    if values.get("algorithm.name") == "rloo" and values.get("schedule.updates_per_iteration", 1) != 1:
+    if (
+        values.get("algorithm.name") == "rloo"
+        and values.get("schedule.updates_per_iteration", 1) != 1
+    ):
         work.adapt(
-            "schedule.updates_per_iteration", 1, "algorithm.loss=reinforce has no ratio to the policy that sampled"
+            "schedule.updates_per_iteration",
+            1,
+            "algorithm.loss=reinforce has no ratio to the policy that sampled",
         )
     _divide_groups(work)
     low = values.get("algorithm.clip_low")
@@ -223,7 +274,11 @@ def make_whole(work: Translation) -> None:
         values.pop("optimizer.min_learning_rate", None)
     if values.get("trainer.backend") == "fsdp":
         values.pop("trainer.distributed_optimizer", None)
-        for key in ("trainer.tensor_parallel", "trainer.pipeline_parallel", "trainer.expert_parallel"):
+        for key in (
+            "trainer.tensor_parallel",
+            "trainer.pipeline_parallel",
+            "trainer.expert_parallel",
+        ):
             if values.pop(key, None) not in (None, 1):
                 work.done.adapted["trainer.devices"] = (
                     f"{values.get('trainer.devices')}: every weight is sharded over all of them"
@@ -232,19 +287,30 @@ def make_whole(work: Translation) -> None:
             del values["algorithm.router_replay"]
             work.lose("router_replay", "rollout", "needs trainer.backend=megatron")
     elif values.get("model.trust_remote_code"):
-        work.lose("trust_remote_code", values.pop("model.trust_remote_code"), "needs trainer.backend=fsdp")
-    if values.get("algorithm.dual_clip") is not None and values.get("algorithm.loss") in ("cispo", "reinforce", "dpo"):
+        work.lose(
+            "trust_remote_code", values.pop("model.trust_remote_code"), "needs trainer.backend=fsdp"
+        )
+    if values.get("algorithm.dual_clip") is not None and values.get("algorithm.loss") in (
+        "cispo",
+        "reinforce",
+        "dpo",
+    ):
         del values["algorithm.dual_clip"]
     if "data.test" not in values:
-        for key in [key for key in values if key.startswith("evaluate.") and key != "evaluate.sets"]:
+        for key in [
+            key for key in values if key.startswith("evaluate.") and key != "evaluate.sets"
+        ]:
             del values[key]
 
 
 def _hold_sequences(work: Translation) -> None:
-    """A step of an engine holds the longest prompt and response at once, since none is computed in parts."""
+    """A step of an engine holds the longest prompt and response at once, since none is computed in
+    parts.
+    """
     values, default = work.values, 32768
     lengths = [
-        values.get(key, usual) for key, usual in (("data.max_prompt_tokens", 512), ("rollout.max_response_tokens", 256))
+        values.get(key, usual)
+        for key, usual in (("data.max_prompt_tokens", 512), ("rollout.max_response_tokens", 256))
     ]
     if not all(isinstance(length, int) for length in lengths):
         return
@@ -265,11 +331,18 @@ def _divide_groups(work: Translation) -> None:
     """An iteration has as many whole groups for each replica and update."""
     values = work.values
     sizes = [values.get(key, 1) for key in ("trainer.tensor_parallel", "trainer.pipeline_parallel")]
-    devices, groups = values.get("trainer.devices", 1), values.get("schedule.prompts_per_iteration", 16)
+    devices, groups = (
+        values.get("trainer.devices", 1),
+        values.get("schedule.prompts_per_iteration", 16),
+    )
     updates = values.get("schedule.updates_per_iteration", 1)
-    if not all(isinstance(n, int) and 0 < n <= _MOST_DEVICES for n in (devices, groups, updates, *sizes)):
+    if not all(
+        isinstance(n, int) and 0 < n <= _MOST_DEVICES for n in (devices, groups, updates, *sizes)
+    ):
         return
-    replicas = devices if values.get("trainer.backend") == "fsdp" else max(1, devices // math.prod(sizes))
+    replicas = (
+        devices if values.get("trainer.backend") == "fsdp" else max(1, devices // math.prod(sizes))
+    )
     if groups % replicas:
         more = math.ceil(groups / replicas) * replicas
         work.adapt(

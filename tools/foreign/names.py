@@ -1,8 +1,9 @@
 """Names that TRL's GRPOConfig and verl's ppo_trainer.yaml have for our keys.
 
-Names are those of TRL's trl/trainer/grpo_config.py (and transformers' TrainingArguments, which it extends) and of verl's
-verl/trainer/config. SAME holds what means the same and takes the same values; what must be converted is in RELATED, with the key
-that it is about, and in tools/foreign/translate.py, with how.
+Names are those of TRL's trl/trainer/grpo_config.py (and transformers' TrainingArguments, which it
+extends) and of verl's verl/trainer/config. SAME holds what means the same and takes the same
+values; what must be converted is in RELATED, with the key that it is about, and in
+tools/foreign/translate.py, with how.
 """
 
 from __future__ import annotations

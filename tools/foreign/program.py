@@ -1,8 +1,10 @@
-"""Reads the keyword arguments of GRPOConfig(...), GRPOTrainer(...) and LoraConfig(...) from a program of TRL, without running it.
+"""Reads the keyword arguments of GRPOConfig(...), GRPOTrainer(...) and LoraConfig(...) from a
+program of TRL, without running it.
 
-Literals, arithmetic on them and names that are assigned one literal are followed; so are the model's and the dataset's path in
-from_pretrained(...) and load_dataset(...). RLOO and online DPO are read in the same way, and adapters of Unsloth's
-get_peft_model(...). Whatever else an argument is, is named.
+Literals, arithmetic on them and names that are assigned one literal are followed; so are the
+model's and the dataset's path in from_pretrained(...) and load_dataset(...). RLOO and online DPO
+are read in the same way, and adapters of Unsloth's get_peft_model(...). Whatever else an argument
+is, is named.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _POSITIONAL = {
     "Config": ("output_dir",),
     "Trainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
 }
-_ALGORITHMS = ("AsyncGRPO", "GRPO", "RLOO", "OnlineDPO")  # whose configuration and trainer are translated
+# whose configuration and trainer are translated
+_ALGORITHMS = ("AsyncGRPO", "GRPO", "RLOO", "OnlineDPO")
 _ADAPTERS = ("LoraConfig", "get_peft_model")  # peft's, and Unsloth's function of keyword arguments
 _RANK = "r"
 _HOLDERS = ("args", "config")  # arguments of the trainer that hold the configuration
@@ -41,7 +44,10 @@ class _NotLiteral(Exception):
 
 
 def read_program(text: str, where: str) -> Arguments:
-    """The arguments of the one trainer in the program. Raises ConfigError where there is none, or more than one configuration."""
+    """The arguments of the one trainer in the program.
+
+    Raises ConfigError where there is none, or more than one configuration.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -50,7 +56,8 @@ def read_program(text: str, where: str) -> Arguments:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f":{error.lineno}" if isinstance(error, SyntaxError) else ""
         raise ConfigError(
-            f"{where}{line}: not a Python program ({type(error).__name__}); give TRL's training program"
+            f"{where}{line}: not a Python program ({type(error).__name__}); give TRL's training "
+            "program"
         ) from None
 
 
@@ -58,16 +65,26 @@ class _Program:
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
         self.assigned: dict[str, list[ast.expr]] = {}  # by name, and by name.attribute
-        self.functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        self.functions = {
+            node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+        }
         for node in ast.walk(tree):
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            targets = (
+                node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            )
             value = getattr(node, "value", None)
             targets = [
-                part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])
+                part
+                for target in targets
+                for part in (target.elts if isinstance(target, ast.Tuple) else [target])
             ]
             for target in targets:
                 if isinstance(target, (ast.Name, ast.Attribute)):
-                    computed = ast.Constant(...) if value is None or isinstance(node, ast.AugAssign) else value
+                    computed = (
+                        ast.Constant(...)
+                        if value is None or isinstance(node, ast.AugAssign)
+                        else value
+                    )
                     self.assigned.setdefault(ast.unparse(target), []).append(computed)
 
     def arguments(self, where: str) -> Arguments:
@@ -75,14 +92,17 @@ class _Program:
         algorithm = self._algorithm(where)
         configs, trainers = (list(self._calls(f"{algorithm}{kind}")) for kind in _POSITIONAL)
         if len(configs) > 1 or len(trainers) > 1:
-            lines = ", ".join(str(call.lineno) for call in (configs if len(configs) > 1 else trainers))
+            lines = ", ".join(
+                str(call.lineno) for call in (configs if len(configs) > 1 else trainers)
+            )
             raise ConfigError(
-                f"{where}: several of them, at lines {lines}; give a program with one {algorithm}Config and one {algorithm}Trainer"
+                f"{where}: several of them, at lines {lines}; give a program with one "
+                f"{algorithm}Config and one {algorithm}Trainer"
             )
         if not configs:
             raise ConfigError(
-                f"{where}: no {algorithm}Config(...) is called in it; where its values come from a file or a command line, give "
-                "that file, or the script with that line"
+                f"{where}: no {algorithm}Config(...) is called in it; where its values come from a "
+                "file or a command line, give that file, or the script with that line"
             )
         if algorithm != "GRPO":
             given.values["trainer"] = algorithm
@@ -90,23 +110,35 @@ class _Program:
             if name == "peft_config":
                 continue
             if name not in _HOLDERS:
-                self._give(given, {"model": "model_name_or_path", **_DATASETS}.get(name, name), value)
+                self._give(
+                    given, {"model": "model_name_or_path", **_DATASETS}.get(name, name), value
+                )
         for name, value in [*self._keywords(configs[0], "Config"), *self._later(configs[0])]:
             self._give(given, name, value)
         self._adapters(given, trainers)
         return given
 
     def _algorithm(self, where: str) -> str:
-        """Returns which of TRL's algorithms the program trains with. Raises ConfigError for one that is not translated."""
+        """Returns which of TRL's algorithms the program trains with.
+
+        Raises ConfigError for one that is not translated.
+        """
         names = [
-            ast.unparse(node.func).rpartition(".")[2] for node in ast.walk(self.tree) if isinstance(node, ast.Call)
+            ast.unparse(node.func).rpartition(".")[2]
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Call)
         ]
         for algorithm in _ALGORITHMS:
             if f"{algorithm}Config" in names or f"{algorithm}Trainer" in names:
                 return algorithm
         derived = [name for name in names if name.endswith(("GRPOConfig", "GRPOTrainer"))]
         other = next(
-            (name for name in names if re.fullmatch(r"[A-Z]\w*(?:Trainer|Config)", name) and "Trainer" in name), None
+            (
+                name
+                for name in names
+                if re.fullmatch(r"[A-Z]\w*(?:Trainer|Config)", name) and "Trainer" in name
+            ),
+            None,
         )
         if other is not None and not derived:
             raise ConfigError(
@@ -118,11 +150,19 @@ class _Program:
     def _adapters(self, given: Arguments, trainers: list[ast.Call]) -> None:
         """Gives the settings of LoRA, from LoraConfig(...) or from get_peft_model(model, r=...)."""
         config = next(
-            (keyword.value for call in trainers for keyword in call.keywords if keyword.arg == "peft_config"), None
+            (
+                keyword.value
+                for call in trainers
+                for keyword in call.keywords
+                if keyword.arg == "peft_config"
+            ),
+            None,
         )
         calls = [call for name in _ADAPTERS for call in self._calls(name)]
         # get_peft_model(model, LoraConfig(...)) says nothing besides
-        calls = [call for call in calls if call.keywords or ast.unparse(call.func).endswith(_ADAPTERS[0])]
+        calls = [
+            call for call in calls if call.keywords or ast.unparse(call.func).endswith(_ADAPTERS[0])
+        ]
         if len(calls) == 1:
             for keyword in calls[0].keywords:
                 if keyword.arg is not None:
@@ -133,7 +173,9 @@ class _Program:
 
     def _calls(self, name: str) -> Iterator[ast.Call]:
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2].endswith(name):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2].endswith(
+                name
+            ):
                 yield node
 
     def _keywords(self, call: ast.Call, name: str) -> Iterator[tuple[str, ast.expr]]:
@@ -143,8 +185,12 @@ class _Program:
                 yield keyword.arg, keyword.value
                 continue
             several = self._followed(keyword.value)
-            if isinstance(several, ast.Dict) and all(isinstance(key, ast.Constant) for key in several.keys):
-                yield from ((str(key.value), value) for key, value in zip(several.keys, several.values, strict=True))  # type: ignore[union-attr]
+            if isinstance(several, ast.Dict) and all(
+                isinstance(key, ast.Constant) for key in several.keys
+            ):
+                for key, value in zip(several.keys, several.values, strict=True):
+                    assert isinstance(key, ast.Constant)
+                    yield str(key.value), value
             else:
                 yield f"**{ast.unparse(keyword.value)[:40]}", keyword.value
 
@@ -164,7 +210,9 @@ class _Program:
             elif name == "model_name_or_path":
                 given.values[name] = self._literal(self._loaded(node))
             else:
-                given.values[name] = self._file(node) if name in _DATASETS.values() else self._literal(node)
+                given.values[name] = (
+                    self._file(node) if name in _DATASETS.values() else self._literal(node)
+                )
         except _NotLiteral as error:
             given.unread[name] = f"{ast.unparse(node)[:60]}: {error}"
         except RecursionError:
@@ -192,7 +240,9 @@ class _Program:
         return node
 
     def _loaded(self, node: ast.expr) -> ast.expr:
-        """Finds the from_pretrained(...) of a model that is wrapped afterwards: model = get_peft_model(model, ...)."""
+        """Finds the from_pretrained(...) of a model that is wrapped afterwards: model =
+        get_peft_model(model, ...).
+        """
         assigned = self.assigned.get(node.id, ()) if isinstance(node, ast.Name) else ()
         loads = [
             value
@@ -202,17 +252,26 @@ class _Program:
         return loads[0] if len(assigned) > 1 and len(loads) == 1 else node
 
     def _file(self, node: ast.expr) -> Any:
-        """The file, or the name on a hub, that load_dataset(...) reads, whatever is done with its rows; or the name itself."""
+        """The file, or the name on a hub, that load_dataset(...) reads, whatever is done with its
+        rows; or the name itself.
+        """
         if isinstance(named := self._followed(node), ast.Constant) and isinstance(named.value, str):
             return named.value
         call = self._loading(node, 20)
         if call is None:
-            raise _NotLiteral("a dataset that the program makes; write its rows to a file and name that one")
-        files = next((keyword.value for keyword in call.keywords if keyword.arg == "data_files"), call.args[0])
+            raise _NotLiteral(
+                "a dataset that the program makes; write its rows to a file and name that one"
+            )
+        files = next(
+            (keyword.value for keyword in call.keywords if keyword.arg == "data_files"),
+            call.args[0],
+        )
         return self._literal(files)
 
     def _loading(self, node: ast.expr, depth: int) -> ast.Call | None:
-        """Returns the call of load_dataset(...) that a dataset is made of: by methods, splits and names that are assigned anew."""
+        """Returns the call of load_dataset(...) that a dataset is made of: by methods, splits and
+        names that are assigned anew.
+        """
         if depth == 0:
             return None
         if isinstance(node, ast.Subscript):  # dataset["train"]
@@ -233,7 +292,9 @@ class _Program:
             return self._loading(node.func.value, depth - 1)
         if name in self.functions and depth > 1:  # get_dataset(), which returns one
             returned = [
-                inner.value for inner in ast.walk(self.functions[name]) if isinstance(inner, ast.Return) and inner.value
+                inner.value
+                for inner in ast.walk(self.functions[name])
+                if isinstance(inner, ast.Return) and inner.value
             ]
             return self._loading(returned[0], depth - 1) if len(returned) == 1 else None
         return None
@@ -260,7 +321,9 @@ class _Program:
             case ast.UnaryOp(op=ast.USub()):
                 return self._arithmetic(operator.sub, 0, self._literal(node.operand))
             case ast.BinOp() if type(node.op) in _OPERATORS:
-                return self._arithmetic(_OPERATORS[type(node.op)], self._literal(node.left), self._literal(node.right))
+                return self._arithmetic(
+                    _OPERATORS[type(node.op)], self._literal(node.left), self._literal(node.right)
+                )
             case ast.JoinedStr():
                 return "".join(str(self._literal(part)) for part in node.values)
             case ast.FormattedValue(format_spec=None):
@@ -271,20 +334,28 @@ class _Program:
                 return self._literal(first)
             case ast.Call() if ast.unparse(node.func).endswith(".from_pretrained"):
                 named = [
-                    word.value for word in node.keywords if word.arg in ("model_name", "pretrained_model_name_or_path")
+                    word.value
+                    for word in node.keywords
+                    if word.arg in ("model_name", "pretrained_model_name_or_path")
                 ]
                 if named:
                     return self._literal(named[0])
-            case ast.Call(args=[], func=ast.Name("dict")) if all(word.arg for word in node.keywords):
+            case ast.Call(args=[], func=ast.Name("dict")) if all(
+                word.arg for word in node.keywords
+            ):
                 return {word.arg: self._literal(word.value) for word in node.keywords}
         line = f"line {node.lineno}: " if hasattr(node, "lineno") else ""
         if isinstance(node, ast.Name) and len(self.assigned.get(node.id, ())) > 1:
-            raise _NotLiteral(f"{line}assigned more than once; it cannot be read without running the program")
+            raise _NotLiteral(
+                f"{line}assigned more than once; it cannot be read without running the program"
+            )
         raise _NotLiteral(f"{line}no literal; it cannot be read without running the program")
 
     def _arithmetic(self, calculate: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
         texts = calculate is operator.add and isinstance(left, str) and isinstance(right, str)
-        if not texts and not all(isinstance(value, (int, float)) and abs(value) < 1e12 for value in (left, right)):
+        if not texts and not all(
+            isinstance(value, (int, float)) and abs(value) < 1e12 for value in (left, right)
+        ):
             raise _NotLiteral("no arithmetic of numbers")
         try:
             return calculate(left, right)

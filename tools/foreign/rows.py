@@ -1,4 +1,6 @@
-"""How many rows the training files have, from which epochs become iterations; only of files that are here."""
+"""How many rows the training files have, from which epochs become iterations; only of files that
+are here.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,15 @@ from pa_npu.errors import UserError
 
 
 def count_rows(datasets: Any) -> list[int] | None:
-    """Returns the rows of each of `data.train`'s datasets; None where one of them is not here or cannot be read."""
+    """Returns the rows of each of `data.train`'s datasets; None where one of them is not here or
+    cannot be read.
+    """
     entries = [datasets] if isinstance(datasets, str) else datasets
     counts: list[int] = []
     for entry in entries or ():
-        path, most = (entry, None) if isinstance(entry, str) else (entry["path"], entry.get("max_rows"))
+        path, most = (
+            (entry, None) if isinstance(entry, str) else (entry["path"], entry.get("max_rows"))
+        )
         if (rows := _rows_of(Path(path).expanduser())) is None:
             return None
         counts.append(rows if most is None else min(rows, most))
@@ -23,7 +29,9 @@ def count_rows(datasets: Any) -> list[int] | None:
 
 
 def has_column(datasets: Any, column: str) -> bool | None:
-    """Whether the first row of the first dataset has the column; None where that is not here or cannot be read."""
+    """Whether the first row of the first dataset has the column; None where that is not here or
+    cannot be read.
+    """
     entry = datasets if isinstance(datasets, str) else next(iter(datasets or ()), None)
     path = entry if isinstance(entry, str) or entry is None else entry["path"]
     if path is None or not Path(path).exists():

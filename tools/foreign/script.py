@@ -1,8 +1,9 @@
 """Reads the arguments of a training command from a shell script, without running it.
 
-verl's overrides and the options of TRL's command line are read. Variables, arrays, defaults (`${NAME:-16}`), integer arithmetic and
-line continuations are followed as bash does. A variable that the script does not set is the environment's. What only running could
-tell, such as a command's output or a variable that a condition sets, is named.
+verl's overrides and the options of TRL's command line are read. Variables, arrays, defaults
+(`${NAME:-16}`), integer arithmetic and line continuations are followed as bash does. A variable
+that the script does not set is the environment's. What only running could tell, such as a command's
+output or a variable that a condition sets, is named.
 """
 
 from __future__ import annotations
@@ -25,7 +26,17 @@ from tools.foreign.names import Origin
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _OPENING, _CLOSING = ("if", "for", "while", "until", "case", "select"), ("fi", "done", "esac")
-_BEFORE_ASSIGNMENTS = ("export", "declare", "typeset", "readonly", "local", "then", "else", "do", "{")
+_BEFORE_ASSIGNMENTS = (
+    "export",
+    "declare",
+    "typeset",
+    "readonly",
+    "local",
+    "then",
+    "else",
+    "do",
+    "{",
+)
 _COMMAND: dict[Origin, re.Pattern[str]] = {
     "verl": re.compile(r"(^|[./])(main_\w+|\w+_main|\w*sft_trainer\w*)(\.py)?$"),
     "trl": re.compile(r"^(grpo|rloo|dpo|sft|kto|reward)$|\.py$"),
@@ -34,9 +45,15 @@ _COMMAND: dict[Origin, re.Pattern[str]] = {
 _OTHER_PROGRAMS = re.compile(
     r"(^|[./])(main_(?:generation\w*|eval\w*)|\w*sft_trainer\w*|sft\w*|dpo\w*|kto\w*|reward\w*|ppo\w*|bco|cpo|orpo|gkd|prm)(\.py)?$"
 )
-_TRAINERS = {"rloo": "RLOO", "async_grpo": "AsyncGRPO", "online_dpo": "OnlineDPO", "dpo_online": "OnlineDPO"}
+_TRAINERS = {
+    "rloo": "RLOO",
+    "async_grpo": "AsyncGRPO",
+    "online_dpo": "OnlineDPO",
+    "dpo_online": "OnlineDPO",
+}
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
-# Options of accelerate, torchrun and deepspeed that say how many processes a node, and how many nodes, take part.
+# Options of accelerate, torchrun and deepspeed that say how many processes a node, and how many
+# nodes, take part.
 _PROCESSES = ("num_processes", "nproc_per_node", "nproc-per-node", "num_gpus")
 _NODES = ("num_machines", "nnodes", "num_nodes")
 _OPERATORS: dict[type, Callable[[Any, Any], int]] = {
@@ -47,12 +64,15 @@ _OPERATORS: dict[type, Callable[[Any, Any], int]] = {
     ast.Mod: lambda left, right: int(math.fmod(left, right)),
 }
 _WHOLE = "\1"  # a space at which no word ends
-_UNKNOWN = re.compile("\0([0-9]+)\0")  # in a text: where something unknown stands, by its number in _Script.unknown
+# in a text: where something unknown stands, by its number in _Script.unknown
+_UNKNOWN = re.compile("\0([0-9]+)\0")
 
 
 @dataclass
 class Arguments:
-    """values: by their names for them. unread: names whose value could not be read, with the reason."""
+    """values: by their names for them. unread: names whose value could not be read, with the
+    reason.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
@@ -62,7 +82,8 @@ def read_script(text: str, origin: Origin, where: str) -> Arguments:
     """Reads the arguments of the one training command in the script.
 
     Raises:
-        ConfigError: where there is no such command, more than one, or one that trains in another way.
+        ConfigError: where there is no such command, more than one, or one that trains in another
+        way.
     """
     script = _Script(text)
     commands = script.commands()
@@ -71,21 +92,28 @@ def read_script(text: str, origin: Origin, where: str) -> Arguments:
         begin = next((at for at, word in enumerate(words) if _COMMAND[origin].search(word)), None)
         if begin is not None and (words[begin + 1 :] or _starts_training(words, begin)):
             found.append((number, line, begin))
-    example = {"verl": "python3 -m verl.trainer.main_ppo KEY=VALUE ...", "trl": "trl grpo --NAME VALUE ..."}[origin]
+    example = {
+        "verl": "python3 -m verl.trainer.main_ppo KEY=VALUE ...",
+        "trl": "trl grpo --NAME VALUE ...",
+    }[origin]
     if not found:
         raise ConfigError(
-            f"{where}: no training command with arguments is in it, such as `{example}`; give the script that has it"
+            f"{where}: no training command with arguments is in it, such as `{example}`; give the "
+            "script that has it"
         )
     ours = [entry for entry in found if not _OTHER_PROGRAMS.search(commands[entry[0]][1][entry[2]])]
     if not ours:
         _, line, begin = found[0]
         program = commands[found[0][0]][1][begin]
         raise ConfigError(
-            f"{where}: line {line} starts {program}, which does not train by rewards; only reinforcement learning is translated"
+            f"{where}: line {line} starts {program}, which does not train by rewards; only "
+            "reinforcement learning is translated"
         )
     if len(ours) > 1:
         lines = ", ".join(str(line) for _, line, _ in ours)
-        raise ConfigError(f"{where}: training commands begin at lines {lines}; give a script with one of them")
+        raise ConfigError(
+            f"{where}: training commands begin at lines {lines}; give a script with one of them"
+        )
     number, _, begin = ours[0]
     words = commands[number][1]
     given = Arguments()
@@ -101,13 +129,21 @@ def read_script(text: str, origin: Origin, where: str) -> Arguments:
 
 def _starts_training(words: list[str], begin: int) -> bool:
     """Whether a program without arguments is started by a launcher of training."""
-    return any(word.rpartition("/")[2] in ("accelerate", "torchrun", "deepspeed") for word in words[:begin])
+    return any(
+        word.rpartition("/")[2] in ("accelerate", "torchrun", "deepspeed") for word in words[:begin]
+    )
 
 
-def _read_pairs(given: Arguments, script: _Script, pairs: list[tuple[str, str | list[str]]], where: str) -> None:
+def _read_pairs(
+    given: Arguments, script: _Script, pairs: list[tuple[str, str | list[str]]], where: str
+) -> None:
     for name, value in pairs:
         texts = [value] if isinstance(value, str) else value
-        reasons = [script.unknown[int(number)] for part in (name, *texts) for number in _UNKNOWN.findall(part)]
+        reasons = [
+            script.unknown[int(number)]
+            for part in (name, *texts)
+            for number in _UNKNOWN.findall(part)
+        ]
         if reasons:
             given.unread[_UNKNOWN.sub("...", name)] = reasons[0]
             continue
@@ -116,13 +152,24 @@ def _read_pairs(given: Arguments, script: _Script, pairs: list[tuple[str, str | 
         given.values[name] = parsed[0] if isinstance(value, str) else parsed
 
 
-def _read_launcher(given: Arguments, script: _Script, number: int, before: list[str], program: str, where: str) -> None:
-    """Reads how many devices train, from the launcher before the program, and what the program itself says, if it is here."""
+def _read_launcher(
+    given: Arguments, script: _Script, number: int, before: list[str], program: str, where: str
+) -> None:
+    """Reads how many devices train, from the launcher before the program, and what the program
+    itself says, if it is here.
+    """
     directory = Path(where).parent
     file = next(
-        (path for path in (directory / program, Path(program)) if path.suffix == ".py" and path.is_file()), None
+        (
+            path
+            for path in (directory / program, Path(program))
+            if path.suffix == ".py" and path.is_file()
+        ),
+        None,
     )
-    if file is not None and re.search(r"\w+Config\(", text := file.read_text(encoding="utf-8", errors="replace")):
+    if file is not None and re.search(
+        r"\w+Config\(", text := file.read_text(encoding="utf-8", errors="replace")
+    ):
         from tools.foreign.program import read_program
 
         read = read_program(text, str(file))
@@ -135,12 +182,18 @@ def _read_launcher(given: Arguments, script: _Script, number: int, before: list[
     if (config := options.get("config_file")) and isinstance(config, str):
         options = {**_accelerate(config, directory), **options}
     counts = {
-        what: next((int(str(options[name])) for name in names if str(options.get(name, "")).isdigit()), None)
+        what: next(
+            (int(str(options[name])) for name in names if str(options.get(name, "")).isdigit()),
+            None,
+        )
         for what, names in (("processes", _PROCESSES), ("nodes", _NODES))
     }
     processes, nodes = counts["processes"], counts["nodes"] or 1
-    if processes is not None and not any(name in options for name in ("nproc_per_node", "nproc-per-node", "num_gpus")):
-        nodes_of_all, processes = nodes, max(1, processes // nodes)  # accelerate counts those of all nodes
+    if processes is not None and not any(
+        name in options for name in ("nproc_per_node", "nproc-per-node", "num_gpus")
+    ):
+        # accelerate counts those of all nodes
+        nodes_of_all, processes = nodes, max(1, processes // nodes)
         nodes = nodes_of_all
     if processes is None and (visible := script.visible[number]):
         processes = len([name for name in visible.split(",") if name.strip()])
@@ -154,32 +207,51 @@ def _accelerate(name: str, directory: Path) -> dict[str, Any]:
     """Returns the settings of accelerate's file, where it is here."""
     for path in (directory / name, Path(name)):
         if path.is_file():
-            return {key: value for key, value in read_yaml(str(path))[0].items() if not isinstance(value, dict)}
+            return {
+                key: value
+                for key, value in read_yaml(str(path))[0].items()
+                if not isinstance(value, dict)
+            }
     return {}
 
 
 def _read_served(given: Arguments, commands: list[tuple[int, list[str]]]) -> None:
-    """Reads the sizes of the engines that `trl vllm-serve` or `vllm serve` starts in the same script."""
+    """Reads the sizes of the engines that `trl vllm-serve` or `vllm serve` starts in the same
+    script.
+    """
     for _, words in commands:
         at = next((n for n, word in enumerate(words) if word == "vllm-serve"), None)
         if at is None:
             at = next(
-                (n for n, word in enumerate(words[1:], 1) if word == "serve" and words[n - 1].endswith("vllm")), None
+                (
+                    n
+                    for n, word in enumerate(words[1:], 1)
+                    if word == "serve" and words[n - 1].endswith("vllm")
+                ),
+                None,
             )
         if at is None:
             continue
         given.values["vllm_serve"] = True
-        sizes = {"tensor_parallel_size": "tensor_parallel_size", "data_parallel_size": "data_parallel_size"}
+        sizes = {
+            "tensor_parallel_size": "tensor_parallel_size",
+            "data_parallel_size": "data_parallel_size",
+        }
         for name, value in _options(words[at + 1 :]):
             if name in sizes and str(value).isdigit():
                 given.values[f"vllm_serve.{name}"] = int(str(value))
 
 
 def _configured(words: list[str], where: str) -> dict[str, Any]:
-    """Returns what Hydra's --config-path and --config-name say, where that file is here and none of verl's own."""
+    """Returns what Hydra's --config-path and --config-name say, where that file is here and none of
+    verl's own.
+    """
     named = dict(_hydra_options(words))
     name = named.get("config-name", "").removesuffix(".yaml")
-    for directory in (Path(where).parent / named.get("config-path", ""), Path(named.get("config-path", ""))):
+    for directory in (
+        Path(where).parent / named.get("config-path", ""),
+        Path(named.get("config-path", "")),
+    ):
         path = directory / f"{name}.yaml"
         if name and path.is_file():
             return dict(read_yaml(str(path))[0])
@@ -197,12 +269,16 @@ def _hydra_options(words: list[str]) -> list[tuple[str, str]]:
 
 
 def _overrides(words: list[str]) -> list[tuple[str, str | list[str]]]:
-    """Hydra's `key=value`, `+key=value` and `++key=value`; `--config-name` says which of verl's configurations they change."""
+    """Hydra's `key=value`, `+key=value` and `++key=value`; `--config-name` says which of verl's
+    configurations they change.
+    """
     pairs: list[tuple[str, str | list[str]]] = []
     for number, word in enumerate(words):
         if word.startswith("--config-name") and "megatron" in " ".join(words[number : number + 2]):
             pairs.append(("actor_rollout_ref.actor.strategy", "megatron"))
-        if word.startswith("--config-name") and re.search("multi_?turn", " ".join(words[number : number + 2])):
+        if word.startswith("--config-name") and re.search(
+            "multi_?turn", " ".join(words[number : number + 2])
+        ):
             pairs.append(("actor_rollout_ref.rollout.multi_turn.enable", "true"))
         name, sign, value = word.lstrip("+").partition("=")
         if sign and not name.startswith("-"):
@@ -224,13 +300,20 @@ def _options(words: list[str]) -> list[tuple[str, str | list[str]]]:
             pairs[-1] = (pairs[-1][0], [*([before] if isinstance(before, str) else before), word])
     single: dict[int, str] = {0: "true"}
     return [
-        (name, value if isinstance(value, str) or len(value) > 1 else single.get(len(value), "".join(value)))
+        (
+            name,
+            value
+            if isinstance(value, str) or len(value) > 1
+            else single.get(len(value), "".join(value)),
+        )
         for name, value in pairs
     ]
 
 
 def _value(text: str, where: str) -> Any:
-    """A scalar, list or mapping as Hydra writes them, which is YAML but for `{a:b}`; anything else is text."""
+    """A scalar, list or mapping as Hydra writes them, which is YAML but for `{a:b}`; anything else
+    is text.
+    """
     if text.startswith("{"):
         text = re.sub(r"""([\w"']):(?=\S)""", r"\1: ", text)
     try:
@@ -254,7 +337,8 @@ class _Script:
         """Line and words of each command, in order; assignments are made on the way."""
         found: list[tuple[int, list[str]]] = []
         words: list[str] = []
-        before: dict[str, list[str] | None] = {}  # values of variables that are set for one command alone
+        # values of variables that are set for one command alone
+        before: dict[str, list[str] | None] = {}
         line = 1
         while self.at < len(self.text):
             here = self.text[self.at]
@@ -280,7 +364,9 @@ class _Script:
                 if words and len(words) == 1:
                     self.depth += (words[0] in _OPENING) - (words[0] in _CLOSING)
                     if words[0] == "for" and (loop := _NAME.search(self.text, self.at)):
-                        self.variables[loop[0]] = [self._unknown(f"line {line}: `{loop[0]}` takes several values")]
+                        self.variables[loop[0]] = [
+                            self._unknown(f"line {line}: `{loop[0]}` takes several values")
+                        ]
                     words = [] if words[0] in _BEFORE_ASSIGNMENTS else words
         if words:
             found.append((line, words))
@@ -326,7 +412,9 @@ class _Script:
             own = self.variables.get(name, [])
             value = [*own, *value] if is_array else ["".join([*own, *value])]
         if self.depth:
-            value = [self._unknown(f"line {line}: `{name}` is set where a condition or a loop decides")]
+            value = [
+                self._unknown(f"line {line}: `{name}` is set where a condition or a loop decides")
+            ]
         self.variables[name] = value
 
     def _redirection(self) -> None:
@@ -340,7 +428,9 @@ class _Script:
             self._word()
 
     def _word(self, split: bool = True) -> list[str]:
-        """The words that one word of the text becomes: none or several where it expands without quotes."""
+        """The words that one word of the text becomes: none or several where it expands without
+        quotes.
+        """
         words, quoted = [""], False
         while self.at < len(self.text):
             here = self.text[self.at]
@@ -373,7 +463,9 @@ class _Script:
         return [word.replace(_WHOLE, " ") for word in words] if quoted or words != [""] else []
 
     def _quoted(self) -> list[str]:
-        """A text in double quotes, from behind the first: several words where an array is in it, none for an empty array."""
+        """A text in double quotes, from behind the first: several words where an array is in it,
+        none for an empty array.
+        """
         words, empty = [""], False
         while self.at < len(self.text) and self.text[self.at] != '"':
             here = self.text[self.at]
@@ -397,7 +489,11 @@ class _Script:
         if self.text.startswith("$((", begin):
             return [self._arithmetic(self._until("(", ")", begin + 1), line)]
         if self.text[begin] == "`" or self.text.startswith("$(", begin):
-            inner = self._until("`", "`", begin) if self.text[begin] == "`" else self._until("(", ")", begin + 1)
+            inner = (
+                self._until("`", "`", begin)
+                if self.text[begin] == "`"
+                else self._until("(", ")", begin + 1)
+            )
             if inner.split() == ["pwd"]:
                 return [os.getcwd()]
             return [self._unknown(f"line {line}: the output of `{' '.join(inner.split())[:60]}`")]
@@ -414,7 +510,9 @@ class _Script:
         depth, end = 1, begin
         while depth and end + 1 < len(self.text):
             end += 1
-            depth += (self.text[end] == opening and opening != closing) - (self.text[end] == closing)
+            depth += (self.text[end] == opening and opening != closing) - (
+                self.text[end] == closing
+            )
         self.at = end + 1
         return self.text[begin + 1 : end]
 
@@ -430,17 +528,25 @@ class _Script:
             return self.variables[name]
         if name in os.environ:
             return [os.environ[name]]
-        return [self._unknown(f"line {line}: ${name} is set neither in the script nor in the environment")]
+        return [
+            self._unknown(
+                f"line {line}: ${name} is set neither in the script nor in the environment"
+            )
+        ]
 
     def _parameter(self, inner: str, line: int) -> list[str]:
-        """`${...}`: a name, an array, or a name with what stands in for it where it is unset or empty."""
+        """`${...}`: a name, an array, or a name with what stands in for it where it is unset or
+        empty.
+        """
         form = re.fullmatch(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+?])(.*)|(:\d+))?", inner, re.DOTALL)
         if form is None:
             return [self._unknown(f"line {line}: ${{{inner[:60]}}} changes a text")]
         name, _, sign, other, _ = form.groups()
         if name in "@*":
             return []
-        value: list[str] | None = self.variables.get(name, [os.environ[name]] if name in os.environ else None)
+        value: list[str] | None = self.variables.get(
+            name, [os.environ[name]] if name in os.environ else None
+        )
         if sign and value is not None and sign.startswith(":") and "".join(value) == "":
             value = None
         if sign is None or (sign[-1] == "?" or (sign[-1] in "-=" and value is not None)):
@@ -480,6 +586,10 @@ class _Script:
             raise ValueError(ast.dump(node))
 
         try:
-            return str(number(ast.parse(re.sub(r"\$\{?(\w+)\}?", r"\1", expression).strip(), mode="eval")))
+            return str(
+                number(ast.parse(re.sub(r"\$\{?(\w+)\}?", r"\1", expression).strip(), mode="eval"))
+            )
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-            return self._unknown(f"line {line}: $({expression.strip()[:60]}) is no arithmetic of known integers")
+            return self._unknown(
+                f"line {line}: $({expression.strip()[:60]}) is no arithmetic of known integers"
+            )

@@ -1,10 +1,13 @@
-"""Which system a file is of, told by what only its files contain; for the line that refuses the others."""
+"""Which system a file is of, told by what only its files contain; for the line that refuses the
+others.
+"""
 
 from __future__ import annotations
 
 import re
 
-# Text that only the files of a system contain: keys of its configuration, its programs and its packages.
+# Text that only the files of a system contain: keys of its configuration, its programs and its
+# packages.
 _MARKS: dict[str, str] = {
     "NeMo-RL": r"\bnum_prompts_per_step\b|\bnum_generations_per_prompt\b|\bnemo_rl\b|\bpolicy\.generation\.|"
     r"examples/run_(?:grpo|dpo|sft)\w*\.py|^loss_fn:",
@@ -32,7 +35,14 @@ def other_system(text: str, origin: str) -> str | None:
     text = _COMMENT.sub("", text)
     if origin == "verl" and _MARKS_OF["verl"].search(text):
         return None  # paths and names of verl's recipes may contain anything
-    return next((name for name, marks in _MARKS_OF.items() if name != _NAMES[origin] and marks.search(text)), None)
+    return next(
+        (
+            name
+            for name, marks in _MARKS_OF.items()
+            if name != _NAMES[origin] and marks.search(text)
+        ),
+        None,
+    )
 
 
 def refusal(system: str) -> str:
@@ -41,6 +51,6 @@ def refusal(system: str) -> str:
     if origin is not None:
         return f"it is a file of {system}; give --from {origin}"
     return (
-        f"it is a file of {system}, which is not translated (TRL's and verl's are); write the keys of "
-        "docs/configuration.md by hand"
+        f"it is a file of {system}, which is not translated (TRL's and verl's are); write the keys "
+        "of docs/configuration.md by hand"
     )

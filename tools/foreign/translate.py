@@ -1,4 +1,6 @@
-"""Configurations of TRL and verl as ours: every key of theirs is translated, without a counterpart that matters, or listed."""
+"""Configurations of TRL and verl as ours: every key of theirs is translated, without a counterpart
+that matters, or listed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One file of another system on its way to ours: what of it is left, and what has become of the rest."""
+"""One file of another system on its way to ours: what of it is left, and what has become of the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ _REQUIRED = {"model": {"path": "model"}, "data": {"train": "train.jsonl"}}
 
 @dataclass
 class Imported:
-    """A translation. values: our dotted keys. The others are lines about their names and about our keys.
+    """A translation. values: our dotted keys. The others are lines about their names and about our
+    keys.
 
     untranslated: their keys, in order, with the reason or the remedy.
     adapted: our keys that say something else than theirs did, with what and why.
@@ -44,7 +47,9 @@ class Imported:
 
 @dataclass(frozen=True)
 class Extent:
-    """What a file may leave open: how many devices the run has, and how many rows its training data."""
+    """What a file may leave open: how many devices the run has, and how many rows its training
+    data.
+    """
 
     devices: int | None = None
     rows: int | None = None
@@ -54,9 +59,11 @@ NO_EXTENT = Extent()
 
 
 class Translation:
-    """The settings of one file. What a translator takes is gone; what nobody took is listed by `finish`.
+    """The settings of one file. What a translator takes is gone; what nobody took is listed by
+    `finish`.
 
-    References to other keys (OmegaConf's `${...}` and `???`) count as not given. unread: names whose value could not be read.
+    References to other keys (OmegaConf's `${...}` and `???`) count as not given. unread: names
+    whose value could not be read.
     """
 
     def __init__(
@@ -66,7 +73,9 @@ class Translation:
         unread: Mapping[str, str] | None = None,
         extent: Extent = NO_EXTENT,
     ) -> None:
-        self.left = {name: value for name, value in flat(given).items() if not _is_reference(name, value)}
+        self.left = {
+            name: value for name, value in flat(given).items() if not _is_reference(name, value)
+        }
         self.given = frozenset(self.left)
         self.origin = origin
         self.unread = dict(unread or {})
@@ -84,16 +93,27 @@ class Translation:
         return self.left.pop(name, None)
 
     def take_number(self, name: str) -> Any:
-        """Returns a number that is not negative; None where it is not given. Raises ConfigError for anything else."""
+        """Returns a number that is not negative; None where it is not given.
+
+        Raises ConfigError for anything else.
+        """
         value = self.take(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or value < -1:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or value != value
+            or value < -1
+        ):
             raise ConfigError(f"{name}: {value!r} is not a number; correct it")
         return value
 
     def take_count(self, name: str) -> int | None:
-        """Returns a whole number above 0; None where it is not given. Raises ConfigError for anything else."""
+        """Returns a whole number above 0; None where it is not given.
+
+        Raises ConfigError for anything else.
+        """
         value = self.take(name)
         if value is None:
             return None
@@ -122,7 +142,9 @@ class Translation:
         self.done.adapted[ours] = f"{value}: {why}"
 
     def choose(self, name: str, ours: str, choices: Mapping[Any, Any]) -> None:
-        """Translates a value that is called otherwise here; None among the choices is what is so anyway."""
+        """Translates a value that is called otherwise here; None among the choices is what is so
+        anyway.
+        """
         value = self.take(name)
         if value is None:
             return
@@ -151,16 +173,22 @@ class Translation:
             if not_needed.match(name) or value is None:
                 continue
             related = RELATED[self.origin].get(name)
-            self.lose(name, value, f"not translated; see {related}" if related else "no counterpart here")
+            self.lose(
+                name, value, f"not translated; see {related}" if related else "no counterpart here"
+            )
         for name, why in self.unread.items():
             ours = (SAME[self.origin] | RELATED[self.origin]).get(name)
             self.done.untranslated[name] = f"{why}; set {ours}" if ours else why
 
     def check_values(self) -> None:
-        """Raises ConfigError where a value cannot be that of its key, by the name that it has in their file."""
+        """Raises ConfigError where a value cannot be that of its key, by the name that it has in
+        their file.
+        """
         types = {key.name: key.type for key in all_keys()}
         for ours, value in list(self.values.items()):
-            if find_annotation(tuple(ours.split("."))) is str and not isinstance(value, (str, dict, list)):
+            if find_annotation(tuple(ours.split("."))) is str and not isinstance(
+                value, (str, dict, list)
+            ):
                 value = self.values[ours] = str(value)  # a run that is called 7
             if _is_allowed(ours, value):
                 continue
@@ -169,7 +197,9 @@ class Translation:
 
 
 def _is_reference(name: str, value: Any) -> bool:
-    """Whether it is OmegaConf's own: the class of a section, another key's value, a value that is to be given."""
+    """Whether it is OmegaConf's own: the class of a section, another key's value, a value that is
+    to be given.
+    """
     return name.endswith("_target_") or (isinstance(value, str) and value.startswith(("${", "???")))
 
 
@@ -181,5 +211,7 @@ def _is_allowed(ours: str, value: Any) -> bool:
     try:
         Config.model_validate(tree)
     except ValidationError as error:
-        return all(detail["loc"][:2] != (section, key) for detail in error.errors(include_url=False))
+        return all(
+            detail["loc"][:2] != (section, key) for detail in error.errors(include_url=False)
+        )
     return True

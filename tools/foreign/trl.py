@@ -1,4 +1,6 @@
-"""TRL's GRPOConfig, RLOOConfig and OnlineDPOConfig, its ModelConfig and its trainers' arguments, as ours."""
+"""TRL's GRPOConfig, RLOOConfig and OnlineDPOConfig, its ModelConfig and its trainers' arguments, as
+ours.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,12 @@ def from_trl(work: Translation) -> None:
         value = work.unread.pop(name, None) or work.take(name)
         if value is not None:
             work.set("environment.name", "agents")
-            work.lose(name, value, "several turns are an agent's; set agent.command (docs/agents.md)")
-    if (most := work.take_count("max_tool_calling_iterations")) is not None and "environment.name" in work.values:
+            work.lose(
+                name, value, "several turns are an agent's; set agent.command (docs/agents.md)"
+            )
+    if (
+        most := work.take_count("max_tool_calling_iterations")
+    ) is not None and "environment.name" in work.values:
         work.set("environment.max_turns", most + 1)
     work.copy_same()
     _devices(work, trainer)
@@ -65,7 +71,12 @@ def from_trl(work: Translation) -> None:
 
 
 def _model(work: Translation) -> None:
-    for name in ("dtype", "torch_dtype", "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype"):
+    for name in (
+        "dtype",
+        "torch_dtype",
+        "model_init_kwargs.dtype",
+        "model_init_kwargs.torch_dtype",
+    ):
         if work.left.get(name) == "auto":
             work.ignore(name)
         work.choose(name, "model.dtype", DTYPES)
@@ -73,7 +84,12 @@ def _model(work: Translation) -> None:
     for name in ("trust_remote_code", "model_init_kwargs.trust_remote_code"):
         work.choose(name, "model.trust_remote_code", {True: True, False: None})
     work.choose("gradient_checkpointing", "trainer.recompute", {True: "full", False: "none"})
-    for name in ("load_in_4bit", "load_in_8bit", "quantization_config", "model_init_kwargs.quantization_config"):
+    for name in (
+        "load_in_4bit",
+        "load_in_8bit",
+        "quantization_config",
+        "model_init_kwargs.quantization_config",
+    ):
         if value := work.take(name):
             work.lose(name, value, "weights are not quantised; see model.dtype")
     for name in ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"):
@@ -82,9 +98,14 @@ def _model(work: Translation) -> None:
 
 
 def _adapters(work: Translation) -> None:
-    """LoRA: peft_config=LoraConfig(...) of a program, or the options of ModelConfig behind use_peft."""
+    """LoRA: peft_config=LoraConfig(...) of a program, or the options of ModelConfig behind
+    use_peft.
+    """
     config = work.take_all("peft_config.")
-    options = {key: work.take(f"lora_{key}") for key in ("r", "alpha", "target_modules", "dropout", "modules_to_save")}
+    options = {
+        key: work.take(f"lora_{key}")
+        for key in ("r", "alpha", "target_modules", "dropout", "modules_to_save")
+    }
     options |= {key: work.take(key) for key in ("use_rslora", "use_dora")}
     work.ignore("lora_target_parameters")
     if work.take("use_peft"):
@@ -105,7 +126,8 @@ def _adapters(work: Translation) -> None:
         work.lose("target_modules", targets, "is a pattern; name the layers in lora.targets")
         targets = "all-linear"
     if isinstance(targets, list):
-        targets = [str(target).strip(",") for target in targets]  # `--lora_target_modules "q_proj", "v_proj"`
+        # `--lora_target_modules "q_proj", "v_proj"`
+        targets = [str(target).strip(",") for target in targets]
     rank = config.get("r", 8)
     alpha = config.get("lora_alpha", 8)
     set_adapters(work, rank, alpha, targets, by_root=bool(config.get("use_rslora")))
@@ -117,7 +139,8 @@ def _adapters(work: Translation) -> None:
         ("init_lora_weights", "A is drawn and B is zero; see docs/lora.md"),
     ):
         value = config.get(name)
-        if value and (value is not True or name == "use_dora"):  # init_lora_weights=True is the usual one
+        # init_lora_weights=True is the usual one
+        if value and (value is not True or name == "use_dora"):
             work.lose(name, value, why)
     if config.get("bias") not in (None, "none"):
         work.lose("bias", config["bias"], "only adapters are trained; see docs/lora.md")
@@ -130,7 +153,9 @@ def _data(work: Translation) -> None:
         place(work, name)
         ours = "data.train" if name == "dataset_name" else "data.test"
         if hub and ours in work.values:
-            work.adapt(ours, value, "is a name on a hub; download it, and set this to its directory")
+            work.adapt(
+                ours, value, "is a name on a hub; download it, and set this to its directory"
+            )
     set_template_options(work, "chat_template_kwargs")
 
 
@@ -139,7 +164,11 @@ def _optimizer(work: Translation) -> None:
     betas = [work.take(name) for name in ("adam_beta1", "adam_beta2")]
     if betas != [None, None]:
         pairs = zip(betas, (0.9, 0.999), strict=True)
-        work.set("optimizer.betas", [usual if given is None else given for given, usual in pairs], "adam_beta1")
+        work.set(
+            "optimizer.betas",
+            [usual if given is None else given for given, usual in pairs],
+            "adam_beta1",
+        )
 
 
 def _grpo(work: Translation) -> None:
@@ -147,18 +176,33 @@ def _grpo(work: Translation) -> None:
     work.choose(
         "scale_rewards",
         "algorithm.advantage",
-        {True: "group-std", "group": "group-std", "batch": "batch-std", False: "centred", "none": "centred"},
+        {
+            True: "group-std",
+            "group": "group-std",
+            "batch": "batch-std",
+            False: "centred",
+            "none": "centred",
+        },
     )
     if work.values.get("algorithm.advantage") == "batch-std":
-        work.adapt("schedule.stream", False, "batch-std needs the whole batch before the first update")
+        work.adapt(
+            "schedule.stream", False, "batch-std needs the whole batch before the first update"
+        )
     loss = work.take("loss_type")
-    aggregations = {"grpo": "sequence-mean", "dr_grpo": "dr-grpo", "dapo": "token-mean", "bnpo": "token-mean"}
+    aggregations = {
+        "grpo": "sequence-mean",
+        "dr_grpo": "dr-grpo",
+        "dapo": "token-mean",
+        "bnpo": "token-mean",
+    }
     if loss == "cispo":
         work.set("algorithm.loss", "cispo")
     elif loss in aggregations:
         work.set("algorithm.aggregation", aggregations[loss])
     elif loss is not None:
-        work.lose("loss_type", loss, "has no counterpart; see algorithm.loss and algorithm.aggregation")
+        work.lose(
+            "loss_type", loss, "has no counterpart; see algorithm.loss and algorithm.aggregation"
+        )
     set_clip_range(work, "epsilon")
     if (repeats := work.take("num_iterations")) not in (None, 1):
         work.lose(
@@ -171,7 +215,8 @@ def _grpo(work: Translation) -> None:
         work.lose(
             "mask_truncated_completions",
             True,
-            "responses that were cut are trained; {name: overlong} in reward.functions punishes them",
+            "responses that were cut are trained; {name: overlong} in reward.functions punishes "
+            "them",
         )
     if not work.take("sync_ref_model"):
         work.ignore("ref_model_sync_steps", "ref_model_mixup_alpha")
@@ -185,7 +230,9 @@ def _rloo(work: Translation) -> None:
         if (value := work.take(name)) is not None:
             work.lose(name, value, "algorithm.loss=reinforce has no ratio to clip")
     if work.take("normalize_advantages"):
-        work.lose("normalize_advantages", True, "advantages are not divided; see algorithm.advantage")
+        work.lose(
+            "normalize_advantages", True, "advantages are not divided; see algorithm.advantage"
+        )
     if (repeats := work.take("num_iterations")) not in (None, 1):
         work.lose("num_iterations", repeats, "here every response is trained once per iteration")
     work.left.setdefault("num_generations", _PAIR)
@@ -200,15 +247,24 @@ def _online_dpo(work: Translation) -> None:
     work.ignore("max_length")
     if (penalty := work.take("missing_eos_penalty")) is not None:
         work.lose(
-            "missing_eos_penalty", penalty, "{name: overlong} in reward.functions punishes responses that were cut"
+            "missing_eos_penalty",
+            penalty,
+            "{name: overlong} in reward.functions punishes responses that were cut",
         )
     for name in ("reward_model_path", "judge"):
         if (value := work.take(name)) is not None:
-            work.lose(name, value, "is asked over HTTP; see reward.judge (api: pooling for a reward model)")
+            work.lose(
+                name,
+                value,
+                "is asked over HTTP; see reward.judge (api: pooling for a reward model)",
+            )
 
 
 def _correction(work: Translation) -> None:
-    correction, mode = work.take("vllm_importance_sampling_correction"), work.take("vllm_importance_sampling_mode")
+    correction, mode = (
+        work.take("vllm_importance_sampling_correction"),
+        work.take("vllm_importance_sampling_mode"),
+    )
     caps = [work.take_number(f"vllm_importance_sampling_{name}") for name in ("cap", "clip_max")]
     floor = work.take_number("vllm_importance_sampling_clip_min")
     cap = next((value for value in caps if value is not None), None)
@@ -216,7 +272,11 @@ def _correction(work: Translation) -> None:
         return work.set("algorithm.importance_sampling", "none")
     if mode not in ("token_truncate", "sequence_truncate", "token_mask", "sequence_mask"):
         if correction or mode:
-            work.lose("vllm_importance_sampling_mode", mode, "has no counterpart; see algorithm.importance_sampling")
+            work.lose(
+                "vllm_importance_sampling_mode",
+                mode,
+                "has no counterpart; see algorithm.importance_sampling",
+            )
         return
     level, _, how = mode.partition("_")
     work.set("algorithm.importance_sampling", level)
@@ -251,7 +311,8 @@ def _rewards(work: Translation) -> None:
         work.lose(
             "reward_funcs",
             functions,
-            f"put them into a module that can be imported without training, and set reward.functions=[{named}]",
+            "put them into a module that can be imported without training, and set "
+            f"reward.functions=[{named}]",
         )
     if ours:
         work.set("reward.functions", ours)
@@ -272,7 +333,10 @@ def _operation(work: Translation) -> None:
     set_trackers(work, "report_to")
     if (project := work.take("project")) is not None:
         work.set("telemetry.project", project, "project")
-    for name, ours in (("save_steps", "checkpoint.every"), ("eval_steps", "schedule.evaluate_every")):
+    for name, ours in (
+        ("save_steps", "checkpoint.every"),
+        ("eval_steps", "schedule.evaluate_every"),
+    ):
         every = work.take_number(name)
         if every is None:
             continue
@@ -283,11 +347,16 @@ def _operation(work: Translation) -> None:
 
 
 def _devices(work: Translation, trainer: str) -> None:
-    """How many devices train, from the command that starts them; whether they also decode; what a batch then is."""
+    """How many devices train, from the command that starts them; whether they also decode; what a
+    batch then is.
+    """
     processes = work.take_count("num_processes")
     work.ignore("starts_on_all_devices")
     unknown = processes is None and work.extent.devices is None
-    served = {key: work.take_count(f"vllm_serve.{key}") for key in ("tensor_parallel_size", "data_parallel_size")}
+    served = {
+        key: work.take_count(f"vllm_serve.{key}")
+        for key in ("tensor_parallel_size", "data_parallel_size")
+    }
     serves = work.take("vllm_serve") is not None or any(served.values())
     per_node = work.take_count("devices_per_node")
     mode = work.take("vllm_mode")
@@ -319,8 +388,14 @@ def _devices(work: Translation, trainer: str) -> None:
 def _batch(work: Translation, processes: int, knows_processes: bool) -> None:
     """Prompts of an iteration, from the responses that are generated at once; and its updates."""
     values, group = work.values, work.values.get("rollout.responses_per_prompt", _USUAL_GROUP)
-    own, steps = work.take_count("per_device_train_batch_size"), work.take_count("gradient_accumulation_steps")
-    per_generation, size = work.take_count("steps_per_generation"), work.take_count("generation_batch_size")
+    own, steps = (
+        work.take_count("per_device_train_batch_size"),
+        work.take_count("gradient_accumulation_steps"),
+    )
+    per_generation, size = (
+        work.take_count("steps_per_generation"),
+        work.take_count("generation_batch_size"),
+    )
     if not isinstance(group, int) or group < 1:
         return
     if values.get("algorithm.name") == "online-dpo":
@@ -330,7 +405,9 @@ def _batch(work: Translation, processes: int, knows_processes: bool) -> None:
     generated = size or step * (per_generation or steps or 1)
     if generated % group:
         named = "generation_batch_size" if size else "per_device_train_batch_size"
-        return work.lose(named, size or own or _USUAL_BATCH, f"is no multiple of num_generations = {group}")
+        return work.lose(
+            named, size or own or _USUAL_BATCH, f"is no multiple of num_generations = {group}"
+        )
     work.set("schedule.prompts_per_iteration", generated // group)
     updates = max(1, generated // (step * (steps or 1)))
     if knows_processes and updates > 1:

@@ -94,7 +94,10 @@ def _data(work: Translation) -> None:
     set_training_data(work, "data.train_files")
     set_held_out(work, "data.val_files")
     set_template_options(work, "data.apply_chat_template_kwargs")
-    for name, ours in (("data.train_max_samples", "data.train"), ("data.val_max_samples", "data.test")):
+    for name, ours in (
+        ("data.train_max_samples", "data.train"),
+        ("data.val_max_samples", "data.test"),
+    ):
         if (most := work.take_number(name)) is None or most <= 0:  # -1 is all
             continue
         path = work.values.get(ours)
@@ -103,9 +106,11 @@ def _data(work: Translation) -> None:
             work.set(ours, [limited] if ours == "data.train" else limited, name)
         else:
             work.lose(name, most, f"is max_rows of a dataset; see {ours}")
-    if (column := work.take("data.prompt_key")) not in (None, "prompt"):  # prompt is found without being named
+    # prompt is found without being named
+    if (column := work.take("data.prompt_key")) not in (None, "prompt"):
         work.set("data.question_column", column, "data.prompt_key")
-    if has_column(work.values.get("data.train"), "reward_model") is not False:  # as all that verl's own scripts prepare
+    # as all that verl's own scripts prepare
+    if has_column(work.values.get("data.train"), "reward_model") is not False:
         work.set("data.answer_column", "reward_model.ground_truth")
     work.choose("data.truncation", "data.overlong_prompt", {"error": "refuse", "left": "truncate"})
     work.choose("data.filter_overlong_prompts", "data.overlong_prompt", {True: "skip", False: None})
@@ -124,20 +129,31 @@ def _model(work: Translation) -> None:
             "targets": (f"{_MODEL}.target_modules", f"{_MODEL}.lora.target_modules"),
             "adapter": (f"{_MODEL}.lora_adapter_path", f"{_MODEL}.lora.adapter_path"),
         }.items()
-        if (first := next((value for name in names if (value := work.take(name)) is not None), None)) is not None
+        if (
+            first := next((value for name in names if (value := work.take(name)) is not None), None)
+        )
+        is not None
     }
     if adapter := given.get("adapter"):
         return work.set("model.adapter", adapter, f"{_MODEL}.lora_adapter_path")
     if rank:
         targets = given.get("targets", "all-linear")
         if isinstance(targets, list):
-            targets = [name for target in targets for name in _TARGETS_OF_MEGATRON.get(target, (target,))]
+            targets = [
+                name for target in targets for name in _TARGETS_OF_MEGATRON.get(target, (target,))
+            ]
         set_adapters(work, rank, given.get("alpha", _USUAL_ALPHA), targets)
     if (dropout := work.take(f"{_MODEL}.lora.dropout")) and rank:
-        work.lose(f"{_MODEL}.lora.dropout", dropout, "adapters have no dropout here; see docs/lora.md")
+        work.lose(
+            f"{_MODEL}.lora.dropout", dropout, "adapters have no dropout here; see docs/lora.md"
+        )
     work.ignore(f"{_MODEL}.lora.dropout_position")
     if (excluded := work.take(f"{_MODEL}.exclude_modules")) and rank:
-        work.lose(f"{_MODEL}.exclude_modules", excluded, "name the layers that get adapters in lora.targets")
+        work.lose(
+            f"{_MODEL}.exclude_modules",
+            excluded,
+            "name the layers that get adapters in lora.targets",
+        )
 
 
 def _algorithm(work: Translation) -> None:
@@ -173,39 +189,59 @@ def _algorithm(work: Translation) -> None:
 
 
 def _advantage(work: Translation) -> None:
-    estimator, by_std = work.take("algorithm.adv_estimator"), work.take("algorithm.norm_adv_by_std_in_grpo")
-    known = {"grpo": "group-std", "rloo": "leave-one-out", "reinforce_plus_plus_baseline": "batch-std"}
+    estimator, by_std = (
+        work.take("algorithm.adv_estimator"),
+        work.take("algorithm.norm_adv_by_std_in_grpo"),
+    )
+    known = {
+        "grpo": "group-std",
+        "rloo": "leave-one-out",
+        "reinforce_plus_plus_baseline": "batch-std",
+    }
     if estimator is not None and estimator not in known:
         why = "has no counterpart; see algorithm.advantage"
         if estimator == "gae":
-            why = "needs a critic, which this project has not; algorithm.name=critic-free-ppo takes the group's mean instead"
+            why = (
+                "needs a critic, which this project has not; algorithm.name=critic-free-ppo "
+                "takes the group's mean instead"
+            )
         return work.lose("algorithm.adv_estimator", estimator, why)
     if estimator == "grpo" and by_std is False:
         return work.set("algorithm.advantage", "centred")
     if estimator is not None:
         work.set("algorithm.advantage", known[estimator], "algorithm.adv_estimator")
     if estimator == "reinforce_plus_plus_baseline":
-        work.adapt("schedule.stream", False, "batch-std needs the whole batch before the first update")
+        work.adapt(
+            "schedule.stream", False, "batch-std needs the whole batch before the first update"
+        )
 
 
 def _kl(work: Translation) -> None:
-    """KL in the loss (actor.use_kl_loss) or in the reward (algorithm.use_kl_in_reward); their coefficients wait for these."""
+    """KL in the loss (actor.use_kl_loss) or in the reward (algorithm.use_kl_in_reward); their
+    coefficients wait for these.
+    """
     estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
     in_loss, in_reward = work.take(f"{_ACTOR}.use_kl_loss"), work.take("algorithm.use_kl_in_reward")
     loss = (work.take_number(f"{_ACTOR}.kl_loss_coef"), f"{_ACTOR}.kl_loss_type")
     reward = (work.take_number("algorithm.kl_ctrl.kl_coef"), "algorithm.kl_penalty")
     if in_loss and in_reward:
         return work.lose(
-            "algorithm.use_kl_in_reward", True, "KL goes into the loss or into the reward; see algorithm.kl_in"
+            "algorithm.use_kl_in_reward",
+            True,
+            "KL goes into the loss or into the reward; see algorithm.kl_in",
         )
     if in_reward and work.values.get("algorithm.advantage") not in ("centred", "leave-one-out"):
         in_reward = False
         work.lose(
             "algorithm.use_kl_in_reward",
             True,
-            "goes with algorithm.advantage=centred or leave-one-out; with others set algorithm.kl_coef, for the loss",
+            "goes with algorithm.advantage=centred or leave-one-out; with others set "
+            "algorithm.kl_coef, for the loss",
         )
-    for wanted, (coefficient, estimator), place in ((in_loss, loss, "loss"), (in_reward, reward, "reward")):
+    for wanted, (coefficient, estimator), place in (
+        (in_loss, loss, "loss"),
+        (in_reward, reward, "reward"),
+    ):
         if not wanted or coefficient == 0:
             work.take(estimator)
             continue
@@ -215,12 +251,20 @@ def _kl(work: Translation) -> None:
 
 
 def _correction(work: Translation) -> None:
-    """Weights of the trainer's policy over the engine's, by the three names that verl has had for them."""
+    """Weights of the trainer's policy over the engine's, by the three names that verl has had for
+    them.
+    """
     section = "algorithm.rollout_correction"
     level = work.take(f"{section}.rollout_is") or work.take("algorithm.rollout_is_level")
-    work.ignore("algorithm.rollout_is", f"{section}.bypass_mode", f"{section}.rollout_is_batch_normalize")
-    work.ignore(f"{section}.loss_type", f"{section}.use_policy_gradient", "algorithm.rollout_is_mode")
-    cap = work.take_number(f"{section}.rollout_is_threshold") or work.take_number("algorithm.rollout_is_threshold")
+    work.ignore(
+        "algorithm.rollout_is", f"{section}.bypass_mode", f"{section}.rollout_is_batch_normalize"
+    )
+    work.ignore(
+        f"{section}.loss_type", f"{section}.use_policy_gradient", "algorithm.rollout_is_mode"
+    )
+    cap = work.take_number(f"{section}.rollout_is_threshold") or work.take_number(
+        "algorithm.rollout_is_threshold"
+    )
     older = work.take_number(f"{_ACTOR}.tis_imp_ratio_cap")
     if older is not None and older > 0:
         level, cap = level or "token", older
@@ -229,7 +273,9 @@ def _correction(work: Translation) -> None:
         if cap is not None:
             work.set("algorithm.importance_cap", cap, f"{section}.rollout_is_threshold")
     elif level:
-        work.lose(f"{section}.rollout_is", level, "has no counterpart; see algorithm.importance_sampling")
+        work.lose(
+            f"{section}.rollout_is", level, "has no counterpart; see algorithm.importance_sampling"
+        )
 
 
 def _rewards(work: Translation) -> None:
@@ -237,7 +283,10 @@ def _rewards(work: Translation) -> None:
     functions: list[dict[str, Any]] = [{"name": "math"}]
     for section in ("custom_reward_function", "reward.custom_reward_function"):
         path, name = work.take(f"{section}.path"), work.take(f"{section}.name") or "compute_score"
-        if path is not None and (own := set_reward_function(work, f"{section}.path", path, name)) is not None:
+        if (
+            path is not None
+            and (own := set_reward_function(work, f"{section}.path", path, name)) is not None
+        ):
             functions = [{"name": own}]
     for prefix in (
         "reward_model.reward_kwargs.overlong_buffer_cfg.",
@@ -272,7 +321,9 @@ def _turns(work: Translation) -> None:
     own = {
         f"{_ROLLOUT}.multi_turn.tool_config_path": multi.get("tool_config_path"),
         f"{_ROLLOUT}.multi_turn.interaction_config_path": multi.get("interaction_config_path"),
-        f"{_ROLLOUT}.agent.agent_loop_config_path": work.take(f"{_ROLLOUT}.agent.agent_loop_config_path"),
+        f"{_ROLLOUT}.agent.agent_loop_config_path": work.take(
+            f"{_ROLLOUT}.agent.agent_loop_config_path"
+        ),
         "data.tool_config_path": work.take("data.tool_config_path"),
         "data.custom_cls.path": work.take("data.custom_cls.path"),
     }
@@ -282,23 +333,34 @@ def _turns(work: Translation) -> None:
     turns = multi.get("enable") or loop not in (None, "single_turn_agent") or unread
     if not turns and not any(name.startswith(_ROLLOUT) for name in own):
         for name, value in own.items():
-            work.lose(name, value, "classes of verl are not read; write rows that data.train can hold")
+            work.lose(
+                name, value, "classes of verl are not read; write rows that data.train can hold"
+            )
         return
     work.set("environment.name", "agents")
     if (most := multi.get("max_assistant_turns") or multi.get("max_user_turns")) is not None:
         work.set("environment.max_turns", most, f"{_ROLLOUT}.multi_turn.max_assistant_turns")
     for name, value in own.items():
         work.lose(
-            name, value, "classes of verl are not called; write them as an agent and set agent.command (docs/agents.md)"
+            name,
+            value,
+            "classes of verl are not called; write them as an agent and set agent.command "
+            "(docs/agents.md)",
         )
     if not own:
         work.lose(
-            f"{_ROLLOUT}.multi_turn.enable", True, "several turns are an agent's; set agent.command (docs/agents.md)"
+            f"{_ROLLOUT}.multi_turn.enable",
+            True,
+            "several turns are an agent's; set agent.command (docs/agents.md)",
         )
 
 
 def _optimizer(work: Translation) -> None:
-    for name in (f"{_OPTIM}.lr_decay_style", f"{_OPTIM}.lr_scheduler_type", f"{_OPTIM}.warmup_style"):
+    for name in (
+        f"{_OPTIM}.lr_decay_style",
+        f"{_OPTIM}.lr_scheduler_type",
+        f"{_OPTIM}.warmup_style",
+    ):
         work.choose(name, "optimizer.decay", DECAYS)
     if (betas := work.take(f"{_OPTIM}.betas")) is not None:
         work.set("optimizer.betas", list(betas), f"{_OPTIM}.betas")
@@ -322,12 +384,17 @@ def _optimizer(work: Translation) -> None:
         work.set("optimizer.offload", True)
     elif False in offloads:
         work.set("optimizer.offload", False)
-    for name in (f"{_FSDP}.param_offload", f"{_MEGATRON}.param_offload", f"{_MEGATRON}.grad_offload"):
+    for name in (
+        f"{_FSDP}.param_offload",
+        f"{_MEGATRON}.param_offload",
+        f"{_MEGATRON}.grad_offload",
+    ):
         if work.take(name):
             work.lose(
                 name,
                 True,
-                "weights and gradients stay on their devices; the optimizer's state goes (optimizer.offload)",
+                "weights and gradients stay on their devices; the optimizer's state goes "
+                "(optimizer.offload)",
             )
 
 
@@ -369,7 +436,11 @@ def _trainer(work: Translation) -> None:
         f"{_FSDP}.ulysses_sequence_parallel_size",
     ):
         if (parts := work.take_number(name)) is not None and parts > 1:
-            work.lose(name, parts, "sequences are not divided over ranks; these ranks are further replicas")
+            work.lose(
+                name,
+                parts,
+                "sequences are not divided over ranks; these ranks are further replicas",
+            )
 
 
 def _megatron_sizes(work: Translation) -> None:
@@ -390,14 +461,20 @@ def _operation(work: Translation) -> None:
     run = work.take("trainer.experiment_name")
     if run is not None and "trainer.default_local_dir" not in work.left:
         work.set("run.dir", f"runs/{run}", "trainer.experiment_name")
-    for name, ours in (("trainer.save_freq", "checkpoint.every"), ("trainer.test_freq", "schedule.evaluate_every")):
+    for name, ours in (
+        ("trainer.save_freq", "checkpoint.every"),
+        ("trainer.test_freq", "schedule.evaluate_every"),
+    ):
         if (every := work.take_number(name)) is not None:
             work.set(ours, max(every, 0), name)
     if (kept := work.take_number("trainer.max_actor_ckpt_to_keep")) is not None:
         work.set("checkpoint.keep_last", max(kept, 0), "trainer.max_actor_ckpt_to_keep")
     work.choose("trainer.resume_mode", "checkpoint.resume", {"auto": "auto", "disable": None})
     work.choose("trainer.device", "run.device", {name: name for name in ("cuda", "npu", "cpu")})
-    answers = {name: work.take(f"{_ROLLOUT}.val_kwargs.{name}") for name in ("do_sample", "n", "temperature", "top_p")}
+    answers = {
+        name: work.take(f"{_ROLLOUT}.val_kwargs.{name}")
+        for name in ("do_sample", "n", "temperature", "top_p")
+    }
     sampled = answers.pop("do_sample")  # else one greedy answer, which is the default here
     if sampled and "data.test" in work.values:
         work.set("evaluate.samples", answers.pop("n") or 1)
@@ -416,14 +493,19 @@ def _devices(work: Translation) -> None:
     """Which devices decode and which train: all both, or, where verl is told so, each its own."""
     values, nodes = work.values, work.values.get("placement.nnodes", 1)
     per_node = work.take_count("trainer.n_gpus_per_node")
-    open_name = next((name for name in ("trainer.n_gpus_per_node", "trainer.nnodes") if name in work.unread), None)
+    open_name = next(
+        (name for name in ("trainer.n_gpus_per_node", "trainer.nnodes") if name in work.unread),
+        None,
+    )
     size = values.get("rollout.tensor_parallel")
     copies = work.take_number(f"{_ROLLOUT}.data_parallel_size") or 1
     work.ignore(f"{_ROLLOUT}.expert_parallel_size")
     if copies > 1:
         size = (size or 1) * copies
         work.adapt(
-            "rollout.tensor_parallel", size, f"an engine is divided over all devices of {_ROLLOUT}.data_parallel_size"
+            "rollout.tensor_parallel",
+            size,
+            f"an engine is divided over all devices of {_ROLLOUT}.data_parallel_size",
         )
     if work.extent.devices is not None:
         per_node = max(1, work.extent.devices // nodes)
@@ -445,7 +527,10 @@ def _ahead(work: Translation) -> None:
     if settings or work.values.get("placement.colocate") is False:
         behind = settings.get("staleness_threshold", 1)
         work.set("schedule.max_staleness", 1 if behind else 0)
-    mini, steps = work.left.get(f"{_ACTOR}.ppo_mini_batch_size"), work.take("rollout.total_rollout_steps")
+    mini, steps = (
+        work.left.get(f"{_ACTOR}.ppo_mini_batch_size"),
+        work.take("rollout.total_rollout_steps"),
+    )
     if not settings or not isinstance(mini, int):
         return
     work.ignore("data.gen_batch_size")
@@ -458,7 +543,10 @@ def _ahead(work: Translation) -> None:
 
 def _batch(work: Translation) -> None:
     """Updates of an iteration, and how its responses are packed."""
-    mini, batch = work.take_count(f"{_ACTOR}.ppo_mini_batch_size"), work.values.get("schedule.prompts_per_iteration")
+    mini, batch = (
+        work.take_count(f"{_ACTOR}.ppo_mini_batch_size"),
+        work.values.get("schedule.prompts_per_iteration"),
+    )
     further = work.take_count("data.gen_batch_size")
     if (
         further is not None
@@ -466,19 +554,34 @@ def _batch(work: Translation) -> None:
         and further != batch
         and not work.values.get("schedule.dynamic_sampling")
     ):
-        work.lose("data.gen_batch_size", further, "prompts are replaced one by one; see schedule.dynamic_sampling")
+        work.lose(
+            "data.gen_batch_size",
+            further,
+            "prompts are replaced one by one; see schedule.dynamic_sampling",
+        )
     if mini is not None and isinstance(batch, int):
         if batch % mini == 0:
             work.set("schedule.updates_per_iteration", batch // mini)
         else:
-            work.lose(f"{_ACTOR}.ppo_mini_batch_size", mini, f"does not divide data.train_batch_size = {batch}")
+            work.lose(
+                f"{_ACTOR}.ppo_mini_batch_size",
+                mini,
+                f"does not divide data.train_batch_size = {batch}",
+            )
     elif mini is not None:
         work.lose(
-            f"{_ACTOR}.ppo_mini_batch_size", mini, "set schedule.updates_per_iteration = data.train_batch_size / this"
+            f"{_ACTOR}.ppo_mini_batch_size",
+            mini,
+            "set schedule.updates_per_iteration = data.train_batch_size / this",
         )
     if (epochs := work.take(f"{_ACTOR}.ppo_epochs")) not in (None, 1):
-        work.lose(f"{_ACTOR}.ppo_epochs", epochs, "here every response is trained once per iteration")
-    dynamic, tokens = work.take(f"{_ACTOR}.use_dynamic_bsz"), work.take(f"{_ACTOR}.ppo_max_token_len_per_gpu")
+        work.lose(
+            f"{_ACTOR}.ppo_epochs", epochs, "here every response is trained once per iteration"
+        )
+    dynamic, tokens = (
+        work.take(f"{_ACTOR}.use_dynamic_bsz"),
+        work.take(f"{_ACTOR}.ppo_max_token_len_per_gpu"),
+    )
     responses = work.take_number(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
     stages = work.values.get("trainer.pipeline_parallel", 1)
     if dynamic and tokens is not None and stages == 1:
@@ -506,6 +609,10 @@ def _iterations(work: Translation) -> None:
     elif share:
         iterations = work.values.get("schedule.iterations")
         if iterations is None:
-            work.lose(f"{_OPTIM}.lr_warmup_steps_ratio", share, "a share of the run; set optimizer.warmup_iterations")
+            work.lose(
+                f"{_OPTIM}.lr_warmup_steps_ratio",
+                share,
+                "a share of the run; set optimizer.warmup_iterations",
+            )
         else:
             work.set("optimizer.warmup_iterations", round(share * iterations))

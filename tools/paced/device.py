@@ -1,12 +1,14 @@
 """A device that takes as long as asked and no core.
 
-Where a machine has fewer cores than a run has processes, these take each other's time, and no measurement tells that from the
-schedule's. On paced devices vLLM schedules, samples and loads weights, and Megatron trains, a model so small that either takes a
-fraction of a core; each decode step and each microbatch then lasts as long as a device of the given speed would need, by sleeping
-for the rest of it. Everything else is a run's. `engine.py` and `trainer.py` say how a run is given them.
+Where a machine has fewer cores than a run has processes, these take each other's time, and no
+measurement tells that from the schedule's. On paced devices vLLM schedules, samples and loads
+weights, and Megatron trains, a model so small that either takes a fraction of a core; each decode
+step and each microbatch then lasts as long as a device of the given speed would need, by sleeping
+for the rest of it. Everything else is a run's. `engine.py` and `trainer.py` say how a run is given
+them.
 
-A device that goes on with what it has works without a gap: what vLLM does between two steps, and Megatron between two microbatches,
-happens beside it, as on devices that compute by themselves.
+A device that goes on with what it has works without a gap: what vLLM does between two steps, and
+Megatron between two microbatches, happens beside it, as on devices that compute by themselves.
 """
 
 from __future__ import annotations

@@ -31,6 +31,8 @@ class PacedWorker(CPUWorker):
 
 
 def step_seconds(tokens: Collection[int]) -> float:
-    """Seconds of a step that computes so many tokens of each sequence: one if it decodes, more if its prompt is new."""
+    """Seconds of a step that computes so many tokens of each sequence: one if it decodes, more if
+    its prompt is new.
+    """
     step_s, sequence_s, prompt_token_s = map(float, os.environ["PACED_ENGINE"].split(","))
     return step_s + sequence_s * len(tokens) + prompt_token_s * (sum(tokens) - len(tokens))

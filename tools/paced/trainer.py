@@ -26,12 +26,15 @@ _WAITED_S = 0.002
 
 
 class PacedMicrobatches:
-    """Microbatches each of which is followed by the next one no sooner than its tokens take at token_s."""
+    """Microbatches each of which is followed by the next one no sooner than its tokens take at
+    token_s.
+    """
 
     def __init__(self, source: MicrobatchSource, token_s: float) -> None:
         self._source, self._token_s = source, token_s
         self._device = Device()
-        self._begin_s, self._seconds = 0.0, 0.0  # of the microbatch handed out last, if there is one
+        # of the microbatch handed out last, if there is one
+        self._begin_s, self._seconds = 0.0, 0.0
 
     @property
     def waited_s(self) -> float:
@@ -76,7 +79,9 @@ class PacedBackend:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> ReducedGradient | None:
+    def accumulate(
+        self, microbatches: MicrobatchSource, objective: Objective
+    ) -> ReducedGradient | None:
         return self._backend.accumulate(PacedMicrobatches(microbatches, self._token_s), objective)
 
 

@@ -1,7 +1,8 @@
-"""Stand-ins on a CPU for what TRL has for CUDA only: weights to vLLM over gloo instead of NCCL, attention over packed sequences.
+"""Stand-ins on a CPU for what TRL has for CUDA only: weights to vLLM over gloo instead of NCCL,
+attention over packed sequences.
 
-Everything else is TRL's and vLLM's own code. Weights go the same way (one packed broadcast into vLLM's layerwise reload), over the
-transport that this project's own publish takes on a CPU.
+Everything else is TRL's and vLLM's own code. Weights go the same way (one packed broadcast into
+vLLM's layerwise reload), over the transport that this project's own publish takes on a CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class GlooGroup:
 
     def __init__(self, address: str, port: int, rank: int, world_size: int) -> None:
         store = TCPStore(address, port, world_size, is_master=rank == 0, timeout=TIMEOUT)
-        self._group: Any = ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, TIMEOUT)
+        self._group: Any = ProcessGroupGloo(
+            PrefixStore("weights", store), rank, world_size, TIMEOUT
+        )
         self.group = SimpleNamespace(store=store, socket=None)  # TRL empties both when it closes
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -34,7 +37,9 @@ class GlooGroup:
 
 
 def trainer_end(init_info: dict[str, Any], rank: int = 0) -> GlooGroup:
-    return GlooGroup(init_info["master_address"], init_info["master_port"], rank, init_info["world_size"])
+    return GlooGroup(
+        init_info["master_address"], init_info["master_port"], rank, init_info["world_size"]
+    )
 
 
 def worker_end(init_info: Any, parallel_config: Any) -> GlooGroup:
@@ -43,9 +48,15 @@ def worker_end(init_info: Any, parallel_config: Any) -> GlooGroup:
 
 
 def send(
-    iterator: Iterable[Any], group: GlooGroup, src: int, post_iter_func: Callable[[Any], torch.Tensor], **_: Any
+    iterator: Iterable[Any],
+    group: GlooGroup,
+    src: int,
+    post_iter_func: Callable[[Any], torch.Tensor],
+    **_: Any,
 ) -> None:
-    parts = [post_iter_func(item).detach().contiguous().view(torch.uint8).flatten() for item in iterator]
+    parts = [
+        post_iter_func(item).detach().contiguous().view(torch.uint8).flatten() for item in iterator
+    ]
     group.broadcast(torch.cat(parts))
 
 
@@ -56,7 +67,9 @@ def receive(
     post_unpack_func: Callable[[list[tuple[str, torch.Tensor]]], Any],
     **_: Any,
 ) -> None:
-    announced = [(name, shape, dtype, math.prod(shape) * dtype.itemsize) for name, (shape, dtype) in iterator]
+    announced = [
+        (name, shape, dtype, math.prod(shape) * dtype.itemsize) for name, (shape, dtype) in iterator
+    ]
     buffer = torch.empty(sum(size for *_, size in announced), dtype=torch.uint8)
     group.broadcast(buffer)
     parts = buffer.split([size for *_, size in announced])
@@ -78,14 +91,18 @@ def use_in_engine() -> None:
 
 
 def reload_packed(sync_weights: Callable[[Any], None]) -> Callable[[Any], None]:
-    """TRL's VLLMGeneration.sync_weights for an engine in the same process, whose linear layers a CPU keeps packed.
+    """TRL's VLLMGeneration.sync_weights for an engine in the same process, whose linear layers a
+    CPU keeps packed.
 
     vLLM's layerwise reload packs again what was loaded; it is what a server does too.
     """
 
     def sync(self: Any) -> None:
         from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
 
         runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
         with set_current_vllm_config(runner.vllm_config):
@@ -108,7 +125,8 @@ def attend(
     causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:
-    """FlashAttention's varlen function: segments whose queries are the last ones of their keys. [tokens, heads, head_dim].
+    """FlashAttention's varlen function: segments whose queries are the last ones of their keys.
+    [tokens, heads, head_dim].
 
     Segments of equal lengths are computed together, which is what makes it as fast as a batch.
     """
@@ -121,7 +139,11 @@ def attend(
     for (rows, columns), starts in alike.items():
         q_index = torch.tensor([start for start, _ in starts])[:, None] + torch.arange(rows)
         k_index = torch.tensor([start for _, start in starts])[:, None] + torch.arange(columns)
-        mask = None if rows == columns else torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+        mask = (
+            None
+            if rows == columns
+            else torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
+        )
         out = torch.nn.functional.scaled_dot_product_attention(
             query[q_index].transpose(1, 2),
             key[k_index].transpose(1, 2),

@@ -1,4 +1,6 @@
-"""One reward for every system, cheap and different within a group: the share of vowels among a response's letters."""
+"""One reward for every system, cheap and different within a group: the share of vowels among a
+response's letters.
+"""
 
 from __future__ import annotations
 
@@ -18,4 +20,7 @@ def of_group(group: Any) -> list[float]:
 
 def of_completions(completions: Sequence[Any], **_: Any) -> list[float]:
     """As TRL calls it, with lists of messages."""
-    return [vowel_share("".join(message.get("content") or "" for message in messages)) for messages in completions]
+    return [
+        vowel_share("".join(message.get("content") or "" for message in messages))
+        for messages in completions
+    ]

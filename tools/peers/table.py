@@ -12,7 +12,9 @@ from tools.plots import bar_style, new_figure, save
 
 @dataclass(frozen=True)
 class System:
-    """How it differs, in a few words each: what is corrected for, what is done with a group's prompt, who has which core."""
+    """How it differs, in a few words each: what is corrected for, what is done with a group's
+    prompt, who has which core.
+    """
 
     name: str
     corrections: str
@@ -22,9 +24,9 @@ class System:
 
 @dataclass(frozen=True)
 class Measured:
-    """One run. seconds: of each iteration after warm-up. response_tokens: of each of these, trained. age_mean, age_max: versions
-    that trained tokens were older. logprob_difference: mean |trainer - engine| on tokens of that age. problem: why
-    there is nothing else."""
+    """One run. seconds: of each iteration after warm-up. response_tokens: of each of these,
+    trained. age_mean, age_max: versions that trained tokens were older. logprob_difference: mean
+    |trainer - engine| on tokens of that age. problem: why there is nothing else."""
 
     shape: str
     system: str
@@ -39,8 +41,8 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """iteration_s: the mean over rounds of each round's mean; range_s: the least and the largest of these. tokens_per_s: prompt and
-    response tokens of trained responses."""
+    """iteration_s: the mean over rounds of each round's mean; range_s: the least and the largest of
+    these. tokens_per_s: prompt and response tokens of trained responses."""
 
     shape: str
     system: str
@@ -56,11 +58,15 @@ class Row:
 
 
 def row_of(runs: Sequence[Measured], prompt_tokens: int) -> Row:
-    """runs: of one shape and system. prompt_tokens: of an iteration, each response's prompt counted."""
+    """runs: of one shape and system. prompt_tokens: of an iteration, each response's prompt
+    counted.
+    """
     good = [run for run in runs if run.seconds]
     problem = next((run.problem for run in runs if run.problem), None)
     if not good:
-        return Row(runs[0].shape, runs[0].system, None, None, None, None, None, None, None, 0, problem)
+        return Row(
+            runs[0].shape, runs[0].system, None, None, None, None, None, None, None, 0, problem
+        )
     means = [statistics.fmean(run.seconds) for run in good]
     tokens = sum(sum(run.response_tokens) + prompt_tokens * len(run.seconds) for run in good)
     ages = [run.age_max for run in good if run.age_max is not None]
@@ -85,7 +91,10 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def rows_of(
-    runs: Sequence[Measured], shapes: Sequence[str], systems: Sequence[str], prompt_tokens: Mapping[str, int]
+    runs: Sequence[Measured],
+    shapes: Sequence[str],
+    systems: Sequence[str],
+    prompt_tokens: Mapping[str, int],
 ) -> list[Row]:
     """In the order of `shapes` and `systems`; pairs that nobody ran are left out."""
     found = []
@@ -97,8 +106,12 @@ def rows_of(
     return found
 
 
-def render(rows: Sequence[Row], titles: Mapping[str, str], systems: Mapping[str, System], reference: str) -> str:
-    """A table per shape, as Markdown. titles: of shapes. reference: the system that the ratio is over."""
+def render(
+    rows: Sequence[Row], titles: Mapping[str, str], systems: Mapping[str, System], reference: str
+) -> str:
+    """A table per shape, as Markdown. titles: of shapes. reference: the system that the ratio is
+    over.
+    """
     lines: list[str] = []
     for shape in dict.fromkeys(row.shape for row in rows):
         own = [row for row in rows if row.shape == shape]
@@ -106,8 +119,9 @@ def render(rows: Sequence[Row], titles: Mapping[str, str], systems: Mapping[str,
         lines += [
             f"### {titles[shape]}",
             "",
-            f"| system | s per iteration | rounds: least, largest | tokens/s | over {systems[reference].name} | response tokens "
-            "| age: mean, largest | log-prob difference |",
+            "| system | s per iteration | rounds: least, largest | tokens/s | over "
+            f"{systems[reference].name} | response tokens | age: mean, largest | log-prob "
+            "difference |",
             "|---|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for row in own:
@@ -119,24 +133,36 @@ def render(rows: Sequence[Row], titles: Mapping[str, str], systems: Mapping[str,
             cells = [name, f"{row.iteration_s:.2f}", f"{row.range_s[0]:.2f}, {row.range_s[1]:.2f}"]
             cells += [f"{row.tokens_per_s:,.0f}", ratio, f"{row.response_tokens:,.0f}"]
             cells.append(
-                f"{row.age_mean:.2f}, {row.age_max:.0f}" if row.age_mean is not None and row.age_max is not None else ""
+                f"{row.age_mean:.2f}, {row.age_max:.0f}"
+                if row.age_mean is not None and row.age_max is not None
+                else ""
             )
             cells.append("" if row.logprob_difference is None else f"{row.logprob_difference:.1e}")
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
         for row in own:
             if row.problem:
-                runs = "no run" if row.iteration_s is None else f"{row.rounds} runs did, another did not"
+                runs = (
+                    "no run"
+                    if row.iteration_s is None
+                    else f"{row.rounds} runs did, another did not"
+                )
                 lines += [f"{systems[row.system].name}, {runs}: {row.problem}", ""]
     lines += ["| system | corrections | a group's prompt | cores |", "|---|---|---|---|"]
     for key in dict.fromkeys(row.system for row in rows):
         system = systems[key]
-        lines.append(f"| {system.name} | {system.corrections} | {system.prompts} | {system.placement} |")
+        lines.append(
+            f"| {system.name} | {system.corrections} | {system.prompts} | {system.placement} |"
+        )
     return "\n".join(lines)
 
 
-def draw(rows: Sequence[Row], titles: Mapping[str, str], systems: Mapping[str, System], path: Path) -> list[Path]:
-    """A panel per shape with a bar of tokens/s per system; one that did not run has no bar but its name."""
+def draw(
+    rows: Sequence[Row], titles: Mapping[str, str], systems: Mapping[str, System], path: Path
+) -> list[Path]:
+    """A panel per shape with a bar of tokens/s per system; one that did not run has no bar but its
+    name.
+    """
     shapes = list(dict.fromkeys(row.shape for row in rows))
     keys = list(dict.fromkeys(row.system for row in rows))
     figure, panels = new_figure(columns=len(shapes), width_in=4.2, height_in=0.6 + 0.34 * len(keys))
@@ -154,7 +180,8 @@ def draw(rows: Sequence[Row], titles: Mapping[str, str], systems: Mapping[str, S
                 fontsize=8,
             )
         axes.set_yticks(
-            range(len(keys)), [systems[key].name for key in keys] if axes is panels[0] else [""] * len(keys)
+            range(len(keys)),
+            [systems[key].name for key in keys] if axes is panels[0] else [""] * len(keys),
         )
         axes.invert_yaxis()
         axes.set_xlim(0, 1.18 * max([*speeds.values(), 1.0]))

@@ -1,8 +1,10 @@
-"""One run of a TRL trainer on prompts of a file, in TRL's own environment; writes what TRL logs after each step, with the time.
+"""One run of a TRL trainer on prompts of a file, in TRL's own environment; writes what TRL logs
+after each step, with the time.
 
     python trl_trainer.py SPECIFICATION.json
 
-tools/bench_peers.py writes the specification (`Work`) and reads the log: a JSON object per line, the time under "seconds".
+tools/bench_peers.py writes the specification (`Work`) and reads the log: a JSON object per line,
+the time under "seconds".
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.peers import cpu_stand_ins
 from tools.peers.rewards import of_completions
 
-_FIXED_LENGTHS = "BENCH_PEERS_FIXED_LENGTHS"  # an environment variable, which reaches the rollout worker's process too
+# an environment variable, which reaches the rollout worker's process too
+_FIXED_LENGTHS = "BENCH_PEERS_FIXED_LENGTHS"
 
 
 def main() -> None:
@@ -84,7 +87,10 @@ class StepLog(TrainerCallback):
             return
         numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
         with self._path.open("a") as file:
-            file.write(json.dumps({"seconds": time.monotonic(), "step": state.global_step, **numbers}) + "\n")
+            file.write(
+                json.dumps({"seconds": time.monotonic(), "step": state.global_step, **numbers})
+                + "\n"
+            )
 
 
 def synchronous(work: dict[str, Any], common: dict[str, Any], dataset: Any, tokenizer: Any) -> Any:
@@ -118,7 +124,9 @@ def synchronous(work: dict[str, Any], common: dict[str, Any], dataset: Any, toke
 
 
 def join_on_cpu(self: Any, device: Any = None) -> None:
-    """VLLMClient.init_communicator without its check for a CUDA device; on a thread, because both ends wait for each other."""
+    """VLLMClient.init_communicator without its check for a CUDA device; on a thread, because both
+    ends wait for each other.
+    """
     import threading
 
     info = {
@@ -129,7 +137,9 @@ def join_on_cpu(self: Any, device: Any = None) -> None:
         "packed": True,
     }
     url = f"{self.base_url}/init_weight_transfer_engine"
-    asked = threading.Thread(target=self._post, args=(url,), kwargs={"json": {"init_info": info}}, daemon=True)
+    asked = threading.Thread(
+        target=self._post, args=(url,), kwargs={"json": {"init_info": info}}, daemon=True
+    )
     asked.start()
     self.communicator = cpu_stand_ins.trainer_end(info)
     asked.join()
@@ -147,11 +157,13 @@ def asynchronous(work: dict[str, Any], common: dict[str, Any], dataset: Any, tok
     }
     kernels = type("Kernels", (), {"flash_attn_varlen_func": staticmethod(cpu_stand_ins.attend)})
     packing._flash_attn = lambda: kernels
-    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None  # it asks CUDA for the device's name
+    # it asks CUDA for the device's name
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     trainer = AsyncGRPOTrainer(
         model=work["model"],
         reward_funcs=of_completions,
-        # token_budget=0: microbatches of so many responses, not of so many tokens, so that an update has the same work
+        # token_budget=0: microbatches of so many responses, not of so many tokens, so that an
+        # update has the same work
         args=AsyncGRPOConfig(**common, vllm_server_base_url=work["server"], token_budget=0),
         train_dataset=dataset,
         processing_class=tokenizer,
@@ -161,7 +173,9 @@ def asynchronous(work: dict[str, Any], common: dict[str, Any], dataset: Any, tok
 
 
 class FreeRolloutWorker(TrainerCallback):
-    """Lets TRL's rollout process run on every core, as this project's coordinator does; it inherits the trainer's one."""
+    """Lets TRL's rollout process run on every core, as this project's coordinator does; it inherits
+    the trainer's one.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -175,7 +189,9 @@ class FreeRolloutWorker(TrainerCallback):
 _post = async_rollout_worker._AsyncRolloutLoop._post
 
 
-async def _post_fixed(self: Any, path: str, payload: dict[str, Any], *rest: Any, **named: Any) -> Any:
+async def _post_fixed(
+    self: Any, path: str, payload: dict[str, Any], *rest: Any, **named: Any
+) -> Any:
     """AsyncGRPOConfig has no generation_kwargs to ask for responses of one length with."""
     if os.environ.get(_FIXED_LENGTHS):
         payload = {**payload, "ignore_eos": True}

@@ -1,4 +1,6 @@
-"""Compiles kernels with g++ against the CPU model, caches the libraries, and calls lse_merge on torch tensors."""
+"""Compiles kernels with g++ against the CPU model, caches the libraries, and calls lse_merge on
+torch tensors.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,26 @@ class RuleViolation(AssertionError):
 
 
 def compile_library(sources: Sequence[Path], cache: Path, flags: Sequence[str] = OPTIMISED) -> Path:
-    """Shared library of `sources`, from `cache` when neither a source, a header nor the compiler has changed."""
+    """Shared library of `sources`, from `cache` when neither a source, a header nor the compiler
+    has changed.
+    """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise FileNotFoundError("no C++ compiler: install g++ or set CXX")
-    command = [compiler, "-std=c++17", "-shared", "-fPIC", *flags, *(f"-I{include}" for include in INCLUDES)]
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=30).stdout
-    headers = sorted(path for include in INCLUDES for path in include.rglob("*") if path.suffix in (".h", ".cpp"))
+    command = [
+        compiler,
+        "-std=c++17",
+        "-shared",
+        "-fPIC",
+        *flags,
+        *(f"-I{include}" for include in INCLUDES),
+    ]
+    version = subprocess.run(
+        [compiler, "--version"], check=True, capture_output=True, timeout=30
+    ).stdout
+    headers = sorted(
+        path for include in INCLUDES for path in include.rglob("*") if path.suffix in (".h", ".cpp")
+    )
     digest = hashlib.sha256(version + " ".join(command).encode())
     for path in (*sources, *headers):
         digest.update(path.read_bytes())
@@ -43,7 +58,10 @@ def compile_library(sources: Sequence[Path], cache: Path, flags: Sequence[str] =
     cache.mkdir(parents=True, exist_ok=True)
     partial = library.with_suffix(f".{os.getpid()}.tmp")
     built = subprocess.run(
-        [*command, *map(str, sources), "-o", str(partial)], capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S
+        [*command, *map(str, sources), "-o", str(partial)],
+        capture_output=True,
+        text=True,
+        timeout=COMPILE_TIMEOUT_S,
     )
     if built.returncode != 0:
         raise RuntimeError(f"{compiler} failed on {sources[0].name}:\n{built.stderr[-6000:]}")
@@ -71,7 +89,9 @@ class LseMergeModel:
 
     @classmethod
     def build(cls, cache: Path) -> LseMergeModel:
-        return cls(compile_library([MODEL / "harness.cpp", LSE_MERGE / "lse_merge_tiling.cpp"], cache))
+        return cls(
+            compile_library([MODEL / "harness.cpp", LSE_MERGE / "lse_merge_tiling.cpp"], cache)
+        )
 
     def table(
         self,
@@ -85,7 +105,9 @@ class LseMergeModel:
         part_segments: Sequence[int] | None = None,
         max_cores: int,
     ) -> torch.Tensor:
-        """Table of a merge, int32 words; giving segments means that those statistics are in the NTD layout."""
+        """Table of a merge, int32 words; giving segments means that those statistics are in the NTD
+        layout.
+        """
         flat = [bound for interval in intervals for bound in interval]
         capacity = 1 << 16
         words = torch.zeros(capacity, dtype=torch.int32)
@@ -116,9 +138,13 @@ class LseMergeModel:
 
 
 def run_kernel(
-    function: Callable[..., int], tensors: Sequence[torch.Tensor], table: torch.Tensor, *leading: int
+    function: Callable[..., int],
+    tensors: Sequence[torch.Tensor],
+    table: torch.Tensor,
+    *leading: int,
 ) -> Counters:
-    """Calls a C entry point of the kind of RunLseMerge on out, max, sum, part_out, part_max, part_sum in host memory.
+    """Calls a C entry point of the kind of RunLseMerge on out, max, sum, part_out, part_max,
+    part_sum in host memory.
 
     Raises RuleViolation when the kernel breaks a rule. `leading`: arguments that come first.
     """

@@ -1,4 +1,6 @@
-"""VarlenKernel: what a platform provides for shared-prompt attention, and what several of them share."""
+"""VarlenKernel: what a platform provides for shared-prompt attention, and what several of them
+share.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ class Partial:
     """Attention of some query rows over some of their keys.
 
     out: [query rows, heads, head_dim].
-    stats: what a kernel remembers about each row's softmax so that partial results can be merged and differentiated:
-        the log-sum-exp, or maximum and sum. Layout and number of tensors are the kernel's own affair.
+    stats: what a kernel remembers about each row's softmax so that partial results can be merged
+    and differentiated:
+        the log-sum-exp, or maximum and sum. Layout and number of tensors are the kernel's own
+        affair.
     call: the call it came from, which says how the rows are cut into sequences.
     """
 
@@ -31,37 +35,52 @@ class VarlenKernel(Protocol):
     Shapes: q, grad [query rows, heads, head_dim]; k, v [key rows, kv_heads, head_dim].
     """
 
-    per_depth: bool  # whether the merge plan should have one cross call per depth (see layout.merge_plan)
+    # whether the merge plan should have one cross call per depth (see layout.merge_plan)
+    per_depth: bool
 
     def prefers_gather(self, layout: PrefixLayout) -> bool:
         """Whether the gather form is faster than the merge form, by measurement on this platform."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float) -> Partial:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float
+    ) -> Partial:
         """Output and stats of one call."""
 
     def merge(self, running: Partial, part: Partial, cross: CrossCall) -> None:
         """Merge the result of a cross call into the running result over all rows, in place."""
 
     def select(self, running: Partial, cross: CrossCall) -> Partial:
-        """The rows of the running result that a cross call computed, as the cross call's backward wants them."""
+        """The rows of the running result that a cross call computed, as the cross call's backward
+        wants them.
+        """
 
     def backward(
-        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: Partial, scale: float
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        result: Partial,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Gradients of q, k and v of result.call.
 
-        `result` holds the MERGED output and stats: the part's softmax is then normalised over all parts, so that the
-        gradients of the parts simply add up (exact, as in ring attention).
+        `result` holds the MERGED output and stats: the part's softmax is then normalised over all
+        parts, so that the gradients of the parts simply add up (exact, as in ring attention).
         """
 
 
-def merge_lse(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, rows: Rows) -> None:
+def merge_lse(
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, rows: Rows
+) -> None:
     """Merging two partial attention results by log-sum-exp, on every device.
 
-    Updates out [T, heads, head_dim] and lse [T, heads] in place at `rows` by a part over disjoint keys.
+    Updates out [T, heads, head_dim] and lse [T, heads] in place at `rows` by a part over disjoint
+    keys.
 
-    The weights of the two sides are sigmoids of the difference of their log-sum-exps, so one interpolation does it. The
-    running side always has a visible key (a causal part sees itself), so the difference is never inf - inf.
+    The weights of the two sides are sigmoids of the difference of their log-sum-exps, so one
+    interpolation does it. The running side always has a visible key (a causal part sees itself), so
+    the difference is never inf - inf.
     """
     old_lse = rows.take(lse)
     weight = torch.sigmoid(part_lse - old_lse).unsqueeze(-1)
@@ -69,7 +88,9 @@ def merge_lse(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse
     if out.dtype == weight.dtype and rows.span is not None:
         old.lerp_(part, weight)
     else:
-        rows.put_(out, torch.lerp(old.to(weight.dtype), part.to(weight.dtype), weight).to(out.dtype))
+        rows.put_(
+            out, torch.lerp(old.to(weight.dtype), part.to(weight.dtype), weight).to(out.dtype)
+        )
     rows.put_(lse, torch.logaddexp(old_lse, part_lse))
 
 
@@ -80,4 +101,6 @@ class MergesByLse:
         merge_lse(running.out, running.stats[0], part.out, part.stats[0], cross.q_rows)
 
     def select(self, running: Partial, cross: CrossCall) -> Partial:
-        return Partial(cross.q_rows.take(running.out), (cross.q_rows.take(running.stats[0]),), cross.call)
+        return Partial(
+            cross.q_rows.take(running.out), (cross.q_rows.take(running.stats[0]),), cross.call
+        )

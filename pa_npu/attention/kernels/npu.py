@@ -1,4 +1,6 @@
-"""Ascend kernel: npu_fusion_attention and its gradient in TND layout, merged by the Ascend C operator or torch."""
+"""Ascend kernel: npu_fusion_attention and its gradient in TND layout, merged by the Ascend C
+operator or torch.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class StatsLayout:
     """How the operator lays out its statistics [rows, heads, 8].
 
     argument: what to pass as softmax_layout, None for the default.
-    memory: "TND" as the shape says, or "NTD": [heads, length, 8] per sequence of the call, one after another though
+    memory: "TND" as the shape says, or "NTD": [heads, length, 8] per sequence of the call, one
+    after another though
         the shape says otherwise. That is the default, and all there is before CANN 8.3.
     """
 
@@ -35,15 +38,20 @@ class StatsLayout:
 
 
 class NpuFusion:
-    """Stats are (maximum, sum of exponentials), fp32 [rows, heads, 8] of eight equal copies, see StatsLayout."""
+    """Stats are (maximum, sum of exponentials), fp32 [rows, heads, 8] of eight equal copies, see
+    StatsLayout.
+    """
 
     per_depth = True
 
     def prefers_gather(self, layout: PrefixLayout) -> bool:
-        # Not measured yet. By arithmetic merge moves less: gather copies the shared keys and values per response.
+        # Not measured yet. By arithmetic merge moves less: gather copies the shared keys and values
+        # per response.
         return False
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float) -> Partial:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float
+    ) -> Partial:
         _check(q, call)
         out, maximum, total, *_ = torch.ops.npu.npu_fusion_attention(
             q, k, v, q.shape[1], "TND", scale=scale, **_arguments(call, q)
@@ -55,19 +63,41 @@ class NpuFusion:
         part_maximum, part_total = part.stats
         is_ntd = stats_layout(running.out.device, running.out.dtype).memory == "NTD"
         lengths = (running.call.q_lengths, part.call.q_lengths) if is_ntd else ()
-        lse_merge_(running.out, maximum, total, part.out, part_maximum, part_total, cross.q_rows.spans, *lengths)
+        lse_merge_(
+            running.out,
+            maximum,
+            total,
+            part.out,
+            part_maximum,
+            part_total,
+            cross.q_rows.spans,
+            *lengths,
+        )
 
     def select(self, running: Partial, cross: CrossCall) -> Partial:
         out = cross.q_rows.take(running.out)
         if stats_layout(out.device, out.dtype).memory == "TND":
-            return Partial(out, tuple(cross.q_rows.take(stats) for stats in running.stats), cross.call)
+            return Partial(
+                out, tuple(cross.q_rows.take(stats) for stats in running.stats), cross.call
+            )
         heads = out.shape[1]
-        index = cross.call.tensor(f"ntd_rows_{heads}", out.device, lambda: _ntd_rows(running.call, cross, heads))
-        stats = tuple(x.flatten(0, 1).index_select(0, index).view(-1, heads, x.shape[-1]) for x in running.stats)
+        index = cross.call.tensor(
+            f"ntd_rows_{heads}", out.device, lambda: _ntd_rows(running.call, cross, heads)
+        )
+        stats = tuple(
+            x.flatten(0, 1).index_select(0, index).view(-1, heads, x.shape[-1])
+            for x in running.stats
+        )
         return Partial(out, stats, cross.call)
 
     def backward(
-        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: Partial, scale: float
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        result: Partial,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         maximum, total = result.stats
         dq, dk, dv, *_ = torch.ops.npu.npu_fusion_attention_grad(
@@ -88,18 +118,26 @@ class NpuFusion:
 
 def _check(q: torch.Tensor, call: VarlenCall) -> None:
     if q.dtype not in DTYPES:
-        raise ValueError(f"q: npu_fusion_attention takes {DTYPES}, not {q.dtype}; cast, or use impl=dense")
+        raise ValueError(
+            f"q: npu_fusion_attention takes {DTYPES}, not {q.dtype}; cast, or use impl=dense"
+        )
     if q.shape[-1] > MAX_HEAD_DIM:
-        raise ValueError(f"q: head_dim {q.shape[-1]} exceeds npu_fusion_attention's {MAX_HEAD_DIM}; use impl=dense")
+        raise ValueError(
+            f"q: head_dim {q.shape[-1]} exceeds npu_fusion_attention's {MAX_HEAD_DIM}; use "
+            "impl=dense"
+        )
     if len(call.q_lengths) > MAX_SEQUENCES:
         raise ValueError(
-            f"segment {MAX_SEQUENCES}: npu_fusion_attention takes {MAX_SEQUENCES} sequences in one call, the layout "
-            f"has {len(call.q_lengths)}; put fewer responses into a microbatch"
+            f"segment {MAX_SEQUENCES}: npu_fusion_attention takes {MAX_SEQUENCES} sequences in one "
+            f"call, the layout has {len(call.q_lengths)}; put fewer responses into a microbatch"
         )
 
 
 def _arguments(call: VarlenCall, q: torch.Tensor) -> dict[str, Any]:
-    """Keyword arguments that forward and gradient share. Without a mask the operator ignores sparse_mode."""
+    """Keyword arguments that forward and gradient share.
+
+    Without a mask the operator ignores sparse_mode.
+    """
     arguments: dict[str, Any] = {
         "actual_seq_qlen": list(call.q_ends),
         "actual_seq_kvlen": list(call.k_ends),
@@ -119,10 +157,14 @@ def _causal_mask(device: torch.device) -> torch.Tensor:
 
 
 def _ntd_rows(running: VarlenCall, cross: CrossCall, heads: int) -> torch.Tensor:
-    """For each statistic of the cross call in NTD memory, its place in the NTD memory of the running call."""
+    """For each statistic of the cross call in NTD memory, its place in the NTD memory of the
+    running call.
+    """
     rows = torch.cat([torch.arange(start, end) for start, end in cross.q_rows.spans])
     index = torch.empty(len(rows) * heads, dtype=torch.int64)
-    index[_ntd_places(cross.call.q_lengths, heads).flatten()] = _ntd_places(running.q_lengths, heads)[rows].flatten()
+    index[_ntd_places(cross.call.q_lengths, heads).flatten()] = _ntd_places(
+        running.q_lengths, heads
+    )[rows].flatten()
     return index
 
 
@@ -136,13 +178,17 @@ def _ntd_places(lengths: tuple[int, ...], heads: int) -> torch.Tensor:
 
 @cache
 def stats_layout(device: torch.device, dtype: torch.dtype) -> StatsLayout:
-    """Find the layout that the operator on this device uses for queries of `dtype`, by one tiny call whose maxima are known.
+    """Find the layout that the operator on this device uses for queries of `dtype`, by one tiny
+    call whose maxima are known.
 
-    fp32 keeps to the default, because with another layout the operator leaves the templates that are deterministic. An
-    operator without the argument, or a CANN without the kernel behind it (aclnnFlashAttentionVarLenScoreV4), has only the
-    default. Raises UserError if the maxima are in neither layout.
+    fp32 keeps to the default, because with another layout the operator leaves the templates that
+    are deterministic. An operator without the argument, or a CANN without the kernel behind it
+    (aclnnFlashAttentionVarLenScoreV4), has only the default. Raises UserError if the maxima are in
+    neither layout.
     """
-    known = {argument.name for argument in torch.ops.npu.npu_fusion_attention.default._schema.arguments}
+    known = {
+        argument.name for argument in torch.ops.npu.npu_fusion_attention.default._schema.arguments
+    }
     if "softmax_layout" in known and dtype != torch.float32:
         try:
             return StatsLayout("TND", _memory(device, dtype, {"softmax_layout": "TND"}))
@@ -153,9 +199,13 @@ def stats_layout(device: torch.device, dtype: torch.dtype) -> StatsLayout:
 
 
 def _memory(device: torch.device, dtype: torch.dtype, keywords: dict[str, str]) -> str:
-    """TND or NTD. Raises UserError if it is neither, RuntimeError as torch_npu does when it takes no `keywords`."""
+    """TND or NTD.
+
+    Raises UserError if it is neither, RuntimeError as torch_npu does when it takes no `keywords`.
+    """
     lengths, heads = (2, 3), 2
-    # one key per sequence and head: the maximum of row t and head n is their score, which is 1, 2, ... in TND order
+    # one key per sequence and head: the maximum of row t and head n is their score, which is 1, 2,
+    # ... in TND order
     scores = torch.arange(1.0, 1 + sum(lengths) * heads).view(-1, heads)
     q = torch.zeros(sum(lengths), heads, 16)
     q[:, :, 0] = scores
@@ -163,7 +213,15 @@ def _memory(device: torch.device, dtype: torch.dtype, keywords: dict[str, str]) 
     k[:, :, 0] = 1.0
     q, k = q.to(dtype).to(device), k.to(dtype).to(device)
     _, maximum, *_ = torch.ops.npu.npu_fusion_attention(
-        q, k, k, heads, "TND", scale=1.0, actual_seq_qlen=[2, 5], actual_seq_kvlen=[1, 2], **keywords
+        q,
+        k,
+        k,
+        heads,
+        "TND",
+        scale=1.0,
+        actual_seq_qlen=[2, 5],
+        actual_seq_kvlen=[1, 2],
+        **keywords,
     )
     found = maximum.cpu()[..., 0].flatten()
     if torch.equal(found, scores.flatten()):
@@ -171,6 +229,7 @@ def _memory(device: torch.device, dtype: torch.dtype, keywords: dict[str, str]) 
     if torch.equal(found[_ntd_places(lengths, heads).flatten()], scores.flatten()):
         return "NTD"
     raise UserError(
-        f"attention.implementation: npu_fusion_attention returned the softmax maxima {found.tolist()} in an order "
-        f"that is neither TND nor NTD; use CANN 8.3 or later, or attention.implementation=dense"
+        "attention.implementation: npu_fusion_attention returned the softmax maxima "
+        f"{found.tolist()} in an order that is neither TND nor NTD; use CANN 8.3 or later, or "
+        "attention.implementation=dense"
     )

@@ -7,13 +7,16 @@ import torch
 from pa_npu.attention.kernels.base import MergesByLse, Partial
 from pa_npu.attention.layout import PrefixLayout, Run, VarlenCall
 
-MAX_SCORES = 2**26  # elements of a block of scores (256 MiB in fp32); longer queries are taken in blocks
+# elements of a block of scores (256 MiB in fp32); longer queries are taken in blocks
+MAX_SCORES = 2**26
 
 
 class Portable(MergesByLse):
-    """Stats are (log-sum-exp [rows, heads],). Any device and floating dtype; scores and sums in fp32, fp64 for fp64.
+    """Stats are (log-sum-exp [rows, heads],). Any device and floating dtype; scores and sums in
+    fp32, fp64 for fp64.
 
-    The backward is that of FlashAttention (Dao et al. 2022, algorithm 4) without the tiling over keys.
+    The backward is that of FlashAttention (Dao et al. 2022, algorithm 4) without the tiling over
+    keys.
     """
 
     per_depth = False
@@ -22,7 +25,9 @@ class Portable(MergesByLse):
         # Not measured. The portable kernel is there for correctness; merge needs less memory.
         return False
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float) -> Partial:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float
+    ) -> Partial:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
@@ -30,7 +35,9 @@ class Portable(MergesByLse):
         for run in call.runs:
             keys, values = run.keys(k).to(wide), run.keys(v).to(wide)
             for first, stop in _blocks(run, q.shape[1]):
-                scores = _scores(_batch_q(q, run, kv_heads, first, stop), keys, run, call.causal, first, scale)
+                scores = _scores(
+                    _batch_q(q, run, kv_heads, first, stop), keys, run, call.causal, first, scale
+                )
                 block_lse = scores.logsumexp(-1)
                 block = (scores - block_lse.unsqueeze(-1)).exp_() @ values.unsqueeze(2)
                 _put(out, run, first, stop, block)
@@ -38,7 +45,13 @@ class Portable(MergesByLse):
         return Partial(out, (lse,), call)
 
     def backward(
-        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, result: Partial, scale: float
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        result: Partial,
+        scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(q.dtype, torch.float32)
         kv_heads = k.shape[1]
@@ -49,13 +62,21 @@ class Portable(MergesByLse):
             dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
             for first, stop in _blocks(run, q.shape[1]):
                 queries, grads, outs, lse = (
-                    _batch_q(x, run, kv_heads, first, stop) for x in (q, grad, result.out, result.stats[0])
+                    _batch_q(x, run, kv_heads, first, stop)
+                    for x in (q, grad, result.out, result.stats[0])
                 )
                 probabilities = (
-                    _scores(queries, keys, run, result.call.causal, first, scale).sub_(lse.unsqueeze(-1)).exp_()
+                    _scores(queries, keys, run, result.call.causal, first, scale)
+                    .sub_(lse.unsqueeze(-1))
+                    .exp_()
                 )
                 correction = (grads * outs).sum(-1, keepdim=True)
-                dscores = (grads @ values.unsqueeze(2).mT).sub_(correction).mul_(probabilities).mul_(scale)
+                dscores = (
+                    (grads @ values.unsqueeze(2).mT)
+                    .sub_(correction)
+                    .mul_(probabilities)
+                    .mul_(scale)
+                )
                 _put(dq, run, first, stop, dscores @ keys.unsqueeze(2))
                 dkeys += (dscores.mT @ queries).sum(2)
                 dvalues += (probabilities.mT @ grads).sum(2)
@@ -72,25 +93,39 @@ def _blocks(run: Run, heads: int) -> list[tuple[int, int]]:
 
 
 def _batch_q(x: torch.Tensor, run: Run, kv_heads: int, first: int, stop: int) -> torch.Tensor:
-    """[rows, heads(, head_dim)] -> fp32 [count, kv_heads, heads per kv head, stop - first(, head_dim)]."""
-    x = x.narrow(0, run.q_start, run.count * run.q_length).unflatten(0, (run.count, run.q_length))[:, first:stop]
-    return x.transpose(1, 2).unflatten(1, (kv_heads, -1)).to(torch.promote_types(x.dtype, torch.float32))
+    """[rows, heads(, head_dim)] -> fp32 [count, kv_heads, heads per kv head, stop - first(,
+    head_dim)].
+    """
+    x = x.narrow(0, run.q_start, run.count * run.q_length).unflatten(0, (run.count, run.q_length))[
+        :, first:stop
+    ]
+    return (
+        x.transpose(1, 2)
+        .unflatten(1, (kv_heads, -1))
+        .to(torch.promote_types(x.dtype, torch.float32))
+    )
 
 
 def _scores(
     queries: torch.Tensor, keys: torch.Tensor, run: Run, causal: bool, first: int, scale: float
 ) -> torch.Tensor:
-    """Masked scores [count, kv_heads, heads per kv head, rows, k_length]; query `first` is the block's first."""
+    """Masked scores [count, kv_heads, heads per kv head, rows, k_length]; query `first` is the
+    block's first.
+    """
     scores = (queries @ keys.unsqueeze(2).mT) * scale
     if causal:
         rows, columns = scores.shape[-2:]
         visible = run.k_length - run.q_length + first
-        blocked = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).triu(visible + 1)
+        blocked = torch.ones(rows, columns, dtype=torch.bool, device=scores.device).triu(
+            visible + 1
+        )
         scores.masked_fill_(blocked, float("-inf"))
     return scores
 
 
 def _put(x: torch.Tensor, run: Run, first: int, stop: int, block: torch.Tensor) -> None:
     """Inverse of _batch_q: write a block of the run into packed rows."""
-    target = x.narrow(0, run.q_start, run.count * run.q_length).unflatten(0, (run.count, run.q_length))
+    target = x.narrow(0, run.q_start, run.count * run.q_length).unflatten(
+        0, (run.count, run.q_length)
+    )
     target[:, first:stop] = block.flatten(1, 2).transpose(1, 2).to(x.dtype)

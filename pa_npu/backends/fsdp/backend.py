@@ -1,7 +1,9 @@
-"""TrainBackend on FSDP2: every rank is a replica that reads groups of its own and holds a shard of each model.
+"""TrainBackend on FSDP2: every rank is a replica that reads groups of its own and holds a shard of
+each model.
 
-Gathering a layer is a collective, so all ranks go through the same number of microbatches: before each one they agree whether any
-of them has another, and who has none passes one token whose loss counts nothing.
+Gathering a layer is a collective, so all ranks go through the same number of microbatches: before
+each one they agree whether any of them has another, and who has none passes one token whose loss
+counts nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ from pa_npu.weight_transfer.transport import HOST_BACKEND as HOST
 
 
 class FsdpBackend:
-    """One rank. models: "policy", the frozen ones that the algorithm needs, and "published" where that is kept."""
+    """One rank. models: "policy", the frozen ones that the algorithm needs, and "published" where
+    that is kept.
+    """
 
     software = f"FSDP2 of torch {torch.__version__}"
     tensor_group = replica_links = None
@@ -75,16 +79,24 @@ class FsdpBackend:
         self._copies = mesh.size() // mesh.size(mesh.ndim - 1)
         self._shard_group = None if dist.get_world_size() == 1 else mesh.get_group(mesh.ndim - 1)
         self._reductions = (
-            [] if self._shard_group is None else count_reductions(self._module, self._copies, platform.widest_dtype)
+            []
+            if self._shard_group is None
+            else count_reductions(self._module, self._copies, platform.widest_dtype)
         )
         self._optimizer = ShardedAdamW(self._policy.parameters(), config, platform.widest_dtype)
         self._names = {weight: name for name, weight in self._policy.named_weights().items()}
         self._offloaded = OffloadedState(self._optimizer.moments, config, platform, device)
 
-    def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> ShardedWeights | None:
+    def published_weights(
+        self, bucket_bytes: int, late_from: str | None = None
+    ) -> ShardedWeights | None:
         group = self._shard_group
-        if late_from is not None and group is not None:  # on all ranks: making a group is collective
-            groups = {ranks: dist.new_group(list(ranks), backend=HOST) for ranks in self.place.mesh.shard_groups()}
+        # on all ranks: making a group is collective
+        if late_from is not None and group is not None:
+            groups = {
+                ranks: dist.new_group(list(ranks), backend=HOST)
+                for ranks in self.place.mesh.shard_groups()
+            }
             group = groups[self.place.shard_group]
         if not self.place.sends:
             return None
@@ -108,13 +120,17 @@ class FsdpBackend:
 
     @torch.no_grad()
     def copy_policy(self, name: str) -> None:
-        for target, source in zip(self._models[name].parameters(), self._policy.parameters(), strict=True):
+        for target, source in zip(
+            self._models[name].parameters(), self._policy.parameters(), strict=True
+        ):
             local(target).copy_(local(source))
         if "policy" in self._weights:
             self._weights[name] = self._weights["policy"]
         self._platform.synchronize()
 
-    def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> ReducedGradient | None:
+    def accumulate(
+        self, microbatches: MicrobatchSource, objective: Objective
+    ) -> ReducedGradient | None:
         self._optimizer.zero_grad()
         for reduction in self._reductions:
             reduction.restart()
@@ -123,7 +139,9 @@ class FsdpBackend:
             for microbatch in steps:
                 start_s = now()
                 head = None if objective.entropy_gradient else HeadGradient()
-                logprobs, entropy, frozen = self._pass(_inputs(microbatch), objective.entropy_gradient, head)
+                logprobs, entropy, frozen = self._pass(
+                    _inputs(microbatch), objective.entropy_gradient, head
+                )
                 if microbatch.is_filler:
                     ((logprobs.sum() + entropy.sum()) * 0.0).backward()
                     continue
@@ -152,17 +170,24 @@ class FsdpBackend:
         self._platform.synchronize()
         return Step(grad_norm if math.isfinite(grad_norm) else math.nan, learning_rate)
 
-    def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
+    def evaluate(
+        self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]
+    ) -> None:
         with torch.no_grad():
             for microbatch in self._in_step(iter(microbatches)):
                 on_device = microbatch.to(self.device)
                 logprobs, entropy, frozen = self._pass(_inputs(on_device), False)
                 if not microbatch.is_filler:
-                    take(on_device, Outputs(Logprobs(logprobs, self._weights.get("policy")), entropy, frozen))
+                    take(
+                        on_device,
+                        Outputs(Logprobs(logprobs, self._weights.get("policy")), entropy, frozen),
+                    )
 
     @torch.no_grad()
     def rounding(
-        self, microbatches: list[Microbatch], take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None]
+        self,
+        microbatches: list[Microbatch],
+        take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
     ) -> bool:
         own = DTYPES[self._config.model.dtype]
         wide = self._platform.widest_dtype if own == torch.float32 else torch.float32
@@ -183,7 +208,11 @@ class FsdpBackend:
         return computation_of(self._module.modules())
 
     def plan_save(self, directory: Path, with_reference: bool) -> PlannedShards:
-        base = self._policy.base_digest(self._shard_group) if isinstance(self._policy, Adapted) else None
+        base = (
+            self._policy.base_digest(self._shard_group)
+            if isinstance(self._policy, Adapted)
+            else None
+        )
         description = {"base": base, "updates": self._optimizer.updates}
         with self._offloaded.copied():
             return PlannedShards(self._state(with_reference), directory, description)
@@ -200,9 +229,13 @@ class FsdpBackend:
 
     def export(self, directory: Path) -> None:
         if isinstance(self._policy, Adapted) and self._config.checkpoint.export_hf != "merged":
-            write_adapters(self._policy, self._config, self._spec, directory, self.place, self._shard_group)
+            write_adapters(
+                self._policy, self._config, self._spec, directory, self.place, self._shard_group
+            )
             return
-        source = self._whole(self._policy, BUCKET_BYTES, self._shard_group) if self.place.sends else None
+        source = (
+            self._whole(self._policy, BUCKET_BYTES, self._shard_group) if self.place.sends else None
+        )
         write_hf(source, self._spec, directory, self.place, self.device, prompts=self._config.data)
 
     def close(self) -> None:
@@ -210,24 +243,37 @@ class FsdpBackend:
             dist.destroy_process_group()
 
     def _whole(
-        self, model: ScoredModel | Adapted, bucket_bytes: int, group: dist.ProcessGroup | None, on_host: bool = False
+        self,
+        model: ScoredModel | Adapted,
+        bucket_bytes: int,
+        group: dist.ProcessGroup | None,
+        on_host: bool = False,
     ) -> ShardedWeights:
         """A model's weights, adapters merged into them."""
-        source, dtype = Merged(model) if isinstance(model, Adapted) else model, DTYPES[self._config.model.dtype]
-        return ShardedWeights(source, self._spec, self.place, bucket_bytes, dtype, group, on_host=on_host)
+        source, dtype = (
+            Merged(model) if isinstance(model, Adapted) else model,
+            DTYPES[self._config.model.dtype],
+        )
+        return ShardedWeights(
+            source, self._spec, self.place, bucket_bytes, dtype, group, on_host=on_host
+        )
 
     def _logprobs(self, name: str, microbatches: list[Microbatch]) -> list[torch.Tensor]:
         """One model's, of each microbatch."""
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
         found = []
         for microbatch in self._in_step(iter(microbatches)):
-            logprobs, _ = self._models[name](*_inputs(microbatch), temperature, chunk, entropy=False)
+            logprobs, _ = self._models[name](
+                *_inputs(microbatch), temperature, chunk, entropy=False
+            )
             if not microbatch.is_filler:
                 found.append(logprobs)
         return found
 
     def _state(self, with_reference: bool) -> dict[str, torch.Tensor]:
-        return state_of(self._policy, self._optimizer, self._models["reference"] if with_reference else None)
+        return state_of(
+            self._policy, self._optimizer, self._models["reference"] if with_reference else None
+        )
 
     def _in_step(self, microbatches: Iterator[Microbatch]) -> Generator[Microbatch, None, None]:
         """The microbatches, and fillers while only other ranks have any."""
@@ -242,16 +288,22 @@ class FsdpBackend:
         entropy_gradient: bool,
         head: HeadGradient | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Logprobs]]:
-        """All models over a microbatch: the policy's log-probs and entropy, and the frozen ones' log-probs."""
+        """All models over a microbatch: the policy's log-probs and entropy, and the frozen ones'
+        log-probs.
+        """
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
         frozen = {}
         with torch.no_grad():
             for name in self._frozen:
                 values, _ = self._models[name](*inputs, temperature, chunk, entropy=False)
                 frozen[name] = Logprobs(values, self._weights.get(name))
-        logprobs, entropy = self._policy(*inputs, temperature, chunk, entropy_grad=entropy_gradient, head_gradient=head)
+        logprobs, entropy = self._policy(
+            *inputs, temperature, chunk, entropy_grad=entropy_gradient, head_gradient=head
+        )
         return logprobs, entropy, frozen
 
 
-def _inputs(microbatch: Microbatch) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
+def _inputs(
+    microbatch: Microbatch,
+) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
     return microbatch.tokens, microbatch.layout, microbatch.rows, microbatch.targets

@@ -1,8 +1,10 @@
-"""Checkpoints of sharded models by torch's distributed checkpoint: planned by all ranks, written by each on its own.
+"""Checkpoints of sharded models by torch's distributed checkpoint: planned by all ranks, written by
+each on its own.
 
-Weights are saved in fp32 as they are trained, with AdamW's moments beside them under `model.`, `exp_avg.` and `exp_avg_sq.`, and a
-reference that is no longer the HF model under `reference.`; beside its shards every rank writes how many updates they have seen.
-Any number of ranks reads what any other has written.
+Weights are saved in fp32 as they are trained, with AdamW's moments beside them under `model.`,
+`exp_avg.` and `exp_avg_sq.`, and a reference that is no longer the HF model under `reference.`;
+beside its shards every rank writes how many updates they have seen. Any number of ranks reads what
+any other has written.
 """
 
 from __future__ import annotations
@@ -30,31 +32,43 @@ _STAMP = "updates."  # and the rank that wrote it
 Model = ScoredModel | Adapted
 
 
-def state_of(policy: Model, optimizer: ShardedAdamW, reference: Model | None) -> dict[str, torch.Tensor]:
-    """Returns the tensors that are saved and loaded, by name; they are this rank's own memory, sharded."""
+def state_of(
+    policy: Model, optimizer: ShardedAdamW, reference: Model | None
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors that are saved and loaded, by name; they are this rank's own memory,
+    sharded.
+    """
     state: dict[str, torch.Tensor] = {}
     for name, weight in policy.named_weights().items():
         state[MODEL + name] = weight.detach()
         for moment in ("exp_avg", "exp_avg_sq"):
             state[f"{moment}.{name}"] = optimizer.adamw.state[weight][moment]
     if reference is not None:
-        state |= {f"reference.{name}": weight.detach() for name, weight in reference.named_weights().items()}
+        state |= {
+            f"reference.{name}": weight.detach()
+            for name, weight in reference.named_weights().items()
+        }
     return state
 
 
 class PlannedShards:
     """The tensors that this rank is going to write; a PlannedSave.
 
-    On an accelerator the data is copied to the host here. On CPU it is the trained memory itself: write before that changes, or
-    from a forked process, which keeps the memory of the moment of the fork.
+    On an accelerator the data is copied to the host here. On CPU it is the trained memory itself:
+    write before that changes, or from a forked process, which keeps the memory of the moment of the
+    fork.
     """
 
-    def __init__(self, state: dict[str, torch.Tensor], directory: Path, description: dict[str, Any]) -> None:
+    def __init__(
+        self, state: dict[str, torch.Tensor], directory: Path, description: dict[str, Any]
+    ) -> None:
         """Collective."""
         self._directory = directory
         self.description = description
         state = {**state, f"{_STAMP}{dist.get_rank()}": torch.tensor(description["updates"])}
-        self._writer = FileSystemWriter(directory, single_file_per_rank=True, sync_files=True, thread_count=1)
+        self._writer = FileSystemWriter(
+            directory, single_file_per_rank=True, sync_files=True, thread_count=1
+        )
         planner, leads = DefaultSavePlanner(), dist.get_rank() == 0
         planner.set_up_planner(state, self._writer.storage_meta(), leads)
         self._writer.set_up_storage_writer(leads)
@@ -67,16 +81,24 @@ class PlannedShards:
             plans, self._metadata = planner.create_global_plan(plans)
             return self._writer.prepare_global_plan(plans)
 
-        # as torch's own save does, which writes in the same go: a rank that cannot would leave the others in a collective
+        # as torch's own save does, which writes in the same go: a rank that cannot would leave the
+        # others in a collective
         plan = _DistWrapper(None, True, 0).reduce_scatter("plan", plan_locally, plan_globally)
         self._plan = planner.finish_plan(plan)
         self._planner: Any = planner
         if next(iter(state.values())).device.type != "cpu":
-            self._planner = _OnHost({item.index: _on_host(planner.resolve_data(item)) for item in self._plan.items})
+            self._planner = _OnHost(
+                {item.index: _on_host(planner.resolve_data(item)) for item in self._plan.items}
+            )
 
     def write(self) -> list[str]:
-        """Write and sync this rank's file; returns its name. Raises OSError, or what torch's writer makes of one."""
-        return note_written(self._directory, self._writer.write_data(self._plan, self._planner).wait())
+        """Write and sync this rank's file; returns its name.
+
+        Raises OSError, or what torch's writer makes of one.
+        """
+        return note_written(
+            self._directory, self._writer.write_data(self._plan, self._planner).wait()
+        )
 
     def release(self) -> None:
         """Drop the data: a forked process has it."""
@@ -104,9 +126,11 @@ class _OnHost:
 
 
 def load_state(state: dict[str, torch.Tensor], directory: Path, *, alone: bool = False) -> None:
-    """Fill `state` in place from a checkpoint. alone: by this process only, not by all ranks together.
+    """Fill `state` in place from a checkpoint. alone: by this process only, not by all ranks
+    together.
 
-    Raises DataError where its index is none, and on some rank where its files are not all of the checkpoint's update.
+    Raises DataError where its index is none, and on some rank where its files are not all of the
+    checkpoint's update.
     """
     rank, ranks = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
     names = sorted(_Reader(directory).read_metadata().state_dict_metadata)
@@ -117,7 +141,9 @@ def load_state(state: dict[str, torch.Tensor], directory: Path, *, alone: bool =
     expected = read_meta(directory).updates
     for found in map(int, mine.values()):
         if found != expected:
-            raise damaged(directory, f"a file is of a checkpoint after {found} updates instead of {expected}")
+            raise damaged(
+                directory, f"a file is of a checkpoint after {found} updates instead of {expected}"
+            )
 
 
 class _Reader(FileSystemReader):

@@ -1,4 +1,6 @@
-"""How a trainer rank gets its FsdpBackend: the group joined, models loaded, sharded; and a lone process a checkpoint's policy."""
+"""How a trainer rank gets its FsdpBackend: the group joined, models loaded, sharded; and a lone
+process a checkpoint's policy.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,15 @@ def changes() -> list[str]:
 
 
 def fit(config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
-    """See BackendModule: by a trial. Raises ConfigError where torch is too old, DataError where adapters do not fit the model."""
+    """See BackendModule: by a trial.
+
+    Raises ConfigError where torch is too old, DataError where adapters do not fit the model.
+    """
     missing = [name for name in _NEEDED if not hasattr(FSDPModule, name)]
     if missing:
         raise ConfigError(
-            f"trainer.backend: fsdp needs FSDPModule.{missing[0]}, which torch {torch.__version__} lacks; install torch 2.10 or "
-            f"later"
+            f"trainer.backend: fsdp needs FSDPModule.{missing[0]}, which torch {torch.__version__} "
+            "lacks; install torch 2.10 or later"
         )
     if config.has_adapters and Path(spec.path).is_dir():
         from pa_npu.backends.fsdp.lora import check_adapters
@@ -84,7 +89,9 @@ def create(
     device = platform.device(local_rank)
     shards = config.mesh.shards
     copies = config.trainer.devices // shards
-    sizes, names = ((copies, shards), ("copies", "shards")) if copies > 1 else ((shards,), ("shards",))
+    sizes, names = (
+        ((copies, shards), ("copies", "shards")) if copies > 1 else ((shards,), ("shards",))
+    )
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     dtype, recompute = DTYPES[config.model.dtype], config.trainer.recompute == "full"
     if config.has_adapters:
@@ -98,14 +105,24 @@ def create(
         held = torch.float32 if name == "policy" else dtype
         causal = load_model(spec.path, held, trust_remote_code=spec.trust_remote_code)
         model = ScoredModel(causal, config.attention.implementation)
-        for own, policys in zip(model.modules(), models.get("policy", model).modules(), strict=True):
-            own._buffers.update(policys._buffers)  # transformers rounds some when it loads a model in bf16
-        models[name] = shard(model, mesh, compute=dtype, trained=name == "policy", recompute=recompute)
+        for own, policys in zip(
+            model.modules(), models.get("policy", model).modules(), strict=True
+        ):
+            # transformers rounds some when it loads a model in bf16
+            own._buffers.update(policys._buffers)
+        models[name] = shard(
+            model, mesh, compute=dtype, trained=name == "policy", recompute=recompute
+        )
     return FsdpBackend(models, mesh, config, spec, platform, device, timeline)
 
 
-def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, merged: bool = False) -> None:
-    """See BackendModule: in the type that the policy was computed in. Needs the model's size in fp32 in host memory."""
+def export_checkpoint(
+    checkpoint: Path, output: Path, model: str | None = None, merged: bool = False
+) -> None:
+    """See BackendModule: in the type that the policy was computed in.
+
+    Needs the model's size in fp32 in host memory.
+    """
     from pa_npu.backends.fsdp.checkpoint import MODEL, load_state
     from pa_npu.backends.fsdp.lora import ModelWithAdapters, adapted
     from pa_npu.backends.fsdp.lora_weights import Merged, write_adapters
@@ -121,7 +138,11 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, 
         adapters = adapted(ModelWithAdapters(config, spec), config)["policy"]
         adapters.check_base(read_meta(checkpoint).base, checkpoint, None)
         weights = adapters.named_weights()
-        load_state({MODEL + name: weight.detach() for name, weight in weights.items()}, checkpoint, alone=True)
+        load_state(
+            {MODEL + name: weight.detach() for name, weight in weights.items()},
+            checkpoint,
+            alone=True,
+        )
         if not merged and config.checkpoint.export_hf != "merged":
             write_adapters(adapters, config, spec, output, place, None, template)
             return
@@ -131,6 +152,12 @@ def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, 
             load_model(config.model.path, torch.float32, trust_remote_code=spec.trust_remote_code),
             config.attention.implementation,
         ).requires_grad_(False)
-        load_state({MODEL + name: weight for name, weight in policy.named_weights().items()}, checkpoint, alone=True)
+        load_state(
+            {MODEL + name: weight for name, weight in policy.named_weights().items()},
+            checkpoint,
+            alone=True,
+        )
     source = ShardedWeights(policy, spec, place, BUCKET_BYTES, DTYPES[config.model.dtype], None)
-    write_hf(source, spec, output, place, torch.device("cpu"), prompts=config.data, template=template)
+    write_hf(
+        source, spec, output, place, torch.device("cpu"), prompts=config.data, template=template
+    )

@@ -1,10 +1,13 @@
-"""Adapters (LoRA) by peft in a sharded model: trained in fp32 beside frozen weights, several sets of them in one model.
+"""Adapters (LoRA) by peft in a sharded model: trained in fp32 beside frozen weights, several sets
+of them in one model.
 
-    models = adapted(model, config)          "policy", "old", "reference", ...: one sharded model, each with its own set on
+    models = adapted(model, config)          "policy", "old", "reference", ...: one sharded model,
+                                             each with its own set on
     models["policy"](tokens, layout, ...)    as a ScoredModel; its weights are the set's
 
-A frozen model costs a set of adapters and no more. The reference, as long as it stays what the run began with, has none: it is the
-pass with every adapter off. One set is on at a time, and the policy's last, since recomputation in its backward needs it.
+A frozen model costs a set of adapters and no more. The reference, as long as it stays what the run
+began with, has none: it is the pass with every adapter off. One set is on at a time, and the
+policy's last, since recomputation in its backward needs it.
 """
 
 from __future__ import annotations
@@ -38,7 +41,10 @@ _PARTS = ("lora_A", "lora_B")
 
 
 class ModelWithAdapters(ScoredModel):
-    """The model on the host, its weights in model.dtype and all sets of adapters in fp32. Raises DataError."""
+    """The model on the host, its weights in model.dtype and all sets of adapters in fp32.
+
+    Raises DataError.
+    """
 
     def __init__(self, config: Config, spec: ModelSpec) -> None:
         dtype = DTYPES[config.model.dtype]
@@ -48,9 +54,15 @@ class ModelWithAdapters(ScoredModel):
         add_adapters(causal, config)
 
     def base_weights(self) -> dict[str, torch.Tensor]:
-        """The weights and buffers without adapters, under the names that they have in the model without."""
+        """The weights and buffers without adapters, under the names that they have in the model
+        without.
+        """
         stored = stored_tensors(self.causal).items()
-        own = {name: tensor for name, tensor in stored if not any(f".{part}." in name for part in _PARTS)}
+        own = {
+            name: tensor
+            for name, tensor in stored
+            if not any(f".{part}." in name for part in _PARTS)
+        }
         return {name.replace(".base_layer.", "."): tensor for name, tensor in own.items()}
 
     def wire_weights(self) -> list[tuple[str, WireWeight, torch.Tensor]]:
@@ -59,16 +71,20 @@ class ModelWithAdapters(ScoredModel):
 
 
 def check_adapters(config: Config, spec: ModelSpec) -> None:
-    """Raises DataError where the run's adapters cannot be put into the model: before a run, and without memory for its weights."""
+    """Raises DataError where the run's adapters cannot be put into the model: before a run, and
+    without memory for its weights.
+    """
     causal = bare_model(config_of(spec.path, spec.trust_remote_code), spec.trust_remote_code)
     with torch.device("meta"):
         add_adapters(causal, config)
 
 
 def add_adapters(causal: Any, config: Config) -> None:
-    """Put the run's adapters into a model of transformers on the host, equally on every rank, and freeze all the rest.
+    """Put the run's adapters into a model of transformers on the host, equally on every rank, and
+    freeze all the rest.
 
-    They begin as peft's do, A random by run.seed and B zero, or as model.adapter's. Raises DataError.
+    They begin as peft's do, A random by run.seed and B zero, or as model.adapter's. Raises
+    DataError.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -85,18 +101,22 @@ def add_adapters(causal: Any, config: Config) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.run.seed)
             try:
-                # by the names that were chosen: of a mixture that it knows, peft would make adapters of experts' tensors
+                # by the names that were chosen: of a mixture that it knows, peft would make
+                # adapters of experts' tensors
                 inject_adapter_in_model(options, whole, name)
             except ValueError as error:  # of targets that are no layers with weights
                 cause = str(error).partition("\n")[0].partition(". ")[0]
-                raise DataError(f"{_key(config)}: {shape.targets}: {cause}; name linear layers of the model") from None
+                raise DataError(
+                    f"{_key(config)}: {shape.targets}: {cause}; name linear layers of the model"
+                ) from None
             _check_layers(causal, config)
             _start(causal, name)
         del whole.peft_config  # peft warns of a model that has one when it gets the next set
     for name, weight in causal.named_parameters():
         weight.requires_grad_(any(f".{part}.{POLICY}." in name for part in _PARTS))
     for layer in _layers(causal).values():
-        layer.cast_input_dtype_enabled = False  # shards are gathered in the type that is computed with, A and B too
+        # shards are gathered in the type that is computed with, A and B too
+        layer.cast_input_dtype_enabled = False
     if config.model.adapter:
         _load(causal, Path(config.model.adapter), _sets(config))
 
@@ -104,11 +124,16 @@ def add_adapters(causal: Any, config: Config) -> None:
 def adapted(model: ModelWithAdapters, config: Config) -> dict[str, Adapted]:
     """The run's models by name, over the one that is sharded."""
     sets = _sets(config)
-    return {name: Adapted(model, name if name in sets else None) for name in (POLICY, *trainer_models(config).copies)}
+    return {
+        name: Adapted(model, name if name in sets else None)
+        for name in (POLICY, *trainer_models(config).copies)
+    }
 
 
 class Adapted(Weights):
-    """A model with one set of its adapters on, or none: what the backend takes for a model of its own. Weights are the set's."""
+    """A model with one set of its adapters on, or none: what the backend takes for a model of its
+    own. Weights are the set's.
+    """
 
     def __init__(self, model: ModelWithAdapters, adapters: str | None) -> None:
         self.model = model
@@ -136,7 +161,10 @@ class Adapted(Weights):
         yield from self.named_weights().values()
 
     def base_digest(self, group: dist.ProcessGroup | None) -> str:
-        """Digest of the weights that are not trained, however they are sharded. Collective over `group`."""
+        """Digest of the weights that are not trained, however they are sharded.
+
+        Collective over `group`.
+        """
         found = hashlib.blake2b(digest_size=8)
         names, sums = [], []
         for name, weight in self.model.base_weights().items():
@@ -149,12 +177,16 @@ class Adapted(Weights):
             found.update(name.encode() + struct.pack("<q", value))
         return found.hexdigest()
 
-    def check_base(self, saved: str | None, directory: Path, group: dist.ProcessGroup | None) -> None:
-        """Raises DataError where the checkpoint `directory` has adapters of other weights than these. Collective over `group`."""
+    def check_base(
+        self, saved: str | None, directory: Path, group: dist.ProcessGroup | None
+    ) -> None:
+        """Raises DataError where the checkpoint `directory` has adapters of other weights than
+        these. Collective over `group`.
+        """
         if self.base_digest(group) != saved:
             raise DataError(
-                f"checkpoint.load: {directory} has adapters of other weights than model.path's, which it needs; name the model "
-                f"that it began with"
+                f"checkpoint.load: {directory} has adapters of other weights than model.path's, "
+                "which it needs; name the model that it began with"
             )
 
 
@@ -166,7 +198,9 @@ def _layers(causal: Any) -> dict[str, Any]:
     """peft's layers by the names of what they stand for."""
     from peft.tuners.lora import LoraLayer
 
-    return {name: module for name, module in causal.named_modules() if isinstance(module, LoraLayer)}
+    return {
+        name: module for name, module in causal.named_modules() if isinstance(module, LoraLayer)
+    }
 
 
 def _chosen(causal: Any, config: Config, shape: AdapterShape) -> list[str]:
@@ -175,11 +209,13 @@ def _chosen(causal: Any, config: Config, shape: AdapterShape) -> list[str]:
     found = [
         name
         for name, module in causal.named_modules()
-        if shape.chooses(name) and (not everything or (isinstance(module, torch.nn.Linear) and module is not head))
+        if shape.chooses(name)
+        and (not everything or (isinstance(module, torch.nn.Linear) and module is not head))
     ]
     if not found:
         raise DataError(
-            f"{_key(config)}: {shape.targets}: the model has none of these; name linear layers of the model"
+            f"{_key(config)}: {shape.targets}: the model has none of these; name linear layers of "
+            "the model"
         )
     return found
 
@@ -196,9 +232,15 @@ def _check_layers(causal: Any, config: Config) -> None:
     for name, layer in _layers(causal).items():
         if not isinstance(layer.get_base_layer(), torch.nn.Linear):
             kind = type(layer.get_base_layer()).__name__
-            raise DataError(f"{_key(config)}: {name} is no linear layer but {kind}; name linear layers of the model")
+            raise DataError(
+                f"{_key(config)}: {name} is no linear layer but {kind}; name linear layers of the "
+                "model"
+            )
         if layer is causal.get_output_embeddings():
-            raise DataError(f"{_key(config)}: {name} is the LM head, whose adapters are not supported; leave it out")
+            raise DataError(
+                f"{_key(config)}: {name} is the LM head, whose adapters are not supported; leave "
+                "it out"
+            )
 
 
 def _start(causal: Any, adapters: str) -> None:
@@ -216,26 +258,32 @@ def _load(causal: Any, directory: Path, sets: tuple[str, ...]) -> None:
         open_plain(directory / WEIGHTS_FILE).close()
         stored = load_file(directory / WEIGHTS_FILE, device="cpu")
     except (OSError, SafetensorError) as error:
-        raise DataError(f"{where} cannot be read ({reason(error)}); name a directory that peft wrote") from None
+        raise DataError(
+            f"{where} cannot be read ({reason(error)}); name a directory that peft wrote"
+        ) from None
     for name, tensor in stored.items():
         if not tensor.is_floating_point():
             raise DataError(
-                f"{where}: {name} holds {tensor.dtype}, which is no weight; name a directory that peft wrote"
+                f"{where}: {name} holds {tensor.dtype}, which is no weight; name a directory that "
+                "peft wrote"
             )
         if not torch.isfinite(tensor).all():
             raise DataError(
-                f"{where}: {name} holds values that are not finite; train the adapter again, or name another"
+                f"{where}: {name} holds values that are not finite; train the adapter again, or "
+                "name another"
             )
     for adapters in sets:
         own = _weights(_layers(causal), adapters)
         if odd := sorted(own.keys() ^ stored.keys()):
             has = "misses" if odd[0] in own else "has"
-            raise DataError(f"{where} {has} {odd[0]}, unlike the model; name an adapter of model.path")
+            raise DataError(
+                f"{where} {has} {odd[0]}, unlike the model; name an adapter of model.path"
+            )
         for name, weight in own.items():
             if weight.shape != stored[name].shape:
                 raise DataError(
-                    f"{where}: {name} is {list(stored[name].shape)}, and {list(weight.shape)} in the model; name an adapter of "
-                    f"model.path"
+                    f"{where}: {name} is {list(stored[name].shape)}, and {list(weight.shape)} in "
+                    "the model; name an adapter of model.path"
                 )
             weight.copy_(stored[name])
 
@@ -245,12 +293,16 @@ def _key(config: Config) -> str:
 
 
 def _position_sum(weight: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """int64 []: the sum over this rank's elements of their bits times an odd number by their place, modulo 2^64.
+    """int64 []: the sum over this rank's elements of their bits times an odd number by their place,
+    modulo 2^64.
 
-    Sums of shards are the sum of the whole. Any single changed element changes it, since an odd factor has an inverse.
+    Sums of shards are the sum of the whole. Any single changed element changes it, since an odd
+    factor has an inverse.
     """
     rows = rows_of(weight, 0, dist.get_rank(group) == 0 if group is not None else True)
-    bits = rows.shard.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.shard.element_size()])
+    bits = rows.shard.view(
+        {2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.shard.element_size()]
+    )
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for first in range(0, len(bits), 2**22):
         part = bits[first : first + 2**22].to(torch.int64)

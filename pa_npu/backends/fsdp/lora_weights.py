@@ -1,8 +1,10 @@
-"""Weights of a model with adapters as they leave it: with a set of them merged in, row by row, or the adapters alone.
+"""Weights of a model with adapters as they leave it: with a set of them merged in, row by row, or
+the adapters alone.
 
-No merged copy of the model exists anywhere. A row of a merged weight is W + factor * B A, added in fp32 and rounded once, to the
-type that is sent. W and B are cut into the same rows over the ranks, so that a rank needs A alone of the others. An engine that
-gets A and B alone does the same (base_of).
+No merged copy of the model exists anywhere. A row of a merged weight is W + factor * B A, added in
+fp32 and rounded once, to the type that is sent. W and B are cut into the same rows over the ranks,
+so that a rank needs A alone of the others. An engine that gets A and B alone does the same
+(base_of).
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ class Merged(Weights):
 
     def rows(self, weight: WireWeight, whole: torch.Tensor, alone: bool) -> Rows:
         """See Weights."""
-        layer, adapters = self._adapted.layers.get(weight.source.removesuffix(".weight")), self._adapted.adapters
+        layer, adapters = (
+            self._adapted.layers.get(weight.source.removesuffix(".weight")),
+            self._adapted.adapters,
+        )
         own = rows_of(whole, weight.start, alone)
         if layer is None or adapters is None:
             return own
@@ -54,7 +59,8 @@ class Merged(Weights):
 
 
 def base_of(adapted: Adapted, directory: str, dtype: torch.dtype) -> Base:
-    """The model directory's weights, which engines merge adapters into that are sent alone. dtype: as ShardedWeights'.
+    """The model directory's weights, which engines merge adapters into that are sent alone. dtype:
+    as ShardedWeights'.
 
     Raises DataError where the directory has other tensors than would be sent merged.
     """
@@ -64,14 +70,24 @@ def base_of(adapted: Adapted, directory: str, dtype: torch.dtype) -> Base:
         found = headers.get(files.get(name, ""), {}).get(name)
         if found is None or found.shape != weight.shape or found.dtype not in _TORCH_NAMES:
             raise DataError(
-                f"publish.lora=adapter: {directory} does not have {name} as it would be sent, shape {list(weight.shape)}; set "
-                f"publish.lora=merged"
+                f"publish.lora=adapter: {directory} does not have {name} as it would be sent, "
+                f"shape {list(weight.shape)}; set publish.lora=merged"
             )
         layer = weight.source.removesuffix(".weight")
-        layer, row = (PREFIX + layer, weight.start // weight.shape[1]) if layer in adapted.layers else ("", 0)
+        layer, row = (
+            (PREFIX + layer, weight.start // weight.shape[1])
+            if layer in adapted.layers
+            else ("", 0)
+        )
         place = (found.begin, found.begin + found.num_bytes, row)
-        loaded = str(dtype if isinstance(whole, torch.nn.Parameter) else whole.dtype).removeprefix("torch.")
-        stored.append(StoredWeight(name, files[name], *place, _TORCH_NAMES[found.dtype], loaded, weight.shape, layer))
+        loaded = str(dtype if isinstance(whole, torch.nn.Parameter) else whole.dtype).removeprefix(
+            "torch."
+        )
+        stored.append(
+            StoredWeight(
+                name, files[name], *place, _TORCH_NAMES[found.dtype], loaded, weight.shape, layer
+            )
+        )
     (factor,) = {layer.scaling[adapted.adapters] for layer in adapted.layers.values()}
     digest = stored_digest(directory, tuple(stored), next(adapted.parameters()).device)
     return Base(factor, digest, tuple(stored))
@@ -79,7 +95,9 @@ def base_of(adapted: Adapted, directory: str, dtype: torch.dtype) -> Base:
 
 @dataclass(frozen=True)
 class _MergedRows(Rows):
-    """down: A, fp32 [rank, inputs]; up: B, fp32 [outputs, rank]; both sharded. factor: of their product."""
+    """down: A, fp32 [rank, inputs]; up: B, fp32 [outputs, rank]; both sharded. factor: of their
+    product.
+    """
 
     down: torch.Tensor
     up: torch.Tensor
@@ -96,7 +114,10 @@ class _MergedRows(Rows):
             self._whole.append(whole.to(own.shard.device).view(self.down.shape))
 
     def pieces(self, size: int) -> Iterator[torch.Tensor]:
-        """See Part. Rows are merged block by block, so that no merged copy of all of them is anywhere."""
+        """See Part.
+
+        Rows are merged block by block, so that no merged copy of all of them is anywhere.
+        """
         block = _BLOCK_ROWS * self.down.shape[1]
         first, end = max(0, -self.start), min(self.shard.numel(), size - self.start)
         while first < end:
@@ -123,11 +144,16 @@ def write_adapters(
     group: dist.ProcessGroup | None,
     template: str | None = None,
 ) -> None:
-    """Write the adapters in fp32, with the tokenizer's files, as a directory of peft, which peft, transformers and vLLM load.
+    """Write the adapters in fp32, with the tokenizer's files, as a directory of peft, which peft,
+    transformers and vLLM load.
 
     Collective over all trainer ranks; raises ExportError on all. template: as write_hf.
     """
-    source = ShardedWeights(policy, spec, place, BUCKET_BYTES, torch.float32, group) if place.sends else None
+    source = (
+        ShardedWeights(policy, spec, place, BUCKET_BYTES, torch.float32, group)
+        if place.sends
+        else None
+    )
     device = next(policy.parameters()).device
     # one file, as peft has it: the adapters are small
     write_hf(

@@ -1,11 +1,14 @@
-"""A causal language model of transformers, sharded by FSDP2, whose forward gives log-probs of packed responses.
+"""A causal language model of transformers, sharded by FSDP2, whose forward gives log-probs of
+packed responses.
 
-    model = load_model(path, dtype=torch.float32)          on the host, as the files have it, without dropout
-    sharded = shard(ScoredModel(model, "auto"), mesh, ...) each layer a group of its own, the rest the root's
-    logprobs, entropy = sharded(tokens, layout, rows, targets, temperature, chunk)
+    model = load_model(path, dtype=torch.float32)          on the host, as the files have it,
+                                                           without dropout
+    sharded = shard(ScoredModel(model, "auto"), mesh, ...) each layer a group of its own, the rest
+    the root's logprobs, entropy = sharded(tokens, layout, rows, targets, temperature, chunk)
 
-Parameters are held sharded, the policy's in fp32; a layer's are gathered, in the type that is computed with, while it computes.
-The LM head is applied inside the root's forward, where its weight is gathered, and to the rows that predict targets alone.
+Parameters are held sharded, the policy's in fp32; a layer's are gathered, in the type that is
+computed with, while it computes. The LM head is applied inside the root's forward, where its weight
+is gathered, and to the rows that predict targets alone.
 """
 
 from __future__ import annotations
@@ -30,9 +33,11 @@ OWN_ATTENTION = ("sdpa", "eager")  # transformers'
 
 
 class ScoredModel(torch.nn.Module, Weights):
-    """The model with the log-probs of targets as its output. attention: as attention.implementation.
+    """The model with the log-probs of targets as its output. attention: as
+    attention.implementation.
 
-    causal: transformers' model; what stands in its place has its base_model and get_output_embeddings.
+    causal: transformers' model; what stands in its place has its base_model and
+    get_output_embeddings.
     """
 
     def __init__(self, causal: Any, attention: str = "auto") -> None:
@@ -45,7 +50,9 @@ class ScoredModel(torch.nn.Module, Weights):
             causal.set_attn_implementation(attention)
         text = causal.config.get_text_config()
         # Granite divides its logits, Cohere multiplies them, Gemma bends them
-        self._scale = getattr(text, "logit_scale", None) or 1.0 / (getattr(text, "logits_scaling", None) or 1.0)
+        self._scale = getattr(text, "logit_scale", None) or 1.0 / (
+            getattr(text, "logits_scaling", None) or 1.0
+        )
         self._cap: float | None = getattr(text, "final_logit_softcapping", None)
 
     def forward(
@@ -60,13 +67,16 @@ class ScoredModel(torch.nn.Module, Weights):
         entropy_grad: bool = False,
         head_gradient: HeadGradient | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs [N], entropy [N]) fp32. tokens: int64 [T], packed by layout; rows, targets: int64 [N], see Microbatch.
+        """(log-probs [N], entropy [N]) fp32. tokens: int64 [T], packed by layout; rows, targets:
+        int64 [N], see Microbatch.
 
         head_gradient: watches the gradient of what meets the LM head.
         """
         positions = layout.position_ids().to(tokens.device)[None]
         known = {"layout": layout} if self._shares else {}
-        states = self.causal.base_model(input_ids=tokens[None], position_ids=positions, use_cache=False, **known)
+        states = self.causal.base_model(
+            input_ids=tokens[None], position_ids=positions, use_cache=False, **known
+        )
         hidden = states.last_hidden_state[0].index_select(0, rows)
         head = self.causal.get_output_embeddings()
         weight = head.weight.to(hidden.dtype)  # another one only where the model is widened
@@ -94,13 +104,21 @@ class ScoredModel(torch.nn.Module, Weights):
         return dict(self.causal.named_parameters())
 
     def wire_weights(self) -> list[tuple[str, WireWeight, torch.Tensor]]:
-        """Every tensor of an HF checkpoint: its name, which elements it is, and of which parameter or buffer."""
+        """Every tensor of an HF checkpoint: its name, which elements it is, and of which parameter
+        or buffer.
+        """
         tensors = stored_tensors(self.causal)
-        return [(name, weight, tensors[weight.source]) for name, weight in wire_weights(self.causal).items()]
+        return [
+            (name, weight, tensors[weight.source])
+            for name, weight in wire_weights(self.causal).items()
+        ]
 
 
 def load_model(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
-    """The model of an HF directory on the host. Raises DataError where transformers cannot load it, or a weight is missing."""
+    """The model of an HF directory on the host.
+
+    Raises DataError where transformers cannot load it, or a weight is missing.
+    """
     from transformers import AutoModelForCausalLM
 
     config = config_of(path, trust_remote_code)
@@ -118,52 +136,69 @@ def load_model(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise DataError(
-            f"model.path: {path} cannot be loaded by transformers ({reason}); use a causal language model"
+            f"model.path: {path} cannot be loaded by transformers ({reason}); use a causal "
+            "language model"
         ) from error
     model, found = loaded
     wrong = sorted(map(str, (*found["missing_keys"], *found["mismatched_keys"])))
     if wrong:
         raise DataError(
-            f"model.path: {path} lacks {len(wrong)} tensor(s) of the model, or has them in another shape, the first is {wrong[0]}; "
-            f"use a complete checkpoint whose config.json belongs to it"
+            f"model.path: {path} lacks {len(wrong)} tensor(s) of the model, or has them in another "
+            f"shape, the first is {wrong[0]}; use a complete checkpoint whose config.json belongs "
+            "to it"
         )
     use_dtype(model, dtype)
     return model
 
 
 def without_dropout(config: Any) -> None:
-    """Make a configuration's model deterministic: with dropout, or noise in a router, two passes would differ in every ratio."""
+    """Make a configuration's model deterministic: with dropout, or noise in a router, two passes
+    would differ in every ratio.
+    """
     for part in {id(one): one for one in (config, config.get_text_config())}.values():
         for name, value in part.to_dict().items():
             if ("drop" in name or "jitter" in name) and isinstance(value, float) and value:
                 setattr(part, name, 0.0)
 
 
-def shard(model: ScoredModel, mesh: DeviceMesh, *, compute: torch.dtype, trained: bool, recompute: bool) -> ScoredModel:
-    """The same model, sharded in place over `mesh`: [ranks], or [replicas, ranks] for shards that are replicated.
+def shard(
+    model: ScoredModel, mesh: DeviceMesh, *, compute: torch.dtype, trained: bool, recompute: bool
+) -> ScoredModel:
+    """The same model, sharded in place over `mesh`: [ranks], or [replicas, ranks] for shards that
+    are replicated.
 
-    compute: type of the gathered weights and of what is computed; gradients are summed in fp32, undivided. trained: whether weights
-    are that require gradients.
+    compute: type of the gathered weights and of what is computed; gradients are summed in fp32,
+    undivided. trained: whether weights are that require gradients.
     """
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     if not trained:
         model.requires_grad_(False)
     model.train(trained)
     if recompute and trained:
-        model.causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.causal.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
     for layer in decoder_layers(model.causal):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    # gathered again for its backward: an evaluation or a frozen pass has none, and a copy must not find stale weights
+    # gathered again for its backward: an evaluation or a frozen pass has none, and a copy must not
+    # find stale weights
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo and HCCL have no sum that divides first
+            # gloo and HCCL have no sum that divides first
+            module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     return model
 
 
-def count_reductions(model: ScoredModel, copies: int, summed_in: torch.dtype) -> list[CountedReduceScatter]:
-    """Let every group of a sharded model that has trained weights count what it reduces. copies: of the shards."""
+def count_reductions(
+    model: ScoredModel, copies: int, summed_in: torch.dtype
+) -> list[CountedReduceScatter]:
+    """Let every group of a sharded model that has trained weights count what it reduces. copies: of
+    the shards.
+    """
     counted, below = [], set[torch.nn.Parameter]()
     for module in reversed(list(model.modules())):  # from the layers to the root
         if isinstance(module, FSDPModule):

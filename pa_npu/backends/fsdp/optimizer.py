@@ -1,4 +1,6 @@
-"""Gradients of sharded weights: their counted sum over shards (invariant I7), their norm over all ranks, and AdamW in fp32."""
+"""Gradients of sharded weights: their counted sum over shards (invariant I7), their norm over all
+ranks, and AdamW in fp32.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,19 @@ class ShardedAdamW:
     summed_in: type in which squares are summed for the norm; HCCL sums no fp64.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], config: Config, summed_in: torch.dtype) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], config: Config, summed_in: torch.dtype
+    ) -> None:
         options = config.optimizer
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._config = config
         self._summed_in = summed_in
         self.updates = 0
         groups = [
-            {"params": [p for p in self._parameters if p.dim() > 1], "weight_decay": options.weight_decay},
+            {
+                "params": [p for p in self._parameters if p.dim() > 1],
+                "weight_decay": options.weight_decay,
+            },
             {"params": [p for p in self._parameters if p.dim() <= 1], "weight_decay": 0.0},
         ]
         self.adamw = torch.optim.AdamW(
@@ -99,9 +106,13 @@ class ShardedAdamW:
         return norm, rate
 
     @torch.no_grad()
-    def stepped(self, names: Mapping[torch.Tensor, str], has_experts: bool, copies: int) -> list[SteppedTensor]:
+    def stepped(
+        self, names: Mapping[torch.Tensor, str], has_experts: bool, copies: int
+    ) -> list[SteppedTensor]:
         """See TrainBackend.stepped. names: of all parameters. copies: of the shards."""
-        settings = {parameter: group for group in self.adamw.param_groups for parameter in group["params"]}
+        settings = {
+            parameter: group for group in self.adamw.param_groups for parameter in group["params"]
+        }
         tensors = []
         for parameter in self._parameters:
             state, name = self.adamw.state[parameter], names[parameter]
@@ -127,11 +138,11 @@ class ShardedAdamW:
 
 
 class CountedReduceScatter:
-    """FSDP2's reduce-scatter of one group of parameters; torch's `ReduceScatter` interface. Until `restart` it counts a sample
-    of what every rank brings to the sum and of what is left.
+    """FSDP2's reduce-scatter of one group of parameters; torch's `ReduceScatter` interface. Until
+    `restart` it counts a sample of what every rank brings to the sum and of what is left.
 
-    copies: replicas of the shards, over which FSDP2 sums what was scattered. `take_reduced` is its hook behind both. summed_in: the
-    type of the counts.
+    copies: replicas of the shards, over which FSDP2 sums what was scattered. `take_reduced` is its
+    hook behind both. summed_in: the type of the counts.
     """
 
     def __init__(self, copies: int, summed_in: torch.dtype = torch.float32) -> None:
@@ -147,7 +158,9 @@ class CountedReduceScatter:
         self.squares: torch.Tensor | None = None
         self.reduced: torch.Tensor | None = None
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """Memory for the input, then for the output."""
         memory = torch.empty(*size, dtype=dtype, device=device)
         self._input = memory if self._input is None else self._input

@@ -1,11 +1,15 @@
-"""How a model of transformers may be packed, found before a run by a trial of its real configuration with few layers.
+"""How a model of transformers may be packed, found before a run by a trial of its real
+configuration with few layers.
 
-The model gets random weights large enough for its context to matter, fp32, and short sequences. Its windows shrink with them where
-the run's sequences are longer than they, but not so far that a response no longer depends on the beginning of its prompt. What it
-must give are the log-probs and gradients of its own forward over each sequence alone, by transformers' plainest attention. The
+The model gets random weights large enough for its context to matter, fp32, and short sequences. Its
+windows shrink with them where the run's sequences are longer than they, but not so far that a
+response no longer depends on the beginning of its prompt. What it must give are the log-probs and
+gradients of its own forward over each sequence alone, by transformers' plainest attention. The
 first of these ways that does is the run's:
-    shared      prompts once, by this package's attention (separate, where attention.shared_prompt=false)
-    packed      separate sequences in a row, by transformers' attention, which keeps them apart by their positions
+    shared      prompts once, by this package's attention (separate, where
+                attention.shared_prompt=false)
+    packed      separate sequences in a row, by transformers' attention, which keeps them apart by
+                their positions
     alone       one sequence at a time, without padding
 Families with a file keep prompts apart by construction, and need no trial.
 """
@@ -36,7 +40,8 @@ _INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_int
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 # (prompt, responses) of two groups.
 _GROUPS = ((20, (7, 12, 3)), (9, (5, 14)))
-# Through all layers together a window reaches back this much further than the longest prompt, so that whatever precedes it is seen.
+# Through all layers together a window reaches back this much further than the longest prompt, so
+# that whatever precedes it is seen.
 _REACH = 1.4
 
 
@@ -59,7 +64,10 @@ class Way:
 
 
 def fit(config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
-    """The configuration as this model needs it, and what was found in a line. Raises ConfigError where no way is right."""
+    """The configuration as this model needs it, and what was found in a line.
+
+    Raises ConfigError where no way is right.
+    """
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     refused: list[str] = []
     for way in ways(config):
@@ -68,17 +76,22 @@ def fit(config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
             said = {
                 "shared": "prompts are shared",
                 "separate": "separate sequences are packed",
-                "packed": f"separate sequences are packed, by transformers' {way.attention} attention",
+                "packed": f"separate sequences are packed, by transformers' {way.attention} "
+                "attention",
                 "alone": f"one sequence at a time, by transformers' {way.attention} attention",
             }[way.name]
             because = f"; not {', '.join(refused)}" if refused else ""
             return way.settle(config), [
                 f"model.path: {spec.family}, {said}, as a trial of few layers found right{because}"
             ]
-        refused.append(f"{way.name}{f' by {way.attention}' if way.attention in OWN_ATTENTION else ''} ({problem})")
+        refused.append(
+            f"{way.name}{f' by {way.attention}' if way.attention in OWN_ATTENTION else ''} "
+            f"({problem})"
+        )
     raise ConfigError(
-        f"model.path: {config.model.path}: {spec.family} gives neither log-probs nor gradients of its own forward in any way that "
-        f"trainer.backend=fsdp has: {', '.join(refused)}; use another model"
+        f"model.path: {config.model.path}: {spec.family} gives neither log-probs nor gradients of "
+        f"its own forward in any way that trainer.backend=fsdp has: {', '.join(refused)}; use "
+        "another model"
     )
 
 
@@ -87,16 +100,23 @@ def ways(config: Config) -> Iterator[Way]:
     attention = config.attention
     if attention.implementation not in OWN_ATTENTION:
         yield Way("shared" if attention.shared_prompt else "separate", attention.implementation)
-    own = OWN_ATTENTION if attention.implementation not in OWN_ATTENTION else (attention.implementation,)
+    own = (
+        OWN_ATTENTION
+        if attention.implementation not in OWN_ATTENTION
+        else (attention.implementation,)
+    )
     for name in ("packed", "alone"):
         yield from (Way(name, one) for one in own)
 
 
-def tried(spec: ModelSpec, way: Way, longest: int, recompute: bool = False, ranks: int = 1) -> str | None:
-    """Why a way is wrong for this model, None where it is right. longest: tokens of the run's longest sequence.
+def tried(
+    spec: ModelSpec, way: Way, longest: int, recompute: bool = False, ranks: int = 1
+) -> str | None:
+    """Why a way is wrong for this model, None where it is right. longest: tokens of the run's
+    longest sequence.
 
-    ranks: trainer ranks, which reduce together what each microbatch has a gradient for, and so must all have one for the same.
-    Raises ConfigError where the model fails by itself.
+    ranks: trainer ranks, which reduce together what each microbatch has a gradient for, and so must
+    all have one for the same. Raises ConfigError where the model fails by itself.
     """
     try:
         model, sequences = few_layers(spec, longest), _sequences()
@@ -105,18 +125,22 @@ def tried(spec: ModelSpec, way: Way, longest: int, recompute: bool = False, rank
             return "a later token changes what comes before it, or the prompt changes nothing"
     except Exception as error:  # of anybody's code
         raise ConfigError(
-            f"model.path: {spec.path}: a trial of {spec.family} with few layers fails in transformers' own forward "
-            f"({_line(error)}); use another model"
+            f"model.path: {spec.path}: a trial of {spec.family} with few layers fails in "
+            f"transformers' own forward ({_line(error)}); use another model"
         ) from error
     try:
         other = few_layers(spec, longest)
         other.load_state_dict(model.state_dict())
         other.train()
         if recompute:
-            other.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            other.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
         scored = ScoredModel(other, way.attention)
         found = _scored(scored, sequences, way)
-        return _different(model, other, expected, found) or (_depends_on_tokens(scored) if ranks > 1 else None)
+        return _different(model, other, expected, found) or (
+            _depends_on_tokens(scored) if ranks > 1 else None
+        )
     except Exception as error:  # whatever a model's code raises, it does not take this way
         return _line(error)
 
@@ -125,7 +149,9 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:120] or type(error).__name__
 
 
-def _different(model: Any, other: Any, expected: list[torch.Tensor], found: list[torch.Tensor]) -> str | None:
+def _different(
+    model: Any, other: Any, expected: list[torch.Tensor], found: list[torch.Tensor]
+) -> str | None:
     """Say what of `other`, its log-probs `found` or its gradients, is not the model's."""
     worst = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
     if not worst <= MOST_DIFFERENT:
@@ -143,19 +169,29 @@ def _different(model: Any, other: Any, expected: list[torch.Tensor], found: list
 
 
 def _depends_on_tokens(model: ScoredModel) -> str | None:
-    """Name a weight that has a gradient from the trial's sequences, but none from a microbatch of one token."""
-    had = [(name, parameter) for name, parameter in model.named_parameters() if parameter.grad is not None]
+    """Name a weight that has a gradient from the trial's sequences, but none from a microbatch of
+    one token.
+    """
+    had = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    ]
     model.zero_grad(set_to_none=True)
     zero = torch.zeros(1, dtype=torch.int64)
     model(zero, PrefixLayout.from_sequences([1]), zero, zero, 1.0, 16)[0].sum().backward()
     missing = [name for name, parameter in had if parameter.grad is None]
     return (
-        f"{missing[0]} gets no gradient from some microbatches, which several trainer devices need" if missing else None
+        f"{missing[0]} gets no gradient from some microbatches, which several trainer devices need"
+        if missing
+        else None
     )
 
 
 def few_layers(spec: ModelSpec, longest: int) -> Any:
-    """The model with random weights, by transformers' plainest attention; windows that the run exceeds are exceeded here too."""
+    """The model with random weights, by transformers' plainest attention; windows that the run
+    exceeds are exceeded here too.
+    """
     from transformers import AutoModelForCausalLM
 
     config = deepcopy(config_of(spec.path, spec.trust_remote_code))
@@ -180,7 +216,10 @@ def few_layers(spec: ModelSpec, longest: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=spec.trust_remote_code
+            config,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            trust_remote_code=spec.trust_remote_code,
         )
         with torch.no_grad():
             for parameter in model.parameters():
@@ -192,17 +231,23 @@ def few_layers(spec: ModelSpec, longest: int) -> Any:
 
 
 def _window(layers: int) -> int:
-    """Tokens that a window holds: the sequences exceed it, and yet a response sees all of its prompt through the layers.
+    """Tokens that a window holds: the sequences exceed it, and yet a response sees all of its
+    prompt through the layers.
 
-    Each layer reaches window - 1 tokens further back. A model whose layers all have windows sees nothing else.
+    Each layer reaches window - 1 tokens further back. A model whose layers all have windows sees
+    nothing else.
     """
     longest = max(prompt for prompt, _ in _GROUPS)
     return math.ceil(_REACH * longest / layers) + 1
 
 
 def _few_experts(config: Any) -> int:
-    """As many as a token passes through, in groups of two or more, of which routers take the sum of the two largest scores."""
-    active = next((number for name in ACTIVE if isinstance(number := getattr(config, name, None), int)), 1)
+    """As many as a token passes through, in groups of two or more, of which routers take the sum of
+    the two largest scores.
+    """
+    active = next(
+        (number for name in ACTIVE if isinstance(number := getattr(config, name, None), int)), 1
+    )
     groups = getattr(config, "n_group", None) or 1
     taken = getattr(config, "topk_group", None) or groups
     return groups * max(2, -(-active // taken), -(-_EXPERTS // groups))
@@ -249,7 +294,9 @@ def _alone(model: Any, sequences: list[_Sequence]) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def _mixed_up(model: Any, sequences: list[_Sequence], expected: list[torch.Tensor]) -> bool:
-    """Whether the model is not causal, or so little of a context that a wrong one would not be seen."""
+    """Whether the model is not causal, or so little of a context that a wrong one would not be
+    seen.
+    """
     one, short = sequences[0], len(expected[0]) - 1
     cut = _forward(model, one.tokens[:-1], one.prompt)
     if float((cut - expected[0][:short]).abs().max()) > MOST_DIFFERENT:
@@ -260,7 +307,9 @@ def _mixed_up(model: Any, sequences: list[_Sequence], expected: list[torch.Tenso
 
 
 def _scored(model: ScoredModel, sequences: list[_Sequence], way: Way) -> list[torch.Tensor]:
-    """Each sequence's log-probs as the backend computes them, with gradients summed over microbatches as there."""
+    """Each sequence's log-probs as the backend computes them, with gradients summed over
+    microbatches as there.
+    """
     found = []
     for part in [[one] for one in sequences] if way.name == "alone" else [sequences]:
         if way.name == "shared":
@@ -269,7 +318,10 @@ def _scored(model: ScoredModel, sequences: list[_Sequence], way: Way) -> list[to
         else:
             layout = PrefixLayout.from_sequences([len(one.tokens) for one in part])
             tokens, leaves = torch.cat([one.tokens for one in part]), tuple(range(len(part)))
-        rows = [layout.path_rows(leaf)[one.prompt - 1 : -1] for leaf, one in zip(leaves, part, strict=True)]
+        rows = [
+            layout.path_rows(leaf)[one.prompt - 1 : -1]
+            for leaf, one in zip(leaves, part, strict=True)
+        ]
         targets = torch.cat([one.tokens[one.prompt :] for one in part])
         logprobs, _ = model(tokens, layout, torch.cat(rows), targets, 1.0, 16)
         split = logprobs.split([len(some) for some in rows])

@@ -1,4 +1,6 @@
-"""The policy's weights from their shards, for a publish and an export: shards are rows, as FSDP2 cuts along the first dimension."""
+"""The policy's weights from their shards, for a publish and an export: shards are rows, as FSDP2
+cuts along the first dimension.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from pa_npu.weight_transfer.adapters import Base
 
 @dataclass(frozen=True)
 class Rows(Part):
-    """This rank's part of a weight: elements [start, start + shard.numel()) of it flattened, as far as it has these."""
+    """This rank's part of a weight: elements [start, start + shard.numel()) of it flattened, as far
+    as it has these.
+    """
 
     shard: torch.Tensor
     start: int
@@ -56,7 +60,10 @@ class Weights(ABC):
 
 
 class ShardedWeights(GatheredWeights):
-    """dtype: what parameters are sent in, buffers go as they are held. The rest as GatheredWeights."""
+    """dtype: what parameters are sent in, buffers go as they are held.
+
+    The rest as GatheredWeights.
+    """
 
     def __init__(
         self,
@@ -73,26 +80,36 @@ class ShardedWeights(GatheredWeights):
         self._model = model
         self._weights = model.wire_weights()
         sent = {
-            name: Outgoing(weight.shape, dtype if isinstance(whole, torch.nn.Parameter) else whole.dtype)
+            name: Outgoing(
+                weight.shape, dtype if isinstance(whole, torch.nn.Parameter) else whole.dtype
+            )
             for name, weight, whole in self._weights
         }
         device = local(self._weights[0][2]).device
         super().__init__(sent, spec, place, bucket_bytes, group, device, base=base, on_host=on_host)
 
     def parts(self, leads: bool) -> Mapping[str, Rows]:
-        return {name: self._model.rows(weight, whole, leads) for name, weight, whole in self._weights}
+        return {
+            name: self._model.rows(weight, whole, leads) for name, weight, whole in self._weights
+        }
 
     def live_parts(self, leads: bool) -> Mapping[str, Rows]:
-        return {name: self._model.rows(weight, whole, leads) for name, weight, whole in self._model.wire_weights()}
+        return {
+            name: self._model.rows(weight, whole, leads)
+            for name, weight, whole in self._model.wire_weights()
+        }
 
 
 def rows_of(whole: torch.Tensor, start: int, alone: bool) -> Rows:
-    """This rank's rows of a parameter that FSDP has cut along its first dimension, counted from where a tensor of the checkpoint
-    begins in it. alone: whether this rank lays out what is not cut, as buffers are."""
+    """This rank's rows of a parameter that FSDP has cut along its first dimension, counted from
+    where a tensor of the checkpoint begins in it. alone: whether this rank lays out what is not
+    cut, as buffers are."""
     if not isinstance(whole, DTensor):
         return Rows(whole.detach().reshape(-1) if alone else whole.new_empty(0), -start)
     mesh, own = whole.device_mesh, local(whole).detach()
-    (axis,) = [number for number, placement in enumerate(whole.placements) if isinstance(placement, Shard)]
+    (axis,) = [
+        number for number, placement in enumerate(whole.placements) if isinstance(placement, Shard)
+    ]
     rows = -(-whole.shape[0] // mesh.size(axis))  # as torch.chunk cuts
     first = min(rows * mesh.get_local_rank(axis), whole.shape[0])
     return Rows(own.reshape(-1), first * math.prod(whole.shape[1:]) - start)

@@ -1,4 +1,6 @@
-"""TrainBackend on megatron-core: forward, backward and step over what the objective gives, weights, checkpoints."""
+"""TrainBackend on megatron-core: forward, backward and step over what the objective gives, weights,
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ from pa_npu.weight_transfer.computation import Computation
 from pa_npu.weight_transfer.digest import digest_of
 from pa_npu.weight_transfer.transport import HOST_BACKEND
 
-# Gradients are reduced over replicas in buckets of this size, each as soon as the last backward of an update has made it.
+# Gradients are reduced over replicas in buckets of this size, each as soon as the last backward of
+# an update has made it.
 _GRADIENT_BUCKET_MIB = 160.0
 
 Forward = Callable[[Microbatch], Any]  # ModelOutput on the last stage, hidden states before it
@@ -84,33 +87,50 @@ class MegatronBackend:
         mesh = self.place.mesh
         has_experts = spec.experts is not None
         reduces = mesh.data > 1 or (has_experts and mesh.expert_data > 1)
-        self._watched = WatchedReduction(self._ddp, self.place, platform.widest_dtype) if reduces else None
+        self._watched = (
+            WatchedReduction(self._ddp, self.place, platform.widest_dtype) if reduces else None
+        )
         self.reductions = Reductions(
             parallel_state.get_data_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
             parallel.stage_group() if has_experts and mesh.tensor > 1 else None,
         )
-        self._routing = None if spec.experts is None else RoutingWatch(stage.policy, self.place, spec.experts)
+        self._routing = (
+            None if spec.experts is None else RoutingWatch(stage.policy, self.place, spec.experts)
+        )
         self._optimizer = build_optimizer(self._ddp, config)
         self._stepped = SteppedTensors(self._optimizer, self._ddp, self.place)
         self._updates = 0
-        self._offloaded = OffloadedState(partial(state_tensors, self._optimizer), config, platform, device)
+        self._offloaded = OffloadedState(
+            partial(state_tensors, self._optimizer), config, platform, device
+        )
         stage.config.no_sync_func = self._ddp.no_sync
         stage.config.finalize_model_grads_func = self._finalize_gradients
         self._contents = CheckpointContents(stage, self._optimizer, config, platform)
-        self.tensor_group = parallel_state.get_tensor_model_parallel_group() if mesh.tensor > 1 else None
-        self._shard_group = self.tensor_group if mesh.expert <= mesh.tensor else parallel.shard_group()
-        self._step_group = parallel_state.get_expert_model_parallel_group() if mesh.expert > mesh.tensor else None
+        self.tensor_group = (
+            parallel_state.get_tensor_model_parallel_group() if mesh.tensor > 1 else None
+        )
+        self._shard_group = (
+            self.tensor_group if mesh.expert <= mesh.tensor else parallel.shard_group()
+        )
+        self._step_group = (
+            parallel_state.get_expert_model_parallel_group() if mesh.expert > mesh.tensor else None
+        )
         self.replica_links = parallel.replica_links(platform, device, config.collective_timeout_s)
 
-    def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> StageTensors | None:
+    def published_weights(
+        self, bucket_bytes: int, late_from: str | None = None
+    ) -> StageTensors | None:
         place = self.place
-        # of host memory for a thread beside training; on all ranks, because making a group is collective
+        # of host memory for a thread beside training; on all ranks, because making a group is
+        # collective
         group = self._shard_group if late_from is None else parallel.shard_group(HOST_BACKEND)
         if not place.sends:
             return None
         model = self._stage.model(late_from or "policy")
-        return StageTensors(model, self._spec, place, bucket_bytes, group, on_host=late_from is not None)
+        return StageTensors(
+            model, self._spec, place, bucket_bytes, group, on_host=late_from is not None
+        )
 
     def name_policy(self, weights: PolicyState, name: str = "policy") -> None:
         self._stage.weights[name] = weights
@@ -119,7 +139,9 @@ class MegatronBackend:
         self._stage.copy_policy_to(name)
         self._platform.synchronize()
 
-    def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> ReducedGradient | None:
+    def accumulate(
+        self, microbatches: MicrobatchSource, objective: Objective
+    ) -> ReducedGradient | None:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
         if self._routing is not None:
@@ -127,11 +149,14 @@ class MegatronBackend:
         if self._watched is not None:
             self._watched.first = objective.first_sampled
         num_microbatches = 0
-        if self._config.trainer.pipeline_parallel > 1:  # which packs nothing: every piece of a group is a microbatch
+        # which packs nothing: every piece of a group is a microbatch
+        if self._config.trainer.pipeline_parallel > 1:
             num_microbatches = microbatches.settle() * self._config.microbatches_per_group
         held: HeldMicrobatches | None = None
         if self._stage.frozen and self._config.trainer.frozen_pass == "separate":
-            held = HeldMicrobatches(microbatches, self._stage.frozen, partial(self._pass_alone, num_microbatches))
+            held = HeldMicrobatches(
+                microbatches, self._stage.frozen, partial(self._pass_alone, num_microbatches)
+            )
         source = held or microbatches
 
         def forward(microbatch: Microbatch) -> Any:
@@ -168,20 +193,28 @@ class MegatronBackend:
         with self._offloaded.on_device():
             succeeded, grad_norm, _ = self._optimizer.step()
         self._platform.synchronize()
-        routing = None if self._routing is None else self._routing.take(self.reductions, self.device)
+        routing = (
+            None if self._routing is None else self._routing.take(self.reductions, self.device)
+        )
         norm = math.nan if not succeeded or grad_norm is None else float(grad_norm)
         return Step(norm, learning_rate, routing)
 
-    def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
+    def evaluate(
+        self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]
+    ) -> None:
         def loss(microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
             take(microbatch, self._outputs(output))
             return torch.zeros((), device=self.device)
 
         on_device = [one.to(self.device) for one in microbatches]
-        self._run(on_device, len(microbatches), partial(self._forward, entropy_gradient=False), loss)
+        self._run(
+            on_device, len(microbatches), partial(self._forward, entropy_gradient=False), loss
+        )
 
     def rounding(
-        self, microbatches: list[Microbatch], take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None]
+        self,
+        microbatches: list[Microbatch],
+        take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
     ) -> bool:
         own = self._stage.config.params_dtype
         wide = self._platform.widest_dtype if own == torch.float32 else torch.float32
@@ -198,7 +231,9 @@ class MegatronBackend:
             take(microbatch, narrow.pop(0), logprobs)
             return logprobs.new_zeros(())
 
-        self._pass_alone(len(on_device), "old" if "old" in self._stage.frozen else "policy", on_device, keep)
+        self._pass_alone(
+            len(on_device), "old" if "old" in self._stage.frozen else "policy", on_device, keep
+        )
         self._pass_alone(len(on_device), "policy", on_device, compare, wide)
         return True
 
@@ -220,7 +255,9 @@ class MegatronBackend:
 
     def export(self, directory: Path) -> None:
         shards = self._shard_group
-        export_hf(self._stage.policy, self._spec, directory, self.place, shards, prompts=self._config.data)
+        export_hf(
+            self._stage.policy, self._spec, directory, self.place, shards, prompts=self._config.data
+        )
 
     def close(self) -> None:
         parallel.shutdown_parallel()
@@ -233,7 +270,8 @@ class MegatronBackend:
         loss: Loss,
         is_last: Callable[[], bool] | None = None,
     ) -> None:
-        """One pass; num_microbatches is read only where pipeline stages have to agree on it in advance.
+        """One pass; num_microbatches is read only where pipeline stages have to agree on it in
+        advance.
 
         is_last: whether the microbatch taken last is the pass's last one; None: forward only.
         """
@@ -247,16 +285,23 @@ class MegatronBackend:
         elif group is not None:
             microbatches = in_step = InStep(microbatches, group, self._filler, is_last)
             is_last = None if forward_only else in_step.is_last
-        with closing(with_spans(microbatches, self._timeline)) as timed, torch.set_grad_enabled(not forward_only):
+        with (
+            closing(with_spans(microbatches, self._timeline)) as timed,
+            torch.set_grad_enabled(not forward_only),
+        ):
             if self._config.trainer.pipeline_parallel == 1:
                 run_sequential(self._ddp, timed, forward, loss, is_last)
             else:
-                run_pipelined(self._ddp, timed, num_microbatches, forward, loss, forward_only=forward_only)
+                run_pipelined(
+                    self._ddp, timed, num_microbatches, forward, loss, forward_only=forward_only
+                )
 
     def _filler(self) -> Microbatch:
         return filler(self._config.pad_multiple, self.device)
 
-    def _forward(self, microbatch: Microbatch, entropy_gradient: bool, balance: float | None = None) -> Any:
+    def _forward(
+        self, microbatch: Microbatch, entropy_gradient: bool, balance: float | None = None
+    ) -> Any:
         return self._ddp(
             *_inputs(microbatch),
             temperature=self._config.rollout.temperature,
@@ -268,8 +313,12 @@ class MegatronBackend:
 
     def _outputs(self, output: ModelOutput) -> Outputs:
         weights = self._stage.weights
-        frozen = {name: Logprobs(values, weights.get(name)) for name, values in output.frozen.items()}
-        return Outputs(Logprobs(output.logprobs, weights.get("policy")), output.entropy, frozen, output.head)
+        frozen = {
+            name: Logprobs(values, weights.get(name)) for name, values in output.frozen.items()
+        }
+        return Outputs(
+            Logprobs(output.logprobs, weights.get("policy")), output.entropy, frozen, output.head
+        )
 
     def _pass_alone(
         self,
@@ -279,16 +328,22 @@ class MegatronBackend:
         keep: Loss,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """A forward pass of one model; `keep` gets its log-probs on the last stage. dtype: a wider type to compute in."""
+        """A forward pass of one model; `keep` gets its log-probs on the last stage. dtype: a wider
+        type to compute in.
+        """
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
 
         def forward(microbatch: Microbatch) -> torch.Tensor:
-            return self._stage.pass_alone(name, *_inputs(microbatch), temperature, chunk, dtype, _replay(microbatch))
+            return self._stage.pass_alone(
+                name, *_inputs(microbatch), temperature, chunk, dtype, _replay(microbatch)
+            )
 
         with self._timeline.span(f"{name} pass"):
             self._run(microbatches, num_microbatches, forward, keep)
 
-    def _finalize_gradients(self, models: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
+    def _finalize_gradients(
+        self, models: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any
+    ) -> None:
         """Sum the gradients over replicas, once, after the update's last microbatch."""
         with self._timeline.span("reduce gradients"):
             finalize_model_grads(models, None, **kwargs)
@@ -299,13 +354,16 @@ def _replay(microbatch: Microbatch) -> Replay | None:
     return replay_of(microbatch) if ROUTES in microbatch.packed else None
 
 
-def _inputs(microbatch: Microbatch) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
+def _inputs(
+    microbatch: Microbatch,
+) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
     return microbatch.tokens[None], microbatch.layout, microbatch.rows, microbatch.targets
 
 
-# One pass over microbatches that arrive one by one, by a plain loop or by Megatron's 1F1B over pipeline stages. Both accumulate
-# unnormalised gradients, let their reduction over replicas begin inside the last backward, and call the model configuration's
-# finalize_model_grads_func once, at the end. The loop ends when its microbatches do; 1F1B has to know their number in advance.
+# One pass over microbatches that arrive one by one, by a plain loop or by Megatron's 1F1B over
+# pipeline stages. Both accumulate unnormalised gradients, let their reduction over replicas begin
+# inside the last backward, and call the model configuration's finalize_model_grads_func once, at
+# the end. The loop ends when its microbatches do; 1F1B has to know their number in advance.
 
 
 def run_sequential(
@@ -317,7 +375,8 @@ def run_sequential(
 ) -> None:
     """Forward and backward of one microbatch after another, on a model without pipeline stages.
 
-    is_last: whether the microbatch taken last is the last one, in whose backward gradients begin to be reduced; None: forward only.
+    is_last: whether the microbatch taken last is the last one, in whose backward gradients begin to
+    be reduced; None: forward only.
     """
     if is_last is None:
         for microbatch in microbatches:
@@ -340,15 +399,25 @@ def run_pipelined(
 ) -> None:
     """Megatron's schedule over the stages of a pipeline; every stage takes all microbatches."""
 
-    def forward_step(iterator: Iterator[Microbatch], model: Any) -> tuple[Any, Callable[[Any], Any]]:
+    def forward_step(
+        iterator: Iterator[Microbatch], model: Any
+    ) -> tuple[Any, Callable[[Any], Any]]:
         microbatch = next(iterator)
         return forward(microbatch), partial(loss_step, microbatch)
 
-    def loss_step(microbatch: Microbatch, output: ModelOutput) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        # three values mean: the first is a sum over as many tokens as the second says, leave it undivided
-        return loss(microbatch, output), torch.tensor(microbatch.targets.numel(), dtype=torch.int), {}
+    def loss_step(
+        microbatch: Microbatch, output: ModelOutput
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        # three values mean: the first is a sum over as many tokens as the second says, leave it
+        # undivided
+        return (
+            loss(microbatch, output),
+            torch.tensor(microbatch.targets.numel(), dtype=torch.int),
+            {},
+        )
 
-    # lengths vary, so the schedule exchanges shapes (variable_seq_lengths) and its seq_length is unused
+    # lengths vary, so the schedule exchanges shapes (variable_seq_lengths) and its seq_length is
+    # unused
     get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=microbatches,
@@ -360,8 +429,12 @@ def run_pipelined(
     )
 
 
-def with_spans(microbatches: Iterable[Microbatch], timeline: Timeline) -> Generator[Microbatch, None, None]:
-    """The same, with a timeline span for each: from the moment it is at hand until the next one is asked for."""
+def with_spans(
+    microbatches: Iterable[Microbatch], timeline: Timeline
+) -> Generator[Microbatch, None, None]:
+    """The same, with a timeline span for each: from the moment it is at hand until the next one is
+    asked for.
+    """
     for microbatch in microbatches:
         start_s = now()
         try:

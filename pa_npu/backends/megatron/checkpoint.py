@@ -1,9 +1,10 @@
 """Checkpoints of Megatron's models: what a rank saves and restores, and its share of the files.
 
-A checkpoint is planned by all ranks, written by each on its own, completed by all. Megatron's own save does the three in one go,
-and a rank that cannot write (a full disk) leaves the others in a collective until it times out. Here writing is a plain local call,
-which may run in a forked process, and the caller makes sure that all ranks have succeeded before any of them goes on. Works on core
-0.12.1 to 0.16.1, in the format of their `torch_dist` strategy.
+A checkpoint is planned by all ranks, written by each on its own, completed by all. Megatron's own
+save does the three in one go, and a rank that cannot write (a full disk) leaves the others in a
+collective until it times out. Here writing is a plain local call, which may run in a forked
+process, and the caller makes sure that all ranks have succeeded before any of them goes on. Works
+on core 0.12.1 to 0.16.1, in the format of their `torch_dist` strategy.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ logger = logging.getLogger(__name__)
 
 _REFERENCE = "reference."
 _STAMP = "updates"
-# What of a parameter group is state; everything else is the configuration's. Megatron saves rank 0's groups for all ranks,
-# although their order follows a stage's parameters: norms would be decayed on a stage that begins with one.
+# What of a parameter group is state; everything else is the configuration's. Megatron saves rank
+# 0's groups for all ranks, although their order follows a stage's parameters: norms would be
+# decayed on a stage that begins with one.
 _GROUP_STATE = ("params", "step")
 # Files per rank. They are written one after another, so that more would gain nothing.
 _FILES_PER_RANK = 1
@@ -73,22 +75,32 @@ class CheckpointContents:
     def load(self, directory: Path) -> CheckpointMeta:
         """Restore everything from `directory`, whatever the parallel sizes it was written at.
 
-        RNG states are those of ranks, so they are restored only at the same sizes. Raises UserError when it is not complete or
-        holds other tensors, DataError when its files are of different versions or name what no checkpoint contains.
+        RNG states are those of ranks, so they are restored only at the same sizes. Raises UserError
+        when it is not complete or holds other tensors, DataError when its files are of different
+        versions or name what no checkpoint contains.
         """
         meta = read_meta(directory)
         same_layout = meta.layout == layout_of(self._config)
         # where it differs from the HF model that the stage already has
-        with_reference = "reference" in self._stage.frozen and bool(meta.reference and meta.reference["saved"])
-        own = [{key: group[key] for key in group if key not in _GROUP_STATE} for group in self._optimizer.param_groups]
+        with_reference = "reference" in self._stage.frozen and bool(
+            meta.reference and meta.reference["saved"]
+        )
+        own = [
+            {key: group[key] for key in group if key not in _GROUP_STATE}
+            for group in self._optimizer.param_groups
+        ]
         state = self._sharded(is_loading=True, with_rng=same_layout, with_reference=with_reference)
         loaded = _read(state, directory, meta)
         self._stage.policy.load_state_dict(loaded["model"])
         if with_reference:
-            reference = {name.removeprefix(_REFERENCE): value for name, value in loaded["reference"].items()}
+            reference = {
+                name.removeprefix(_REFERENCE): value for name, value in loaded["reference"].items()
+            }
             self._stage.frozen["reference"].load_state_dict(reference)
         with torch.no_grad():
-            model = {name: parameter.clone() for name, parameter in self._stage.policy.named_parameters()}
+            model = {
+                name: parameter.clone() for name, parameter in self._stage.policy.named_parameters()
+            }
             self._optimizer.load_state_dict(loaded["optimizer"])
             self._check_masters(model, directory)
         for group, values in zip(self._optimizer.param_groups, own, strict=True):
@@ -96,18 +108,26 @@ class CheckpointContents:
         if same_layout:
             _set_rng_state(loaded["rng"], self._platform)
         else:
-            logger.info("checkpoint %s was written with %s: RNG states are not restored", directory, meta.layout)
+            logger.info(
+                "checkpoint %s was written with %s: RNG states are not restored",
+                directory,
+                meta.layout,
+            )
         return meta
 
     def _check_masters(self, model: dict[str, torch.Tensor], directory: Path) -> None:
-        """Raises DataError where the weights that the optimizer steps, in the model's type, are not the model's."""
+        """Raises DataError where the weights that the optimizer steps, in the model's type, are not
+        the model's.
+        """
         for part in getattr(self._optimizer, "chained_optimizers", [self._optimizer]):
             # in fp32 both are one memory, which the optimizer loaded last
             if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()
         for name, parameter in self._stage.policy.named_parameters():
             if not torch.equal(parameter, model[name]):
-                raise damaged(directory, f"the optimizer's weights of {name} are not those of the model")
+                raise damaged(
+                    directory, f"the optimizer's weights of {name} are not those of the model"
+                )
 
     def _sharded(self, *, is_loading: bool, with_rng: bool, with_reference: bool) -> dict[str, Any]:
         model = self._stage.sharded_state_dict()
@@ -123,38 +143,55 @@ class CheckpointContents:
 
 
 def load_policy_only(stage: TriModel, directory: Path) -> None:
-    """The policy's weights alone, as an export needs them. Raises as CheckpointContents.load does."""
+    """The policy's weights alone, as an export needs them.
+
+    Raises as CheckpointContents.load does.
+    """
     loaded = _read({"model": stage.sharded_state_dict()}, directory, read_meta(directory))
     stage.policy.load_state_dict(loaded["model"])
 
 
 def _read(state: dict[str, Any], directory: Path, meta: CheckpointMeta) -> dict[str, Any]:
-    """Reads `state` through Megatron, and checks that all ranks that wrote a part of it were at the same update. Collective."""
+    """Reads `state` through Megatron, and checks that all ranks that wrote a part of it were at the
+    same update. Collective.
+    """
     writers = meta.layout["devices"] if meta.digests else 0  # both came with one release
-    stamps = [_stamp(rank, writers) for rank in range(dist.get_rank(), writers, dist.get_world_size())]
+    stamps = [
+        _stamp(rank, writers) for rank in range(dist.get_rank(), writers, dist.get_world_size())
+    ]
     try:
         with known_classes_only(str(directory)):
-            loaded: dict[str, Any] = dist_checkpointing.load({**state, _STAMP: stamps}, str(directory))
+            loaded: dict[str, Any] = dist_checkpointing.load(
+                {**state, _STAMP: stamps}, str(directory)
+            )
     except CheckpointException as error:
         if not any(isinstance(failure, KeyError) for failure, _ in error.failures.values()):
             raise
         raise UserError(
-            f"checkpoint {directory}: it holds other tensors than are asked for, as where another release of megatron-core saved a "
-            f"distributed optimizer; go on with the release that saved it, or take its weights with pa-npu export"
+            f"checkpoint {directory}: it holds other tensors than are asked for, as where another "
+            "release of megatron-core saved a distributed optimizer; go on with the release that "
+            "saved it, or take its weights with pa-npu export"
         ) from None
     for updates in loaded.get(_STAMP, []):  # Megatron drops an empty list
         if updates != meta.updates:
-            raise damaged(directory, f"a file is of a checkpoint after {updates} updates instead of {meta.updates}")
+            raise damaged(
+                directory,
+                f"a file is of a checkpoint after {updates} updates instead of {meta.updates}",
+            )
     return loaded
 
 
 def _stamp(rank: int, ranks: int, updates: int | None = None) -> ShardedObject:
-    """The number of updates that a writing rank's part of the state has seen; it stands among its tensors."""
+    """The number of updates that a writing rank's part of the state has seen; it stands among its
+    tensors.
+    """
     return ShardedObject(_STAMP, updates, (ranks,), (rank,))
 
 
 def _sharding_arguments() -> dict[str, Any]:
-    """The form of the distributed optimizer's state that can be loaded at other sizes; its name and argument vary by release."""
+    """The form of the distributed optimizer's state that can be loaded at other sizes; its name and
+    argument vary by release.
+    """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     forms = getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", None)
@@ -162,7 +199,12 @@ def _sharding_arguments() -> dict[str, Any]:
         return {"sharding_type": "fully_sharded_model_space"}
     name = "fully_reshardable" if "fully_reshardable" in forms else "fully_sharded_model_space"
     # each replica's state is gathered on the host of its first rank alone
-    return {"metadata": {"distrib_optim_sharding_type": name, "distrib_optim_fully_reshardable_mem_efficient": True}}
+    return {
+        "metadata": {
+            "distrib_optim_sharding_type": name,
+            "distrib_optim_fully_reshardable_mem_efficient": True,
+        }
+    }
 
 
 def _rng_state(platform: Platform) -> dict[str, Any]:
@@ -186,12 +228,16 @@ def _set_rng_state(state: dict[str, Any], platform: Platform) -> None:
 class PlannedShards:
     """The tensors that this rank is going to write into `directory`, with their data as it is now.
 
-    On an accelerator the data is copied to the host here. On CPU most of it is the trained memory itself: write before that
-    changes, or from a forked process, which keeps the memory of the moment of the fork.
+    On an accelerator the data is copied to the host here. On CPU most of it is the trained memory
+    itself: write before that changes, or from a forked process, which keeps the memory of the
+    moment of the fork.
     """
 
     def __init__(self, state: dict[str, Any], directory: Path, description: dict[str, Any]) -> None:
-        """Collective. A common part that rank 0 cannot write is no exception here but the first one of `write`."""
+        """Collective.
+
+        A common part that rank 0 cannot write is no exception here but the first one of `write`.
+        """
         self._directory = directory
         self.description = description
         self._strategy, self._common = _PlanOnly(), _CommonPart()
@@ -203,16 +249,22 @@ class PlannedShards:
         writer.write_buckets = None
 
     def write(self) -> list[str]:
-        """Write and sync this rank's files; returns their names. Raises OSError, or what torch's writer makes of one."""
+        """Write and sync this rank's files; returns their names.
+
+        Raises OSError, or what torch's writer makes of one.
+        """
         if self._common.failure is not None:
             raise self._common.failure
         written: list[WriteResult] = []
         for number, bucket in enumerate(self._buckets):
-            # Megatron's function is made for a pool of processes, but asks no more of its queues than this
+            # Megatron's function is made for a pool of processes, but asks no more of its queues
+            # than this
             results: queue.SimpleQueue[Any] = queue.SimpleQueue()
             count: queue.Queue[int] = queue.Queue()
             count.put(number)
-            FileSystemWriterAsync.write_preloaded_data(self._transforms, number, bucket, results, count, True)
+            FileSystemWriterAsync.write_preloaded_data(
+                self._transforms, number, bucket, results, count, True
+            )
             _, result = results.get()
             if isinstance(result, Exception):
                 raise result
@@ -228,22 +280,32 @@ class PlannedShards:
         if dist.get_rank() != 0:
             return
         self._strategy.writer.finish(self._strategy.metadata, take_written(self._directory))
-        save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(self._directory))
+        save_config(
+            CheckpointingConfig(self._strategy.backend, self._strategy.version),
+            str(self._directory),
+        )
 
 
 class _PlanOnly(TorchDistSaveShardedStrategy):
-    """Megatron's strategy, which hands its plan over instead of making an asynchronous request of it."""
+    """Megatron's strategy, which hands its plan over instead of making an asynchronous request of
+    it.
+    """
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=_FILES_PER_RANK)
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> AsyncRequest:
+    def _get_save_and_finalize_callbacks(
+        self, writer: Any, save_state_dict_ret: Any
+    ) -> AsyncRequest:
         self.writer, self.metadata = writer, save_state_dict_ret[1]
         return AsyncRequest(None, (), [])
 
 
 class _CommonPart(TorchCommonSaveStrategy):
-    """The part that is equal on all ranks. Rank 0 writes it; its failure must not leave the others alone in a collective."""
+    """The part that is equal on all ranks.
+
+    Rank 0 writes it; its failure must not leave the others alone in a collective.
+    """
 
     def __init__(self) -> None:
         super().__init__("torch", 1)
@@ -262,5 +324,8 @@ class _CommonPart(TorchCommonSaveStrategy):
     def save_common(self, common_state_dict: Any, checkpoint_dir: Path) -> None:
         try:
             super().save_common(common_state_dict, checkpoint_dir)
-        except (OSError, RuntimeError) as error:  # RuntimeError: torch's writer, closing a file that lacks its end
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # RuntimeError: torch's writer, closing a file that lacks its end
             self.failure = error

@@ -1,13 +1,17 @@
-"""The experts of a layer, and how tokens come to them and back over the ranks that share them (expert parallelism).
+"""The experts of a layer, and how tokens come to them and back over the ranks that share them
+(expert parallelism).
 
-    tokens [n, h] --router--> k experts each --dispatch--> rows sorted by expert --gated layers--> rows --combine--> tokens [n, h]
+    tokens [n, h] --router--> k experts each --dispatch--> rows sorted by expert --gated layers-->
+    rows --combine--> tokens [n, h]
 
-A rank holds experts.count / EP whole experts, stacked: gate and up [local, 2 x ffn, hidden], down [local, hidden, ffn]. They are
-multiplied in one grouped product where the platform has it (FusedOps.grouped_linear), else one after another. Each token's rows go
-to the ranks of its experts, and their results come back.
+A rank holds experts.count / EP whole experts, stacked: gate and up [local, 2 x ffn, hidden], down
+[local, hidden, ffn]. They are multiplied in one grouped product where the platform has it
+(FusedOps.grouped_linear), else one after another. Each token's rows go to the ranks of its experts,
+and their results come back.
 
-Ranks of an expert group run through the same layers at the same time: all of them compute a microbatch, or none does. With tensor
-parallelism the sequence must be divided over its ranks (sequence_parallel), so that each token is dispatched once.
+Ranks of an expert group run through the same layers at the same time: all of them compute a
+microbatch, or none does. With tensor parallelism the sequence must be divided over its ranks
+(sequence_parallel), so that each token is dispatched once.
 """
 
 from __future__ import annotations
@@ -32,7 +36,10 @@ if TYPE_CHECKING:
 
 
 class ExpertWeights(MegatronModule):
-    """This rank's experts. Their gradients are summed over the ranks that hold the same ones, not over replicas."""
+    """This rank's experts.
+
+    Their gradients are summed over the ranks that hold the same ones, not over replicas.
+    """
 
     def __init__(self, config: TransformerConfig, experts: Experts, ops: FusedOps) -> None:
         super().__init__(config)
@@ -47,9 +54,14 @@ class ExpertWeights(MegatronModule):
         return self.ops.grouped_linear(inner, self.down, counts)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, ShardedTensor]:
-        """Experts in order along the first dimension, so that another number of ranks finds its own."""
+        """Experts in order along the first dimension, so that another number of ranks finds its
+        own.
+        """
         place = parallel.place()
         part = len(sharded_offsets), place.coordinate("expert"), place.mesh.expert
         return {
@@ -66,7 +78,9 @@ class ExpertWeights(MegatronModule):
 
     def _parameter(self, *shape: int) -> torch.nn.Parameter:
         device = torch.cuda.current_device()
-        weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=self.config.params_dtype, device=device))
+        weight: Any = torch.nn.Parameter(
+            torch.empty(shape, dtype=self.config.params_dtype, device=device)
+        )
         weight.allreduce = False  # Megatron's word for: of expert parallelism
         # no tensor-parallel rank holds a copy, so that the gradient norm counts all
         weight.tensor_model_parallel = True
@@ -76,7 +90,9 @@ class ExpertWeights(MegatronModule):
 class MixtureMLP(MegatronModule):
     """The module in the place of a layer's feed-forward part."""
 
-    def __init__(self, config: TransformerConfig, experts: Experts, number: int, ops: FusedOps) -> None:
+    def __init__(
+        self, config: TransformerConfig, experts: Experts, number: int, ops: FusedOps
+    ) -> None:
         """number: of its layer among those with experts."""
         super().__init__(config)
         self.router = Router(config, experts, number)
@@ -84,13 +100,17 @@ class MixtureMLP(MegatronModule):
         self._dispatch = _all_to_all if parallel.place().mesh.expert > 1 else _local
         self.context: AttentionContext | None = None
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
         rows = hidden_states.squeeze(1)
         weights, chosen = self.router(rows, self.context)
         return self._dispatch(rows, weights, chosen, self.experts).unsqueeze(1), None
 
 
-def _local(rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
+def _local(
+    rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, experts: ExpertWeights
+) -> torch.Tensor:
     """All experts are here."""
     order, counts = _by_expert(chosen.flatten(), experts.num_local)
     results = experts(_Spread.apply(rows, order, chosen.shape[1]), counts.tolist())
@@ -106,12 +126,20 @@ def _all_to_all(
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     sent_rows, received_rows = sent.sum(1).tolist(), received.sum(1).tolist()
-    arrived = all_to_all(group, _Spread.apply(rows, order, chosen.shape[1]), received_rows, sent_rows)
+    arrived = all_to_all(
+        group, _Spread.apply(rows, order, chosen.shape[1]), received_rows, sent_rows
+    )
     # rank after rank, and within a rank's expert after expert
-    owners = torch.arange(experts.num_local, device=rows.device).repeat(ranks).repeat_interleave(received.flatten())
+    owners = (
+        torch.arange(experts.num_local, device=rows.device)
+        .repeat(ranks)
+        .repeat_interleave(received.flatten())
+    )
     local_order, local_counts = _by_expert(owners, experts.num_local)
     results = experts(_Spread.apply(arrived, local_order, 1), local_counts.tolist())
-    back = all_to_all(group, _Spread.apply(results, _inverse(local_order), 1), sent_rows, received_rows)
+    back = all_to_all(
+        group, _Spread.apply(results, _inverse(local_order), 1), sent_rows, received_rows
+    )
     return _combine(back, weights, order)
 
 
@@ -127,22 +155,35 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 def _combine(results: torch.Tensor, weights: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """results [n * k, hidden] in the order of dispatch, weights [n, k] -> [n, hidden], summed in the weights' type."""
+    """results [n * k, hidden] in the order of dispatch, weights [n, k] -> [n, hidden], summed in
+    the weights' type.
+    """
     by_token = _Spread.apply(results, _inverse(order), 1).view(*weights.shape, -1)
     return torch.mul(by_token, weights.unsqueeze(-1)).sum(1).to(results.dtype)
 
 
 class _Spread(torch.autograd.Function):
-    """Row order[i] // copies of the rows, for every i. Its backward gathers too, so that sums have one order."""
+    """Row order[i] // copies of the rows, for every i.
+
+    Its backward gathers too, so that sums have one order.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, copies: int) -> torch.Tensor:
         ctx.save_for_backward(order)
         ctx.copies = copies
-        return rows.index_select(0, torch.div(order, copies, rounding_mode="floor") if copies > 1 else order)
+        return rows.index_select(
+            0, torch.div(order, copies, rounding_mode="floor") if copies > 1 else order
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (order,) = ctx.saved_tensors
         gathered = grads[0].index_select(0, _inverse(order))
-        return gathered.view(-1, ctx.copies, gathered.shape[-1]).sum(1) if ctx.copies > 1 else gathered, None, None
+        return (
+            gathered.view(-1, ctx.copies, gathered.shape[-1]).sum(1)
+            if ctx.copies > 1
+            else gathered,
+            None,
+            None,
+        )

@@ -1,4 +1,6 @@
-"""How a trainer rank gets its MegatronBackend, and a lone process a checkpoint's policy: prepared, joined, built and loaded."""
+"""How a trainer rank gets its MegatronBackend, and a lone process a checkpoint's policy: prepared,
+joined, built and loaded.
+"""
 
 from __future__ import annotations
 
@@ -50,22 +52,30 @@ def create(
 
 
 def load_stage(config: Config, spec: ModelSpec, platform: Platform) -> TriModel:
-    """This rank's pipeline stage with the HF weights in policy and reference; the old policy is copied at every publish."""
+    """This rank's pipeline stage with the HF weights in policy and reference; the old policy is
+    copied at every publish.
+    """
     from pa_npu.backends.megatron.stage import build_stage
     from pa_npu.backends.megatron.weights.hf_map import load_hf
 
     models = trainer_models(config)
-    stage = build_stage(spec, config, platform, frozen=models.computed, keeps_published=models.keeps_published)
+    stage = build_stage(
+        spec, config, platform, frozen=models.computed, keeps_published=models.keeps_published
+    )
     for name, model in stage.gpts().items():
         if name != "old":
             load_hf(model, spec)
     return stage
 
 
-def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, merged: bool = False) -> None:
-    """See BackendModule: in the type that the policy was trained in, whatever parallel sizes the checkpoint was written at.
+def export_checkpoint(
+    checkpoint: Path, output: Path, model: str | None = None, merged: bool = False
+) -> None:
+    """See BackendModule: in the type that the policy was trained in, whatever parallel sizes the
+    checkpoint was written at.
 
-    Needs the model's size in host memory. Raises as checked_run does; ExportError when it cannot be written.
+    Needs the model's size in host memory. Raises as checked_run does; ExportError when it cannot be
+    written.
     """
     from pa_npu.backends.hf_directory import checked_run, trained_template
 

@@ -1,4 +1,6 @@
-"""Passes of the frozen models alone over all of an update's microbatches, before the policy's (trainer.frozen_pass=separate)."""
+"""Passes of the frozen models alone over all of an update's microbatches, before the policy's
+(trainer.frozen_pass=separate).
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,22 @@ import torch
 
 from pa_npu.samples.microbatch import Microbatch
 
-Pass = Callable[[str, Iterable[Microbatch], Callable[[Microbatch, torch.Tensor], torch.Tensor]], None]
+Pass = Callable[
+    [str, Iterable[Microbatch], Callable[[Microbatch, torch.Tensor], torch.Tensor]], None
+]
 
 
 class HeldMicrobatches:
     """An update's microbatches that have all arrived, and the frozen models' log-probs of each."""
 
-    def __init__(self, microbatches: Iterable[Microbatch], frozen: Iterable[str], run: Pass) -> None:
-        """run(name, microbatches, keep): frozen model `name` over all of them, `keep` called with what comes out on the last stage.
+    def __init__(
+        self, microbatches: Iterable[Microbatch], frozen: Iterable[str], run: Pass
+    ) -> None:
+        """run(name, microbatches, keep): frozen model `name` over all of them, `keep` called with
+        what comes out on the last stage.
 
-        Microbatches arrive during the first model's pass; those after it, and the policy's, go over what is held.
+        Microbatches arrive during the first model's pass; those after it, and the policy's, go over
+        what is held.
         """
         self._held: list[Microbatch] = []
         self._handed_out = 0

@@ -1,4 +1,6 @@
-"""One GPT of a pipeline stage: its TransformerConfig, Megatron's modules, our forward from tokens to log-probs."""
+"""One GPT of a pipeline stage: its TransformerConfig, Megatron's modules, our forward from tokens
+to log-probs.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,23 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.model_rules import check_division, padded_vocab
 from pa_npu.platform.base import FusedOps, Platform
 
-# The device kinds that this backend runs on, and whether TransformerConfig.deterministic_mode follows run.deterministic there: the
-# embedding's backward then uses an indexed sum instead of atomics. The CPU's kernels are deterministic anyway.
+# The device kinds that this backend runs on, and whether TransformerConfig.deterministic_mode
+# follows run.deterministic there: the embedding's backward then uses an indexed sum instead of
+# atomics. The CPU's kernels are deterministic anyway.
 _HAS_DETERMINISTIC_MODE = {"npu": True, "cuda": True, "cpu": False}
 
 
 class GPT(GPTModel):
-    """Megatron's GPTModel (its parameter names, its checkpoints) without its rotary embedding, mask and loss.
+    """Megatron's GPTModel (its parameter names, its checkpoints) without its rotary embedding, mask
+    and loss.
 
-    The stage calls `hidden_states` and, where the LM head lives, `logprobs`; Megatron's own forward is not used.
+    The stage calls `hidden_states` and, where the LM head lives, `logprobs`; Megatron's own forward
+    is not used.
     """
 
-    def __init__(self, config: TransformerConfig, spec: ModelSpec, ops: FusedOps, implementation: str) -> None:
+    def __init__(
+        self, config: TransformerConfig, spec: ModelSpec, ops: FusedOps, implementation: str
+    ) -> None:
         super().__init__(
             config,
             block_spec(config, spec, ops, implementation),
@@ -49,7 +56,9 @@ class GPT(GPTModel):
         self.vocab_size_unpadded = spec.vocab_size
 
     def forward(self, tokens: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-        """tokens int64 [1, T] -> hidden states [T, 1, hidden_size] (T / TP with SP), normed on the last stage."""
+        """tokens int64 [1, T] -> hidden states [T, 1, hidden_size] (T / TP with SP), normed on the
+        last stage.
+        """
         embedded = self.embedding(input_ids=tokens, position_ids=None) if self.pre_process else None
         return self.decoder(hidden_states=embedded, attention_mask=None, attention_bias=context)
 
@@ -65,13 +74,15 @@ class GPT(GPTModel):
         entropy_grad: bool = False,
         head: HeadGradient | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-prob [N], entropy [N] if asked for) of `targets` predicted from `rows` of `hidden`, which alone meet the LM head.
+        """(log-prob [N], entropy [N] if asked for) of `targets` predicted from `rows` of `hidden`,
+        which alone meet the LM head.
 
         head: watches the gradient of these rows.
         """
         is_sharded = self.config.sequence_parallel
         if is_sharded:
-            # the gather's backward sums the partial gradients of the TP ranks and scatters them in one collective
+            # the gather's backward sums the partial gradients of the TP ranks and scatters them in
+            # one collective
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         picked = hidden.squeeze(1).index_select(0, rows)
         if head is not None:
@@ -90,7 +101,9 @@ class GPT(GPTModel):
         )
 
     def head_weight(self) -> torch.Tensor:
-        """This rank's rows of the LM head, [vocab / TP, hidden_size]; the embedding's where the model ties them."""
+        """This rank's rows of the LM head, [vocab / TP, hidden_size]; the embedding's where the
+        model ties them.
+        """
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -129,13 +142,16 @@ def transformer_config(spec: ModelSpec, config: Config, platform: Platform) -> T
         "pipeline_dtype": params_dtype,
         "variable_seq_lengths": True,
         "deallocate_pipeline_outputs": True,
-        "moe_token_dispatcher_type": "alltoall",  # the default refuses variable lengths even without experts
-        "calculate_per_token_loss": True,  # gradients stay sums; the normaliser is applied at the step
+        # the default refuses variable lengths even without experts
+        "moe_token_dispatcher_type": "alltoall",
+        # gradients stay sums; the normaliser is applied at the step
+        "calculate_per_token_loss": True,
         "finalize_model_grads_func": finalize_model_grads,
         "bias_activation_fusion": False,  # our MLP calls the platform's SwiGLU itself
         "bias_dropout_fusion": False,  # without bias and dropout it is one addition
         "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,  # needs apex; on NPU it would compile kernels at run time
+        # needs apex; on NPU it would compile kernels at run time
+        "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
         **_experts(spec, trainer.expert_parallel),
         **_recompute(trainer.recompute),
@@ -143,7 +159,9 @@ def transformer_config(spec: ModelSpec, config: Config, platform: Platform) -> T
     }
     with warnings.catch_warnings():
         # advice about TransformerEngine's fused attention and CUDA graphs, which are not used
-        warnings.filterwarnings("ignore", message=".*(core_attn recompute is really needed|full scope is deprecated).*")
+        warnings.filterwarnings(
+            "ignore", message=".*(core_attn recompute is really needed|full scope is deprecated).*"
+        )
         return TransformerConfig(**fields)
 
 
@@ -158,7 +176,8 @@ def _experts(spec: ModelSpec, expert_parallel: int) -> dict[str, Any]:
         "moe_router_topk": spec.experts.per_token,
         "moe_router_pre_softmax": True,
         "moe_router_load_balancing_type": "none",
-        "moe_layer_freq": pattern if spec.num_dense_layers else 1,  # layers that differ are saved one by one
+        # layers that differ are saved one by one
+        "moe_layer_freq": pattern if spec.num_dense_layers else 1,
         "expert_model_parallel_size": expert_parallel,
         "expert_tensor_parallel_size": 1,
     }
@@ -169,15 +188,25 @@ def _recompute(kind: str) -> dict[str, Any]:
     if kind == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     if kind == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     return {}
 
 
 class CompiledSwiglu:
-    """The platform's operations with Megatron's compiled SwiGLU, which fuses what torch runs as two kernels."""
+    """The platform's operations with Megatron's compiled SwiGLU, which fuses what torch runs as two
+    kernels.
+    """
 
     def __init__(self, ops: FusedOps) -> None:
-        self.rms_norm, self.rotary, self.grouped_linear = ops.rms_norm, ops.rotary, ops.grouped_linear
+        self.rms_norm, self.rotary, self.grouped_linear = (
+            ops.rms_norm,
+            ops.rotary,
+            ops.grouped_linear,
+        )
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         activated: torch.Tensor = bias_swiglu_impl(x, None)
@@ -185,8 +214,14 @@ class CompiledSwiglu:
 
 
 def fused_ops(platform: Platform) -> FusedOps:
-    """The platform's operations as the layers call them. Raises UserError for a platform that this backend does not run on."""
+    """The platform's operations as the layers call them.
+
+    Raises UserError for a platform that this backend does not run on.
+    """
     if platform.name not in _HAS_DETERMINISTIC_MODE:
         known = ", ".join(_HAS_DETERMINISTIC_MODE)
-        raise UserError(f"trainer.backend: megatron does not run on {platform.name}; set run.device to one of {known}")
+        raise UserError(
+            f"trainer.backend: megatron does not run on {platform.name}; set run.device to one of "
+            f"{known}"
+        )
     return CompiledSwiglu(platform.ops) if platform.name == "cuda" else platform.ops

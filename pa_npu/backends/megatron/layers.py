@@ -1,8 +1,9 @@
 """The modules of ours inside Megatron's transformer layer, and the layer spec that names them.
 
-Positions and the packed layout travel with the microbatch as an AttentionContext in Megatron's `attention_bias`
-argument, the only one that reaches core attention unchanged under 1F1B and under recomputation. Queries and keys are
-rotated in core attention, so that cos and sin are computed once per microbatch and Megatron's rotary code is not used.
+Positions and the packed layout travel with the microbatch as an AttentionContext in Megatron's
+`attention_bias` argument, the only one that reaches core attention unchanged under 1F1B and under
+recomputation. Queries and keys are rotated in core attention, so that cos and sin are computed once
+per microbatch and Megatron's rotary code is not used.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -37,8 +41,9 @@ from pa_npu.platform.base import FusedOps
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """A microbatch's part in one model's layers. cos, sin: [tokens, 1, head_dim] at the tokens' positions. balance: factor of the
-    routers' auxiliary loss; None where nothing is trained. replay: routes that routers take; None leaves the choice to them."""
+    """A microbatch's part in one model's layers. cos, sin: [tokens, 1, head_dim] at the tokens'
+    positions. balance: factor of the routers' auxiliary loss; None where nothing is trained.
+    replay: routes that routers take; None leaves the choice to them."""
 
     layout: PrefixLayout
     cos: torch.Tensor
@@ -48,14 +53,21 @@ class AttentionContext:
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm that works on a sharded sequence, which Megatron's torch norm refuses: its gradient is summed over TP."""
+    """RMSNorm that works on a sharded sequence, which Megatron's torch norm refuses: its gradient
+    is summed over TP.
+    """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, ops: FusedOps, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, ops: FusedOps, **_: Any
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.ops = ops
-        device = torch.cuda.current_device()  # redirected to the platform's device by prepare_megatron
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        # redirected to the platform's device by prepare_megatron
+        device = torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,9 +75,13 @@ class RMSNorm(torch.nn.Module):
 
 
 class CoreAttention(MegatronModule):
-    """Rotary positions and shared-prompt attention over one packed sequence; the seat of `shared_prompt_attention`."""
+    """Rotary positions and shared-prompt attention over one packed sequence; the seat of
+    `shared_prompt_attention`.
+    """
 
-    def __init__(self, config: TransformerConfig, ops: FusedOps, implementation: str, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, ops: FusedOps, implementation: str, **_: Any
+    ) -> None:
         super().__init__(config=config)
         self.ops = ops
         self.implementation = implementation
@@ -80,10 +96,14 @@ class CoreAttention(MegatronModule):
         attention_bias: AttentionContext | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """query [T, 1, heads, head_dim], key and value [T, 1, kv_heads, head_dim] -> [T, 1, heads * head_dim]."""
+        """query [T, 1, heads, head_dim], key and value [T, 1, kv_heads, head_dim] -> [T, 1, heads *
+        head_dim].
+        """
         context = attention_bias
         if context is None:
-            raise ValueError("attention_bias: core attention needs the microbatch's AttentionContext, got None")
+            raise ValueError(
+                "attention_bias: core attention needs the microbatch's AttentionContext, got None"
+            )
         rotated_query = self.ops.rotary(query.squeeze(1), context.cos, context.sin)
         rotated_key = self.ops.rotary(key.squeeze(1), context.cos, context.sin)
         out = shared_prompt_attention(
@@ -93,9 +113,13 @@ class CoreAttention(MegatronModule):
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """Megatron's column-parallel linear; without TP a plain linear, which spares a Python autograd function per call."""
+    """Megatron's column-parallel linear; without TP a plain linear, which spares a Python autograd
+    function per call.
+    """
 
-    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(
+        self, input_: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.config.tensor_model_parallel_size > 1:
             return super().forward(input_, *args, **kwargs)
         return _plain_linear(self, input_)
@@ -113,8 +137,8 @@ class RowLinear(RowParallelLinear):
 def _plain_linear(linear: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x [T, 1, in] -> [T, 1, out] as one matrix product.
 
-    On three dimensions torch chooses its kernel by grad mode, and a frozen model would not compute bit for bit what the
-    policy does.
+    On three dimensions torch chooses its kernel by grad mode, and a frozen model would not compute
+    bit for bit what the policy does.
     """
     rows, transposed = x.squeeze(1), linear.weight.t()
     if linear.bias is None or linear.skip_bias_add:
@@ -123,19 +147,26 @@ def _plain_linear(linear: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 class GatedMLP(MLP):
-    """Megatron's MLP (its parameters and checkpoints) with the platform's SwiGLU between the two linears."""
+    """Megatron's MLP (its parameters and checkpoints) with the platform's SwiGLU between the two
+    linears.
+    """
 
     def __init__(self, *args: Any, ops: FusedOps, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.ops = ops
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
         gate_and_up, _ = self.linear_fc1(hidden_states)
         return self.linear_fc2(self.ops.swiglu(gate_and_up))
 
 
 class SparseLayer(TransformerLayer):
-    """A layer with experts. Its router knows the microbatch as core attention does: in every forward, also a recomputed one."""
+    """A layer with experts.
+
+    Its router knows the microbatch as core attention does: in every forward, also a recomputed one.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.mlp.context = kwargs["attention_bias"]
@@ -145,24 +176,32 @@ class SparseLayer(TransformerLayer):
 def block_spec(
     config: TransformerConfig, spec: ModelSpec, ops: FusedOps, implementation: str
 ) -> TransformerBlockSubmodules:
-    """Spec of this stage's transformer layers and of the final norm, which Megatron builds on the last stage only."""
+    """Spec of this stage's transformer layers and of the final norm, which Megatron builds on the
+    last stage only.
+    """
     norm = ModuleSpec(module=RMSNorm, params={"ops": ops})
     head_norm = norm if config.qk_layernorm else None
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnLinear,
-        core_attention=ModuleSpec(module=CoreAttention, params={"ops": ops, "implementation": implementation}),
+        core_attention=ModuleSpec(
+            module=CoreAttention, params={"ops": ops, "implementation": implementation}
+        ),
         linear_proj=RowLinear,
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
 
-    def layer(feed_forward: ModuleSpec, module: type[TransformerLayer] = TransformerLayer) -> ModuleSpec:
+    def layer(
+        feed_forward: ModuleSpec, module: type[TransformerLayer] = TransformerLayer
+    ) -> ModuleSpec:
         return ModuleSpec(
             module=module,
             submodules=TransformerLayerSubmodules(
                 input_layernorm=norm,
                 self_attention=ModuleSpec(
-                    module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+                    module=SelfAttention,
+                    params={"attn_mask_type": AttnMaskType.causal},
+                    submodules=attention,
                 ),
                 self_attn_bda=get_bias_dropout_add,
                 pre_mlp_layernorm=norm,
@@ -182,12 +221,15 @@ def block_spec(
     first = get_transformer_layer_offset(config)
     own = range(first, first + get_num_layers_to_build(config))
     return TransformerBlockSubmodules(
-        layer_specs=[sparse(number) if spec.has_experts(number) else dense for number in own], layer_norm=norm
+        layer_specs=[sparse(number) if spec.has_experts(number) else dense for number in own],
+        layer_norm=norm,
     )
 
 
 class RotaryTable:
-    """cos and sin of every position, grown on demand and kept per device and dtype; rows are picked by position."""
+    """cos and sin of every position, grown on demand and kept per device and dtype; rows are picked
+    by position.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         self.inverse_frequencies = inverse_frequencies(spec.rope, spec.head_dim)
@@ -198,17 +240,21 @@ class RotaryTable:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin), each [tokens, 1, head_dim] in `dtype`, both halves equal.
 
-        positions: int64 [tokens] on the device, all below `num_positions` (a host number, so that nothing waits for the
-        device).
+        positions: int64 [tokens] on the device, all below `num_positions` (a host number, so that
+        nothing waits for the device).
         """
         cos, sin = self._table(positions.device, dtype, num_positions)
         return cos[positions], sin[positions]
 
-    def _table(self, device: torch.device, dtype: torch.dtype, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _table(
+        self, device: torch.device, dtype: torch.dtype, num_positions: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         table = self._tables.get((device, dtype))
         if table is None or table[0].shape[0] < num_positions:
             length = 1 << max(num_positions - 1, 255).bit_length()
-            angles = torch.outer(torch.arange(length, dtype=torch.float32), self.inverse_frequencies)
+            angles = torch.outer(
+                torch.arange(length, dtype=torch.float32), self.inverse_frequencies
+            )
             angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
             table = (angles.cos().to(device, dtype), angles.sin().to(device, dtype))
             self._tables[device, dtype] = table
@@ -225,8 +271,14 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Long wavelengths are divided by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
-    low, high, original = rope.low_freq_factor, rope.high_freq_factor, float(rope.original_positions)
+    """Long wavelengths are divided by `factor`, short ones kept, those between interpolated (Llama
+    3.1).
+    """
+    low, high, original = (
+        rope.low_freq_factor,
+        rope.high_freq_factor,
+        float(rope.original_positions),
+    )
     wavelengths = 2 * math.pi / frequencies
     smooth = (original / wavelengths - low) / (high - low)
     between = (1 - smooth) * frequencies / rope.factor + smooth * frequencies

@@ -1,4 +1,6 @@
-"""The optimizer of a model stage: Megatron's mixed-precision (distributed) AdamW, and sums of the gradients that it gets (I7)."""
+"""The optimizer of a model stage: Megatron's mixed-precision (distributed) AdamW, and sums of the
+gradients that it gets (I7).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ _OF_MIXTURES = (".experts.", ".router.")  # of which a part may get no token
 
 
 def build_optimizer(ddp: Any, config: Config) -> Any:
-    """AdamW with fp32 master weights. The gradient norm is computed always; clip_grad=0 only never scales by it."""
+    """AdamW with fp32 master weights.
+
+    The gradient norm is computed always; clip_grad=0 only never scales by it.
+    """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     bf16 = config.model.dtype == "bf16"
@@ -42,16 +47,21 @@ def build_optimizer(ddp: Any, config: Config) -> Any:
 
 
 def set_rates(optimizer: Any, config: Config, update: int) -> float:
-    """Give every parameter group its learning rate in an update, which is returned, and weight decay where it belongs (not on norms
-    and biases)."""
+    """Give every parameter group its learning rate in an update, which is returned, and weight
+    decay where it belongs (not on norms and biases)."""
     rate = learning_rate(config, update)
     for group in optimizer.param_groups:
-        group["lr"], group["weight_decay"] = rate, config.optimizer.weight_decay * group.get("wd_mult", 1.0)
+        group["lr"], group["weight_decay"] = (
+            rate,
+            config.optimizer.weight_decay * group.get("wd_mult", 1.0),
+        )
     return rate
 
 
 def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """The tensors that nothing but a step reads: moments, and weights in fp32 where the model has another type."""
+    """The tensors that nothing but a step reads: moments, and weights in fp32 where the model has
+    another type.
+    """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
             for group in getattr(part, name, ()):
@@ -61,7 +71,9 @@ def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 class WatchedReduction:
-    """Notes sums of each bucket of a rank's DistributedDataParallel, right before its reduction begins and after it ends."""
+    """Notes sums of each bucket of a rank's DistributedDataParallel, right before its reduction
+    begins and after it ends.
+    """
 
     def __init__(self, ddp: Any, place: Place, summed_in: torch.dtype) -> None:
         """summed_in: the type of the sums."""
@@ -70,7 +82,10 @@ class WatchedReduction:
         self.first = 0
         """The first element of a sample."""
         self._groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
-        replicas, copies = (mesh.data, place.replica), (mesh.expert_data, place.coordinate("expert_data"))
+        replicas, copies = (
+            (mesh.data, place.replica),
+            (mesh.expert_data, place.coordinate("expert_data")),
+        )
         self._shares = {id(group): replicas for group in ddp.bucket_groups}
         self._shares |= {id(group): copies for group in ddp.expert_parallel_bucket_groups}
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -126,8 +141,8 @@ def gradient_size(ddp: Any, first: int, every: int) -> torch.Tensor:
 class SteppedTensors:
     """Finds what this rank steps of each parameter; see TrainBackend.stepped.
 
-    Megatron keeps weights and gradients in the same memory from step to step, so that they are looked up again only where its
-    optimizer has other groups, as after a checkpoint was loaded.
+    Megatron keeps weights and gradients in the same memory from step to step, so that they are
+    looked up again only where its optimizer has other groups, as after a checkpoint was loaded.
     """
 
     def __init__(self, optimizer: Any, ddp: Any, place: Place) -> None:
@@ -180,7 +195,9 @@ class SteppedTensors:
 
 @dataclass(frozen=True, eq=False)
 class _Memory:
-    """The part of a parameter that this rank steps, as Megatron keeps it. owner: the optimizer of torch that has its moments."""
+    """The part of a parameter that this rank steps, as Megatron keeps it. owner: the optimizer of
+    torch that has its moments.
+    """
 
     weights: torch.Tensor
     model: torch.Tensor | None
@@ -222,19 +239,31 @@ class _SteppedPart:
 
 
 def _memory_of(part: Any) -> dict[torch.Tensor, _Memory]:
-    """By parameter, of one of Megatron's optimizers: its distributed one, or one of whole parameters in bf16 or fp32."""
-    settings = {id(weights): group for group in part.optimizer.param_groups for weights in group["params"]}
+    """By parameter, of one of Megatron's optimizers: its distributed one, or one of whole
+    parameters in bf16 or fp32.
+    """
+    settings = {
+        id(weights): group for group in part.optimizer.param_groups for weights in group["params"]
+    }
     whole: Iterable[tuple[torch.Tensor, torch.Tensor]]
     is_sharded = hasattr(part, "model_float16_groups")
     if is_sharded:
-        narrow = (part.model_float16_groups, part.shard_float16_groups, part.shard_fp32_from_float16_groups)
+        narrow = (
+            part.model_float16_groups,
+            part.shard_float16_groups,
+            part.shard_fp32_from_float16_groups,
+        )
         whole = zip(chain(*part.model_fp32_groups), chain(*part.shard_fp32_groups), strict=True)
     elif hasattr(part, "float16_groups"):
         narrow = (part.float16_groups, part.float16_groups, part.fp32_from_float16_groups)
         whole = ((parameter, parameter) for parameter in chain(*part.fp32_from_fp32_groups))
     else:
         narrow = ((), (), ())
-        whole = ((parameter, parameter) for group in part.optimizer.param_groups for parameter in group["params"])
+        whole = (
+            (parameter, parameter)
+            for group in part.optimizer.param_groups
+            for parameter in group["params"]
+        )
     rows = [*zip(*(chain(*groups) for groups in narrow), strict=True)]
     rows += [(parameter, None, weights) for parameter, weights in whole]
     memory = {}

@@ -1,4 +1,5 @@
-"""This rank's place among the trainer ranks: process group, Megatron's parallel state and RNG tracker, and who is who.
+"""This rank's place among the trainer ranks: process group, Megatron's parallel state and RNG
+tracker, and who is who.
 
 initialise_parallel(config, platform, store, rank, local_index=0) -> Place
                     (patches.table.prepare() must have run before this module is imported)
@@ -24,10 +25,12 @@ from pa_npu.samples.replica_feed import ReplicaLinks
 def initialise_parallel(
     config: Config, platform: Platform, store: dist.Store, rank: int, local_index: int = 0
 ) -> Place:
-    """Join all trainer ranks on `store` (give it a PrefixStore of its own) and build Megatron's groups. A collective.
+    """Join all trainer ranks on `store` (give it a PrefixStore of its own) and build Megatron's
+    groups. A collective.
 
     local_index: this process's device among its visible ones.
-    Collectives fail `collective_timeout_s` after they began, or where the device has a deadline of its own, soon after that.
+    Collectives fail `collective_timeout_s` after they began, or where the device has a deadline of
+    its own, soon after that.
     """
     trainer = config.trainer
     timeout_s = platform.group_timeout_s(config.collective_timeout_s)
@@ -73,19 +76,27 @@ def place() -> Place:
 def stage_group() -> dist.ProcessGroup:
     """A new group of all ranks of this stage, of every replica. A collective of all."""
     here = place()
-    groups = {ranks: dist.new_group(list(ranks)) for ranks in here.mesh.groups("tensor", "context", "data")}
+    groups = {
+        ranks: dist.new_group(list(ranks))
+        for ranks in here.mesh.groups("tensor", "context", "data")
+    }
     return groups[here.group("tensor", "context", "data")]
 
 
 def shard_group(backend: str | None = None) -> dist.ProcessGroup | None:
-    """A new group of place().shard_group; None where that is this rank alone. A collective of all."""
+    """A new group of place().shard_group; None where that is this rank alone.
+
+    A collective of all.
+    """
     here = place()
     everyones = [ranks for ranks in here.mesh.shard_groups() if len(ranks) > 1]
     groups = {ranks: dist.new_group(list(ranks), backend=backend) for ranks in everyones}
     return groups.get(here.shard_group)
 
 
-def replica_links(platform: Platform, device: torch.device, timeout_s: float) -> ReplicaLinks | None:
+def replica_links(
+    platform: Platform, device: torch.device, timeout_s: float
+) -> ReplicaLinks | None:
     """This rank's, see ReplicaLinks; None where a replica is one rank. A collective of all.
 
     timeout_s: of the groups' collectives.
@@ -94,8 +105,11 @@ def replica_links(platform: Platform, device: torch.device, timeout_s: float) ->
     if mesh.replica_size == 1:
         return None
     timeout = datetime.timedelta(seconds=platform.group_timeout_s(timeout_s))
-    group = [dist.new_group(list(mesh.replica(n)), timeout=timeout) for n in range(mesh.data)][here.replica]
-    # a communicator comes into being with its first collective: here, on all ranks, not beside training's first ones
+    group = [dist.new_group(list(mesh.replica(n)), timeout=timeout) for n in range(mesh.data)][
+        here.replica
+    ]
+    # a communicator comes into being with its first collective: here, on all ranks, not beside
+    # training's first ones
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     tensor_group = parallel_state.get_tensor_model_parallel_group() if mesh.tensor > 1 else None
     return ReplicaLinks(group, tensor_group, mesh, platform.detached_stream)

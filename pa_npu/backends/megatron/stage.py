@@ -1,7 +1,9 @@
-"""The tri-model pipeline stage: policy, old policy and reference pass through the pipeline together, in one forward.
+"""The tri-model pipeline stage: policy, old policy and reference pass through the pipeline
+together, in one forward.
 
     stage = build_stage(spec, config, platform, frozen=("old", "reference"))
-    stage.policy                   the trained GPT (registered; what DDP, optimizer and checkpoints see)
+    stage.policy                   the trained GPT (registered; what DDP, optimizer and checkpoints
+                                   see)
     stage.frozen                   {"old" | "reference": GPT}, outside the module tree, never trained
     stage.gpts()                   {"policy": ..., **stage.frozen}, for loading weights
     stage.copy_policy_to("old")
@@ -9,11 +11,12 @@
     output = ddp(tokens, layout, rows, targets, temperature, chunk, entropy_grad=False)
     logprobs = stage.pass_alone("old", tokens, layout, rows, targets, temperature, chunk)     trainer.frozen_pass=separate
         tokens int64 [1, T], layout PrefixLayout of T tokens, rows int64 [N], targets int64 [N]
-        -> ModelOutput on the last stage; before it hidden states [T, 1, width] for Megatron's schedule to send
+        -> ModelOutput on the last stage; before it hidden states [T, 1, width] for Megatron's
+        schedule to send
 
-`rows` are packed rows whose hidden state predicts `targets` (PrefixLayout.predictor_rows); only they meet the LM head.
-With sequence parallelism T must be a multiple of TP (PrefixLayout.pad). In bf16 the parameters themselves are bf16, so
-Megatron's Float16Module is not needed.
+`rows` are packed rows whose hidden state predicts `targets` (PrefixLayout.predictor_rows); only
+they meet the LM head. With sequence parallelism T must be a multiple of TP (PrefixLayout.pad). In
+bf16 the parameters themselves are bf16, so Megatron's Float16Module is not needed.
 """
 
 from __future__ import annotations
@@ -52,8 +55,8 @@ _GRADIENT_BYTES = 4  # fp32
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """Outputs of the last stage for N target tokens, [N] fp32. Gradients flow through `logprobs`, and `entropy` if asked. head: as
-    Outputs."""
+    """Outputs of the last stage for N target tokens, [N] fp32. Gradients flow through `logprobs`,
+    and `entropy` if asked. head: as Outputs."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -64,8 +67,9 @@ class ModelOutput:
 class TriModel(MegatronModule):
     """One pipeline stage of the policy and of up to two frozen models with the same shape.
 
-    Between stages the hidden states of all models travel side by side in one tensor [tokens, 1, width], so that one 1F1B pass
-    serves all models and the schedule needs to know nothing of it. The frozen parts carry no gradient.
+    Between stages the hidden states of all models travel side by side in one tensor [tokens, 1,
+    width], so that one 1F1B pass serves all models and the schedule needs to know nothing of it.
+    The frozen parts carry no gradient.
     """
 
     def __init__(
@@ -77,11 +81,13 @@ class TriModel(MegatronModule):
         published: GPT | None = None,
         together: bool = True,
     ) -> None:
-        """published: memory for a copy of the weights that engines have been given, which is never computed with. together: frozen
-        models go through the policy's pass; otherwise each has passes of its own."""
+        """published: memory for a copy of the weights that engines have been given, which is never
+        computed with. together: frozen models go through the policy's pass; otherwise each has
+        passes of its own."""
         super().__init__(config)
         self.policy = policy
-        # plain dicts keep them out of the module tree: DDP, optimizer and checkpoints must see the policy only
+        # plain dicts keep them out of the module tree: DDP, optimizer and checkpoints must see the
+        # policy only
         self.frozen = dict(frozen)
         self._beside = self.frozen if together else {}
         self._copies = {**frozen} if published is None else {**frozen, "published": published}
@@ -112,9 +118,14 @@ class TriModel(MegatronModule):
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The policy's, under its own names: a checkpoint does not depend on which frozen models a run keeps."""
+        """The policy's, under its own names: a checkpoint does not depend on which frozen models a
+        run keeps.
+        """
         return self.policy.sharded_state_dict(prefix, sharded_offsets, metadata)
 
     # What the package uses
@@ -126,7 +137,9 @@ class TriModel(MegatronModule):
     @torch.no_grad()
     def copy_policy_to(self, name: str) -> None:
         """Make the frozen model `name`, or "published", equal to the policy as it is now."""
-        for target, source in zip(self._copies[name].parameters(), self.policy.parameters(), strict=True):
+        for target, source in zip(
+            self._copies[name].parameters(), self.policy.parameters(), strict=True
+        ):
             target.copy_(source)
         if "policy" in self.weights:
             self.weights[name] = self.weights["policy"]
@@ -158,10 +171,13 @@ class TriModel(MegatronModule):
         balance: float | None = None,
         replay: Replay | None = None,
     ) -> ModelOutput | torch.Tensor:
-        """One microbatch through this stage; see the module's docstring for shapes, AttentionContext for `balance` and `replay`."""
+        """One microbatch through this stage; see the module's docstring for shapes,
+        AttentionContext for `balance` and `replay`.
+        """
         if tokens.shape != (1, layout.total):
             raise ValueError(
-                f"tokens: shape {tuple(tokens.shape)} does not match the layout; it must be (1, {layout.total})"
+                f"tokens: shape {tuple(tokens.shape)} does not match the layout; it must be (1, "
+                f"{layout.total})"
             )
         rotation = self._rotation(layout, tokens.device, self.config.params_dtype)
         inputs = self._unpack()
@@ -170,7 +186,9 @@ class TriModel(MegatronModule):
         with torch.no_grad():
             for name, model in self._beside.items():
                 model.set_input_tensor(inputs.get(name))
-                frozen_hidden[name] = model(tokens, AttentionContext(layout, *rotation, replay=replay))
+                frozen_hidden[name] = model(
+                    tokens, AttentionContext(layout, *rotation, replay=replay)
+                )
         self.policy.set_input_tensor(inputs.get("policy"))
         hidden = self.policy(tokens, AttentionContext(layout, *rotation, balance, replay))
         if not self.post_process:
@@ -178,7 +196,9 @@ class TriModel(MegatronModule):
 
         with torch.no_grad():
             frozen_logprobs = {
-                name: self.frozen[name].logprobs(states, rows, targets, temperature=temperature, chunk=chunk)[0]
+                name: self.frozen[name].logprobs(
+                    states, rows, targets, temperature=temperature, chunk=chunk
+                )[0]
                 for name, states in frozen_hidden.items()
             }
         head = None if entropy_grad else HeadGradient()
@@ -207,7 +227,8 @@ class TriModel(MegatronModule):
         dtype: torch.dtype | None = None,
         replay: Replay | None = None,
     ) -> torch.Tensor:
-        """One microbatch through this stage of one model of gpts(): log-probs [N] on the last stage, before it what travels.
+        """One microbatch through this stage of one model of gpts(): log-probs [N] on the last
+        stage, before it what travels.
 
         dtype: a wider type to compute in; None: the model's own.
         """
@@ -223,13 +244,18 @@ class TriModel(MegatronModule):
         return model.logprobs(hidden, rows, targets, temperature=temperature, chunk=chunk)[0]
 
     def _unpack(self) -> dict[str, torch.Tensor]:
-        """Each model's hidden states out of what the previous stage packed; nothing on the first stage."""
+        """Each model's hidden states out of what the previous stage packed; nothing on the first
+        stage.
+        """
         if self.input_tensor is None:
             return {}
         if not self._beside:
             return {"policy": self.input_tensor}
         policy, *frozen = self.input_tensor.split(self.config.hidden_size, dim=-1)
-        return {"policy": policy, **dict(zip(self._beside, (part.detach() for part in frozen), strict=True))}
+        return {
+            "policy": policy,
+            **dict(zip(self._beside, (part.detach() for part in frozen), strict=True)),
+        }
 
     def _rotation(
         self, layout: PrefixLayout, device: torch.device, dtype: torch.dtype
@@ -245,11 +271,13 @@ def build_stage(
     frozen: tuple[str, ...] = (),
     keeps_published: bool = False,
 ) -> TriModel:
-    """This rank's pipeline stage. `initialise_parallel` must have run. Weights are NaN until loaded: none is forgotten unnoticed.
+    """This rank's pipeline stage. `initialise_parallel` must have run. Weights are NaN until
+    loaded: none is forgotten unnoticed.
 
     frozen: which of "old" and "reference" to build beside the policy.
     keeps_published: a place for a copy of what was published last.
-    Raises ConfigError when the model does not divide by the parallel sizes, DataError for an unsupported rope scaling.
+    Raises ConfigError when the model does not divide by the parallel sizes, DataError for an
+    unsupported rope scaling.
     """
     ops = fused_ops(platform)
     megatron_config = transformer_config(spec, config, platform)
@@ -270,19 +298,27 @@ def build_stage(
 
 
 def _mark_tensor_parallel(model: GPT) -> None:
-    """Say which weights are sharded over TP: Megatron does so while initialising them, and its gradient norm counts by it."""
+    """Say which weights are sharded over TP: Megatron does so while initialising them, and its
+    gradient norm counts by it.
+    """
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
             partition_dim = 1 if isinstance(module, RowParallelLinear) else 0
-            if module.weight is not None and not getattr(module.weight, "tensor_model_parallel", False):
+            if module.weight is not None and not getattr(
+                module.weight, "tensor_model_parallel", False
+            ):
                 set_tensor_model_parallel_attributes(module.weight, True, partition_dim, 1)
 
 
-def data_parallel(stage: TriModel, *, distributed_optimizer: bool, bucket_mib: float = 0.0) -> DistributedDataParallel:
-    """Megatron's DDP around the stage: contiguous fp32 gradient buffers, reduced once per update, as sums.
+def data_parallel(
+    stage: TriModel, *, distributed_optimizer: bool, bucket_mib: float = 0.0
+) -> DistributedDataParallel:
+    """Megatron's DDP around the stage: contiguous fp32 gradient buffers, reduced once per update,
+    as sums.
 
-    bucket_mib: with several replicas, begin to reduce each bucket of this size inside the backward that runs outside of no_sync,
-    which the schedule must make the last one; 0: all at once after it. Stages behind the first have one bucket (Megatron's rule).
+    bucket_mib: with several replicas, begin to reduce each bucket of this size inside the backward
+    that runs outside of no_sync, which the schedule must make the last one; 0: all at once after
+    it. Stages behind the first have one bucket (Megatron's rule).
     """
     overlaps = bucket_mib > 0 and parallel.place().mesh.data > 1
     settings = DistributedDataParallelConfig(

@@ -1,11 +1,18 @@
-"""The rules between keys, in the order in which they are checked: the first that is broken is what the user reads."""
+"""The rules between keys, in the order in which they are checked: the first that is broken is what
+the user reads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from pa_npu.config.rules.inputs import broken_data, broken_evaluation, broken_rewards
-from pa_npu.config.rules.learning import broken_algorithm, broken_shards, broken_staleness, broken_training
+from pa_npu.config.rules.learning import (
+    broken_algorithm,
+    broken_shards,
+    broken_staleness,
+    broken_training,
+)
 from pa_npu.config.rules.processes import broken_deadlines, broken_engines, broken_placement
 from pa_npu.config.rules.unread import broken_unread
 from pa_npu.config.texts import broken_texts

@@ -1,4 +1,6 @@
-"""Rules for learning: algorithm, tokens of older weights, how an iteration is divided among trainers, adapters."""
+"""Rules for learning: algorithm, tokens of older weights, how an iteration is divided among
+trainers, adapters.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,14 @@ from pa_npu.config.words import counted
 
 
 def broken_algorithm(c: ConfigTree) -> Iterator[str]:
-    """One line per rule that is broken, whatever the algorithm is; those of its own are Algorithm.broken_rules."""
+    """One line per rule that is broken, whatever the algorithm is; those of its own are
+    Algorithm.broken_rules.
+    """
     refresh = c.algorithm.reference_refresh_every
     if refresh and not c.algorithm.has_reference:
         yield (
-            f"algorithm.reference_refresh_every: {refresh}: there is no reference with algorithm.kl_coef = 0; set kl_coef, or "
-            f"remove the key"
+            f"algorithm.reference_refresh_every: {refresh}: there is no reference with "
+            "algorithm.kl_coef = 0; set kl_coef, or remove the key"
         )
 
 
@@ -30,7 +34,9 @@ _LEAST_ROLLING = 3
 
 
 def broken_staleness(c: ConfigTree) -> Iterator[str]:
-    """Yields combinations that cannot be exact, or make no sense, with or without tokens of older weights."""
+    """Yields combinations that cannot be exact, or make no sense, with or without tokens of older
+    weights.
+    """
     s, a = c.schedule, c.algorithm
     yield from _broken_divergence(c)
     yield from _broken_budget(c)
@@ -38,20 +44,22 @@ def broken_staleness(c: ConfigTree) -> Iterator[str]:
     if not s.max_staleness:
         if a.age_exponent:
             yield (
-                f"algorithm.age_exponent: {a.age_exponent}: with schedule.max_staleness = 0 every token has the age 0; set "
-                f"max_staleness, or remove the key"
+                f"algorithm.age_exponent: {a.age_exponent}: with schedule.max_staleness = 0 every "
+                "token has the age 0; set max_staleness, or remove the key"
             )
         return
     ahead = f"schedule.max_staleness = {s.max_staleness}"
     if s.max_staleness >= s.iterations:
         yield (
-            f"schedule.max_staleness: {s.max_staleness} versions ahead in a run of schedule.iterations = {s.iterations}: the last "
-            f"iteration would be sampled by the first model; lower max_staleness"
+            f"schedule.max_staleness: {s.max_staleness} versions ahead in a run of "
+            f"schedule.iterations = {s.iterations}: the last iteration would be sampled by the "
+            "first model; lower max_staleness"
         )
     if s.compare_iterations:
         yield (
-            f"schedule.compare_iterations: {s.compare_iterations} with {ahead}: it measures streamed against synchronous "
-            f"iterations, and neither is what runs ahead; set it to 0, or max_staleness to 0"
+            f"schedule.compare_iterations: {s.compare_iterations} with {ahead}: it measures "
+            "streamed against synchronous iterations, and neither is what runs ahead; set it to 0, "
+            "or max_staleness to 0"
         )
 
 
@@ -62,8 +70,8 @@ def _broken_divergence(c: ConfigTree) -> Iterator[str]:
         return
     if not c.schedule.max_staleness:
         yield (
-            f"{what} with schedule.max_staleness = 0, where every token is trained by the version that generated it; set "
-            f"max_staleness to 1 or more, or remove the key"
+            f"{what} with schedule.max_staleness = 0, where every token is trained by the version "
+            "that generated it; set max_staleness to 1 or more, or remove the key"
         )
     if not p.probe_tokens:
         yield f"{what} is measured on the probe, which publish.probe_tokens = 0 turns off; raise it"
@@ -77,29 +85,31 @@ def _broken_budget(c: ConfigTree) -> Iterator[str]:
     what = f"schedule.tokens_per_update: {budget}"
     if not s.max_staleness:
         yield (
-            f"{what} with schedule.max_staleness = 0: groups that an update leaves over would be trained by weights that did not "
-            f"generate them; set max_staleness to 1 or more, or remove the key"
+            f"{what} with schedule.max_staleness = 0: groups that an update leaves over would be "
+            "trained by weights that did not generate them; set max_staleness to 1 or more, or "
+            "remove the key"
         )
     if s.dynamic_sampling:
         yield (
-            f"{what} with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}, which trains a fixed number of "
-            f"groups; set dynamic_sampling to false, or remove the key"
+            f"{what} with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}, "
+            "which trains a fixed number of groups; set dynamic_sampling to false, or remove the "
+            "key"
         )
     if c.publish.divergence is not None:
         yield (
-            f"{what} with publish.divergence: one would keep groups and the other weights for the same versions of "
-            f"max_staleness; remove one"
+            f"{what} with publish.divergence: one would keep groups and the other weights for the "
+            "same versions of max_staleness; remove one"
         )
     if s.updates_per_iteration > 1:
         yield (
-            f"{what} with schedule.updates_per_iteration = {s.updates_per_iteration}, which shares a fixed number of groups; set "
-            f"it to 1, or remove the key"
+            f"{what} with schedule.updates_per_iteration = {s.updates_per_iteration}, which shares "
+            "a fixed number of groups; set it to 1, or remove the key"
         )
     most = s.prompts_per_iteration * c.rollout.responses_per_prompt * c.rollout.max_response_tokens
     if budget > most:
         yield (
-            f"{what} is more than the {most} tokens that schedule.prompts_per_iteration = {s.prompts_per_iteration} groups "
-            f"can have; lower it, or raise prompts_per_iteration"
+            f"{what} is more than the {most} tokens that schedule.prompts_per_iteration = "
+            f"{s.prompts_per_iteration} groups can have; lower it, or raise prompts_per_iteration"
         )
 
 
@@ -111,15 +121,19 @@ def _broken_delay(c: ConfigTree) -> Iterator[str]:
     yield from _broken_rolling(c)
     if not c.schedule.max_staleness:
         yield (
-            f"{what} with schedule.max_staleness = 0, where engines have nothing to generate while newer weights arrive; set "
-            f"max_staleness to 1 or more, or mode to blocking"
+            f"{what} with schedule.max_staleness = 0, where engines have nothing to generate while "
+            "newer weights arrive; set max_staleness to 1 or more, or mode to blocking"
         )
     if c.publish.divergence is not None:
-        yield f"{what} with publish.divergence, which is decided when engines are through; remove it, or set mode to blocking"
+        yield (
+            f"{what} with publish.divergence, which is decided when engines are through; remove "
+            "it, or set mode to blocking"
+        )
     if c.rollout.tensor_parallel > 1:
         yield (
-            f"{what} with rollout.tensor_parallel = {c.rollout.tensor_parallel}: an engine's own collectives and a "
-            f"publish would run side by side; set tensor_parallel to 1, or mode to blocking"
+            f"{what} with rollout.tensor_parallel = {c.rollout.tensor_parallel}: an engine's own "
+            "collectives and a publish would run side by side; set tensor_parallel to 1, or mode "
+            "to blocking"
         )
 
 
@@ -130,25 +144,31 @@ def _broken_rolling(c: ConfigTree) -> Iterator[str]:
         return
     if (most := c.rollout.engines) < _LEAST_ROLLING:
         yield (
-            f"{what} with rollout.engines = {most}: two engines keep the version before until all its groups are complete, in case "
-            f"one of them dies; set engines to {_LEAST_ROLLING} or more, or mode to delayed"
+            f"{what} with rollout.engines = {most}: two engines keep the version before until all "
+            f"its groups are complete, in case one of them dies; set engines to {_LEAST_ROLLING} "
+            "or more, or mode to delayed"
         )
     if s.dynamic_sampling:
         yield (
-            f"{what} with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}: which groups are replaced is "
-            f"known only when all are complete; set mode to delayed, or dynamic_sampling to false"
+            f"{what} with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}: "
+            "which groups are replaced is known only when all are complete; set mode to delayed, "
+            "or dynamic_sampling to false"
         )
     if s.tokens_per_update is not None:
         yield (
-            f"{what} with schedule.tokens_per_update: which groups are carried is known only when all are complete; set swap to "
-            f"delayed, or remove the budget"
+            f"{what} with schedule.tokens_per_update: which groups are carried is known only when "
+            "all are complete; set swap to delayed, or remove the budget"
         )
     if c.agent.port is not None:
         yield (
-            f"{what} with agent.port: samples for other programs would be of no version; set mode to delayed, or remove the port"
+            f"{what} with agent.port: samples for other programs would be of no version; set mode "
+            "to delayed, or remove the port"
         )
     if c.evaluate.overlap:
-        yield f"{what} with evaluate.overlap: engines would go on to the next version while they are evaluated; remove one"
+        yield (
+            f"{what} with evaluate.overlap: engines would go on to the next version while they "
+            "are evaluated; remove one"
+        )
 
 
 def broken_shards(c: ConfigTree) -> Iterator[str]:
@@ -157,8 +177,8 @@ def broken_shards(c: ConfigTree) -> Iterator[str]:
     replica = c.mesh.replica_size
     if c.mesh.size != t.devices:
         yield (
-            f"trainer.devices: {t.devices} is not a multiple of tensor_parallel x pipeline_parallel = {replica}; "
-            f"set trainer.devices to a multiple of {replica}"
+            f"trainer.devices: {t.devices} is not a multiple of tensor_parallel x "
+            f"pipeline_parallel = {replica}; set trainer.devices to a multiple of {replica}"
         )
 
 
@@ -169,39 +189,57 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
         for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
             if getattr(t, name) > 1:
                 yield (
-                    f"trainer.{name}: {getattr(t, name)} with trainer.backend=fsdp, which shards every weight over all trainer "
-                    f"devices instead; remove the key, or set trainer.backend=megatron"
+                    f"trainer.{name}: {getattr(t, name)} with trainer.backend=fsdp, which shards "
+                    "every weight over all trainer devices instead; remove the key, or set "
+                    "trainer.backend=megatron"
                 )
         if c.algorithm.router_aux_coef:
             yield (
-                f"algorithm.router_aux_coef: {c.algorithm.router_aux_coef} with trainer.backend=fsdp, whose layers are those of "
-                f"transformers and have no such loss; set it to 0, or trainer.backend=megatron"
+                f"algorithm.router_aux_coef: {c.algorithm.router_aux_coef} with "
+                "trainer.backend=fsdp, whose layers are those of transformers and have no such "
+                "loss; set it to 0, or trainer.backend=megatron"
             )
-        for name, value, other in (("recompute", "selective", "full"), ("frozen_pass", "separate", "together")):
+        for name, value, other in (
+            ("recompute", "selective", "full"),
+            ("frozen_pass", "separate", "together"),
+        ):
             if getattr(t, name) == value:
-                yield f"trainer.{name}: {value} with trainer.backend=fsdp, which has none; set it to {other}"
+                yield (
+                    f"trainer.{name}: {value} with trainer.backend=fsdp, which has none; set it "
+                    f"to {other}"
+                )
         if t.devices % (t.shards or 1):
-            yield f"trainer.shards: {t.shards} does not divide trainer.devices = {t.devices}; set it to a divisor"
+            yield (
+                f"trainer.shards: {t.shards} does not divide trainer.devices = {t.devices}; set "
+                "it to a divisor"
+            )
     if c.algorithm.router_replay != "none" and t.backend != "megatron":
         yield (
-            f"algorithm.router_replay: {c.algorithm.router_replay} with trainer.backend={t.backend}, whose routers choose by "
-            f"themselves; set it to none, or trainer.backend=megatron"
+            f"algorithm.router_replay: {c.algorithm.router_replay} with "
+            f"trainer.backend={t.backend}, whose routers choose by themselves; set it to none, or "
+            "trainer.backend=megatron"
         )
     if c.attention.implementation in ("sdpa", "eager"):
-        own = f"attention.implementation: {c.attention.implementation} is transformers' own attention"
+        own = (
+            f"attention.implementation: {c.attention.implementation} is transformers' own attention"
+        )
         if t.backend != "fsdp":
             yield f"{own}, which trainer.backend={t.backend} has not; set it to auto"
         elif c.attention.shared_prompt:
-            yield f"{own}, which shares no prompts; set attention.shared_prompt=false, or the implementation to auto"
+            yield (
+                f"{own}, which shares no prompts; set attention.shared_prompt=false, or the "
+                "implementation to auto"
+            )
     if c.mesh.expert != t.expert_parallel:
         yield (
-            f"trainer.expert_parallel: {t.expert_parallel} does not divide the {c.mesh.stage_size} ranks of a pipeline stage "
-            f"(trainer.devices / pipeline_parallel); set it to a divisor"
+            f"trainer.expert_parallel: {t.expert_parallel} does not divide the {c.mesh.stage_size} "
+            "ranks of a pipeline stage (trainer.devices / pipeline_parallel); set it to a divisor"
         )
     if not c.mesh.shares(s.prompts_per_iteration):
         yield (
-            f"schedule.prompts_per_iteration: {counted(s.prompts_per_iteration, 'group')} cannot be divided evenly among "
-            f"{counted(c.mesh.data, 'replica')}; set it to a multiple of {c.mesh.data}"
+            f"schedule.prompts_per_iteration: {counted(s.prompts_per_iteration, 'group')} cannot "
+            f"be divided evenly among {counted(c.mesh.data, 'replica')}; set it to a multiple of "
+            f"{c.mesh.data}"
         )
     if c.groups_per_replica % s.updates_per_iteration:
         yield (
@@ -211,21 +249,25 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
         )
     if c.rollout.responses_per_prompt % c.microbatch_responses:
         yield (
-            f"microbatch.responses: {c.microbatch.responses} does not divide rollout.responses_per_prompt = "
-            f"{c.rollout.responses_per_prompt}; set it to a divisor"
+            f"microbatch.responses: {c.microbatch.responses} does not divide "
+            f"rollout.responses_per_prompt = {c.rollout.responses_per_prompt}; set it to a divisor"
         )
     if c.microbatch.max_tokens is not None and t.pipeline_parallel > 1:
         yield (
-            f"microbatch.max_tokens: {c.microbatch.max_tokens}: packing does not know the number of microbatches in advance, "
-            f"which trainer.pipeline_parallel = {t.pipeline_parallel} needs; remove the key or set pipeline_parallel to 1"
+            f"microbatch.max_tokens: {c.microbatch.max_tokens}: packing does not know the number "
+            f"of microbatches in advance, which trainer.pipeline_parallel = {t.pipeline_parallel} "
+            "needs; remove the key or set pipeline_parallel to 1"
         )
     profiled = c.telemetry.profile_iterations
     if any(not 0 <= value < s.iterations for value in profiled):
-        yield f"telemetry.profile_iterations: {list(profiled)}: the run has 0 to {s.iterations - 1}; leave out the others"
+        yield (
+            f"telemetry.profile_iterations: {list(profiled)}: the run has 0 to "
+            f"{s.iterations - 1}; leave out the others"
+        )
     if c.optimizer.min_learning_rate > c.optimizer.learning_rate:
         yield (
-            f"optimizer.min_learning_rate: {c.optimizer.min_learning_rate} exceeds optimizer.learning_rate = "
-            f"{c.optimizer.learning_rate}; lower it"
+            f"optimizer.min_learning_rate: {c.optimizer.min_learning_rate} exceeds "
+            f"optimizer.learning_rate = {c.optimizer.learning_rate}; lower it"
         )
     yield from _broken_adapters(c)
 
@@ -233,13 +275,21 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
 def _broken_adapters(c: ConfigTree) -> Iterator[str]:
     if not c.has_adapters:
         if c.checkpoint.export_hf == "merged":
-            yield "checkpoint.export_hf: merged, but there are no adapters; set lora.rank or model.adapter, or export_hf to true"
+            yield (
+                "checkpoint.export_hf: merged, but there are no adapters; set lora.rank or "
+                "model.adapter, or export_hf to true"
+            )
         return
-    key, value = ("model.adapter", c.model.adapter) if c.model.adapter else ("lora.rank", c.lora.rank)
+    key, value = (
+        ("model.adapter", c.model.adapter) if c.model.adapter else ("lora.rank", c.lora.rank)
+    )
     if c.trainer.backend != "fsdp":
-        yield f"{key}: {value} with trainer.backend={c.trainer.backend}, which trains no adapters; set trainer.backend=fsdp"
+        yield (
+            f"{key}: {value} with trainer.backend={c.trainer.backend}, which trains no adapters; "
+            "set trainer.backend=fsdp"
+        )
     if c.model.adapter and c.lora.rank:
         yield (
-            f"lora.rank: {c.lora.rank} beside model.adapter, which has rank, alpha and targets of its own; remove the keys of "
-            f"lora, or model.adapter to begin anew"
+            f"lora.rank: {c.lora.rank} beside model.adapter, which has rank, alpha and targets of "
+            "its own; remove the keys of lora, or model.adapter to begin anew"
         )

@@ -1,4 +1,6 @@
-"""Rules for processes: engines and their lengths, where each stands (nodes, devices, ports), and deadlines in order."""
+"""Rules for processes: engines and their lengths, where each stands (nodes, devices, ports), and
+deadlines in order.
+"""
 
 from __future__ import annotations
 
@@ -17,56 +19,71 @@ def broken_engines(c: ConfigTree) -> Iterator[str]:
     r = c.rollout
     if r.temperature < _LEAST_TEMPERATURE:
         yield (
-            f"rollout.temperature: {r.temperature}: engines sample at {_LEAST_TEMPERATURE} instead of less, and the trainer's "
-            f"log-probs would not match; set it to {_LEAST_TEMPERATURE} or more"
+            f"rollout.temperature: {r.temperature}: engines sample at {_LEAST_TEMPERATURE} instead "
+            f"of less, and the trainer's log-probs would not match; set it to {_LEAST_TEMPERATURE} "
+            "or more"
         )
     if r.attach and len(r.attach) != c.rollout.engines:
-        yield f"rollout.attach: {len(r.attach)} URLs for rollout.engines = {r.engines}; list one URL per engine"
+        yield (
+            f"rollout.attach: {len(r.attach)} URLs for rollout.engines = {r.engines}; list one "
+            "URL per engine"
+        )
     if r.window != "auto" and r.window < r.responses_per_prompt:
         yield (
-            f"rollout.window: {counted(r.window, 'sequence')} cannot hold one group of rollout.responses_per_prompt = "
-            f"{r.responses_per_prompt}; set it to at least {r.responses_per_prompt} or to auto"
+            f"rollout.window: {counted(r.window, 'sequence')} cannot hold one group of "
+            f"rollout.responses_per_prompt = {r.responses_per_prompt}; set it to at least "
+            f"{r.responses_per_prompt} or to auto"
         )
     longest = c.data.max_prompt_tokens + r.max_response_tokens
     if longest > r.max_num_batched_tokens:
         yield (
-            f"rollout.max_num_batched_tokens: {r.max_num_batched_tokens} is less than data.max_prompt_tokens + "
-            f"rollout.max_response_tokens = {c.data.max_prompt_tokens} + {r.max_response_tokens}, so that a sequence would be "
-            f"prefilled in chunks, which seeded sampling does not allow; raise it to at least {longest}"
+            f"rollout.max_num_batched_tokens: {r.max_num_batched_tokens} is less than "
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {c.data.max_prompt_tokens} + "
+            f"{r.max_response_tokens}, so that a sequence would be prefilled in chunks, which "
+            f"seeded sampling does not allow; raise it to at least {longest}"
         )
     if r.max_num_seqs > r.max_num_batched_tokens:
         yield (
-            f"rollout.max_num_seqs: {r.max_num_seqs} exceeds rollout.max_num_batched_tokens = {r.max_num_batched_tokens}; "
-            f"lower it, a step has one token per sequence at least"
+            f"rollout.max_num_seqs: {r.max_num_seqs} exceeds rollout.max_num_batched_tokens = "
+            f"{r.max_num_batched_tokens}; lower it, a step has one token per sequence at least"
         )
     yield from _broken_single_engines(c)
 
 
 def _broken_single_engines(c: ConfigTree) -> Iterator[str]:
-    """Yields what is wrong with settings of single engines: which there are, their windows and devices."""
+    """Yields what is wrong with settings of single engines: which there are, their windows and
+    devices.
+    """
     r = c.rollout
     number = max(c.rollout.engines, r.max_engines or 0)
     named = [index for entry in r.engine_settings for index in entry.engines]
     for index in sorted(set(named)):
         if index >= number:
             yield (
-                f"{_KEY}: there is no engine {index}: the run has {number}, numbered from 0 (rollout.engines); name one of 0 to "
-                f"{number - 1}"
+                f"{_KEY}: there is no engine {index}: the run has {number}, numbered from 0 "
+                f"(rollout.engines); name one of 0 to {number - 1}"
             )
         if named.count(index) > 1:
-            yield f"{_KEY}: engine {index} is named {named.count(index)} times; put all that is said of it into one entry"
+            yield (
+                f"{_KEY}: engine {index} is named {named.count(index)} times; put all that is "
+                "said of it into one entry"
+            )
     for entry in r.engine_settings:
-        which = f"engine{'s' if len(entry.engines) > 1 else ''} {', '.join(map(str, entry.engines))}"
+        which = (
+            f"engine{'s' if len(entry.engines) > 1 else ''} {', '.join(map(str, entry.engines))}"
+        )
         if entry.window is not None and entry.window < r.responses_per_prompt:
             yield (
-                f"{_KEY}: a window of {entry.window} for {which} cannot hold one group of rollout.responses_per_prompt = "
-                f"{r.responses_per_prompt}; set it to at least {r.responses_per_prompt}, or remove it"
+                f"{_KEY}: a window of {entry.window} for {which} cannot hold one group of "
+                f"rollout.responses_per_prompt = {r.responses_per_prompt}; set it to at least "
+                f"{r.responses_per_prompt}, or remove it"
             )
         kind = entry.device_kind
         if kind is not None and not r.attach and c.run.device not in ("auto", kind):
             yield (
-                f"{_KEY}: {which} on {entry.device}, but the run starts its engines on run.device={c.run.device}; start them where "
-                f"they are and attach them (rollout.attach), or remove the device"
+                f"{_KEY}: {which} on {entry.device}, but the run starts its engines on "
+                f"run.device={c.run.device}; start them where they are and attach them "
+                "(rollout.attach), or remove the device"
             )
 
 
@@ -75,44 +92,55 @@ def broken_placement(c: ConfigTree) -> Iterator[str]:
     r = c.rollout
     if c.placement.nnodes > 1 and c.placement.cluster == "local":
         yield (
-            f"placement.nnodes: {c.placement.nnodes} with placement.cluster=local, which is this machine alone; set "
-            f"placement.cluster=ray, or nnodes to 1"
+            f"placement.nnodes: {c.placement.nnodes} with placement.cluster=local, which is this "
+            "machine alone; set placement.cluster=ray, or nnodes to 1"
         )
     if c.agent.port is not None and c.placement.colocate:
         yield (
-            "agent.port: with placement.colocate engines could write for other programs while trainers have the devices; set "
-            "colocate to false, or remove the port"
+            "agent.port: with placement.colocate engines could write for other programs while "
+            "trainers have the devices; set colocate to false, or remove the port"
         )
     if r.max_engines is not None and r.max_engines < r.engines:
-        yield f"rollout.engines: {r.engines} is above rollout.max_engines = {r.max_engines}; lower it, or raise the maximum"
+        yield (
+            f"rollout.engines: {r.engines} is above rollout.max_engines = {r.max_engines}; lower "
+            "it, or raise the maximum"
+        )
     if (r.max_engines or r.engines) > r.engines and (c.placement.cluster == "local" or r.attach):
         yield (
-            f"rollout.max_engines: {r.max_engines}: more than rollout.engines = {r.engines} come with nodes of a Ray cluster only, "
-            f"and not beside rollout.attach; set placement.cluster=ray, or one number of engines"
+            f"rollout.max_engines: {r.max_engines}: more than rollout.engines = {r.engines} come "
+            "with nodes of a Ray cluster only, and not beside rollout.attach; set "
+            "placement.cluster=ray, or one number of engines"
         )
-    if c.placement.nnodes > 1 and c.placement.devices_per_node is None and c.num_devices % c.placement.nnodes:
+    if (
+        c.placement.nnodes > 1
+        and c.placement.devices_per_node is None
+        and c.num_devices % c.placement.nnodes
+    ):
         yield (
-            f"placement.nnodes: {counted(c.num_devices, 'device')} of engines and trainers cannot be divided evenly among "
-            f"{counted(c.placement.nnodes, 'node')}; change rollout.engines, trainer.devices or placement.nnodes, or set "
-            f"placement.devices_per_node to what each node has"
+            f"placement.nnodes: {counted(c.num_devices, 'device')} of engines and trainers cannot "
+            f"be divided evenly among {counted(c.placement.nnodes, 'node')}; change "
+            "rollout.engines, trainer.devices or placement.nnodes, or set "
+            "placement.devices_per_node to what each node has"
         )
     if c.num_devices > c.placement.nnodes * (c.placement.devices_per_node or c.num_devices):
         yield (
-            f"placement.devices_per_node: {counted(c.num_devices, 'device')} of engines and trainers are more than "
-            f"{counted(c.placement.nnodes, 'node')} of {c.placement.devices_per_node}; lower rollout.engines or "
-            f"trainer.devices, or raise "
-            f"placement.nnodes"
+            f"placement.devices_per_node: {counted(c.num_devices, 'device')} of engines and "
+            f"trainers are more than {counted(c.placement.nnodes, 'node')} of "
+            f"{c.placement.devices_per_node}; lower rollout.engines or trainer.devices, or raise "
+            "placement.nnodes"
         )
     yield from _broken_colocation(c)
     if c.placement.port + c.rollout.engines * (not r.attach) > 65535:
         yield (
-            f"placement.port: {c.placement.port} and the ports of {counted(c.rollout.engines, 'engine')} behind it run past 65535; "
-            f"set it to at most {65535 - c.rollout.engines}, or 0 for free ones"
+            f"placement.port: {c.placement.port} and the ports of "
+            f"{counted(c.rollout.engines, 'engine')} behind it run past 65535; set it to at most "
+            f"{65535 - c.rollout.engines}, or 0 for free ones"
         )
     if c.placement.devices is not None and len(c.placement.devices) != c.num_devices:
         yield (
-            f"placement.devices: {len(c.placement.devices)} indices for {counted(c.num_devices, 'device')} of engines and "
-            f"trainers; list exactly {c.num_devices}, or remove the key"
+            f"placement.devices: {len(c.placement.devices)} indices for "
+            f"{counted(c.num_devices, 'device')} of engines and trainers; list exactly "
+            f"{c.num_devices}, or remove the key"
         )
 
 
@@ -123,69 +151,86 @@ def _broken_colocation(c: ConfigTree) -> Iterator[str]:
         return
     if s.max_staleness:
         yield (
-            f"placement.colocate: a device decodes, then trains, and with schedule.max_staleness = {s.max_staleness} both work "
-            f"at once; set max_staleness to 0, or colocate to false"
+            "placement.colocate: a device decodes, then trains, and with schedule.max_staleness = "
+            f"{s.max_staleness} both work at once; set max_staleness to 0, or colocate to false"
         )
     if (r.max_engines or r.engines) > r.engines:
         yield (
-            f"placement.colocate: engines that join a run (rollout.max_engines = {r.max_engines}) have devices of their own; set "
-            f"one number of engines"
+            f"placement.colocate: engines that join a run (rollout.max_engines = {r.max_engines}) "
+            "have devices of their own; set one number of engines"
         )
     if r.engines * r.tensor_parallel > t.devices:
         yield (
-            f"placement.colocate: rollout.engines = {r.engines} of {counted(r.tensor_parallel, 'device')} "
-            f"(rollout.tensor_parallel) are more "
-            f"than the {counted(t.devices, 'trainer device')}; set engines to at most {t.devices // r.tensor_parallel}"
+            f"placement.colocate: rollout.engines = {r.engines} of "
+            f"{counted(r.tensor_parallel, 'device')} (rollout.tensor_parallel) are more than the "
+            f"{counted(t.devices, 'trainer device')}; set engines to at most "
+            f"{t.devices // r.tensor_parallel}"
         )
-    if c.engines_sleep and any("expandable_segments:true" in value.lower() for value in r.env.values()):
+    if c.engines_sleep and any(
+        "expandable_segments:true" in value.lower() for value in r.env.values()
+    ):
         yield (
-            "rollout.env: expandable segments with engines that sleep, whose allocator has none; remove the variable, or set "
-            "rollout.sleep=false"
+            "rollout.env: expandable segments with engines that sleep, whose allocator has none; "
+            "remove the variable, or set rollout.sleep=false"
         )
     if r.sleep and c.run.device == "cpu":
-        yield "rollout.sleep: true with run.device=cpu, whose engines have no memory of a device to give back; remove the key"
+        yield (
+            "rollout.sleep: true with run.device=cpu, whose engines have no memory of a device "
+            "to give back; remove the key"
+        )
 
 
 _LONGEST_WAIT_S = 10_000_000  # four months; the clocks of some libraries overflow above
 
 
 def broken_deadlines(c: ConfigTree) -> Iterator[str]:
-    """Yields deadlines that end before those of the work they wait for: the error would name the wrong party."""
+    """Yields deadlines that end before those of the work they wait for: the error would name the
+    wrong party.
+    """
     for section, values in c:
         for key, value in values:
             if key.endswith("_s") and value is not None and value > _LONGEST_WAIT_S:
-                yield f"{section}.{key}: {value:g} s is longer than any run; set it to {_LONGEST_WAIT_S} or less"
+                yield (
+                    f"{section}.{key}: {value:g} s is longer than any run; set it to "
+                    f"{_LONGEST_WAIT_S} or less"
+                )
     wait_s = c.wait_timeout_s
     if c.environment.name == "agents":
         what = "the sessions of a group"
         why = (
-            f"environment.timeout_s = {c.environment_timeout_s:g} for each of rollout.responses_per_prompt = "
-            f"{c.rollout.responses_per_prompt}, agent.concurrent = {c.agent.concurrent} at once, which begin when others end"
+            f"environment.timeout_s = {c.environment_timeout_s:g} for each of "
+            f"rollout.responses_per_prompt = {c.rollout.responses_per_prompt}, agent.concurrent = "
+            f"{c.agent.concurrent} at once, which begin when others end"
         )
     else:
         what = "a request"
         why = (
-            f"rollout.request_timeout_s = {c.rollout.request_timeout_s:g} and {SLOWEST_TOKEN_S:g} s for each of "
-            f"rollout.max_response_tokens = {c.rollout.max_response_tokens}"
+            f"rollout.request_timeout_s = {c.rollout.request_timeout_s:g} and {SLOWEST_TOKEN_S:g} "
+            f"s for each of rollout.max_response_tokens = {c.rollout.max_response_tokens}"
         )
     if c.trainer.wait_timeout_s is None and wait_s > _LONGEST_WAIT_S:
-        yield f"trainer.wait_timeout_s: a group may take {wait_s:g} s ({why}), longer than any run; lower these"
+        yield (
+            f"trainer.wait_timeout_s: a group may take {wait_s:g} s ({why}), longer than any "
+            "run; lower these"
+        )
     elif wait_s < c.group_limit_s:
         yield (
-            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.group_limit_s:g} s that {what} may take ({why}), so that "
-            f"trainers would give up on a group that still has time; set it to at least that, or remove it"
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.group_limit_s:g} s that "
+            f"{what} may take ({why}), so that trainers would give up on a group that still has "
+            "time; set it to at least that, or remove it"
         )
     elif c.reward_limit_s and wait_s < c.group_limit_s + c.reward_limit_s:
         yield (
-            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.group_limit_s:g} s of {what} and the "
-            f"{c.reward_limit_s:g} s that the group's rewards may take then (reward.judge: timeout_s and concurrency; "
-            f"reward.code.timeout_s and reward.workers; reward.timeout_s), so that trainers "
-            f"would give up on a group that still has time; "
-            f"set it to at least {c.group_limit_s + c.reward_limit_s:g}, remove it, or lower these"
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.group_limit_s:g} s of "
+            f"{what} and the {c.reward_limit_s:g} s that the group's rewards may take then "
+            "(reward.judge: timeout_s and concurrency; reward.code.timeout_s and reward.workers; "
+            "reward.timeout_s), so that trainers would give up on a group that still has time; set "
+            f"it to at least {c.group_limit_s + c.reward_limit_s:g}, remove it, or lower these"
         )
     if wait_s < 2 * c.publish.timeout_s:
         yield (
-            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than twice publish.timeout_s = {c.publish.timeout_s:g} s, for which "
-            f"the tensor-parallel peers of a rank that joins engines and sends to them may wait in a collective; set it to at "
-            f"least {2 * c.publish.timeout_s:g}, or lower publish.timeout_s"
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than twice publish.timeout_s = "
+            f"{c.publish.timeout_s:g} s, for which the tensor-parallel peers of a rank that joins "
+            "engines and sends to them may wait in a collective; set it to at least "
+            f"{2 * c.publish.timeout_s:g}, or lower publish.timeout_s"
         )

@@ -1,4 +1,5 @@
-"""The keys of the configuration: one class per section, one sentence per key, with default and bounds.
+"""The keys of the configuration: one class per section, one sentence per key, with default and
+bounds.
 
 Unknown keys are refused. Rules between keys are in `pa_npu.config.rules`.
 """
@@ -15,10 +16,17 @@ Several = Annotated[tuple[Item, ...], Field(strict=False)]
 """A list in YAML, a tuple here."""
 
 FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
-"""The path of a file or directory. A leading `~` or `~user` is the home directory, as in a shell."""
+"""The path of a file or directory.
+
+A leading `~` or `~user` is the home directory, as in a shell.
+"""
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, no key is accepted and ignored, and no value taken for one of another kind."""
+    """Base of all sections: immutable, no key is accepted and ignored, and no value taken for one
+    of another kind.
+    """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False
+    )

@@ -1,10 +1,13 @@
-"""Responses, token by token, from a Hugging Face model: what is sampled depends on weights, prompt and seed, on nothing else.
+"""Responses, token by token, from a Hugging Face model: what is sampled depends on weights, prompt
+and seed, on nothing else.
 
-One thread owns the model. It gives every response in flight a token in turn, and does other work when asked to. Taking turns keeps
-the engine answering: a probe waits for one token of each response in flight, not for the longest of them.
+One thread owns the model. It gives every response in flight a token in turn, and does other work
+when asked to. Taking turns keeps the engine answering: a probe waits for one token of each response
+in flight, not for the longest of them.
 
-Every forward pass has a batch of one: kernels choose their order of additions by shape, so that only equal shapes give equal bits.
-A prompt is prefilled once for all its responses, which start from copies of its keys and values.
+Every forward pass has a batch of one: kernels choose their order of additions by shape, so that
+only equal shapes give equal bits. A prompt is prefilled once for all its responses, which start
+from copies of its keys and values.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ NO_ROUTES = np.zeros((0, 0, 0), np.uint16)
 
 @dataclass(frozen=True)
 class Wish:
-    """The wish of a request: as pa_npu.engines.protocol.Sampling, with the tokens that end a response and how many fit.
+    """The wish of a request: as pa_npu.engines.protocol.Sampling, with the tokens that end a
+    response and how many fit.
 
-    stops: whether the tokens of a response say a text that ends it; None where there is no such text. written: tokens that the
-    response begins with, which are computed one by one as they were when it was begun, and are no part of the answer.
+    stops: whether the tokens of a response say a text that ends it; None where there is no such
+    text. written: tokens that the response begins with, which are computed one by one as they were
+    when it was begun, and are no part of the answer.
     """
 
     max_tokens: int
@@ -44,7 +49,9 @@ class Wish:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt's keys and values, the scores of the token after it, fp32 [vocabulary], and its routes (RouteRecorder)."""
+    """A prompt's keys and values, the scores of the token after it, fp32 [vocabulary], and its
+    routes (RouteRecorder).
+    """
 
     cache: Any
     scores: torch.Tensor
@@ -53,7 +60,9 @@ class Prefilled:
 
 @dataclass
 class Response:
-    """A response in the making; finish_reason is None until it ends. routes: of the tokens that were computed, pass by pass."""
+    """A response in the making; finish_reason is None until it ends. routes: of the tokens that
+    were computed, pass by pass.
+    """
 
     wish: Wish
     generator: torch.Generator
@@ -79,7 +88,9 @@ class Decoder:
 
     def begin(self, prefilled: Prefilled, seed: int, wish: Wish) -> Response:
         generator = torch.Generator().manual_seed(seed)
-        response = Response(wish, generator, copy.deepcopy(prefilled.cache), prefilled.scores, [prefilled.routes])
+        response = Response(
+            wish, generator, copy.deepcopy(prefilled.cache), prefilled.scores, [prefilled.routes]
+        )
         for token in wish.written:
             if wish.temperature:
                 torch.multinomial(torch.ones_like(response.scores), 1, generator=generator)
@@ -97,7 +108,9 @@ class Decoder:
             logprobs = torch.log_softmax(response.scores, dim=-1)
             token = int(logprobs.argmax())
         else:
-            logprobs = nucleus(torch.log_softmax(response.scores / wish.temperature, dim=-1), wish.top_p)
+            logprobs = nucleus(
+                torch.log_softmax(response.scores / wish.temperature, dim=-1), wish.top_p
+            )
             token = int(torch.multinomial(logprobs.exp(), 1, generator=response.generator))
         response.tokens.append(token)
         response.logprobs.append(float(logprobs[token]))
@@ -116,7 +129,9 @@ class Decoder:
 
     @torch.inference_mode()
     def _forward(self, tokens: Sequence[int], cache: Any) -> tuple[Any, torch.Tensor]:
-        """Keys and values after `tokens`, and the scores of the next one on the host, whose generators all devices share."""
+        """Keys and values after `tokens`, and the scores of the next one on the host, whose
+        generators all devices share.
+        """
         ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self._device)
         output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.past_key_values, output.logits[0, -1].float().cpu()
@@ -129,24 +144,31 @@ class RouteRecorder:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+        routers = [
+            module for module in model.modules() if type(module).__name__.endswith("TopKRouter")
+        ]
         self.num_routers = len(routers)
         self._chosen: list[torch.Tensor] = []
         for router in routers:
             router.register_forward_hook(self._note)
 
     def take(self) -> npt.NDArray[np.uint16]:
-        """The routes of the pass since the last call, uint16 [tokens, layers, experts per token]; [0, 0, 0] of a dense model."""
+        """The routes of the pass since the last call, uint16 [tokens, layers, experts per token];
+        [0, 0, 0] of a dense model.
+        """
         chosen, self._chosen = self._chosen, []
         return torch.stack(chosen, 1).cpu().numpy().astype(np.uint16) if chosen else NO_ROUTES
 
     def _note(self, router: torch.nn.Module, given: Any, output: Any) -> None:
-        """output: with the indices of the experts, [tokens, experts per token], behind scores and weights."""
+        """output: with the indices of the experts, [tokens, experts per token], behind scores and
+        weights.
+        """
         self._chosen.append(output[-1])
 
 
 def nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Log-probs [vocabulary] of the fewest likeliest tokens with together at least top_p, renormalised; -inf elsewhere.
+    """Log-probs [vocabulary] of the fewest likeliest tokens with together at least top_p,
+    renormalised; -inf elsewhere.
 
     Holtzman et al. 2020 (arXiv 1904.09751).
     """
@@ -199,14 +221,18 @@ class Scheduler:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def generate(self, prompt: Sequence[int], seeds: Sequence[int], wish: Wish) -> Future[list[Response]]:
+    def generate(
+        self, prompt: Sequence[int], seeds: Sequence[int], wish: Wish
+    ) -> Future[list[Response]]:
         """One response per seed. Cancelling the future ends them."""
         request = _Request(prompt, seeds, wish, Future())
         self._inbox.put(request)
         return request.future
 
     def call(self, function: Callable[[], T], *, alone: bool = False) -> Future[T]:
-        """The result of `function` on the model's thread, between two tokens. alone: Busy while responses are in flight."""
+        """The result of `function` on the model's thread, between two tokens. alone: Busy while
+        responses are in flight.
+        """
         call = _Call(function, alone, Future())
         self._inbox.put(call)
         return call.future
@@ -249,7 +275,9 @@ class Scheduler:
         if not call.future.set_running_or_notify_cancel():
             return
         try:
-            if call.alone and any(not request.future.done() for request in (*self._running, *self._waiting)):
+            if call.alone and any(
+                not request.future.done() for request in (*self._running, *self._waiting)
+            ):
                 raise Busy("responses are in flight")
             call.future.set_result(call.function())
         except Exception as error:
@@ -265,7 +293,9 @@ class Scheduler:
             self._running.append(request)
             try:
                 prefilled = self._decoder.prefill(request.prompt)
-                request.responses = [self._decoder.begin(prefilled, seed, request.wish) for seed in request.seeds]
+                request.responses = [
+                    self._decoder.begin(prefilled, seed, request.wish) for seed in request.seeds
+                ]
             except Exception as error:
                 _end(request.future, error=error)
 

@@ -1,4 +1,6 @@
-"""Transformers engines as launcher and coordinator see them: the command that starts one, what it cannot do, and what it needs."""
+"""Transformers engines as launcher and coordinator see them: the command that starts one, what it
+cannot do, and what it needs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _NEEDED = ("torch", "transformers", "aiohttp", "msgspec", "safetensors")
 def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> EngineCommand:
     """How to start engine `index` (0 .. config.rollout.engines - 1) on `port`. Raises ConfigError.
 
-    The API key, without which it refuses every request, is the environment's VLLM_API_KEY: command lines are public on a machine.
+    The API key, without which it refuses every request, is the environment's VLLM_API_KEY: command
+    lines are public on a machine.
     """
     check_keys(config, spec)
     check_engine(config, spec)
@@ -32,7 +35,10 @@ def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> En
         *("--port", str(port)),
         *("--dtype", config.model.dtype),
         *("--device", config.run.device),
-        *("--max-model-len", str(config.data.max_prompt_tokens + config.rollout.max_response_tokens)),
+        *(
+            "--max-model-len",
+            str(config.data.max_prompt_tokens + config.rollout.max_response_tokens),
+        ),
         *("--max-num-seqs", str(config.rollout.max_num_seqs)),
         *(["--trust-remote-code"] if config.model.trust_remote_code else []),
     ]
@@ -47,10 +53,13 @@ def check_keys(config: Config, spec: ModelSpec | None) -> None:
     rollout, problem = config.rollout, None
     if rollout.tensor_parallel > 1:
         problem = (
-            f"tensor_parallel: {rollout.tensor_parallel}: the transformers engine computes on one device; set it to 1"
+            f"tensor_parallel: {rollout.tensor_parallel}: the transformers engine computes "
+            "on one device; set it to 1"
         )
     elif rollout.extra_args:
-        problem = f"extra_args: the transformers engine knows no {rollout.extra_args[0]}; remove the key"
+        problem = (
+            f"extra_args: the transformers engine knows no {rollout.extra_args[0]}; remove the key"
+        )
     elif rollout.graph_mode:
         problem = "graph_mode: the transformers engine computes eagerly; set it to false"
     if problem is not None:
@@ -75,7 +84,8 @@ def describe(config: Config | None) -> tuple[str, str | None]:
     names = ", ".join(f"{name} {version}" for name, version in found.items())
     if missing := [name for name in _NEEDED if name not in found]:
         return names, (
-            f"rollout.python: {interpreter} has no {', '.join(missing)}, which rollout.backend=transformers needs; install it"
+            f"rollout.python: {interpreter} has no {', '.join(missing)}, which "
+            "rollout.backend=transformers needs; install it"
         )
     return f"{names} ({interpreter})", None
 

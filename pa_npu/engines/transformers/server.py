@@ -4,11 +4,13 @@
 
     GET  /health            open to all                  GET  /version, /v1/models    what it is
     POST /v1/completions    responses to a prompt        POST /pause, /resume         responses in flight end as they stand
-    POST /collective_rpc    the calls of pa_npu.engines.weight_calls, of which a load wants nothing in flight
+    POST /collective_rpc    the calls of pa_npu.engines.weight_calls, of which a load wants nothing
+                            in flight
 
 These are vLLM's paths, so that one client asks every engine (pa_npu.engines.client).
 
-Paths but /health want the API key of the environment's VLLM_API_KEY; without one it refuses everything.
+Paths but /health want the API key of the environment's VLLM_API_KEY; without one it refuses
+everything.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ One = Annotated[float, msgspec.Meta(ge=1, le=1)]
 
 
 class Extra(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """drawn: so many of the prompt's last tokens are the beginning of a lone response, of which the rest is asked for. routes: say
-    which experts each token took."""
+    """drawn: so many of the prompt's last tokens are the beginning of a lone response, of which the
+    rest is asked for. routes: say which experts each token took."""
 
     drawn: Annotated[int, msgspec.Meta(ge=0)] = 0
     routes: int = 0
@@ -96,7 +98,9 @@ class Refused(Exception):
 
 
 class Server:
-    """tokenizer: for the text of responses. limits: of a sequence, prompt and response together, and of sequences in flight."""
+    """tokenizer: for the text of responses. limits: of a sequence, prompt and response together,
+    and of sequences in flight.
+    """
 
     def __init__(
         self,
@@ -122,7 +126,8 @@ class Server:
 
     def app(self) -> web.Application:
         app = web.Application(
-            client_max_size=_LARGEST_REQUEST_BYTES, middlewares=[self._guard, self._sign, self._explain]
+            client_max_size=_LARGEST_REQUEST_BYTES,
+            middlewares=[self._guard, self._sign, self._explain],
         )
         app.router.add_get(OPEN_PATH, self._health)
         app.router.add_get("/version", self._say_version)
@@ -138,7 +143,10 @@ class Server:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        sent = [value.encode("utf-8", "surrogateescape") for value in request.headers.getall("Authorization", [])]
+        sent = [
+            value.encode("utf-8", "surrogateescape")
+            for value in request.headers.getall("Authorization", [])
+        ]
         if request.path == OPEN_PATH or authorised(sent, self._api_key):
             return await handler(request)
         return web.Response(status=401, text=REFUSAL, content_type="application/json")
@@ -148,7 +156,9 @@ class Server:
         version = self._identity.version
         response = await handler(request)
         may_load = request.path == _WORKERS_PATH
-        response.headers.update(self._identity.headers(self._identity.version if may_load else version))
+        response.headers.update(
+            self._identity.headers(self._identity.version if may_load else version)
+        )
         return response
 
     @web.middleware
@@ -179,15 +189,24 @@ class Server:
         room = self._max_model_len - len(asked.prompt)
         if room < 1:
             raise Refused(
-                f"the prompt has {len(asked.prompt)} tokens, but the maximum context length is {self._max_model_len}"
+                f"the prompt has {len(asked.prompt)} tokens, but the maximum context length is "
+                f"{self._max_model_len}"
             )
         if not all(0 <= token < self._vocab_size for token in asked.prompt):
-            raise Refused(f"the prompt has token ids outside of the vocabulary of {self._vocab_size}")
+            raise Refused(
+                f"the prompt has token ids outside of the vocabulary of {self._vocab_size}"
+            )
         begun = len(asked.prompt) - asked.vllm_xargs.drawn
         prompt, written = asked.prompt[:begun], asked.prompt[begun:]
-        ends = frozenset() if asked.ignore_eos else self._end_token_ids | frozenset(asked.stop_token_ids)
+        ends = (
+            frozenset()
+            if asked.ignore_eos
+            else self._end_token_ids | frozenset(asked.stop_token_ids)
+        )
         stops = partial(self._says_one_of, asked.stop) if asked.stop else None
-        wish = Wish(min(asked.max_tokens, room), asked.temperature, ends, stops, asked.top_p, written)
+        wish = Wish(
+            min(asked.max_tokens, room), asked.temperature, ends, stops, asked.top_p, written
+        )
         seeds = range(asked.seed, asked.seed + asked.n)
         responses = await asyncio.wrap_future(self._scheduler.generate(prompt, seeds, wish))
         choices = [self._choice(index, one, asked, ends) for index, one in enumerate(responses)]
@@ -204,11 +223,20 @@ class Server:
         said = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return any(text in said for text in texts)
 
-    def _choice(self, index: int, response: Response, asked: CompletionRequest, ends: frozenset[int]) -> dict[str, Any]:
+    def _choice(
+        self, index: int, response: Response, asked: CompletionRequest, ends: frozenset[int]
+    ) -> dict[str, Any]:
         ended = bool(response.tokens) and response.tokens[-1] in ends
-        text = self._tokenizer.decode(response.tokens[: -1 if ended else None], skip_special_tokens=True)
+        text = self._tokenizer.decode(
+            response.tokens[: -1 if ended else None], skip_special_tokens=True
+        )
         reason = "abort" if response.finish_reason == "cut" else response.finish_reason
-        choice = {"index": index, "text": text, "token_ids": response.tokens, "finish_reason": reason}
+        choice = {
+            "index": index,
+            "text": text,
+            "token_ids": response.tokens,
+            "finish_reason": reason,
+        }
         if asked.logprobs is not None:
             choice["logprobs"] = {"token_logprobs": response.logprobs}
         if asked.vllm_xargs.routes:
@@ -232,7 +260,9 @@ class Server:
 
         # between two tokens, and what changes weights or groups while nothing is in flight
         alone = loads or asked.method == "pa_connect"
-        return _json({"results": [await asyncio.wrap_future(self._scheduler.call(call, alone=alone))]})
+        return _json(
+            {"results": [await asyncio.wrap_future(self._scheduler.call(call, alone=alone))]}
+        )
 
 
 def _json(answer: object) -> web.Response:
@@ -243,7 +273,9 @@ def _json(answer: object) -> web.Response:
 async def serving(server: Server, host: str, port: int) -> AsyncIterator[str]:
     """Serves in the running event loop and yields the URL; port 0 takes a free one."""
     # a request ends with its connection
-    runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    runner = web.AppRunner(
+        server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
@@ -284,19 +316,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", required=True, help="HF model directory")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one; the URL is printed")
+    parser.add_argument(
+        "--port", type=int, default=0, help="0 takes a free one; the URL is printed"
+    )
     parser.add_argument("--dtype", choices=_DTYPES, default="fp32")
     parser.add_argument("--device", default="cpu", help="npu, cuda or cpu")
-    parser.add_argument("--max-model-len", type=int, required=True, help="tokens of a prompt and its response")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="responses in flight; further ones wait")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that the directory brings along")
+    parser.add_argument(
+        "--max-model-len", type=int, required=True, help="tokens of a prompt and its response"
+    )
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=256, help="responses in flight; further ones wait"
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code that the directory brings along",
+    )
     args = parser.parse_args()
     device = platform.get(args.device)
     device.set_device(0)
     device.set_deterministic(True)
     key = os.environ.get(KEY_VARIABLE, "")
     limits = args.max_model_len, args.max_num_seqs
-    server = load_server(args.model, args.dtype, device.device(0), key, *limits, args.trust_remote_code)
+    server = load_server(
+        args.model, args.dtype, device.device(0), key, *limits, args.trust_remote_code
+    )
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve_forever(server, args.host, args.port))
 

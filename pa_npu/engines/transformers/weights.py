@@ -18,14 +18,20 @@ class ModelWorker(WeightCalls):
 
     rank = 0
 
-    def __init__(self, model: torch.nn.Module, device: torch.device, directory: str, records_routes: bool) -> None:
+    def __init__(
+        self, model: torch.nn.Module, device: torch.device, directory: str, records_routes: bool
+    ) -> None:
         self.device = device
         self._model = model
         self._directory = directory
         self._records_routes = records_routes
 
     def pa_version(self) -> dict[str, Any]:
-        return super().pa_version() | {"continues": True, "sleeps": False, "routes": self._records_routes}
+        return super().pa_version() | {
+            "continues": True,
+            "sleeps": False,
+            "routes": self._records_routes,
+        }
 
     def _pa_model(self) -> tuple[object, str]:
         config: Any = self._model.config
@@ -36,12 +42,16 @@ class ModelWorker(WeightCalls):
         places = wire_weights(self._model)
         for name in names:
             memory = tensors[places[name].source].detach().reshape(-1)
-            yield LiveTensor(name, (name,), memory[places[name].start : places[name].start + places[name].size])
+            yield LiveTensor(
+                name, (name,), memory[places[name].start : places[name].start + places[name].size]
+            )
 
     def _pa_modules(self) -> Iterable[torch.nn.Module]:
         return self._model.modules()
 
-    def _pa_take(self, version: int, weights: Iterator[tuple[str, torch.Tensor]], kept: bool) -> list[str]:
+    def _pa_take(
+        self, version: int, weights: Iterator[tuple[str, torch.Tensor]], kept: bool
+    ) -> list[str]:
         whole = stored_tensors(self._model)
         parameters = {
             name: whole[weight.source]
@@ -53,10 +63,13 @@ class ModelWorker(WeightCalls):
         for name, tensor in weights:
             parameter = parameters.get(name)
             if parameter is None or parameter.shape != tensor.shape:
-                found = "no such parameter" if parameter is None else f"shape {list(parameter.shape)}"
+                found = (
+                    "no such parameter" if parameter is None else f"shape {list(parameter.shape)}"
+                )
                 raise WeightSyncError(
-                    f"weight version {version}: the trainer sent {name} with shape {list(tensor.shape)}, but the engine has "
-                    f"{found}; engine and trainer must be given the same model directory"
+                    f"weight version {version}: the trainer sent {name} with shape "
+                    f"{list(tensor.shape)}, but the engine has {found}; engine and trainer must be "
+                    "given the same model directory"
                 )
             if kept and isinstance(parameter, torch.nn.Parameter):
                 parameter.data = tensor.to(parameter.device, parameter.dtype)

@@ -1,13 +1,17 @@
-"""The API key and the identity of a vLLM server (`--middleware pa_npu.engines.vllm.guard.EngineGuard`). Standard library only.
+"""The API key and the identity of a vLLM server
+(`--middleware pa_npu.engines.vllm.guard.EngineGuard`). Standard library only.
 
-It runs inside vLLM's API server, in the engine's own interpreter. vLLM's own key covers /v1 and a few more prefixes and lets
-OPTIONS pass; /collective_rpc, which calls any method of the workers, is not among them.
+It runs inside vLLM's API server, in the engine's own interpreter. vLLM's own key covers /v1 and a
+few more prefixes and lets OPTIONS pass; /collective_rpc, which calls any method of the workers, is
+not among them.
 
-A load of weights (pa_receive, pa_swap) resets the prefix cache before it is answered: no request of its own, and no way to
-forget it. An engine that is put to sleep has no version any more: its weights' memory is gone.
+A load of weights (pa_receive, pa_swap) resets the prefix cache before it is answered: no request of
+its own, and no way to forget it. An engine that is put to sleep has no version any more: its
+weights' memory is gone.
 
-The weight version is what the workers answered to the last load. vLLM's own (set_weight_version) is not used: releases before
-0.32 do not have it, and it is in the answers of /inference/v1/generate only.
+The weight version is what the workers answered to the last load. vLLM's own (set_weight_version) is
+not used: releases before 0.32 do not have it, and it is in the answers of /inference/v1/generate
+only.
 """
 
 from __future__ import annotations
@@ -32,12 +36,15 @@ _WORKERS_PATH = "/collective_rpc"
 _LOADS = ("pa_receive", "pa_swap")
 _RESET_PATH = "/reset_prefix_cache"
 _SLEEP_PATH = "/sleep"
-# The engine holds blocks of requests that have just ended for a step; what is in use for longer is a request in flight.
+# The engine holds blocks of requests that have just ended for a step; what is in use for longer is
+# a request in flight.
 _RESET_WITHIN_S, _RESET_PAUSE_S = 10.0, 0.005
 
 
 class EngineGuard:
-    """ASGI middleware: answers 401 to requests without the key and passes on all others, and what is not a request."""
+    """ASGI middleware: answers 401 to requests without the key and passes on all others, and what
+    is not a request.
+    """
 
     def __init__(self, app: Application) -> None:
         self._app = app
@@ -53,19 +60,27 @@ class EngineGuard:
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
         else:
             # the request's body is not read, so the connection cannot serve another one
-            await _answer(send, 401, REFUSAL, (b"www-authenticate", b"Bearer"), (b"connection", b"close"))
+            await _answer(
+                send, 401, REFUSAL, (b"www-authenticate", b"Bearer"), (b"connection", b"close")
+            )
 
     def _may_pass(self, scope: Scope) -> bool:
         if scope["type"] == "http" and scope["path"] == OPEN_PATH:
             return True
-        return authorised((value for name, value in scope["headers"] if name.lower() == b"authorization"), self._key)
+        return authorised(
+            (value for name, value in scope["headers"] if name.lower() == b"authorization"),
+            self._key,
+        )
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         before = self._identity.version
 
         async def send_signed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                signature = [(name.encode(), value.encode()) for name, value in self._identity.headers(before).items()]
+                signature = [
+                    (name.encode(), value.encode())
+                    for name, value in self._identity.headers(before).items()
+                ]
                 message = {**message, "headers": [*message.get("headers", ()), *signature]}
             await send(message)
 
@@ -77,7 +92,9 @@ class EngineGuard:
             await self._app(scope, receive, send_signed)
 
     async def _call_workers(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A call of the workers; where it loads weights, the answer is held back until the version in it is known."""
+        """A call of the workers; where it loads weights, the answer is held back until the version
+        in it is known.
+        """
         asked, start, answered = b"", None, b""
         loads = False
 
@@ -104,24 +121,37 @@ class EngineGuard:
             assert start is not None, "ASGI: an answer starts before its body"
             if loads and start["status"] == 200:
                 if not await self._reset_prefix_cache(scope):
-                    reason = f"the prefix cache is still in use {_RESET_WITHIN_S:g} s after the load"
+                    reason = (
+                        f"the prefix cache is still in use {_RESET_WITHIN_S:g} s after the load"
+                    )
                     await _answer(send, 500, json.dumps({"error": {"message": reason}}))
                     return
                 self._identity.version = _loaded_version(answered)
             signature = self._identity.headers(self._identity.version).items()
-            headers = [*start.get("headers", ()), *((name.encode(), value.encode()) for name, value in signature)]
+            headers = [
+                *start.get("headers", ()),
+                *((name.encode(), value.encode()) for name, value in signature),
+            ]
             await send({**start, "headers": headers})
             await send({"type": "http.response.body", "body": answered})
 
         await self._app(scope, receive_and_look, hold_back)
 
     async def _reset_prefix_cache(self, scope: Scope) -> bool:
-        """The same as a request for it from outside; false where requests use the cache for longer than they may."""
-        headers = [(name, value) for name, value in scope["headers"] if not name.lower().startswith(b"content-")]
+        """The same as a request for it from outside; false where requests use the cache for longer
+        than they may.
+        """
+        headers = [
+            (name, value)
+            for name, value in scope["headers"]
+            if not name.lower().startswith(b"content-")
+        ]
         path = {"path": _RESET_PATH, "raw_path": _RESET_PATH.encode(), "query_string": b""}
         end = time.monotonic() + _RESET_WITHIN_S
         while True:
-            status, answer = await _ask(self._app, {**scope, **path, "method": "POST", "headers": headers})
+            status, answer = await _ask(
+                self._app, {**scope, **path, "method": "POST", "headers": headers}
+            )
             if status == 200 and _success(answer):
                 return True
             if status != 200 or time.monotonic() > end:
@@ -149,7 +179,11 @@ async def _ask(app: Application, scope: Scope) -> tuple[int, bytes]:
 
 async def _answer(send: Send, status: int, text: str, *more: tuple[bytes, bytes]) -> None:
     body = text.encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        *more,
+    ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

@@ -1,8 +1,10 @@
-"""The memory that vLLM's modules compute with, and which HF tensors it is made of. Imports torch only.
+"""The memory that vLLM's modules compute with, and which HF tensors it is made of. Imports torch
+only.
 
-vLLM fuses projections (`packed_modules_mapping` of its model classes) and stacks experts. On CPU it packs matrices for their
-kernels and keeps them where no parameter shows them; there a matrix is read back through the kernel, as its product with the
-unit matrix, in which every sum has one term and is exact.
+vLLM fuses projections (`packed_modules_mapping` of its model classes) and stacks experts. On CPU it
+packs matrices for their kernels and keeps them where no parameter shows them; there a matrix is
+read back through the kernel, as its product with the unit matrix, in which every sum has one term
+and is exact.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _ROWS = 512
 
 
 def live_tensors(model: torch.nn.Module, names: Sequence[str]) -> Iterator[LiveTensor]:
-    """Yields the memory that is made of the HF tensors `names`; those whose place is not known are left out."""
+    """Yields the memory that is made of the HF tensors `names`; those whose place is not known are
+    left out.
+    """
     parameters = dict(model.named_parameters())
     sources = _sources(model, parameters, names)
     for parameter_name, tensors in sources.items():
@@ -41,9 +45,15 @@ def live_tensors(model: torch.nn.Module, names: Sequence[str]) -> Iterator[LiveT
             yield LiveTensor(f"{HEAD} in its kernel's form", (EMBEDDING,), packed)
 
 
-def _sources(model: Any, parameters: Iterable[str], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _sources(
+    model: Any, parameters: Iterable[str], names: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
     """Returns by parameter the HF names that it is made of, in their order."""
-    fused = {part: whole for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    fused = {
+        part: whole
+        for whole, parts in getattr(model, "packed_modules_mapping", {}).items()
+        for part in parts
+    }
     known = set(parameters)
     sources: dict[str, tuple[str, ...]] = {}
     for name in names:
@@ -69,13 +79,19 @@ def _place(name: str, parameters: set[str], fused: dict[str, str]) -> str | None
         return None
     experts, projection = expert.groups()
     # releases differ in whether the stacked experts are a module of their own inside `experts`
-    stacked = [other for other in parameters if other.startswith(experts) and other.endswith(_STACKED[projection])]
+    stacked = [
+        other
+        for other in parameters
+        if other.startswith(experts) and other.endswith(_STACKED[projection])
+    ]
     return stacked[0] if len(stacked) == 1 else None
 
 
 @torch.no_grad()
 def _packed(module: Any, weight: torch.Tensor) -> torch.Tensor | None:
-    """Returns the matrix that a packed kernel of a CPU has, [outputs, inputs]; None where the parameter itself is computed with."""
+    """Returns the matrix that a packed kernel of a CPU has, [outputs, inputs]; None where the
+    parameter itself is computed with.
+    """
     multiply = getattr(module, "cpu_linear", None)
     if multiply is None or multiply is torch.nn.functional.linear:
         return None

@@ -1,10 +1,13 @@
-"""The experts that a mixture's routers choose inside a vLLM worker, kept by the slots of the KV cache. Imports torch only.
+"""The experts that a mixture's routers choose inside a vLLM worker, kept by the slots of the KV
+cache. Imports torch only.
 
-A token's routes lie where its key and value lie, so that they are those of the pass that computed them: a cached prefix has the
-routes of the request that it was computed for, a request that was preempted those of its second computation. What a request had is
-copied when it ends, before a step can overwrite its slots; of one that a step leaves out, which may have been preempted, at once.
+A token's routes lie where its key and value lie, so that they are those of the pass that computed
+them: a cached prefix has the routes of the request that it was computed for, a request that was
+preempted those of its second computation. What a request had is copied when it ends, before a step
+can overwrite its slots; of one that a step leaves out, which may have been preempted, at once.
 
-Releases with Model Runner V2 record routes themselves (--enable-return-routed-experts), and answer with them.
+Releases with Model Runner V2 record routes themselves (--enable-return-routed-experts), and answer
+with them.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ _NONE = -1  # 65535 of 16 bits
 
 
 def records_routes(worker: Any) -> bool:
-    """Whether this engine says which experts tokens took: it does so itself, or its routers can be, and then are, watched."""
+    """Whether this engine says which experts tokens took: it does so itself, or its routers can be,
+    and then are, watched.
+    """
     settings = getattr(worker, "vllm_config", None)
     own = getattr(settings, "aux_output_config", None) or getattr(settings, "model_config", None)
     if getattr(own, "enable_return_routed_experts", False):
@@ -30,7 +35,9 @@ def records_routes(worker: Any) -> bool:
 
 
 def recorder_of(worker: Any) -> RouteRecorder | None:
-    """The worker's, made at the first call; None where routers cannot be watched: in captured graphs, and in other runners."""
+    """The worker's, made at the first call; None where routers cannot be watched: in captured
+    graphs, and in other runners.
+    """
     runner = worker.model_runner
     if not hasattr(runner, "_pa_routes"):
         model = getattr(runner, "model", None)
@@ -51,7 +58,10 @@ def _routers(model: torch.nn.Module) -> Iterator[Any]:
 
 
 class RouteRecorder:
-    """Watches the steps of `runner`, vLLM's first model runner. Its methods are called between steps."""
+    """Watches the steps of `runner`, vLLM's first model runner.
+
+    Its methods are called between steps.
+    """
 
     def __init__(self, runner: Any, routers: list[Any]) -> None:
         cache = runner.kv_cache_config
@@ -65,7 +75,9 @@ class RouteRecorder:
         self._aside: dict[str, torch.Tensor] = {}  # of requests that a step left out
         self._ended: dict[str, torch.Tensor] = {}
         for layer, router in enumerate(routers):
-            router.set_capture_fn(lambda ids, layer=layer: self._rows.__setitem__(layer, ids.clone()))
+            router.set_capture_fn(
+                lambda ids, layer=layer: self._rows.__setitem__(layer, ids.clone())
+            )
         execute = runner.execute_model
 
         def execute_and_note(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,11 +93,15 @@ class RouteRecorder:
         self._ended.clear()
 
     def take(self, request: str, n: int, given: int) -> dict[str, Any]:
-        """The routes of the n responses of an API request that has ended, and once those of the tokens that it was given.
+        """The routes of the n responses of an API request that has ended, and once those of the
+        tokens that it was given.
 
-        request: the answer's id. Each is base64 of 16-bit ids [tokens, layers, experts per token]; nothing of what is unknown.
+        request: the answer's id. Each is base64 of 16-bit ids [tokens, layers, experts per token];
+        nothing of what is unknown.
         """
-        responses = [self._take(f"{request}-0" if n == 1 else f"{number}_{request}-0") for number in range(n)]
+        responses = [
+            self._take(f"{request}-0" if n == 1 else f"{number}_{request}-0") for number in range(n)
+        ]
         prompt = max((rows[:given] for rows in responses), key=len)
         return {"given": _text(prompt), "own": [_text(rows[given:]) for rows in responses]}
 
@@ -127,10 +143,16 @@ class RouteRecorder:
             if not self._rows:
                 return
             per_token = next(iter(self._rows.values())).shape[1]
-            self._slots = torch.full((self._num_slots, self._num_layers, per_token), _NONE, dtype=torch.int16)
-        complete = len(self._rows) == self._num_layers and all(len(rows) >= len(slots) for rows in self._rows.values())
+            self._slots = torch.full(
+                (self._num_slots, self._num_layers, per_token), _NONE, dtype=torch.int16
+            )
+        complete = len(self._rows) == self._num_layers and all(
+            len(rows) >= len(slots) for rows in self._rows.values()
+        )
         if complete:
-            step = torch.stack([self._rows[layer][: len(slots)] for layer in range(self._num_layers)], 1)
+            step = torch.stack(
+                [self._rows[layer][: len(slots)] for layer in range(self._num_layers)], 1
+            )
             self._slots[torch.tensor(slots)] = step.to("cpu", torch.int16)
         else:  # never what an earlier step left there
             self._slots[torch.tensor(slots)] = _NONE

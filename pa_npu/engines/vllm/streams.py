@@ -1,9 +1,11 @@
-"""A request's random stream from any place on, inside a vLLM worker, so that a response can be continued elsewhere.
+"""A request's random stream from any place on, inside a vLLM worker, so that a response can be
+continued elsewhere.
 
-vLLM makes a request's generator from its seed when the request enters the runner, and every sampled token draws from it. A request
-that continues a response carries the number of tokens already drawn (`vllm_xargs`), and its generator skips as many draws as it
-enters. How far a draw moves a generator is asked of the engine's own sampler once, so that it need not be known: on devices
-an offset, on CPU one integer (`fused_gumbel_argmax`) or a row of exponentials as long as the vocabulary.
+vLLM makes a request's generator from its seed when the request enters the runner, and every sampled
+token draws from it. A request that continues a response carries the number of tokens already drawn
+(`vllm_xargs`), and its generator skips as many draws as it enters. How far a draw moves a generator
+is asked of the engine's own sampler once, so that it need not be known: on devices an offset, on
+CPU one integer (`fused_gumbel_argmax`) or a row of exponentials as long as the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ Skip = Callable[[torch.Generator, int], None]
 
 
 def follow_streams(worker: Any) -> bool:
-    """Let every request begin where it says its stream is; false where this engine's sampler draws in an unknown way."""
+    """Let every request begin where it says its stream is; false where this engine's sampler draws
+    in an unknown way.
+    """
     runner = worker.model_runner
     if hasattr(runner, "_pa_follows"):
         return bool(runner._pa_follows)
@@ -58,9 +62,15 @@ def _skip_of(worker: Any) -> Skip | None:
         sampler(torch.zeros(1, vocabulary, device=device), {0: drawn}, None, None)
         if device.type != "cpu":
             return _by_offset(drawn.get_offset() - fresh.get_offset())
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:  # another signature, kernel or generator
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # another signature, kernel or generator
         logger.warning(
-            "responses cannot be continued elsewhere: this engine's sampler does not draw from one row of logits on %s (%s: %s)",
+            "responses cannot be continued elsewhere: this engine's sampler does not draw from one "
+            "row of logits on %s (%s: %s)",
             device,
             type(error).__name__,
             error,

@@ -1,11 +1,14 @@
-"""Versions of the supported engine, their needs and differences: one table, and the row of the engine that is installed.
+"""Versions of the supported engine, their needs and differences: one table, and the row of the
+engine that is installed.
 
-All of them have, read in the sources of vLLM 0.20, 0.23 and 0.32: --middleware, --logprobs-mode processed_logprobs,
---generation-config, --worker-extension-cls, --[no-]enable-prefix-caching, --enforce-eager; with VLLM_SERVER_DEV_MODE=1
-/collective_rpc and /reset_prefix_cache; token ids in and out of /v1/completions (`return_token_ids`), so that
-/inference/v1/generate, which is behind --enable-scale-out since 0.32, is not needed; and the layerwise reload that
-pa_npu.engines.vllm.worker loads new weights with. Their own weight transfer changed in 0.23 and 0.28 and is not used.
-Asynchronous scheduling may stay as each decides: a publish comes when no request is in flight.
+All of them have, read in the sources of vLLM 0.20, 0.23 and 0.32: --middleware, --logprobs-mode
+processed_logprobs, --generation-config, --worker-extension-cls, --[no-]enable-prefix-caching,
+--enforce-eager; with VLLM_SERVER_DEV_MODE=1 /collective_rpc and /reset_prefix_cache; token ids in
+and out of /v1/completions (`return_token_ids`), so that /inference/v1/generate, which is behind
+--enable-scale-out since 0.32, is not needed; and the layerwise reload that
+pa_npu.engines.vllm.worker loads new weights with. Their own weight transfer changed in 0.23 and
+0.28 and is not used. Asynchronous scheduling may stay as each decides: a publish comes when no
+request is in flight.
 """
 
 from __future__ import annotations
@@ -27,11 +30,12 @@ from pa_npu.platform.vendor_tools import cann_version
 class EngineVersion:
     """A row. Releases from `lowest` on and below `below` (None: all later ones) of `distribution`.
 
-    env: what exact training needs; the user's own environment wins. batch_invariant_env: what makes results independent of the
-    batch. batch_invariant_dtypes: where they can be. graph_args: what captures graphs in the way that suits training, also when
-    rollout.graph_mode is not set. cann: the release that its torch_npu is built
-    for. routes_args: what makes it answer with the experts of tokens; on CPU the worker's extension records them instead. source:
-    what all this is known from.
+    env: what exact training needs; the user's own environment wins. batch_invariant_env: what makes
+    results independent of the batch. batch_invariant_dtypes: where they can be. graph_args: what
+    captures graphs in the way that suits training, also when rollout.graph_mode is not set. cann:
+    the release that its torch_npu is built
+    for. routes_args: what makes it answer with the experts of tokens; on CPU the worker's extension
+    records them instead. source: what all this is known from.
     """
 
     name: str
@@ -58,8 +62,8 @@ class EngineVersion:
 # Weights in the NZ format (fractal blocks) cannot be loaded in place.
 _NZ_OFF = {"VLLM_ASCEND_ENABLE_NZ": "0"}
 _BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
-# One graph per number of sequences in a decode step, which is where eager dispatch costs most; prompts are computed eagerly.
-# Weights are updated in the memory that the graphs read.
+# One graph per number of sequences in a decode step, which is where eager dispatch costs most;
+# prompts are computed eagerly. Weights are updated in the memory that the graphs read.
 _ROUTES = ("--enable-return-routed-experts",)
 _DECODE_GRAPHS = ("--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}')
 
@@ -70,12 +74,15 @@ VERSIONS = (
         "vllm-ascend",
         (0, 23),
         (0, 24),
-        # with torch_npu 2.10.0.post4. Prefers --additional-config weight_nz_mode, takes the variable where that is not given.
-        # Expandable segments are on unless PYTORCH_NPU_ALLOC_CONF names them or sleep mode is on. Batch invariance is for A2 and
-        # A3, and its workers set HCCL_DETERMINISTIC and LCCL_DETERMINISTIC themselves; its kernels exist only where vllm-ascend
-        # was built with the variable set, otherwise Triton's are taken, and its guide captures piecewise graphs. It has an HCCL
-        # weight transfer of its own, not used here. additional_config.rl_config is no key of this release
-        source="read: ascend_config.py, worker/worker.py, platform.py, batch_invariant.py and requirements.txt of tag v0.23.0",
+        # with torch_npu 2.10.0.post4. Prefers --additional-config weight_nz_mode, takes the
+        # variable where that is not given. Expandable segments are on unless PYTORCH_NPU_ALLOC_CONF
+        # names them or sleep mode is on. Batch invariance is for A2 and A3, and its workers set
+        # HCCL_DETERMINISTIC and LCCL_DETERMINISTIC themselves; its kernels exist only where
+        # vllm-ascend was built with the variable set, otherwise Triton's are taken, and its guide
+        # captures piecewise graphs. It has an HCCL weight transfer of its own, not used here.
+        # additional_config.rl_config is no key of this release
+        source="read: ascend_config.py, worker/worker.py, platform.py, batch_invariant.py and "
+        "requirements.txt of tag v0.23.0",
         env=_NZ_OFF,
         batch_invariant_env=_BATCH_INVARIANT,
         graph_args=_DECODE_GRAPHS,
@@ -89,7 +96,8 @@ VERSIONS = (
         (0, 20),
         None,
         # batch invariance needs compute capability 8.0, on early releases 9.0
-        source="read: envs.py, model_executor/layers/batch_invariant.py and docs/features of 0.20, 0.23 and 0.32",
+        source="read: envs.py, model_executor/layers/batch_invariant.py and docs/features of 0.20, "
+        "0.23 and 0.32",
         batch_invariant_env=_BATCH_INVARIANT,
         routes_args=_ROUTES,
     ),
@@ -100,29 +108,41 @@ VERSIONS = (
         (0, 28),
         (0, 33),
         # the variable would ask for Triton kernels, which no CPU has
-        source="run: 0.32.0; fp32 tokens and log-probs did not depend on the batch, for any window from 16 to 256",
+        source="run: 0.32.0; fp32 tokens and log-probs did not depend on the batch, for any window "
+        "from 16 to 256",
         batch_invariant_dtypes=("fp32",),
     ),
 )
 
 
 def engine_version(config: Config) -> EngineVersion:
-    """The row of the engine in the engines' interpreter. Raises UserError when there is none, or not for run.device."""
+    """The row of the engine in the engines' interpreter.
+
+    Raises UserError when there is none, or not for run.device.
+    """
     python = config.rollout.python
     return select(installed(python), config.run.device, python or sys.executable)
 
 
 def select(found: Mapping[str, str], device: str, python: str) -> EngineVersion:
-    """The row for these distributions and versions. Raises UserError that names what is supported."""
+    """The row for these distributions and versions.
+
+    Raises UserError that names what is supported.
+    """
     rows = [row for row in VERSIONS if device in ("auto", row.device)]
     for row in rows:
         if row.matches(found):
             return row
     names = ", ".join(f"{name} {version}" for name, version in sorted(found.items())) or "no vllm"
     wanted = " or ".join(row.name for row in rows)
-    remedy = "run launch/install_cpu.sh, or name another interpreter" if device == "cpu" else "name another interpreter"
+    remedy = (
+        "run launch/install_cpu.sh, or name another interpreter"
+        if device == "cpu"
+        else "name another interpreter"
+    )
     raise UserError(
-        f"rollout.python: {python} has {names}, but engines on {device} are {wanted}; install that, {remedy}"
+        f"rollout.python: {python} has {names}, but engines on {device} are {wanted}; install "
+        f"that, {remedy}"
     )
 
 
@@ -140,9 +160,11 @@ def _release(version: str) -> tuple[int, int] | None:
 
 
 def graph_arguments(config: Config, version: EngineVersion) -> tuple[str, ...]:
-    """How the engine computes a step: eagerly, or in graphs. The user's own arguments come later and win.
+    """How the engine computes a step: eagerly, or in graphs. The user's own arguments come later
+    and win.
 
-    Not both full graphs and batch invariance unless asked for: on Ascend that pair is untested by its makers.
+    Not both full graphs and batch invariance unless asked for: on Ascend that pair is untested by
+    its makers.
     """
     wanted = config.rollout.graph_mode
     if wanted is None:
@@ -151,28 +173,36 @@ def graph_arguments(config: Config, version: EngineVersion) -> tuple[str, ...]:
 
 
 def environment(config: Config, version: EngineVersion) -> dict[str, str]:
-    """The variables this engine needs for the configuration, on top of the inherited ones. Raises ConfigError."""
+    """The variables this engine needs for the configuration, on top of the inherited ones.
+
+    Raises ConfigError.
+    """
     rollout = config.rollout
     env = {name: value for name, value in version.env.items() if name not in os.environ}
     if rollout.batch_invariant:
         if config.model.dtype not in version.batch_invariant_dtypes:
             raise ConfigError(
                 f"rollout.batch_invariant: {version.name} is invariant with model.dtype = "
-                f"{' or '.join(version.batch_invariant_dtypes)}, not {config.model.dtype}; set one of the two otherwise"
+                f"{' or '.join(version.batch_invariant_dtypes)}, not {config.model.dtype}; set one "
+                "of the two otherwise"
             )
         env |= version.batch_invariant_env
     return env
 
 
-# Faults of an Ascend installation that no version shows, each found before vLLM is started and told in one line.
+# Faults of an Ascend installation that no version shows, each found before vLLM is started and told
+# in one line.
 
 _ASKED = ("torch_npu", "triton", "triton-ascend")
-# HCCL's root information of many ranks, sent in a form that only releases from 2.7.1.post11 on know, and 2.10.0.post4 not
+# HCCL's root information of many ranks, sent in a form that only releases from 2.7.1.post11 on
+# know, and 2.10.0.post4 not
 _RANKS_PER_ROOT = "TORCH_HCCL_RANKS_PER_ROOT"
 
 
 def installation_problem(version: EngineVersion, python: str | None) -> str | None:
-    """Name what would fail engines of this row, or their publish groups with the trainers here; None off Ascend. python: theirs."""
+    """Name what would fail engines of this row, or their publish groups with the trainers here;
+    None off Ascend. python: theirs.
+    """
     if version.cann is None:
         return None
     theirs = distributions(python, _ASKED)
@@ -186,13 +216,16 @@ def installation_problem(version: EngineVersion, python: str | None) -> str | No
 
 
 def _cann(version: EngineVersion, found: str | None) -> str | None:
-    """Both ends of a publish need the same CANN. found: the trainers' release, such as 9.1.0; None where it is unknown."""
+    """Both ends of a publish need the same CANN. found: the trainers' release, such as 9.1.0; None
+    where it is unknown.
+    """
     if version.cann is None or not found or int(found.partition(".")[0]) == version.cann[0]:
         return None
     wanted = ".".join(map(str, version.cann))
     return (
-        f"{version.name} is built for CANN {wanted}, and the trainers have {found}: both ends of a publish need the same; "
-        f"install an engine for CANN {found.partition('.')[0]}, or CANN {wanted} with trainers for it"
+        f"{version.name} is built for CANN {wanted}, and the trainers have {found}: both ends of a "
+        f"publish need the same; install an engine for CANN {found.partition('.')[0]}, or CANN "
+        f"{wanted} with trainers for it"
     )
 
 
@@ -201,8 +234,9 @@ def _triton(found: Mapping[str, str]) -> str | None:
         return None
     other = f" beside triton-ascend {found['triton-ascend']}" if "triton-ascend" in found else ""
     return (
-        f"triton {found['triton']} is installed{other}; both lie in one folder, and vllm-ascend needs the latter's files: "
-        "pip uninstall triton triton-ascend, then install triton-ascend (launch/install_npu.sh does)"
+        f"triton {found['triton']} is installed{other}; both lie in one folder, and vllm-ascend "
+        "needs the latter's files: pip uninstall triton triton-ascend, then install triton-ascend "
+        "(launch/install_npu.sh does)"
     )
 
 
@@ -211,16 +245,18 @@ def _libatb() -> str | None:
     if any((Path(folder) / "libatb.so").is_file() for folder in folders if folder):
         return None
     return (
-        "libatb.so is in no folder of LD_LIBRARY_PATH, and vllm-ascend loads it; install Ascend-cann-nnal and source its "
-        "nnal/atb/set_env.sh"
+        "libatb.so is in no folder of LD_LIBRARY_PATH, and vllm-ascend loads it; install "
+        "Ascend-cann-nnal and source its nnal/atb/set_env.sh"
     )
 
 
 def _root_information(ours: str | None, theirs: str | None) -> str | None:
-    """Name the ends of a publish group that would not understand each other, where the user has set the variable."""
+    """Name the ends of a publish group that would not understand each other, where the user has set
+    the variable.
+    """
     if not os.environ.get(_RANKS_PER_ROOT) or ours == theirs:
         return None
     return (
-        f"{_RANKS_PER_ROOT} is set, the trainers have torch_npu {ours} and the engines {theirs}, of which not both may know "
-        "it: a publish group would fail or hang; unset it"
+        f"{_RANKS_PER_ROOT} is set, the trainers have torch_npu {ours} and the engines {theirs}, "
+        "of which not both may know it: a publish group would fail or hang; unset it"
     )

@@ -1,13 +1,16 @@
-"""A worker extension for collective_rpc: an engine's part in training, inside vLLM. Imports torch and vllm only.
+"""A worker extension for collective_rpc: an engine's part in training, inside vLLM. Imports torch
+and vllm only.
 
-    VLLM_SERVER_DEV_MODE=1 vllm serve ... --worker-extension-cls pa_npu.engines.vllm.worker.WorkerExtension
+    VLLM_SERVER_DEV_MODE=1 vllm serve ... --worker-extension-cls
+    pa_npu.engines.vllm.worker.WorkerExtension
 
-Its calls are those of pa_npu.engines.weight_calls, and pa_routes: which experts the tokens of an answered request took, on the
-first worker.
+Its calls are those of pa_npu.engines.weight_calls, and pa_routes: which experts the tokens of an
+answered request took, on the first worker.
 
-Call them without collective_rpc's own `timeout`: once one fires, vLLM hands every later reply to the wrong caller. The
-deadline is `timeout_s` of pa_connect and the client's own. The prefix cache, which still holds keys and values of the old weights
-after a load, is not the workers': the server's guard resets it.
+Call them without collective_rpc's own `timeout`: once one fires, vLLM hands every later reply to
+the wrong caller. The deadline is `timeout_s` of pa_connect and the client's own. The prefix cache,
+which still holds keys and values of the old weights after a load, is not the workers': the server's
+guard resets it.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ class WorkerExtension(WeightCalls):
         undo_waking(self)
         return super().pa_connect(groups)
 
-    def _pa_take(self, version: int, weights: Iterator[tuple[str, torch.Tensor]], kept: bool) -> list[str]:
+    def _pa_take(
+        self, version: int, weights: Iterator[tuple[str, torch.Tensor]], kept: bool
+    ) -> list[str]:
         with _reloading(self) as model:
             wanted = {name for name, _ in model.named_parameters()}
             if self._pa_get().is_tied and HEAD in wanted:
@@ -61,8 +66,8 @@ class WorkerExtension(WeightCalls):
         return model.modules()
 
     def pa_version(self) -> dict[str, Any]:
-        """continues: requests begin at any place of their random streams. sleeps: it was started with --enable-sleep-mode. routes:
-        the engine says which experts tokens took."""
+        """continues: requests begin at any place of their random streams. sleeps: it was started
+        with --enable-sleep-mode. routes: the engine says which experts tokens took."""
         worker: Any = self
         return super().pa_version() | {
             "continues": follow_streams(self),
@@ -71,16 +76,21 @@ class WorkerExtension(WeightCalls):
         }
 
     def pa_routes(self, request: str, n: int, given: int) -> dict[str, Any]:
-        """RouteRecorder.take; {} where the engine records routes by itself, and on all workers but the first, which are alike."""
+        """RouteRecorder.take; {} where the engine records routes by itself, and on all workers but
+        the first, which are alike.
+        """
         recorder = routes.recorder_of(self) if self.rank == 0 else None
         return {} if recorder is None else recorder.take(request, n, given)
 
 
-def with_tied_head(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def with_tied_head(
+    weights: Iterator[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The embedding a second time, as the LM head.
 
-    vLLM's layerwise reload unties the two for its duration and would leave a tied head as it was, which on CPU keeps a
-    packed copy of the old weights: the engine would generate from new layers and an old head.
+    vLLM's layerwise reload unties the two for its duration and would leave a tied head as it was,
+    which on CPU keeps a packed copy of the old weights: the engine would generate from new layers
+    and an old head.
     """
     for name, tensor in weights:
         yield name, tensor
@@ -91,8 +101,9 @@ def with_tied_head(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tupl
 def take_logprobs_mode(worker: Any) -> None:
     """Let the sampler report what --logprobs-mode asked for.
 
-    vllm-ascend 0.23 to 0.25 builds its sampler without the mode, so that it would report raw log-probs, which are those of
-    another distribution than the sampled one unless the temperature is 1.
+    vllm-ascend 0.23 to 0.25 builds its sampler without the mode, so that it would report raw
+    log-probs, which are those of another distribution than the sampled one unless the temperature
+    is 1.
     """
 
     mode = worker.model_config.logprobs_mode
@@ -106,13 +117,17 @@ def take_logprobs_mode(worker: Any) -> None:
 def _reloading(worker: Any) -> Iterator[Any]:
     """The worker's model in a state in which load_weights takes HF tensors.
 
-    vLLM packs weights for its kernels after loading (on CPU always), after which only its layerwise reload can load
-    again: it puts each layer back to its HF form, loads it once complete, packs it anew and copies the result into the
-    old memory. What is made meanwhile on torch's default device is on the worker's. It is finished also on failure, else the
-    engine would keep tensors without memory.
+    vLLM packs weights for its kernels after loading (on CPU always), after which only its layerwise
+    reload can load again: it puts each layer back to its HF form, loads it once complete, packs it
+    anew and copies the result into the old memory. What is made meanwhile on torch's default device
+    is on the worker's. It is finished also on failure, else the engine would keep tensors without
+    memory.
     """
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     undo_waking(worker)
     model = worker.model_runner.model
@@ -126,9 +141,11 @@ def _reloading(worker: Any) -> Iterator[Any]:
 
 
 def undo_waking(worker: Any) -> None:
-    """Give parameters the layout in which this was first called: a reload takes them as they were then.
+    """Give parameters the layout in which this was first called: a reload takes them as they were
+    then.
 
-    vllm-ascend transposes experts as a worker wakes (0.23), for weights that are loaded without a reload.
+    vllm-ascend transposes experts as a worker wakes (0.23), for weights that are loaded without a
+    reload.
     """
     model = worker.model_runner.model
     layouts = {name: _layout(parameter) for name, parameter in model.named_parameters()}
@@ -136,7 +153,9 @@ def undo_waking(worker: Any) -> None:
     for name, layout in layouts.items():
         place, _, own = name.rpartition(".")
         parameter = model.get_parameter(name)
-        if parameter.dim() == 3 and layout != before.get(name) == _layout(parameter.transpose(1, 2)):
+        if parameter.dim() == 3 and layout != before.get(name) == _layout(
+            parameter.transpose(1, 2)
+        ):
             as_before = torch.nn.Parameter(parameter.data.transpose(1, 2), requires_grad=False)
             setattr(model.get_submodule(place), own, as_before)
 
@@ -148,8 +167,9 @@ def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
 def pack_again(model: torch.nn.Module) -> None:
     """Bring experts into the layout of their kernel.
 
-    vLLM's CPU experts are packed for their kernel when it is made, and by a reload never again (0.32): log-probs are off by 0.06
-    after one of equal weights, by 3 after one of new ones. Kernels of devices are given their layout by the reload itself.
+    vLLM's CPU experts are packed for their kernel when it is made, and by a reload never again
+    (0.32): log-probs are off by 0.06 after one of equal weights, by 3 after one of new ones.
+    Kernels of devices are given their layout by the reload itself.
     """
     for experts, kernel in _cpu_experts(model):
         kernel.process_weights_after_loading(experts)

@@ -1,6 +1,8 @@
-"""The machines that engines and trainer ranks run on: which roles of a run there are, by node, and the addresses of engines.
+"""The machines that engines and trainer ranks run on: which roles of a run there are, by node, and
+the addresses of engines.
 
-The coordinator is not a cluster's business: it always runs beside the launcher, as the run's store does.
+The coordinator is not a cluster's business: it always runs beside the launcher, as the run's store
+does.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ class Cluster:
     Args:
         config: the run's.
         processes: all processes of the run, wherever they are; every role can be launched there.
-        shares: what of the run each node has; from `num_nodes` on those of nodes that come when there are free devices.
+        shares: what of the run each node has; from `num_nodes` on those of nodes that come when
+        there are free devices.
         num_nodes: how many the run starts with.
         engine_url: of an engine; it changes when a lost node is replaced by another.
-        await_nodes: called before coordinator and trainers are started again; returns when there is a node for each of
+        await_nodes: called before coordinator and trainers are started again; returns when there is
+        a node for each of
             them, and raises Failure when that takes longer than placement.join_timeout_s.
     """
 
@@ -43,26 +47,39 @@ class Cluster:
         return [] if self.config.rollout.attach else self._roles("engine", range(self.num_nodes))
 
     def extra_engines(self) -> list[Role]:
-        """Engines that can be launched once there are free devices for them; until then `can_launch` says no."""
+        """Engines that can be launched once there are free devices for them; until then
+        `can_launch` says no.
+        """
         return self._roles("engine", range(self.num_nodes, len(self.shares)))
 
     def trainers(self, attempt: int) -> list[Role]:
         """The ranks of an attempt of the run, in order."""
         return self._roles("trainer", range(self.num_nodes), attempt)
 
-    def _roles(self, kind: Literal["engine", "trainer"], nodes: range, attempt: int = 0) -> list[Role]:
+    def _roles(
+        self, kind: Literal["engine", "trainer"], nodes: range, attempt: int = 0
+    ) -> list[Role]:
         roles = [
             Role(node, kind, index, attempt)
             for node in nodes
-            for index in (self.shares[node].engines if kind == "engine" else self.shares[node].ranks)
+            for index in (
+                self.shares[node].engines if kind == "engine" else self.shares[node].ranks
+            )
         ]
         return sorted(roles, key=lambda role: role.index)
 
 
 def local_cluster(
-    config: Config, platform: Platform, placement: Placement, tree: ProcessTree, key: str, store: Store | None = None
+    config: Config,
+    platform: Platform,
+    placement: Placement,
+    tree: ProcessTree,
+    key: str,
+    store: Store | None = None,
 ) -> Cluster:
-    """This machine alone: every process is a child of the launcher. key: of the engines. store: None for engines alone."""
+    """This machine alone: every process is a child of the launcher. key: of the engines. store:
+    None for engines alone.
+    """
     host = config.placement.address
     commands = NodeCommands(config, platform, placement, store or Store(host, 0), 0, lambda: key)
     tree.build = commands

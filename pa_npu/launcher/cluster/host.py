@@ -1,13 +1,16 @@
-"""A node of a Ray cluster: its report before anything starts there, and its host actor, which runs the node's processes.
+"""A node of a Ray cluster: its report before anything starts there, and its host actor, which runs
+the node's processes.
 
     launcher ──Ray calls──> host actor ──process tree──> keeper ──> engine or trainer rank
 
-Each node answers for itself (`inspect_node`), the launcher compares (`node_problem`). The launcher first leaves a token in the run
-directory, which every node must find there: that is how a directory is known to be shared.
+Each node answers for itself (`inspect_node`), the launcher compares (`node_problem`). The launcher
+first leaves a token in the run directory, which every node must find there: that is how a directory
+is known to be shared.
 
-The actor is an ordinary object, which asks Ray for its address alone. It is told roles and numbers, never commands or paths, and
-builds the commands from the run's configuration itself. When its process ends, however that happens, its keepers end all it
-started. Arguments and results are plain JSON values, so that Ray pickles nothing of this package but the class's name.
+The actor is an ordinary object, which asks Ray for its address alone. It is told roles and numbers,
+never commands or paths, and builds the commands from the run's configuration itself. When its
+process ends, however that happens, its keepers end all it started. Arguments and results are plain
+JSON values, so that Ray pickles nothing of this package but the class's name.
 """
 
 from __future__ import annotations
@@ -42,16 +45,30 @@ _CANNOT_START = 127
 # How long a look waits for news. Every look that returns is a sign of life.
 _LOOK_S = 0.5
 
-# What the launcher's environment decides on every node: it changes results or ends in hangs where nodes differ.
-FORWARDED = ("PA_NPU_", "VLLM_", "NCCL_", "HCCL_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "TOKENIZERS_", "HF_")
+# What the launcher's environment decides on every node: it changes results or ends in hangs where
+# nodes differ.
+FORWARDED = (
+    "PA_NPU_",
+    "VLLM_",
+    "NCCL_",
+    "HCCL_",
+    "TORCH_",
+    "PYTORCH_",
+    "OMP_",
+    "MKL_",
+    "TOKENIZERS_",
+    "HF_",
+)
 _NEVER_FORWARDED = ("VLLM_API_KEY",)
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """problem: what keeps this node from taking part. notes: what is unusual. model: a fingerprint of model.path's files.
+    """problem: what keeps this node from taking part. notes: what is unusual. model: a fingerprint
+    of model.path's files.
 
-    address: where the node's processes listen. ports: of its engines, in the order of its share; empty where there is a problem.
+    address: where the node's processes listen. ports: of its engines, in the order of its share;
+    empty where there is a problem.
     """
 
     host: str
@@ -74,7 +91,9 @@ def leave_token(config: Config) -> str:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / TOKEN_FILE).write_text(token, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"run.dir: {directory} cannot be written ({error.strerror}); choose another run.dir") from None
+        raise UserError(
+            f"run.dir: {directory} cannot be written ({error.strerror}); choose another run.dir"
+        ) from None
     return token
 
 
@@ -83,7 +102,9 @@ def all_versions() -> dict[str, str]:
     return {"pa_npu": __version__, **installed_versions()}
 
 
-def inspect_node(config: Config, platform: Platform, share: Placement, node: int, token: str) -> NodeReport:
+def inspect_node(
+    config: Config, platform: Platform, share: Placement, node: int, token: str
+) -> NodeReport:
     """Report on this node; `share` is what the run has on it. The config has this node's address.
 
     Raises PaNpuError with what keeps it from taking part.
@@ -101,7 +122,9 @@ def inspect_node(config: Config, platform: Platform, share: Placement, node: int
 
 
 def node_problem(report: NodeReport, own: NodeReport) -> str | None:
-    """Why this node cannot take part beside the launcher's machine, whose report is `own`; one line."""
+    """Why this node cannot take part beside the launcher's machine, whose report is `own`; one
+    line.
+    """
     who = f"node {report.name}"
     if report.problem:
         return f"{who}: {report.problem}"
@@ -109,8 +132,8 @@ def node_problem(report: NodeReport, own: NodeReport) -> str | None:
         return f"{who}: {line}"
     if report.model != own.model:
         return (
-            f"{who}: model.path: {report.model or 'not there'}, but {own.model or 'none'} on the launcher's machine; give all "
-            f"nodes the same model"
+            f"{who}: model.path: {report.model or 'not there'}, but {own.model or 'none'} on the "
+            "launcher's machine; give all nodes the same model"
         )
     return None
 
@@ -120,7 +143,10 @@ def differing_versions(there: Mapping[str, str], here: Mapping[str, str]) -> str
     for name in sorted(there.keys() | here.keys()):
         one, other = there.get(name, "not installed"), here.get(name, "not installed")
         if one != other:
-            return f"{name} is {one}, but {other} on the launcher's machine; install the same on all nodes"
+            return (
+                f"{name} is {one}, but {other} on the launcher's machine; install the same on "
+                "all nodes"
+            )
     return None
 
 
@@ -133,16 +159,21 @@ def _check_directory(config: Config, node: int, token: str) -> None:
         probe.unlink()
     except OSError as error:
         raise UserError(
-            f"run.dir: {directory} is not shared or not writable here ({error.strerror}); use a directory of all nodes"
+            f"run.dir: {directory} is not shared or not writable here ({error.strerror}); use a "
+            "directory of all nodes"
         ) from None
     if seen != token:
         raise UserError(
-            f"run.dir: {directory} is another directory than the launcher's; use one on a shared file system"
+            f"run.dir: {directory} is another directory than the launcher's; use one on a shared "
+            "file system"
         )
 
 
 def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the launcher's variables that processes of nodes get. No secrets: Ray shows and logs what it is given."""
+    """Returns the launcher's variables that processes of nodes get.
+
+    No secrets: Ray shows and logs what it is given.
+    """
     return {
         name: value
         for name, value in environment.items()
@@ -151,7 +182,10 @@ def forwarded_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class HostActor:
-    """The processes of one node. `join` first; then `start`, `look`, `stop` in any order, from any thread."""
+    """The processes of one node.
+
+    `join` first; then `start`, `look`, `stop` in any order, from any thread.
+    """
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
         self._grace_s = grace_s
@@ -163,10 +197,12 @@ class HostActor:
         self._ended: list[tuple[int, int, list[str]]] = []
 
     def join(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Check this node for a run and make ready to start its processes; returns a NodeReport as JSON.
+        """Check this node for a run and make ready to start its processes; returns a NodeReport as
+        JSON.
 
-        order: config (the launcher's, as a tree), node, engine (an extra engine's index, or None), store (host and port),
-        directory (the launcher's working directory), environment, versions, token.
+        order: config (the launcher's, as a tree), node, engine (an extra engine's index, or None),
+        store (host and port), directory (the launcher's working directory), environment, versions,
+        token.
         """
         import ray
 
@@ -174,21 +210,33 @@ class HostActor:
         try:
             return asdict(self.prepare(order, address))
         except PaNpuError as error:
-            return asdict(NodeReport(os.uname().nodename, address, versions=all_versions(), problem=str(error)))
+            return asdict(
+                NodeReport(
+                    os.uname().nodename, address, versions=all_versions(), problem=str(error)
+                )
+            )
 
     def prepare(self, order: dict[str, Any], address: str) -> NodeReport:
         """Raises PaNpuError for what makes this node unfit."""
         if line := differing_versions(all_versions(), order["versions"]):
-            raise UserError(line)  # before anything is read that another version might read differently
+            # before anything is read that another version might read differently
+            raise UserError(line)
         _enter(order["directory"])
-        os.environ.pop("OMP_NUM_THREADS", None)  # Ray has put the number of CPUs there that this actor reserves
+        # Ray has put the number of CPUs there that this actor reserves
+        os.environ.pop("OMP_NUM_THREADS", None)
         os.environ.update(order["environment"])
-        config, platform = resolve_device(load_tree(order["config"], "the launcher's configuration"))
-        config = config.model_copy(update={"placement": config.placement.model_copy(update={"host": address})})
+        config, platform = resolve_device(
+            load_tree(order["config"], "the launcher's configuration")
+        )
+        config = config.model_copy(
+            update={"placement": config.placement.model_copy(update={"host": address})}
+        )
         share = check_share(config, platform, int(order["node"]), order["engine"])
         report = inspect_node(config, platform, share, int(order["node"]), str(order["token"]))
         store = Store(str(order["store"][0]), int(order["store"][1]))
-        commands = NodeCommands(config, platform, share, store, int(order["node"]), lambda: run_key(config))
+        commands = NodeCommands(
+            config, platform, share, store, int(order["node"]), lambda: run_key(config)
+        )
         self.make_ready(Path(config.run.dir) / "logs", commands)
         return replace(report, ports=list(commands.ports.values()))
 
@@ -198,7 +246,10 @@ class HostActor:
         self._tree.build = build
 
     def start(self, number: int, role: dict[str, Any]) -> None:
-        """Start a role; `number` is the launcher's name for this start. A failure is told as the process's end."""
+        """Start a role; `number` is the launcher's name for this start.
+
+        A failure is told as the process's end.
+        """
         assert self._tree
         named = Role(**role)
         try:
@@ -207,10 +258,14 @@ class HostActor:
         except UserError as error:
             self._ended.append((number, BAD_INPUT, [str(error)]))
         except (PaNpuError, OSError) as error:
-            self._ended.append((number, _CANNOT_START, [f"{named.name} cannot be started: {error}"]))
+            self._ended.append(
+                (number, _CANNOT_START, [f"{named.name} cannot be started: {error}"])
+            )
 
     def look(self) -> list[tuple[int, int, list[str]]]:
-        """(number, exit code, last log lines) of what has ended since the last look; waits a moment for something to end."""
+        """(number, exit code, last log lines) of what has ended since the last look; waits a moment
+        for something to end.
+        """
         deadline = time.monotonic() + _LOOK_S
         while not (news := self._news()) and time.monotonic() < deadline:
             time.sleep(_TICK_S)
@@ -225,7 +280,9 @@ class HostActor:
         return news
 
     def stop(self, numbers: list[int], at_once: bool = False) -> None:
-        """Stop these, gracefully at first unless `at_once`; returns when they and all their descendants are gone."""
+        """Stop these, gracefully at first unless `at_once`; returns when they and all their
+        descendants are gone.
+        """
         if self._tree is None:
             return
         chosen = [process for number in numbers if (process := self._processes.get(number))]
@@ -242,11 +299,13 @@ class HostActor:
 
 
 def _enter(directory: str) -> None:
-    """The launcher's working directory: paths of the configuration and the user's own modules count from it."""
+    """The launcher's working directory: paths of the configuration and the user's own modules count
+    from it.
+    """
     try:
         os.chdir(directory)
     except OSError as error:
         raise UserError(
-            f"the launcher's working directory {directory} is not there ({error.strerror}); start the run in a directory that all "
-            f"nodes share"
+            f"the launcher's working directory {directory} is not there ({error.strerror}); start "
+            "the run in a directory that all nodes share"
         ) from None

@@ -1,7 +1,8 @@
 """A run on the nodes of a Ray cluster: processes there as if they were children of the launcher.
 
-The coordinator stays beside the launcher. Everything else is a role that a node's host actor starts; a process is lost with its
-host, and what is to be started on a lost node waits until there is another one in its place.
+The coordinator stays beside the launcher. Everything else is a role that a node's host actor
+starts; a process is lost with its host, and what is to be started on a lost node waits until there
+is another one in its place.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from pa_npu.checkpoints.provenance import config_tree
 from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
 from pa_npu.launcher.cluster.cluster import Cluster
-from pa_npu.launcher.cluster.host import TOKEN_FILE, all_versions, forwarded_environment, inspect_node, leave_token
+from pa_npu.launcher.cluster.host import (
+    TOKEN_FILE,
+    all_versions,
+    forwarded_environment,
+    inspect_node,
+    leave_token,
+)
 from pa_npu.launcher.cluster.ray_connection import HostFailed, HostGone, RayConnection
 from pa_npu.launcher.cluster.ray_nodes import SILENT_S, Node, NodesMissing, RayNodes
 from pa_npu.launcher.placement import Placement, place_extra_engine, place_nodes
@@ -60,11 +67,15 @@ class RemoteProcess:
 
 
 class RayProcesses:
-    """All processes of a run on a Ray cluster: those of `local`, beside the launcher, and those of the nodes."""
+    """All processes of a run on a Ray cluster: those of `local`, beside the launcher, and those of
+    the nodes.
+    """
 
     nodes: RayNodes
 
-    def __init__(self, local: ProcessTree, log_dir: Path, connection: RayConnection, signals: StopSignals) -> None:
+    def __init__(
+        self, local: ProcessTree, log_dir: Path, connection: RayConnection, signals: StopSignals
+    ) -> None:
         self._local = local
         self._log_dir = log_dir
         self._connection = connection
@@ -102,7 +113,9 @@ class RayProcesses:
         return process
 
     def ended(self) -> list[Process]:
-        """Returns ended processes, likely causes first: ended with their node, killed by a signal, then those that lost contact."""
+        """Returns ended processes, likely causes first: ended with their node, killed by a signal,
+        then those that lost contact.
+        """
         self.nodes.poll()
 
         def rank(process: Process) -> int:
@@ -110,7 +123,9 @@ class RayProcesses:
                 return 0
             return 1 if (process.exit_code or 0) < 0 else 2
 
-        return sorted((process for process in self.processes if process.exit_code is not None), key=rank)
+        return sorted(
+            (process for process in self.processes if process.exit_code is not None), key=rank
+        )
 
     def stop(self, processes: Sequence[Process] | None = None) -> None:
         running = [process for process in self._chosen(processes) if process.exit_code is None]
@@ -128,7 +143,9 @@ class RayProcesses:
         self._remote = [process for process in self._remote if process not in processes]
 
     def settle(self, seconds: float) -> None:
-        """Until every node has answered, or is lost: Ray knows of a dead node some seconds after its peers have noticed."""
+        """Until every node has answered, or is lost: Ray knows of a dead node some seconds after
+        its peers have noticed.
+        """
         self._local.settle(seconds)
         began = time.monotonic()
         while any(node.present and node.heard_s < began for node in self.nodes.nodes):
@@ -148,10 +165,15 @@ class RayProcesses:
         assert isinstance(engine, Role)
         node = self._node_of(engine)
         assert node.report is not None
-        return engine_url(node.report.address, node.report.ports[node.share.engines.index(engine.index)])
+        return engine_url(
+            node.report.address, node.report.ports[node.share.engines.index(engine.index)]
+        )
 
     def await_nodes(self) -> None:
-        """Until there is a node for each trainer, and one for an engine. Raises Failure after placement.join_timeout_s."""
+        """Until there is a node for each trainer, and one for an engine.
+
+        Raises Failure after placement.join_timeout_s.
+        """
         nodes = [node for node in self.nodes.nodes if node.share.ranks]
         hosts = [node for node in self.nodes.nodes if node.share.engines]
         if hosts and not any(node.present for node in hosts):
@@ -167,19 +189,27 @@ class RayProcesses:
     def _chosen(self, processes: Sequence[Process] | None) -> list[RemoteProcess]:
         return [process for process in self._remote if processes is None or process in processes]
 
-    def _ask_to_stop(self, processes: Sequence[RemoteProcess], at_once: bool = False) -> list[object]:
+    def _ask_to_stop(
+        self, processes: Sequence[RemoteProcess], at_once: bool = False
+    ) -> list[object]:
         """Begin a call on every node that has some of these."""
         numbers: dict[Node, list[int]] = {}
         for process in processes:
             numbers.setdefault(process.node, []).append(process.number)
         return [
-            self._connection.call(node.host, "stop", some, at_once) for node, some in numbers.items() if node.present
+            self._connection.call(node.host, "stop", some, at_once)
+            for node, some in numbers.items()
+            if node.present
         ]
 
     def _finish(self, pending: Sequence[object], processes: Sequence[RemoteProcess]) -> None:
-        """Until these calls have been answered and the ends are known; what is not by the deadline counts as killed."""
+        """Until these calls have been answered and the ends are known; what is not by the deadline
+        counts as killed.
+        """
         deadline, hurried = time.monotonic() + _STOP_S, False
-        while any(process.exit_code is None for process in processes) and time.monotonic() < deadline:
+        while (
+            any(process.exit_code is None for process in processes) and time.monotonic() < deadline
+        ):
             if self._signals.insisted() and not hurried:
                 hurried = True
                 for node in {process.node for process in processes}:
@@ -187,11 +217,16 @@ class RayProcesses:
                         self._connection.call(node.host, "hurry")
             time.sleep(0.02)
         self._connection.done(pending, max(0.0, deadline - time.monotonic()))
-        _lose([process for process in processes if process.code is None], "its node did not say that it ended")
+        _lose(
+            [process for process in processes if process.code is None],
+            "its node did not say that it ended",
+        )
 
 
 def wanted_nodes(config: Config, platform: Platform) -> list[Node]:
-    """The nodes of a run, and after them those of the engines that come when there are free devices."""
+    """The nodes of a run, and after them those of the engines that come when there are free
+    devices.
+    """
     shares: list[tuple[Placement, int | None]] = [(share, None) for share in place_nodes(config)]
     more = (config.rollout.max_engines or config.rollout.engines) - config.rollout.engines
     first = config.rollout.engines
@@ -218,7 +253,8 @@ def ray_cluster(
     console: Console,
     signals: StopSignals,
 ) -> Iterator[Cluster | None]:
-    """The cluster with its nodes present, all of which are given back in the end; None when a signal came first.
+    """The cluster with its nodes present, all of which are given back in the end; None when a
+    signal came first.
 
     Raises UserError when the cluster does not give what the run needs, or a node cannot take part.
     """
@@ -249,11 +285,15 @@ def ray_cluster(
         try:
             fixed = [node for node in nodes if node.extra is None]
             try:
-                ready = processes.nodes.reserve() and processes.nodes.await_present(fixed, patient=False)
+                ready = processes.nodes.reserve() and processes.nodes.await_present(
+                    fixed, patient=False
+                )
             except NodesMissing as error:
                 raise UserError(str(error)) from None
             shares = [node.share for node in nodes]
-            cluster = Cluster(config, processes, shares, len(fixed), processes.engine_url, processes.await_nodes)
+            cluster = Cluster(
+                config, processes, shares, len(fixed), processes.engine_url, processes.await_nodes
+            )
             yield cluster if ready else None
             processes.stop()
         finally:

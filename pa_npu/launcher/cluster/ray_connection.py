@@ -1,6 +1,8 @@
-"""Everything that is called of Ray: connecting, reserving nodes, host actors and calls to them. The launcher imports it here alone.
+"""Everything that is called of Ray: connecting, reserving nodes, host actors and calls to them. The
+launcher imports it here alone.
 
-Every wait has a deadline, and what Ray raises comes out as a UserError before the run, or as HostGone for an actor that is lost.
+Every wait has a deadline, and what Ray raises comes out as a UserError before the run, or as
+HostGone for an actor that is lost.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ _CONNECT_S = 60.0
 _ADDRESS = "RAY_ADDRESS"
 """Ray's own variable for a cluster that this machine does not belong to."""
 _THREADS_PER_HOST = 4
-# A host actor's keepers end what it started when it ends. Ray by default kills the actor's children first, the keepers, whose
-# grandchildren would then live on. https://docs.ray.io/en/latest/ray-core/user-spawn-processes.html
+# A host actor's keepers end what it started when it ends. Ray by default kills the actor's children
+# first, the keepers, whose grandchildren would then live on.
+# https://docs.ray.io/en/latest/ray-core/user-spawn-processes.html
 _HOST_ENVIRONMENT = {"RAY_kill_child_processes_on_worker_exit": "0"}
 
 
@@ -38,7 +41,8 @@ class HostFailed(PaNpuError):
 
 @contextmanager
 def connected(host: type[HostActor] = HostActor) -> Iterator[RayConnection]:
-    """A connection to the cluster of RAY_ADDRESS, else to this machine's, closed in the end; the cluster itself stays.
+    """A connection to the cluster of RAY_ADDRESS, else to this machine's, closed in the end; the
+    cluster itself stays.
 
     host: what runs on its nodes.
 
@@ -48,7 +52,8 @@ def connected(host: type[HostActor] = HostActor) -> Iterator[RayConnection]:
         import ray
     except ImportError:
         raise ConfigError(
-            "placement.cluster: ray, but Ray is not installed here; pip install -e '.[ray]', or set placement.cluster=local"
+            "placement.cluster: ray, but Ray is not installed here; pip install -e '.[ray]', or "
+            "set placement.cluster=local"
         ) from None
     address = os.environ.get(_ADDRESS, "auto")
     _check_reachable(address)
@@ -66,19 +71,22 @@ def _check_reachable(address: str) -> None:
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ConfigError(
-            f"{_ADDRESS}: {address!r} is not HOST:PORT; give the head's, such as 10.0.0.1:6379, or unset it for this machine's"
+            f"{_ADDRESS}: {address!r} is not HOST:PORT; give the head's, such as 10.0.0.1:6379, or "
+            "unset it for this machine's"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
     except OSError as error:
         raise UserError(
-            f"{_ADDRESS}: no Ray cluster answers at {address} ({error.strerror or error}); start one there (ray start "
-            f"--head), or correct the address"
+            f"{_ADDRESS}: no Ray cluster answers at {address} ({error.strerror or error}); start "
+            "one there (ray start --head), or correct the address"
         ) from None
 
 
 def _initialise(ray: Any, address: str) -> None:
-    """In a thread, because Ray sets signal handlers in the main one and has no deadline for the connection."""
+    """In a thread, because Ray sets signal handlers in the main one and has no deadline for the
+    connection.
+    """
     failed: list[BaseException] = []
 
     def initialise() -> None:
@@ -94,8 +102,8 @@ def _initialise(ray: Any, address: str) -> None:
         return
     reason = f"not within {_CONNECT_S:.0f} s" if thread.is_alive() else _first_line(failed[0])
     raise UserError(
-        f"{_ADDRESS}: {address}: cannot join the Ray cluster ({reason}); start the launcher on one of its nodes, where "
-        f"`ray status` works, with the Ray and Python of the cluster"
+        f"{_ADDRESS}: {address}: cannot join the Ray cluster ({reason}); start the launcher on one "
+        "of its nodes, where `ray status` works, with the Ray and Python of the cluster"
     )
 
 
@@ -113,7 +121,11 @@ class RayConnection:
 
     def nodes(self) -> list[tuple[str, dict[str, float]]]:
         """(address, resources) of the nodes that are alive."""
-        return [(node["NodeManagerAddress"], node["Resources"]) for node in self._ray.nodes() if node["Alive"]]
+        return [
+            (node["NodeManagerAddress"], node["Resources"])
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
 
     def free(self, resource: str) -> float:
         """How much of it nobody has reserved, in the whole cluster."""
@@ -136,8 +148,12 @@ class RayConnection:
         with contextlib.suppress(self._ray.exceptions.RayError):
             remove_placement_group(group)
 
-    def make_host(self, name: str, resources: Mapping[str, float], group: Any = None, bundle: int = -1) -> Any:
-        """A host actor with these resources, in a bundle of a reserved group if one is given; it exists when it first answers."""
+    def make_host(
+        self, name: str, resources: Mapping[str, float], group: Any = None, bundle: int = -1
+    ) -> Any:
+        """A host actor with these resources, in a bundle of a reserved group if one is given; it
+        exists when it first answers.
+        """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         named = {"CPU": "num_cpus", "GPU": "num_gpus"}
@@ -170,11 +186,15 @@ class RayConnection:
         """Those whose call has ended, well or not; waits until all have, or timeout_s."""
         if not references:
             return []
-        ready, _ = self._ray.wait(list(references), num_returns=len(references), timeout=timeout_s, fetch_local=False)
+        ready, _ = self._ray.wait(
+            list(references), num_returns=len(references), timeout=timeout_s, fetch_local=False
+        )
         return list(ready)
 
     def result(self, reference: Any, timeout_s: float) -> Any:
-        """Raises HostGone when the actor is lost or silent for timeout_s, HostFailed when the call raised."""
+        """Raises HostGone when the actor is lost or silent for timeout_s, HostFailed when the call
+        raised.
+        """
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference, timeout=timeout_s)

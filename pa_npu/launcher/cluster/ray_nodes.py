@@ -2,8 +2,9 @@
 
     wanted ──resources there──> made ──checks passed──> present ──actor lost, or silent──> wanted
 
-A node is a share of the run with a host actor. A node that is lost is wanted again at once: its place in the placement group is
-given back by Ray, on the node that returns or on another one that has the resources.
+A node is a share of the run with a host actor. A node that is lost is wanted again at once: its
+place in the placement group is given back by Ray, on the node that returns or on another one that
+has the resources.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ _POLL_S = 0.05
 _WAITING_LINE_EVERY_S = 15.0
 # A node that was refused is asked again after this: somebody may have corrected it.
 _ASK_AGAIN_S = 5.0
-# Ray may place a new host on a node whose death it does not know of yet; then that one dies as well.
+# Ray may place a new host on a node whose death it does not know of yet; then that one dies as
+# well.
 _START_AGAIN_S = 1.0
 _STARTS = 5
 
 
 @dataclass(eq=False)
 class Node:
-    """One node of the run. extra: its engine's index, where it is one that comes when there are free devices."""
+    """One node of the run. extra: its engine's index, where it is one that comes when there are
+    free devices.
+    """
 
     number: int
     share: Placement
@@ -51,15 +55,18 @@ class Node:
 
     @property
     def name(self) -> str:
-        return f"node {self.number} ({self.report.address})" if self.report else f"node {self.number}"
+        return (
+            f"node {self.number} ({self.report.address})" if self.report else f"node {self.number}"
+        )
 
 
 @dataclass
 class RayNodes:
-    """The nodes of a run. own: the launcher's machine's report. order: what a host is told beside its number.
+    """The nodes of a run. own: the launcher's machine's report. order: what a host is told beside
+    its number.
 
-    timeout_s: run.startup_timeout_s, within which the cluster gives nodes, also for lost ones. on_ended: hears of a process's
-    number, exit code and last lines. on_lost: hears why.
+    timeout_s: run.startup_timeout_s, within which the cluster gives nodes, also for lost ones.
+    on_ended: hears of a process's number, exit code and last lines. on_lost: hears why.
     """
 
     connection: RayConnection
@@ -75,30 +82,40 @@ class RayNodes:
     _polled_s: float = 0.0
 
     def reserve(self) -> bool:
-        """Until the cluster has given every node of the run its resources; false when a signal came first.
+        """Until the cluster has given every node of the run its resources; false when a signal came
+        first.
 
         Raises NodesMissing with what is wanted and what there is after timeout_s.
         """
         fixed = [node for node in self.nodes if node.extra is None]
         self._group = self.connection.reserve([node.resources for node in fixed])
-        if not self._wait(lambda: self.connection.is_reserved(self._group), lambda: shortage(self.connection, fixed)):
+        if not self._wait(
+            lambda: self.connection.is_reserved(self._group),
+            lambda: shortage(self.connection, fixed),
+        ):
             return False
         for node in self.nodes:
             self._make(node)
         return True
 
     def await_present(self, nodes: Sequence[Node], *, patient: bool) -> bool:
-        """Until these have passed their checks; false when a signal came first. Raises NodesMissing by the deadline.
+        """Until these have passed their checks; false when a signal came first. Raises NodesMissing
+        by the deadline.
 
-        patient: a node that cannot take part may be corrected or replaced until then; else that is raised at once.
+        patient: a node that cannot take part may be corrected or replaced until then; else that is
+        raised at once.
         """
 
         def missing() -> str:
-            return ", ".join(node.problem or f"{node.name} is not there" for node in nodes if not node.present)
+            return ", ".join(
+                node.problem or f"{node.name} is not there" for node in nodes if not node.present
+            )
 
         def all_present() -> bool:
             self.poll()
-            if not patient and (problem := next((node.problem for node in nodes if node.problem), None)):
+            if not patient and (
+                problem := next((node.problem for node in nodes if node.problem), None)
+            ):
                 raise NodesMissing(problem)
             return all(node.present for node in nodes)
 
@@ -219,7 +236,9 @@ def shortage(connection: RayConnection, nodes: Sequence[Node]) -> str:
     for node in nodes:
         text = " and ".join(f"{amount:g} {name}" for name, amount in node.resources.items())
         wants[text] = wants.get(text, 0) + 1
-    wanted = ", ".join(f"{count} node{'s' if count > 1 else ''} with {text}" for text, count in wants.items())
+    wanted = ", ".join(
+        f"{count} node{'s' if count > 1 else ''} with {text}" for text, count in wants.items()
+    )
     names = sorted({name for node in nodes for name in node.resources})
     has = ", ".join(
         f"{address} {' and '.join(f'{resources.get(name, 0):g} {name}' for name in names)}"
@@ -227,6 +246,7 @@ def shortage(connection: RayConnection, nodes: Sequence[Node]) -> str:
     )
     free = " and ".join(f"{connection.free(name):g} {name}" for name in names)
     return (
-        f"placement.cluster: the run needs {wanted}; the cluster has {has or 'no nodes'}, of which {free} are free in all; add "
-        f"nodes, end what has reserved them, or lower rollout.engines, trainer.devices or placement.nnodes"
+        f"placement.cluster: the run needs {wanted}; the cluster has {has or 'no nodes'}, of which "
+        f"{free} are free in all; add nodes, end what has reserved them, or lower rollout.engines, "
+        "trainer.devices or placement.nnodes"
     )

@@ -26,7 +26,8 @@ from pa_npu.weight_transfer import collectives
 
 @dataclass(frozen=True)
 class Command:
-    """scratch_env: the variable in which it finds a directory of its own, which is removed when it has ended.
+    """scratch_env: the variable in which it finds a directory of its own, which is removed when it
+    has ended.
 
     own_tmpdir: that directory is its TMPDIR too.
     scratch_parent: where that is made; None is the usual directory for temporary files.
@@ -43,7 +44,9 @@ class Command:
 
 @dataclass(frozen=True)
 class Role:
-    """A process for a node of a cluster, whose host builds its command itself. index: engine index or trainer rank."""
+    """A process for a node of a cluster, whose host builds its command itself. index: engine index
+    or trainer rank.
+    """
 
     node: int
     kind: Literal["engine", "trainer"]
@@ -84,13 +87,21 @@ def engine_url(host: str, port: int) -> str:
 
 
 def engine_command(
-    config: Config, spec: ModelSpec, platform: Platform, placement: Placement, index: int, port: int, key: str
+    config: Config,
+    spec: ModelSpec,
+    platform: Platform,
+    placement: Placement,
+    index: int,
+    port: int,
+    key: str,
 ) -> Command:
     """Engine `index` of the run, which `placement` has on this node."""
     local = placement.engines.index(index)
     command = engine_kind(config.rollout.backend).command(config, spec, index, port)
     env = _common_env(config, platform) | {KEY_VARIABLE: key}
-    env |= visible_devices(platform.visible_devices_env, placement.engine_devices[local], os.environ)
+    env |= visible_devices(
+        platform.visible_devices_env, placement.engine_devices[local], os.environ
+    )
     env |= command.env
     return Command(
         f"engine-{index}",
@@ -117,10 +128,15 @@ def coordinator_command(config: Config, platform: Platform, store: Store, key: s
 def trainer_command(
     config: Config, platform: Platform, placement: Placement, store: Store, rank: int, node: int = 0
 ) -> Command:
-    """Rank `rank`, on node `node`. Ranks see all trainer devices of it and take theirs by LOCAL_RANK, as torchrun has it."""
+    """Rank `rank`, on node `node`.
+
+    Ranks see all trainer devices of it and take theirs by LOCAL_RANK, as torchrun has it.
+    """
     local = placement.ranks.index(rank)
     env = _common_env(config, platform) | store.env() | platform.environment("trainer")
-    env |= platform.collective_environment(config.longest_collective_s, config.deterministic_collectives)
+    env |= platform.collective_environment(
+        config.longest_collective_s, config.deterministic_collectives
+    )
     env |= visible_devices(platform.visible_devices_env, placement.trainer_devices, os.environ)
     env |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(config.trainer.devices)}
     env |= {"LOCAL_WORLD_SIZE": str(len(placement.ranks)), "GROUP_RANK": str(node)}
@@ -131,13 +147,23 @@ def trainer_command(
 
 
 class NodeCommands:
-    """The commands of the roles that a node has. ports: of its engines, by index. key: asked for when an engine starts."""
+    """The commands of the roles that a node has. ports: of its engines, by index. key: asked for
+    when an engine starts.
+    """
 
     def __init__(
-        self, config: Config, platform: Platform, share: Placement, store: Store, node: int, key: Callable[[], str]
+        self,
+        config: Config,
+        platform: Platform,
+        share: Placement,
+        store: Store,
+        node: int,
+        key: Callable[[], str],
     ) -> None:
         self.ports = (
-            {} if config.rollout.attach else dict(zip(share.engines, engine_ports(config, share.engines), strict=True))
+            {}
+            if config.rollout.attach
+            else dict(zip(share.engines, engine_ports(config, share.engines), strict=True))
         )
         self._config = config
         self._platform = platform
@@ -150,14 +176,21 @@ class NodeCommands:
         """Raises UserError for a role that this node does not have, or without the engines' key."""
         here = (self._config, self._platform, self._share)
         if role.kind == "trainer" and role.index in self._share.ranks:
-            command = trainer_command(*here, replace(self._store, attempt=role.attempt), role.index, self._node)
+            command = trainer_command(
+                *here, replace(self._store, attempt=role.attempt), role.index, self._node
+            )
         elif role.kind == "engine" and role.index in self.ports:
             spec = ModelSpec.of(self._config)
-            command = engine_command(self._config, spec, *here[1:], role.index, self.ports[role.index], self._key())
+            command = engine_command(
+                self._config, spec, *here[1:], role.index, self.ports[role.index], self._key()
+            )
         else:
             raise UserError(f"{role.name} is not of node {self._node}")
         # a process that finds Ray's variables would take itself for one of its workers
-        return replace(command, env={name: value for name, value in command.env.items() if not name.startswith("RAY_")})
+        return replace(
+            command,
+            env={name: value for name, value in command.env.items() if not name.startswith("RAY_")},
+        )
 
 
 def _config_file(config: Config) -> str:
@@ -178,7 +211,8 @@ def _common_env(config: Config, platform: Platform) -> dict[str, str]:
     interface = interface_of(address)
     if interface is None:
         return env
-    # without it gloo resolves the machine's name, which fails on machines that do not know their own
+    # without it gloo resolves the machine's name, which fails on machines that do not know their
+    # own
     env.setdefault("GLOO_SOCKET_IFNAME", interface)
     return env if is_loopback(address) else env | platform.network_environment(address, interface)
 
@@ -199,6 +233,15 @@ def interface_of(address: str) -> str | None:
         interfaces = psutil.net_if_addrs().items()
     except (ValueError, OSError):
         return None
-    own = ((name, one) for name, addresses in interfaces for one in addresses if one.family == family)
+    own = (
+        (name, one) for name, addresses in interfaces for one in addresses if one.family == family
+    )
     # a link-local address of IPv6 has its interface behind a percent sign
-    return next((name for name, one in own if one.address.partition("%")[0] == str(found[0]).partition("%")[0]), None)
+    return next(
+        (
+            name
+            for name, one in own
+            if one.address.partition("%")[0] == str(found[0]).partition("%")[0]
+        ),
+        None,
+    )

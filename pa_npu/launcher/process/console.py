@@ -1,4 +1,6 @@
-"""Prints a run's lines: the launcher's own and the relayed progress lines; logs/launcher.log keeps both."""
+"""Prints a run's lines: the launcher's own and the relayed progress lines; logs/launcher.log keeps
+both.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from pa_npu.telemetry.records import RecordFile
 
 
 class Console:
-    """Prints lines at once; errors go to stderr. A console whose reader has gone, or a full disk, never stops the run.
+    """Prints lines at once; errors go to stderr. A console whose reader has gone, or a full disk,
+    never stops the run.
 
     On a terminal, a progress line leaves out what does not fit.
     """
@@ -45,6 +48,9 @@ class Console:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._log.close()

@@ -1,7 +1,8 @@
-"""The processes of a run: started with a log file each, which is read here, polled, and stopped together, with nothing left behind.
+"""The processes of a run: started with a log file each, which is read here, polled, and stopped
+together, with nothing left behind.
 
-Every command runs under a keeper (`pa_npu.control.keeper`), which ends all its descendants whatever happens to the
-command, to the keeper or to this process.
+Every command runs under a keeper (`pa_npu.control.keeper`), which ends all its descendants whatever
+happens to the command, to the keeper or to this process.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Process:
         """None while it runs; negative for a signal."""
         code = self.popen.poll()
         if code is None:
-            self.popen.send_signal(signal.SIGCONT)  # a keeper that was stopped would hide its command's end
+            # a keeper that was stopped would hide its command's end
+            self.popen.send_signal(signal.SIGCONT)
         return code
 
     def describe_end(self) -> str:
@@ -65,8 +67,11 @@ class Process:
         return describe_end(self.exit_code or 0)
 
     def last_lines(self, count: int) -> list[str]:
-        """Returns its log's last lines, and the error that it ended with, which a log on a full disk may not have taken."""
-        if (self.exit_code or 0) <= 0:  # it runs, or a signal ended it: what it logged as an error may be long ago
+        """Returns its log's last lines, and the error that it ended with, which a log on a full
+        disk may not have taken.
+        """
+        # it runs, or a signal ended it: what it logged as an error may be long ago
+        if (self.exit_code or 0) <= 0:
             return last_lines(self.log, count)
         error = os.pread(self.last_error.fileno(), _ERROR_BYTES, 0).decode("utf-8", "replace")
         return last_lines(self.log, count, [printable(line) for line in error.splitlines()])
@@ -84,12 +89,18 @@ class StartError(PaNpuError):
 
 
 class ProcessTree:
-    """Owner of all processes of a run. Use it as a context manager: leaving it stops what still runs."""
+    """Owner of all processes of a run.
 
-    def __init__(self, log_dir: Path, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
+    Use it as a context manager: leaving it stops what still runs.
+    """
+
+    def __init__(
+        self, log_dir: Path, grace_s: float, hurry: Callable[[], bool] = lambda: False
+    ) -> None:
         """grace_s: from SIGTERM to SIGKILL. hurry: asked while stopping; true ends the grace."""
         self.processes: list[Process] = []
-        self.build: Callable[[Role], Command] | None = None  # the commands of the roles that are started here
+        # the commands of the roles that are started here
+        self.build: Callable[[Role], Command] | None = None
         self._log_dir = log_dir
         self._grace_s = grace_s
         self._hurry = hurry
@@ -101,16 +112,21 @@ class ProcessTree:
     def launch(self, command: Startable) -> Process:
         """Start it with stdout and stderr in LOG_DIR/<name>.log, on its cores only, if it has any.
 
-        Raises StartError where the machine does not allow it: no room for its log, too many processes.
+        Raises StartError where the machine does not allow it: no room for its log, too many
+        processes.
         """
         if isinstance(command, Role):
-            assert self.build is not None, f"{command.name} is for node {command.node}, not for this one"
+            assert self.build is not None, (
+                f"{command.name} is for node {command.node}, not for this one"
+            )
             command = self.build(command)
         try:
             return self._start(command)
         except OSError as error:
             where = f" ({error.filename})" if error.filename else ""
-            raise StartError(f"{command.name} cannot be started: {error.strerror or error}{where}") from None
+            raise StartError(
+                f"{command.name} cannot be started: {error.strerror or error}{where}"
+            ) from None
 
     def _start(self, command: Command) -> Process:
         last_error = _file_in_memory()
@@ -144,12 +160,16 @@ class ProcessTree:
         return True
 
     def ended(self) -> list[Process]:
-        """Processes that ended, those killed by a signal first: the others often only lost contact with these."""
+        """Processes that ended, those killed by a signal first: the others often only lost contact
+        with these.
+        """
         ended = [process for process in self.processes if process.exit_code is not None]
         return sorted(ended, key=lambda process: (process.exit_code or 0) >= 0)
 
     def stop(self, processes: Sequence[AnyProcess] | None = None) -> None:
-        """SIGTERM to all at once, SIGKILL after the grace; returns when they and all their descendants are gone."""
+        """SIGTERM to all at once, SIGKILL after the grace; returns when they and all their
+        descendants are gone.
+        """
         running = [
             process
             for process in self.processes
@@ -185,7 +205,9 @@ class ProcessTree:
 
     def kill_strays(self) -> list[int]:
         """Kill what a killed keeper left behind."""
-        keepers = frozenset(process.popen.pid for process in self.processes if process.exit_code is None)
+        keepers = frozenset(
+            process.popen.pid for process in self.processes if process.exit_code is None
+        )
         killed = keeper.kill_descendants(self._not_ours | keepers)
         for process in self.processes:
             if process.scratch is not None and process.exit_code is not None:
@@ -196,7 +218,10 @@ class ProcessTree:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         try:
             self.stop()
@@ -210,7 +235,8 @@ class ProcessTree:
 def last_lines(log: Path, count: int, written: Sequence[str] = ()) -> list[str]:
     """The last `count` lines that are not blank; empty when there is no log.
 
-    written: lines that the process has written too, and that are the last ones where the log does not have them.
+    written: lines that the process has written too, and that are the last ones where the log does
+    not have them.
     """
     try:
         with log.open("rb") as file:
@@ -224,7 +250,9 @@ def last_lines(log: Path, count: int, written: Sequence[str] = ()) -> list[str]:
 
 
 class MarkedLines:
-    """Follows a growing log and yields its complete new lines that begin with `mark`, without the mark."""
+    """Follows a growing log and yields its complete new lines that begin with `mark`, without the
+    mark.
+    """
 
     def __init__(self, log: Path, mark: str) -> None:
         self._log = log

@@ -1,4 +1,6 @@
-"""A run's processes, on whichever machine, and their readiness: supervisor and recovery start, watch, stop and wait for them."""
+"""A run's processes, on whichever machine, and their readiness: supervisor and recovery start,
+watch, stop and wait for them.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class Processes(Protocol):
 
 @dataclass(frozen=True)
 class Awaited:
-    """Something a run waits for at its start. timeout_s: run.startup_timeout_s; process: whose log to show."""
+    """Something a run waits for at its start. timeout_s: run.startup_timeout_s; process: whose log
+    to show.
+    """
 
     name: str
     is_ready: Callable[[], bool]

@@ -1,13 +1,16 @@
-"""Starts again what has ended: an engine by itself, coordinator and trainers together from the newest checkpoint.
+"""Starts again what has ended: an engine by itself, coordinator and trainers together from the
+newest checkpoint.
 
-Engines outlive the coordinator and the trainers: they hold no state of the run but weights, which every attempt of it publishes
-anew. The coordinator notices by its own probe what hangs, and asks here for a replacement through the roster.
+Engines outlive the coordinator and the trainers: they hold no state of the run but weights, which
+every attempt of it publishes anew. The coordinator notices by its own probe what hangs, and asks
+here for a replacement through the roster.
 
     engine runs ──ends, hangs──> started again ──too often (run.restarts), or its node is lost──> left out, others serve
          ^                                                                                                  │
          └────────────── joins as a new one ──the budget allows it, or there is a node again────────────────┘
 
-An engine that comes only when a cluster has free devices (rollout.max_engines) begins as one that is left out.
+An engine that comes only when a cluster has free devices (rollout.max_engines) begins as one that
+is left out.
 """
 
 from __future__ import annotations
@@ -38,9 +41,11 @@ class Failure(Exception):
 
 @dataclass
 class RestartBudget:
-    """`limit` restarts within `window_s`. A restart that led nowhere counts for longer: until there is progress.
+    """`limit` restarts within `window_s`. A restart that led nowhere counts for longer: until there
+    is progress.
 
-    progress: something that changes when the run gets on, the newest checkpoint for example; None where time alone counts.
+    progress: something that changes when the run gets on, the newest checkpoint for example; None
+    where time alone counts.
     """
 
     limit: int
@@ -78,9 +83,11 @@ class Attempt:
 
 @dataclass(eq=False)
 class _Engine:
-    """index: its place in the roster, and process: None while it is left out. generation: counts its starts at that place.
+    """index: its place in the roster, and process: None while it is left out. generation: counts
+    its starts at that place.
 
-    last_index: the place that it left, which the coordinator must have let go before the same address appears at another.
+    last_index: the place that it left, which the coordinator must have let go before the same
+    address appears at another.
     shared: it is on a trainer's device.
     """
 
@@ -94,10 +101,12 @@ class _Engine:
 
 
 class Recovery:
-    """Starts ended processes of a run again. attempt: prepares the n-th attempt, from the newest checkpoint; no worker runs then.
+    """Starts ended processes of a run again. attempt: prepares the n-th attempt, from the newest
+    checkpoint; no worker runs then.
 
-    url_of: an engine's URL. progress: changes with every checkpoint that the run writes. damaged: whether the n-th attempt was
-    given a checkpoint whose content is damaged, which the next one will not take.
+    url_of: an engine's URL. progress: changes with every checkpoint that the run writes. damaged:
+    whether the n-th attempt was given a checkpoint whose content is damaged, which the next one
+    will not take.
     """
 
     def __init__(
@@ -133,7 +142,8 @@ class Recovery:
         self._engines.append(_Engine(command, self._engine_budget()))
 
     def restart_engines(self) -> None:
-        """Start again what ended, what the coordinator wants replaced, and what was left out and need not be any more.
+        """Start again what ended, what the coordinator wants replaced, and what was left out and
+        need not be any more.
 
         Raises Failure when none is left that could serve.
         """
@@ -150,17 +160,21 @@ class Recovery:
                 self._restart(engine, reason)
 
     def next_attempt(self, ended: Sequence[Process]) -> Attempt | None:
-        """Stop coordinator and trainers and prepare another attempt, after some of them ended; None when the run must end."""
+        """Stop coordinator and trainers and prepare another attempt, after some of them ended; None
+        when the run must end.
+        """
         codes = {process.exit_code for process in ended}
-        hopeless = MUST_NOT_CONTINUE in codes or (BAD_INPUT in codes and not self._damaged(self._attempts))
+        hopeless = MUST_NOT_CONTINUE in codes or (
+            BAD_INPUT in codes and not self._damaged(self._attempts)
+        )
         if hopeless or not self._run_budget.allows():
             return None
         count = self._run_budget.spend()
         self._attempts += 1
         failed = ended[0]
         self._console.complain(
-            f"{failed.name} ended: {failed.describe_end()}; starting coordinator and trainers again from the newest checkpoint "
-            f"({count} of run.restarts = {self._run_budget.limit})"
+            f"{failed.name} ended: {failed.describe_end()}; starting coordinator and trainers "
+            f"again from the newest checkpoint ({count} of run.restarts = {self._run_budget.limit})"
         )
         for line in failed.last_lines(_LOG_LINES):
             self._console.complain(f"    {line}")
@@ -182,20 +196,28 @@ class Recovery:
         name, window_s = engine.command.name, engine.budget.window_s
         if not self._tree.can_launch(engine.command):
             if self._others_serve(engine):
-                self._leave_out(engine, f"{name}: {reason}; the run goes on without it until there is a node for it")
+                self._leave_out(
+                    engine,
+                    f"{name}: {reason}; the run goes on without it until there is a node for it",
+                )
             return
         if not engine.budget.allows():
             ends = f"ended {engine.budget.spent() + 1} times within {window_s:g} s (run.restarts)"
             if not self._others_serve(engine):
                 raise Failure(f"{name} {ends}, at last: {reason}", engine.process)
-            self._leave_out(engine, f"{name} {ends}, at last: {reason}; the others serve without it for some time")
+            self._leave_out(
+                engine,
+                f"{name} {ends}, at last: {reason}; the others serve without it for some time",
+            )
             return
         count = engine.budget.spend()
         self._end(engine)
         engine.process = self._tree.launch(engine.command)
         engine.generation += 1
         self._roster.renew(engine.index, engine.generation, self._url_of(engine.command))
-        self._console.complain(f"{name}: {reason}; started again ({count} of run.restarts = {engine.budget.limit})")
+        self._console.complain(
+            f"{name}: {reason}; started again ({count} of run.restarts = {engine.budget.limit})"
+        )
 
     def _others_serve(self, engine: _Engine) -> bool:
         """Whether another engine runs: one of the launcher's, or one that has joined."""
@@ -205,25 +227,39 @@ class Recovery:
             for other in self._engines
             if other is not engine
         )
-        return running or any(entry.index not in own and not entry.leaving for entry in self._roster.entries())
+        return running or any(
+            entry.index not in own and not entry.leaving for entry in self._roster.entries()
+        )
 
     def _leave_out(self, engine: _Engine, line: str) -> None:
         assert engine.index is not None
         self._console.complain(line)
         self._end(engine)
         self._roster.ask_leave(engine.index)
-        engine.last_index, engine.index, engine.process, engine.generation = engine.index, None, None, 0
+        engine.last_index, engine.index, engine.process, engine.generation = (
+            engine.index,
+            None,
+            None,
+            0,
+        )
 
     def _bring_in(self, engine: _Engine) -> None:
-        """At a place of its own in the roster: the coordinator gives it weights at the next publish."""
+        """At a place of its own in the roster: the coordinator gives it weights at the next
+        publish.
+        """
         if not self._tree.can_launch(engine.command):
             return
-        if engine.last_index is not None and not (engine.budget.allows() and self._roster.has_left(engine.last_index)):
+        if engine.last_index is not None and not (
+            engine.budget.allows() and self._roster.has_left(engine.last_index)
+        ):
             return
         engine.process = self._tree.launch(engine.command)
         url = self._url_of(engine.command)
         engine.index = self._roster.announce(url, shared=engine.shared)
-        self._console.say(f"{engine.command.name}: starting at {url}; it serves from a publish on when it is ready")
+        self._console.say(
+            f"{engine.command.name}: starting at {url}; it serves from a publish on when it is "
+            "ready"
+        )
 
     def _end(self, engine: _Engine) -> None:
         assert engine.process is not None

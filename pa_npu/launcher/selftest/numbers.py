@@ -29,32 +29,44 @@ _UNSEEN = 0.1  # at least so far off is attention whose responses do not see the
 
 
 def versions(bench: Bench) -> list[Finding]:
-    """`doctor` for the runs to come, whose text is this part's log; and what is not of a supported row."""
+    """`doctor` for the runs to come, whose text is this part's log; and what is not of a supported
+    row.
+    """
     run_dir = f"run.dir={bench.folder / 'runs' / 'versions'}"
     problems = doctor(load_config([], [*tiny_settings(bench), run_dir, *bench.overrides]))
     return [
         Finding("problems that doctor names", problems, 0),
-        Finding("versions outside of the nearest supported row", len(trainer_problems(bench.device)), 0),
+        Finding(
+            "versions outside of the nearest supported row", len(trainer_problems(bench.device)), 0
+        ),
     ]
 
 
 def attention(bench: Bench) -> list[Finding]:
-    """Forward and backward of each form in each type over layouts, against dense attention in fp64 on the host."""
+    """Forward and backward of each form in each type over layouts, against dense attention in fp64
+    on the host.
+    """
     device = _device(bench)
     findings = []
     for dtype, bound in BOUNDS.items():
         for form in (merge_attention, gather_attention):
             worst = max(_worst_of(layout, dtype, form, device) for layout in LAYOUTS.values())
             kernel = kernel_name(torch.empty(1, 1, 64, dtype=dtype, device=device))
-            what = f"{form.__name__.removesuffix('_attention')}, {str(dtype).removeprefix('torch.')}, {kernel}"
+            what = (
+                f"{form.__name__.removesuffix('_attention')}, "
+                f"{str(dtype).removeprefix('torch.')}, {kernel}"
+            )
             findings.append(Finding(f"largest difference: {what}", worst, bound))
     layout = LAYOUTS["three groups"]
     q, k, v, _ = _inputs(layout, torch.float64)
     alone = PrefixLayout(layout.lengths, (-1,) * len(layout.lengths))
     unseen = _worst(
-        shared_prompt_attention(q, k, v, alone, impl="dense"), shared_prompt_attention(q, k, v, layout, impl="dense")
+        shared_prompt_attention(q, k, v, alone, impl="dense"),
+        shared_prompt_attention(q, k, v, layout, impl="dense"),
     )
-    findings.append(Finding("control: responses that do not see their prompt", unseen, _UNSEEN, least=True))
+    findings.append(
+        Finding("control: responses that do not see their prompt", unseen, _UNSEEN, least=True)
+    )
     prompt, responses = 512, [64] * 8
     shared = PrefixLayout.from_groups([(prompt, responses)])
     repeated = PrefixLayout.from_sequences([prompt + response for response in responses])
@@ -62,7 +74,9 @@ def attention(bench: Bench) -> list[Finding]:
     return [
         *findings,
         Finding(
-            "forward and backward, a prompt of 512 shared by 8", tokens / _seconds(shared, device), unit="tokens/s"
+            "forward and backward, a prompt of 512 shared by 8",
+            tokens / _seconds(shared, device),
+            unit="tokens/s",
         ),
         Finding("the same, prompts repeated", tokens / _seconds(repeated, device), unit="tokens/s"),
     ]
@@ -71,7 +85,9 @@ def attention(bench: Bench) -> list[Finding]:
 def _seconds(layout: PrefixLayout, device: torch.device) -> float:
     """The fastest of some passes in a trainer's usual type."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    q, k, v, grad = (x.to(device).requires_grad_(number < 3) for number, x in enumerate(_inputs(layout, dtype)))
+    q, k, v, grad = (
+        x.to(device).requires_grad_(number < 3) for number, x in enumerate(_inputs(layout, dtype))
+    )
     seconds = []
     for _ in range(5):
         start_s = time.monotonic()
@@ -82,7 +98,9 @@ def _seconds(layout: PrefixLayout, device: torch.device) -> float:
 
 
 def operator(bench: Bench) -> list[Finding]:
-    """The merge of partial results on the device, in each type, against the formula in fp64 on the host."""
+    """The merge of partial results on the device, in each type, against the formula in fp64 on the
+    host.
+    """
     device = _device(bench)
     status = available()
     print(f"merges with {status.implementation}: {status.reason}")
@@ -91,8 +109,11 @@ def operator(bench: Bench) -> list[Finding]:
     for dtype, bound in BOUNDS.items():
         tokens, rows = 4096, [(5, 1000), (2048, 4000)]
         index = torch.cat([torch.arange(*ends) for ends in rows])
-        out, part = (torch.randn(n, 4, 64, generator=generator).to(dtype) for n in (tokens, len(index)))
-        # a largest score and a sum of exponentials for each query, of the running result and of the part; 8 equal copies
+        out, part = (
+            torch.randn(n, 4, 64, generator=generator).to(dtype) for n in (tokens, len(index))
+        )
+        # a largest score and a sum of exponentials for each query, of the running result and of the
+        # part; 8 equal copies
         m, s, n, t = (
             torch.rand(count, 4, 1, generator=generator).expand(-1, -1, 8).contiguous() + 0.5
             for count in (tokens, tokens, len(index), len(index))
@@ -104,7 +125,11 @@ def operator(bench: Bench) -> list[Finding]:
         exact = out.double()
         weighed = ours[..., :1] * out[index].double() + theirs[..., :1] * part.double()
         exact[index] = weighed / (ours + theirs)[..., :1]
-        findings.append(Finding(f"merge, {str(dtype).removeprefix('torch.')}", _worst(running.cpu(), exact), bound))
+        findings.append(
+            Finding(
+                f"merge, {str(dtype).removeprefix('torch.')}", _worst(running.cpu(), exact), bound
+            )
+        )
     return findings
 
 
@@ -118,11 +143,17 @@ def _device(bench: Bench) -> torch.device:
 def _inputs(layout: PrefixLayout, dtype: torch.dtype) -> list[torch.Tensor]:
     """q, k, v and a gradient on the host: 8 query heads, 2 of keys and values."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(layout.total, heads, 64, generator=generator).to(dtype) for heads in (8, 2, 2, 8)]
+    return [
+        torch.randn(layout.total, heads, 64, generator=generator).to(dtype)
+        for heads in (8, 2, 2, 8)
+    ]
 
 
 def _worst_of(
-    layout: PrefixLayout, dtype: torch.dtype, form: Callable[..., torch.Tensor], device: torch.device
+    layout: PrefixLayout,
+    dtype: torch.dtype,
+    form: Callable[..., torch.Tensor],
+    device: torch.device,
 ) -> float:
     q, k, v, grad = _inputs(layout, dtype)
     leaves = [x.clone().to(device).requires_grad_() for x in (q, k, v)]
@@ -131,7 +162,10 @@ def _worst_of(
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     exact = shared_prompt_attention(wide[0], wide[1], wide[2], layout, scale=0.125, impl="dense")
     exact.backward(grad.double())
-    pairs = [(out, exact), *((_gradient(ours), _gradient(theirs)) for ours, theirs in zip(leaves, wide, strict=True))]
+    pairs = [
+        (out, exact),
+        *((_gradient(ours), _gradient(theirs)) for ours, theirs in zip(leaves, wide, strict=True)),
+    ]
     return max(_worst(ours.detach().cpu(), reference.detach()) for ours, reference in pairs)
 
 

@@ -1,4 +1,6 @@
-"""The parts of the self-test: a table, and how one runs in a process of its own, so that a crash or a hang ends that part alone."""
+"""The parts of the self-test: a table, and how one runs in a process of its own, so that a crash or
+a hang ends that part alone.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 
 @dataclass(frozen=True)
 class Bench:
-    """The place of a part. device: npu, cuda or cpu. overrides: key=value for every run, from the command line.
+    """The place of a part. device: npu, cuda or cpu. overrides: key=value for every run, from the
+    command line.
 
-    model, data, iterations, configs: of --acceptance; configs are YAML files with the recipe's keys.
+    model, data, iterations, configs: of --acceptance; configs are YAML files with the recipe's
+    keys.
     """
 
     folder: Path
@@ -34,7 +38,9 @@ class Bench:
 
 @dataclass(frozen=True)
 class Finding:
-    """One figure. limit: what it must stay below, or reach where `least`; None where it is only told."""
+    """One figure. limit: what it must stay below, or reach where `least`; None where it is only
+    told.
+    """
 
     what: str
     value: float
@@ -51,7 +57,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Part:
-    """function: module:name, from a Bench to findings. shows: the promise that it checks. limit_s: when it is ended."""
+    """function: module:name, from a Bench to findings. shows: the promise that it checks. limit_s:
+    when it is ended.
+    """
 
     name: str
     function: str
@@ -61,7 +69,9 @@ class Part:
 
 @dataclass
 class Result:
-    """A part's end. problem: its last words where it failed otherwise than by a figure; see its log."""
+    """A part's end. problem: its last words where it failed otherwise than by a figure; see its
+    log.
+    """
 
     name: str
     seconds: float = 0.0
@@ -80,14 +90,51 @@ _HERE = "pa_npu.launcher.selftest"
 _POLL_S = 0.05
 # The order is that of trust: what later parts need comes first.
 PARTS = (
-    Part("versions", f"{_HERE}.numbers:versions", "the libraries of a supported row are here, and a device", 120),
-    Part("attention", f"{_HERE}.numbers:attention", "every attention form equals dense attention in fp64", 300),
-    Part("operator", f"{_HERE}.numbers:operator", "the merge operator equals its formula in fp64", 120),
-    Part("collectives", f"{_HERE}.collectives:collectives", "the publish group of trainers and engines works", 600),
-    Part("learns", f"{_HERE}.runs:learns", "a tiny run learns, and engine, trainer and transformers agree", 900),
-    Part("equal", f"{_HERE}.runs:equal", "the synchronous run has the periodic run's weights, bit for bit", 900),
-    Part("recovers", f"{_HERE}.runs:recovers", "a killed trainer and a killed engine change no weight", 1200),
-    Part("speed", f"{_HERE}.runs:speed", "tokens per second per device, and GB/s of a publish", 900),
+    Part(
+        "versions",
+        f"{_HERE}.numbers:versions",
+        "the libraries of a supported row are here, and a device",
+        120,
+    ),
+    Part(
+        "attention",
+        f"{_HERE}.numbers:attention",
+        "every attention form equals dense attention in fp64",
+        300,
+    ),
+    Part(
+        "operator",
+        f"{_HERE}.numbers:operator",
+        "the merge operator equals its formula in fp64",
+        120,
+    ),
+    Part(
+        "collectives",
+        f"{_HERE}.collectives:collectives",
+        "the publish group of trainers and engines works",
+        600,
+    ),
+    Part(
+        "learns",
+        f"{_HERE}.runs:learns",
+        "a tiny run learns, and engine, trainer and transformers agree",
+        900,
+    ),
+    Part(
+        "equal",
+        f"{_HERE}.runs:equal",
+        "the synchronous run has the periodic run's weights, bit for bit",
+        900,
+    ),
+    Part(
+        "recovers",
+        f"{_HERE}.runs:recovers",
+        "a killed trainer and a killed engine change no weight",
+        1200,
+    ),
+    Part(
+        "speed", f"{_HERE}.runs:speed", "tokens per second per device, and GB/s of a publish", 900
+    ),
 )
 ACCEPTANCE = (
     Part("periodic", f"{_HERE}.runs:accept_periodic", "the recipe's run, periodic", 86400),
@@ -96,7 +143,9 @@ ACCEPTANCE = (
 
 
 def run_part(part: Part, bench: Bench) -> Result:
-    """Run it in a process with a log of its own, ended with everything that it started at its deadline."""
+    """Run it in a process with a log of its own, ended with everything that it started at its
+    deadline.
+    """
     answer = bench.folder / f"{part.name}.json"
     answer.unlink(missing_ok=True)
     asked = json.dumps({**asdict(bench), "folder": str(bench.folder)})

@@ -1,4 +1,6 @@
-"""Parts that start runs of a tiny model through the command line, as a user would, and read what the runs left."""
+"""Parts that start runs of a tiny model through the command line, as a user would, and read what
+the runs left.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,11 @@ _ENGINES, _TRAINERS = ("api_server", "pa_npu.engines"), ("pa_npu.trainer",)
 
 
 def learns(bench: Bench) -> list[Finding]:
-    """A periodic run: its reward, the engines' log-probs against the trainers' after each publish and against transformers', and
-    the gradient against finite differences."""
-    records = _run(bench, "periodic", ["schedule.stream=true", "schedule.finite_difference_every=1"])
+    """A periodic run: its reward, the engines' log-probs against the trainers' after each publish
+    and against transformers', and the gradient against finite differences."""
+    records = _run(
+        bench, "periodic", ["schedule.stream=true", "schedule.finite_difference_every=1"]
+    )
     dtype = _dtype(bench)
     errors = _finite_difference_errors(bench, "periodic")
     return [
@@ -53,12 +57,18 @@ def learns(bench: Bench) -> list[Finding]:
             AGREEMENT[dtype],
         ),
         Finding("finite differences of the gradient", len(errors), 1, least=True),
-        Finding("gradient against a finite difference, worst", max(errors, default=0.0), FINITE_DIFFERENCE[dtype]),
+        Finding(
+            "gradient against a finite difference, worst",
+            max(errors, default=0.0),
+            FINITE_DIFFERENCE[dtype],
+        ),
     ]
 
 
 def _finite_difference_errors(bench: Bench, name: str) -> list[float]:
-    """How far each is from what the gradient said, as a share of it, of those that rounding does not hide."""
+    """How far each is from what the gradient said, as a share of it, of those that rounding does
+    not hide.
+    """
     lines = (bench.folder / "runs" / name / "finite_differences.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return [
@@ -69,13 +79,21 @@ def _finite_difference_errors(bench: Bench, name: str) -> list[float]:
 
 
 def equal(bench: Bench) -> list[Finding]:
-    """The same run synchronously; its weights are the periodic run's. Another seed's are not, which is the control."""
+    """The same run synchronously; its weights are the periodic run's.
+
+    Another seed's are not, which is the control.
+    """
     _run(bench, "synchronous", ["schedule.stream=false"])
     _run(bench, "other_seed", ["schedule.stream=false", "run.seed=2", "schedule.iterations=1"])
     changed = _changed(bench, "periodic", "synchronous")
     return [
         Finding("tensors that differ from the periodic run's", changed, 0),
-        Finding("control: tensors that another seed changes", _changed(bench, "periodic", "other_seed"), 1, least=True),
+        Finding(
+            "control: tensors that another seed changes",
+            _changed(bench, "periodic", "other_seed"),
+            1,
+            least=True,
+        ),
     ]
 
 
@@ -86,7 +104,11 @@ def recovers(bench: Bench) -> list[Finding]:
     _run(bench, "killed", kept, lambda launcher: _kill(bench, launcher, killed))
     return [
         Finding("processes that were killed", len(killed), 2, least=True),
-        Finding("tensors that differ from the run without a kill", _changed(bench, "periodic", "killed"), 0),
+        Finding(
+            "tensors that differ from the run without a kill",
+            _changed(bench, "periodic", "killed"),
+            0,
+        ),
     ]
 
 
@@ -100,13 +122,24 @@ def speed(bench: Bench) -> list[Finding]:
         bench,
         "speed",
         [
-            *(f"model.path={directory}", f"data.train={data}", f"rollout.max_response_tokens={tokens}"),
+            *(
+                f"model.path={directory}",
+                f"data.train={data}",
+                f"rollout.max_response_tokens={tokens}",
+            ),
             *("schedule.iterations=4", "run.deterministic=false", "rollout.batch_invariant=false"),
         ],
     )[1:]
-    trained = [record["tokens_computed"] / record["train_s"] for record in records if record["train_s"]]
-    weights = sum(file.stat().st_size for file in (bench.folder / "runs" / "speed" / "hf").glob("*.safetensors"))
-    sent = [weights / record["border_send_s"] / 1e9 for record in records if record["border_send_s"]]
+    trained = [
+        record["tokens_computed"] / record["train_s"] for record in records if record["train_s"]
+    ]
+    weights = sum(
+        file.stat().st_size
+        for file in (bench.folder / "runs" / "speed" / "hf").glob("*.safetensors")
+    )
+    sent = [
+        weights / record["border_send_s"] / 1e9 for record in records if record["border_send_s"]
+    ]
     return [
         Finding("tokens per second per device", _mean(records, "tpspd"), unit="tokens/s"),
         Finding("trainers, tokens computed", statistics.median(trained), unit="tokens/s"),
@@ -130,7 +163,12 @@ def _accept(bench: Bench, name: str, mode: str) -> list[Finding]:
     settings = [
         *(word for file in bench.configs for word in ("--config", file)),
         *(f"run.device={bench.device}", f"model.path={bench.model}", f"data.train={bench.data}"),
-        *(f"schedule.iterations={bench.iterations}", "schedule.compare_iterations=0", mode, *bench.overrides),
+        *(
+            f"schedule.iterations={bench.iterations}",
+            "schedule.compare_iterations=0",
+            mode,
+            *bench.overrides,
+        ),
     ]
     records = _launch(bench, name, settings)
     tenth = max(len(records) // 10, 1)
@@ -143,20 +181,34 @@ def _accept(bench: Bench, name: str, mode: str) -> list[Finding]:
             _mean(records[:tenth], "reward_mean"),
             True,
         ),
-        Finding("tokens per second per device", _mean(records[1:] or records, "tpspd"), unit="tokens/s"),
+        Finding(
+            "tokens per second per device", _mean(records[1:] or records, "tpspd"), unit="tokens/s"
+        ),
         *(
-            Finding(f"peak memory, {place}, a process", _peak_bytes(records, f"{place}_bytes") / 2**30, unit="GiB")
+            Finding(
+                f"peak memory, {place}, a process",
+                _peak_bytes(records, f"{place}_bytes") / 2**30,
+                unit="GiB",
+            )
             for place in ("device", "host")
         ),
         Finding(
-            "engine against trainer, mean difference, worst", max(record["logprob_diff_mean"] for record in records)
+            "engine against trainer, mean difference, worst",
+            max(record["logprob_diff_mean"] for record in records),
         ),
     ]
 
 
 def _peak_bytes(records: Sequence[dict[str, Any]], ending: str) -> int:
-    """The largest of all processes' peaks there; 0 where none is measured, such as a device's on CPU."""
-    keys = {key for record in records for key in record if key.startswith("memory_") and key.endswith(ending)}
+    """The largest of all processes' peaks there; 0 where none is measured, such as a device's on
+    CPU.
+    """
+    keys = {
+        key
+        for record in records
+        for key in record
+        if key.startswith("memory_") and key.endswith(ending)
+    }
     return max((record.get(key) or 0 for record in records for key in keys), default=0)
 
 
@@ -165,14 +217,18 @@ def _dtype(bench: Bench) -> str:
 
 
 def _run(
-    bench: Bench, name: str, further: Sequence[str], beside: Callable[[subprocess.Popen[bytes]], None] | None = None
+    bench: Bench,
+    name: str,
+    further: Sequence[str],
+    beside: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> list[dict[str, Any]]:
     """A run of the tiny model; see tiny_settings and _launch."""
     return _launch(bench, name, [*tiny_settings(bench), *further, *bench.overrides], beside)
 
 
 def tiny_settings(bench: Bench) -> list[str]:
-    """Make the tiny model where it is not there yet; returns the keys of its run, for any number of devices.
+    """Make the tiny model where it is not there yet; returns the keys of its run, for any number of
+    devices.
 
     Half of the devices have engines and half trainers; a single one has both.
     """
@@ -188,10 +244,21 @@ def tiny_settings(bench: Bench) -> list[str]:
             f"model.dtype={_dtype(bench)}",
             f"data.train={data}",
         ),
-        *("run.deterministic=true", f"rollout.batch_invariant={str(bench.device != 'cpu').lower()}"),
+        *(
+            "run.deterministic=true",
+            f"rollout.batch_invariant={str(bench.device != 'cpu').lower()}",
+        ),
         *(f"rollout.engines={half}", f"trainer.devices={half}", "rollout.responses_per_prompt=8"),
-        *("data.max_prompt_tokens=64", "rollout.max_response_tokens=16", f"schedule.prompts_per_iteration={8 * half}"),
-        *(f"schedule.iterations={ITERATIONS}", "schedule.compare_iterations=0", "schedule.order=prompt"),
+        *(
+            "data.max_prompt_tokens=64",
+            "rollout.max_response_tokens=16",
+            f"schedule.prompts_per_iteration={8 * half}",
+        ),
+        *(
+            f"schedule.iterations={ITERATIONS}",
+            "schedule.compare_iterations=0",
+            "schedule.order=prompt",
+        ),
         *("optimizer.learning_rate=3e-3", "optimizer.warmup_iterations=1", "telemetry.samples=all"),
         "reward.functions=[{name: 'pa_npu.launcher.selftest.model:digits'}]",
         *(["rollout.kv_cache_gib=0.25"] if bench.device == "cpu" else []),
@@ -200,9 +267,15 @@ def tiny_settings(bench: Bench) -> list[str]:
 
 
 def _launch(
-    bench: Bench, name: str, settings: Sequence[str], beside: Callable[[subprocess.Popen[bytes]], None] | None = None
+    bench: Bench,
+    name: str,
+    settings: Sequence[str],
+    beside: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """The records of a run's iterations. Raises UserError with its last line where it does not end with 0."""
+    """The records of a run's iterations.
+
+    Raises UserError with its last line where it does not end with 0.
+    """
     directory = bench.folder / "runs" / name
     output = bench.folder / "logs" / f"run_{name}.out"
     with output.open("wb") as file:
@@ -215,8 +288,13 @@ def _launch(
             threading.Thread(target=beside, args=(launcher,), daemon=True).start()
         code = launcher.wait()
     if code:
-        last = output.read_text(errors="replace").strip().splitlines()[-1:] or ["nothing was written"]
-        raise UserError(f"the run '{name}' ended with code {code}: {last[0]}; see {output.name} and runs/{name}/logs")
+        last = output.read_text(errors="replace").strip().splitlines()[-1:] or [
+            "nothing was written"
+        ]
+        raise UserError(
+            f"the run '{name}' ended with code {code}: {last[0]}; see {output.name} and "
+            f"runs/{name}/logs"
+        )
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -235,12 +313,16 @@ def _changed(bench: Bench, one: str, other: str) -> int:
         for run in (one, other)
     )
     if not first or first.keys() != second.keys():
-        raise UserError(f"the runs {one} and {other} exported {len(first)} and {len(second)} tensors")
+        raise UserError(
+            f"the runs {one} and {other} exported {len(first)} and {len(second)} tensors"
+        )
     return sum(not torch.equal(first[name], second[name]) for name in first)
 
 
 def _against_transformers(bench: Bench) -> float:
-    """Mean |difference| between the engines' log-probs of the first iteration and transformers' in fp32 on the host."""
+    """Mean |difference| between the engines' log-probs of the first iteration and transformers' in
+    fp32 on the host.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     directory = bench.folder / "tiny" / "model"
@@ -251,7 +333,8 @@ def _against_transformers(bench: Bench) -> float:
         prompt = tokenizer(row["prompt"]).input_ids
         if len(prompt) != row["prompt_tokens"]:
             raise UserError(
-                f"the prompt {row['prompt']!r} has {len(prompt)} tokens here and had {row['prompt_tokens']}"
+                f"the prompt {row['prompt']!r} has {len(prompt)} tokens here and had "
+                f"{row['prompt_tokens']}"
             )
         tokens = torch.tensor([[*prompt, *row["tokens"]]])
         with torch.no_grad():
@@ -262,12 +345,16 @@ def _against_transformers(bench: Bench) -> float:
 
 
 def _kill(bench: Bench, launcher: subprocess.Popen[bytes], killed: list[str]) -> None:
-    """Kill a trainer rank once there is a checkpoint to go on from, and an engine some iterations later."""
+    """Kill a trainer rank once there is a checkpoint to go on from, and an engine some iterations
+    later.
+    """
     directory = bench.folder / "runs" / "killed"
     for words, iteration in ((_TRAINERS, 3), (_ENGINES, 7)):
         while launcher.poll() is None and _iterations(directory) < iteration:
             time.sleep(0.1)
-        for child in psutil.Process(launcher.pid).children(recursive=True) if launcher.poll() is None else ():
+        for child in (
+            psutil.Process(launcher.pid).children(recursive=True) if launcher.poll() is None else ()
+        ):
             with suppress(psutil.NoSuchProcess):  # some of its children are short-lived
                 command = child.cmdline()
                 if any(word in argument for argument in command for word in words):

@@ -1,13 +1,17 @@
-"""Chooses each iteration's schedule at its border, with what the run's own iterations have taught, and says how wrong it was.
+"""Chooses each iteration's schedule at its border, with what the run's own iterations have taught,
+and says how wrong it was.
 
-    prepare           does the same before the border, while trainers still train, with what is known by then
+    prepare           does the same before the border, while trainers still train, with what is
+                      known by then
     begin_iteration   chooses by the predicted flow of the coming iteration (schedules.choose)
     observe           a group was generated
-    end_iteration     speeds, shapes of groups and the border are learned; what was predicted is compared with what was measured
+    end_iteration     speeds, shapes of groups and the border are learned; what was predicted is
+                      compared with what was measured
 
-A prediction is of the time until the last optimizer step, not until the last response. How far predictions were off corrects the
-next one. With rollout.window=N windows are given; the order, where schedule.dispatch leaves it open, and the prediction remain.
-Engines may have a window of their own, and an expected speed, which counts until their groups have shown it
+A prediction is of the time until the last optimizer step, not until the last response. How far
+predictions were off corrects the next one. With rollout.window=N windows are given; the order,
+where schedule.dispatch leaves it open, and the prediction remain. Engines may have a window of
+their own, and an expected speed, which counts until their groups have shown it
 (rollout.engine_settings).
 """
 
@@ -38,13 +42,15 @@ from pa_npu.planning.iteration_model.subjects import (
 
 logger = logging.getLogger(__name__)
 
-# Draws of the lengths to come, and groups of all of them together: the flow of a thousand takes a hundredth of a second.
+# Draws of the lengths to come, and groups of all of them together: the flow of a thousand takes a
+# hundredth of a second.
 _DRAWS, _GROUPS_DRAWN = 12, 8192
 _NEW = 0.5  # weight of the last iteration in what is learned of trainers and border
-# Lengths vary where longest responses differ by more than 2% of what was expected, or responses of a group by as much.
+# Lengths vary where longest responses differ by more than 2% of what was expected, or responses of
+# a group by as much.
 _VARIES = 0.02
-# Iterations whose groups' shapes are remembered, and the least number of groups: few, so that lengths which grow in training and
-# expectations that become better are followed.
+# Iterations whose groups' shapes are remembered, and the least number of groups: few, so that
+# lengths which grow in training and expectations that become better are followed.
 _SHAPE_ITERATIONS, _LEAST_SHAPES = 4, 64
 # One iteration that something else disturbed says little about the model.
 _LARGEST_BIAS = 2.0
@@ -73,16 +79,27 @@ class ScheduleController:
         self._last_error: float | None = None
 
     def prepare(self, outlook: IterationOutlook) -> None:
-        """Choose for the coming iteration before the one that runs is ended; with nothing else called meanwhile."""
+        """Choose for the coming iteration before the one that runs is ended; with nothing else
+        called meanwhile.
+        """
         self._prepared = self._choose(outlook) if self._learned.enough and outlook.engines else None
 
     def begin_iteration(self, outlook: IterationOutlook, iteration: int = 0) -> Schedule:
-        """The schedule of the coming iteration. The one before may go on; what was begun earlier and not ended is forgotten."""
+        """The schedule of the coming iteration.
+
+        The one before may go on; what was begun earlier and not ended is forgotten.
+        """
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared.outlook != outlook:
             known = self._learned.enough and outlook.engines
-            prepared = self._choose(outlook) if known else _Running(outlook, first_schedule(self._rules, outlook))
-        self._running = {number: running for number, running in self._running.items() if number == iteration - 1}
+            prepared = (
+                self._choose(outlook)
+                if known
+                else _Running(outlook, first_schedule(self._rules, outlook))
+            )
+        self._running = {
+            number: running for number, running in self._running.items() if number == iteration - 1
+        }
         self._running[iteration] = prepared
         return prepared.schedule
 
@@ -103,10 +120,15 @@ class ScheduleController:
         learned.observe(outlook, running.timings, times)
         groups = learned.seen(outlook, running.timings) if running.predicted_s is not None else None
         if groups is not None:
-            # with speeds that were learned from it too, so that this is the model's own error, and none of an expectation
-            flow_s = flow_of(learned.cluster(outlook), groups, running.schedule, streams=outlook.streams).end_s
+            # with speeds that were learned from it too, so that this is the model's own error, and
+            # none of an expectation
+            flow_s = flow_of(
+                learned.cluster(outlook), groups, running.schedule, streams=outlook.streams
+            ).end_s
             learned.note_error(outlook.streams, flow_s, times.iteration_s - times.border_s)
-        return Prediction(running.schedule.name, running.predicted_s, self._last_error, learned.numbers(outlook))
+        return Prediction(
+            running.schedule.name, running.predicted_s, self._last_error, learned.numbers(outlook)
+        )
 
     def speeds(self) -> tuple[EngineSpeed, float] | None:
         """An engine's, and a replica's seconds for a unit of work; None before they were learned."""
@@ -130,8 +152,9 @@ class ScheduleController:
     def _explain(self, outlook: IterationOutlook, schedule: Schedule, predicted_s: float) -> None:
         learned = self._learned.numbers(outlook)
         logger.info(
-            "schedule%s: %s, at most %d sequences per engine: %.2f s predicted, of which border %.2f s; a decode step takes "
-            "%.2f ms and %.3f ms per sequence, trainers %.3f s a group%s",
+            "schedule%s: %s, at most %d sequences per engine: %.2f s predicted, of which border "
+            "%.2f s; a decode step takes %.2f ms and %.3f ms per sequence, trainers %.3f s a "
+            "group%s",
             "" if outlook.streams else " of synchronous iterations",
             schedule.name,
             schedule.largest_window,
@@ -140,12 +163,15 @@ class ScheduleController:
             1000 * learned["decode_step_s"],
             1000 * learned["decode_sequence_s"],
             learned["train_group_s"],
-            "" if self._last_error is None else f"; the last prediction was off by {self._last_error:+.1%}",
+            ""
+            if self._last_error is None
+            else f"; the last prediction was off by {self._last_error:+.1%}",
         )
 
 
 class Learned:
-    """Speeds, shapes of groups, the border, and how far predictions were off, of a run's iterations for the next.
+    """Speeds, shapes of groups, the border, and how far predictions were off, of a run's iterations
+    for the next.
 
     It is no part of a checkpoint: a resumed run learns again, in one iteration.
     """
@@ -155,7 +181,8 @@ class Learned:
         self._work = work
         self._engines = EngineFit(rules.max_num_seqs)
         self._seconds_per_work: float | None = None
-        self._work_ratio = 1.0  # of what trainers compute to what was written (several turns, branches)
+        # of what trainers compute to what was written (several turns, branches)
+        self._work_ratio = 1.0
         self._step_s = self._delivery_s = 0.0
         self._informative = 1.0  # share of the groups that are trained (dynamic sampling)
         self._shapes: deque[tuple[float, ...]] = deque()  # lengths over the expected longest
@@ -165,7 +192,11 @@ class Learned:
     @property
     def enough(self) -> bool:
         """Whether an iteration can be predicted."""
-        return self._engines.pooled is not None and self._seconds_per_work is not None and bool(self._shapes)
+        return (
+            self._engines.pooled is not None
+            and self._seconds_per_work is not None
+            and bool(self._shapes)
+        )
 
     @property
     def speeds(self) -> tuple[EngineSpeed, float] | None:
@@ -187,7 +218,9 @@ class Learned:
         living = sum(map(sum, self._shapes)) / max(full, 1e-12)
         return bool(longest.std() > _VARIES * longest.mean() or living < 1.0 - _VARIES)
 
-    def observe(self, outlook: IterationOutlook, timings: Sequence[GroupTiming], times: IterationTimes) -> None:
+    def observe(
+        self, outlook: IterationOutlook, timings: Sequence[GroupTiming], times: IterationTimes
+    ) -> None:
         """An iteration that is complete."""
         self._observe_shapes(outlook, timings)
         self._engines.expect(outlook.speeds)
@@ -198,7 +231,9 @@ class Learned:
             seconds = (times.train_s - times.step_s) * self._rules.replicas / work
             new = 1.0 if self._seconds_per_work is None else _NEW
             self._seconds_per_work = _mix(self._seconds_per_work or 0.0, seconds, new)
-            self._work_ratio = work / sum(self._work(timing.prompt_tokens, timing.lengths) for timing in trained)
+            self._work_ratio = work / sum(
+                self._work(timing.prompt_tokens, timing.lengths) for timing in trained
+            )
             self._step_s = _mix(self._step_s, times.step_s / self._rules.updates, new)
             self.border_s = _mix(self.border_s, times.border_s, new)
         if timings:
@@ -211,15 +246,21 @@ class Learned:
         if not known:
             return
         expected = [max(1.0, groups[timing.index].longest) for timing in known]
-        if len(set(expected)) == 1:  # nothing was known of the prompts; from now on at least the mean is
+        # nothing was known of the prompts; from now on at least the mean is
+        if len(set(expected)) == 1:
             expected = [sum(max(timing.lengths) for timing in known) / len(known)] * len(known)
-        for longest, timing in sorted(zip(expected, known, strict=True), key=lambda pair: pair[1].index):
+        for longest, timing in sorted(
+            zip(expected, known, strict=True), key=lambda pair: pair[1].index
+        ):
             self._shapes.append(tuple(length / longest for length in timing.lengths))
         while len(self._shapes) > max(_LEAST_SHAPES, _SHAPE_ITERATIONS * len(groups)):
             self._shapes.popleft()
 
     def note_error(self, streams: bool, predicted_s: float, measured_s: float) -> None:
-        """Both without border, predicted with the lengths that it had. Later predictions are multiplied by their ratio."""
+        """Both without border, predicted with the lengths that it had.
+
+        Later predictions are multiplied by their ratio.
+        """
         ratio = min(max(measured_s / predicted_s, 1 / _LARGEST_BIAS), _LARGEST_BIAS)
         self._bias[streams] = _mix(self.bias(streams), ratio, _NEW)
 
@@ -254,7 +295,9 @@ class Learned:
         }
 
     def draw(self, outlook: IterationOutlook, number: int) -> list[VirtualGroup]:
-        """The groups to come with shapes of groups that were seen, at random (`number` seeds it); replacements behind them."""
+        """The groups to come with shapes of groups that were seen, at random (`number` seeds it);
+        replacements behind them.
+        """
         rng = np.random.default_rng([17, number])
         groups: list[VirtualGroup] = []
         informative = 0
@@ -262,7 +305,9 @@ class Learned:
             prompt = outlook.groups[len(groups) % len(outlook.groups)]
             shape = self._shapes[int(rng.integers(len(self._shapes)))]
             trained = self._informative >= 1.0 or bool(rng.random() < self._informative)
-            groups.append(self._group(len(groups), prompt, [prompt.longest * part for part in shape], trained))
+            groups.append(
+                self._group(len(groups), prompt, [prompt.longest * part for part in shape], trained)
+            )
             informative += trained
         return groups
 
@@ -276,8 +321,12 @@ class Learned:
             groups.append(self._group(index, prompt, lengths, True))
         return groups
 
-    def seen(self, outlook: IterationOutlook, timings: Sequence[GroupTiming]) -> list[VirtualGroup] | None:
-        """The groups of an iteration as they were; None where some are missing, or no training was seen yet."""
+    def seen(
+        self, outlook: IterationOutlook, timings: Sequence[GroupTiming]
+    ) -> list[VirtualGroup] | None:
+        """The groups of an iteration as they were; None where some are missing, or no training was
+        seen yet.
+        """
         by_index = sorted(timings, key=lambda timing: timing.index)
         complete = [timing.index for timing in by_index] == list(range(len(by_index)))
         num_trained = sum(timing.trained for timing in by_index)
@@ -285,11 +334,15 @@ class Learned:
             return None
         groups = []
         for timing in by_index:
-            prompt = GroupOutlook(timing.prompt_tokens, max(timing.lengths), sum(timing.lengths) / len(timing.lengths))
+            prompt = GroupOutlook(
+                timing.prompt_tokens, max(timing.lengths), sum(timing.lengths) / len(timing.lengths)
+            )
             groups.append(self._group(timing.index, prompt, timing.lengths, timing.trained))
         return groups
 
-    def _group(self, index: int, prompt: GroupOutlook, tokens: Sequence[float], trained: bool) -> VirtualGroup:
+    def _group(
+        self, index: int, prompt: GroupOutlook, tokens: Sequence[float], trained: bool
+    ) -> VirtualGroup:
         lengths = tuple(min(max(1.0, length), float(self._rules.max_tokens)) for length in tokens)
         work = self._work(prompt.prompt_tokens, [round(length) for length in lengths])
         in_flight = len(lengths) * (prompt.prompt_tokens + prompt.mean)

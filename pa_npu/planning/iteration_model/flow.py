@@ -1,16 +1,21 @@
-"""Predicts how an iteration goes, group by group, with all engines as one pool; and finds turns by running it backwards.
+"""Predicts how an iteration goes, group by group, with all engines as one pool; and finds turns by
+running it backwards.
 
-    flow        groups start when they may and a place is free; each decodes as many steps as its longest response has
+    flow        groups start when they may and a place is free; each decodes as many steps as its
+                longest response has
     predicted   the flow of a schedule, and when trainers have trained what it delivers
     turns       the flow of reversed time: each group starts as late as it can
 
 With n sequences on m engines a decode step takes  step_s + sequence_s * n / m  seconds. Of a group one response is as long as its
-longest and the others are alike. Which engine has it is left out, so that a thousand groups take some ten milliseconds.
+longest and the others are alike. Which engine has it is left out, so that a thousand groups take
+some ten milliseconds.
 
-Backwards in time trainers emit a group whenever they have "trained" it, an engine takes it at once and runs its decode steps;
-read forwards this is a schedule that ends with the iteration. Letting each group start as early as it can in reversed time is
-optimal on one engine where lengths are equal: a later start leaves more steps to do and helps no other group. With unequal lengths
-the order of emission matters too: longest first, so that forwards the longest are trained last and trainers have others meanwhile.
+Backwards in time trainers emit a group whenever they have "trained" it, an engine takes it at once
+and runs its decode steps; read forwards this is a schedule that ends with the iteration. Letting
+each group start as early as it can in reversed time is optimal on one engine where lengths are
+equal: a later start leaves more steps to do and helps no other group. With unequal lengths the
+order of emission matters too: longest first, so that forwards the longest are trained last and
+trainers have others meanwhile.
 """
 
 from __future__ import annotations
@@ -30,10 +35,11 @@ _MOST_KINDS = 4
 
 @dataclass(frozen=True)
 class Flow:
-    """Seconds from the first dispatch, of each group in the order in which they were given; one begins when its engine has room.
+    """Seconds from the first dispatch, of each group in the order in which they were given; one
+    begins when its engine has room.
 
-    dispatched_s: when the last group has been given to an engine. busy_s: mean over engines of the time in which they have
-    something in flight. end_s: when the last optimizer step is done.
+    dispatched_s: when the last group has been given to an engine. busy_s: mean over engines of the
+    time in which they have something in flight. end_s: when the last optimizer step is done.
     """
 
     starts_s: tuple[float, ...]
@@ -49,9 +55,16 @@ class Flow:
 
 
 def predicted(
-    cluster: Cluster, groups: Sequence[VirtualGroup], places: int, turns: Sequence[Turn] = (), *, streams: bool = True
+    cluster: Cluster,
+    groups: Sequence[VirtualGroup],
+    places: int,
+    turns: Sequence[Turn] = (),
+    *,
+    streams: bool = True,
 ) -> Flow:
-    """The iteration in which groups go in this order, with `places` of them in flight on all engines together."""
+    """The iteration in which groups go in this order, with `places` of them in flight on all
+    engines together.
+    """
     engines = len(cluster.engines)
     starts_s, ends_s, busy_s = _flow(
         cluster, groups, places, lambda number, ended_s: turn_s(turns, number, ended_s, engines)
@@ -59,13 +72,23 @@ def predicted(
     dispatched_s = max(starts_s)
     if not turns:  # what has a place and no room waits in the engine's queue
         dispatched_s = sorted(ends_s)[-places - 1] if len(groups) > places else 0.0
-    return Flow(tuple(starts_s), tuple(ends_s), dispatched_s, busy_s, _trained_s(cluster, groups, ends_s, streams))
+    return Flow(
+        tuple(starts_s),
+        tuple(ends_s),
+        dispatched_s,
+        busy_s,
+        _trained_s(cluster, groups, ends_s, streams),
+    )
 
 
-def _trained_s(cluster: Cluster, groups: Sequence[VirtualGroup], ends_s: Sequence[float], streams: bool) -> float:
+def _trained_s(
+    cluster: Cluster, groups: Sequence[VirtualGroup], ends_s: Sequence[float], streams: bool
+) -> float:
     """When the last optimizer step is done. Replicas wait for each other at each."""
     arriving = [
-        (end_s + cluster.delivery_s, group) for end_s, group in zip(ends_s, groups, strict=True) if group.informative
+        (end_s + cluster.delivery_s, group)
+        for end_s, group in zip(ends_s, groups, strict=True)
+        if group.informative
     ]
     by_index = cluster.order == "prompt"
     arriving.sort(key=lambda each: each[1].index if by_index else each[0])
@@ -91,9 +114,10 @@ def backwards_turns(
 ) -> tuple[tuple[int, ...], tuple[Turn, ...]]:
     """(order, turns) for expected groups.
 
-    places: groups that may be in flight, on all engines together. slack: trainers are taken to need this share of their time, so
-    that engines stay a little ahead of them. Turns are in completions, which follow the engines when these are slower or faster
-    than was thought, and in seconds after them.
+    places: groups that may be in flight, on all engines together. slack: trainers are taken to need
+    this share of their time, so that engines stay a little ahead of them. Turns are in completions,
+    which follow the engines when these are slower or faster than was thought, and in seconds after
+    them.
     """
     emitted = _emissions(cluster, groups, slack)
     backwards = [groups[index] for _, index in emitted]
@@ -118,24 +142,33 @@ def _flow(
     places: int,
     ready_s: Callable[[int, Sequence[float]], float],
 ) -> tuple[list[float], list[float], float]:
-    """(starts, ends) of the groups, and Flow.busy_s. ready_s: when a group may start, given when others ended so far."""
+    """(starts, ends) of the groups, and Flow.busy_s. ready_s: when a group may start, given when
+    others ended so far.
+    """
     kinds, engines = _kinds(cluster), len(cluster.engines)
     room = engines * cluster.max_num_seqs
-    prompt_of = [group.prompt_tokens / group.longest for group in groups]  # per step, as if it were spread over them
+    # per step, as if it were spread over them
+    prompt_of = [group.prompt_tokens / group.longest for group in groups]
     now_s = clock = prompts = busy_s = 0.0
     living = in_flight = number = 0
-    ends: list[tuple[float, int, int]] = []  # (clock, group, less so many sequences; 0: its last one)
+    # (clock, group, less so many sequences; 0: its last one)
+    ends: list[tuple[float, int, int]] = []
     starts_s, ends_s = [0.0] * len(groups), [0.0] * len(groups)
     completed_s: list[float] = []
     while len(completed_s) < len(groups):
         busy = max(1, min(engines, in_flight))
         step_s = engines / sum(
-            count / max(a + b * living / busy + p * prompts / busy, 1e-12) for a, b, p, count in kinds
+            count / max(a + b * living / busy + p * prompts / busy, 1e-12)
+            for a, b, p, count in kinds
         )
         next_end_s = now_s + (ends[0][0] - clock) * step_s if ends else math.inf
         start_s = math.inf
         # beyond what decodes together an engine has a queue of its own
-        if number < len(groups) and in_flight < places and (not ends or living + len(groups[number].lengths) <= room):
+        if (
+            number < len(groups)
+            and in_flight < places
+            and (not ends or living + len(groups[number].lengths) <= room)
+        ):
             start_s = max(now_s, ready_s(number, completed_s))
         busy_s += (min(start_s, next_end_s) - now_s) * min(1.0, in_flight / engines)
         if start_s <= next_end_s:
@@ -145,8 +178,14 @@ def _flow(
             others = len(group.lengths) - 1
             heapq.heappush(ends, (clock + group.longest, number, 0))
             if others:
-                heapq.heappush(ends, (clock + (sum(group.lengths) - group.longest) / others, number, -others))
-            living, in_flight, prompts = living + others + 1, in_flight + 1, prompts + prompt_of[number]
+                heapq.heappush(
+                    ends, (clock + (sum(group.lengths) - group.longest) / others, number, -others)
+                )
+            living, in_flight, prompts = (
+                living + others + 1,
+                in_flight + 1,
+                prompts + prompt_of[number],
+            )
             number += 1
             continue
         clock, ended, sequences = heapq.heappop(ends)
@@ -163,7 +202,10 @@ def _kinds(cluster: Cluster) -> list[tuple[float, float, float, int]]:
     ranked = sorted((s.step_s, s.sequence_s, s.prompt_token_s) for s in cluster.engines.values())
     size = -(-len(ranked) // _MOST_KINDS) if unequal(cluster) else len(ranked)
     parts = [ranked[start : start + size] for start in range(0, len(ranked), size)]
-    return [(*(sum(column) / len(part) for column in zip(*part, strict=True)), len(part)) for part in parts]
+    return [
+        (*(sum(column) / len(part) for column in zip(*part, strict=True)), len(part))
+        for part in parts
+    ]
 
 
 def unequal(cluster: Cluster) -> bool:
@@ -172,9 +214,12 @@ def unequal(cluster: Cluster) -> bool:
     return len(steps) > 1 and max(steps) >= EQUAL_SPEED * min(steps)
 
 
-def _emissions(cluster: Cluster, groups: Sequence[VirtualGroup], slack: float) -> list[tuple[float, int]]:
+def _emissions(
+    cluster: Cluster, groups: Sequence[VirtualGroup], slack: float
+) -> list[tuple[float, int]]:
     """(time, index), rising: when reversed trainers emit which group."""
-    if cluster.order == "prompt":  # replicas take their slots in turn, so the last slots come out first
+    # replicas take their slots in turn, so the last slots come out first
+    if cluster.order == "prompt":
         indices = list(reversed(range(len(groups))))
     else:
         indices = sorted(range(len(groups)), key=lambda index: (-groups[index].longest, -index))

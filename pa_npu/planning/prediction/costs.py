@@ -1,7 +1,9 @@
-"""Costs of a decode step and a prompt on an engine, of a group on a replica, and of a publish, by published figures of a device.
+"""Costs of a decode step and a prompt on an engine, of a group on a replica, and of a publish, by
+published figures of a device.
 
-These give the shape: what of a cost is reading weights, arithmetic, dispatch, communication, and so how it changes with the model,
-the layout and the device. A run gives the factor by which its own costs differ from that (tools/cluster/calibration.py).
+These give the shape: what of a cost is reading weights, arithmetic, dispatch, communication, and so
+how it changes with the model, the layout and the device. A run gives the factor by which its own
+costs differ from that (tools/cluster/calibration.py).
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ from pa_npu.planning.iteration_model.subjects import EngineSpeed
 from pa_npu.planning.memory import BYTES, FP32, kv_bytes_per_token, trainer_memory
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, TypicalSpeed
 
-# Of the arithmetic of decoding, what is not hidden behind reading the weights; of that of a prompt, what a device reaches.
+# Of the arithmetic of decoding, what is not hidden behind reading the weights; of that of a prompt,
+# what a device reaches.
 _NOT_HIDDEN, _PROMPT_EFFICIENCY = 0.5, 0.5
-# Of a device's dispatch, what goes by the number of layers, in a model with TypicalSpeed.layers of them.
+# Of a device's dispatch, what goes by the number of layers, in a model with TypicalSpeed.layers of
+# them.
 _BY_LAYERS = 0.5
 # Latency of a collective within a node.
 _COLLECTIVE_S = 15e-6
-# Optimizer: bytes that a step reads and writes per parameter (weight, gradient, two moments, master copy).
+# Optimizer: bytes that a step reads and writes per parameter (weight, gradient, two moments, master
+# copy).
 _STEP_BYTES = 40
 # Of a border, what does not go by bytes: the messages between trainers, coordinator and engines.
 _BORDER_MESSAGES_S = 0.05
@@ -32,7 +37,8 @@ _BORDER_MESSAGES_S = 0.05
 
 @dataclass(frozen=True)
 class EngineCost:
-    """Seconds: of a decode step; per sequence in it; per token of context of each of these; per token of a prompt that is computed.
+    """Seconds: of a decode step; per sequence in it; per token of context of each of these; per
+    token of a prompt that is computed.
 
     prefix_block: tokens of which a prompt's responses share whole ones.
     """
@@ -45,11 +51,15 @@ class EngineCost:
 
     def speed(self, context: float) -> EngineSpeed:
         """With so many tokens of context per sequence on average."""
-        return EngineSpeed(self.step_s, self.sequence_s + self.context_s * context, self.prompt_token_s)
+        return EngineSpeed(
+            self.step_s, self.sequence_s + self.context_s * context, self.prompt_token_s
+        )
 
 
 def computed_prompt_tokens(prompt: int, responses: int, prefix_block: int) -> int:
-    """Tokens of a group's prompt that an engine computes: whole blocks once, the rest for each response."""
+    """Tokens of a group's prompt that an engine computes: whole blocks once, the rest for each
+    response.
+    """
     shared = (prompt - 1) // prefix_block * prefix_block
     return shared + responses * (prompt - shared)
 
@@ -70,12 +80,18 @@ def typical_engine(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> En
 
 
 def _of_layers(spec: ModelSpec, typical: TypicalSpeed) -> float:
-    return 1.0 if typical.layers is None else 1.0 - _BY_LAYERS + _BY_LAYERS * spec.num_layers / typical.layers
+    return (
+        1.0
+        if typical.layers is None
+        else 1.0 - _BY_LAYERS + _BY_LAYERS * spec.num_layers / typical.layers
+    )
 
 
 @dataclass(frozen=True)
 class TrainerCost:
-    """Seconds of one device: per microbatch, per operation; and of an optimizer step and a border of the whole configuration."""
+    """Seconds of one device: per microbatch, per operation; and of an optimizer step and a border
+    of the whole configuration.
+    """
 
     microbatch_s: float
     operation_s: float
@@ -96,12 +112,16 @@ def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> T
         step_s += _STEP_BYTES * parameters / shards / typical.memory_bytes
         if not sharded:  # which reduces with each microbatch, not with the step
             step_s += 2.0 * (copies - 1) / copies * FP32 * parameters / typical.wire_bytes
-    step_s += 2.0 * trainer_memory(config, spec).on_host / typical.host_bytes  # to the device and back
+    # to the device and back
+    step_s += 2.0 * trainer_memory(config, spec).on_host / typical.host_bytes
     link = Link(typical.wire_bytes, typical.node_bytes)
     between = typical.node_bytes if mesh.shards <= config.devices_per_node else typical.wire_bytes
-    publish_s = publish_seconds(spec.num_parameters * element, LARGEST_BUCKET_BYTES, trainer.tensor_parallel, link)
+    publish_s = publish_seconds(
+        spec.num_parameters * element, LARGEST_BUCKET_BYTES, trainer.tensor_parallel, link
+    )
     return TrainerCost(
-        typical.group_s * _of_layers(spec, typical) + gather_seconds(config, spec, element, between),
+        typical.group_s * _of_layers(spec, typical)
+        + gather_seconds(config, spec, element, between),
         1.0 / (typical.flops * typical.training),
         step_s,
         publish_s + _BORDER_MESSAGES_S,
@@ -112,7 +132,8 @@ def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> T
 class Link:
     """The links that carry a publish. Rates in bytes per second, latency in seconds per bucket.
 
-    wire: from a stage's leader to an engine worker, the slowest link on the way; workers pass on what they get.
+    wire: from a stage's leader to an engine worker, the slowest link on the way; workers pass on
+    what they get.
     gather: between the ranks of a tensor-parallel group.
     """
 
@@ -121,13 +142,17 @@ class Link:
     latency_s: float = 100e-6
 
 
-def publish_seconds(weight_bytes: int, bucket_bytes: int, tensor_parallel: int, link: Link) -> float:
+def publish_seconds(
+    weight_bytes: int, bucket_bytes: int, tensor_parallel: int, link: Link
+) -> float:
     """Seconds in which all stages' weights reach every engine worker.
 
-    Engines read the stages one after another, so that all bytes pass the same wire. The gather of bucket i + 1 runs while
-    bucket i is on the wire; only the first one's has nothing to hide behind:
+    Engines read the stages one after another, so that all bytes pass the same wire. The gather of
+    bucket i + 1 runs while bucket i is on the wire; only the first one's has nothing to hide
+    behind:
 
-        gather + n * max(gather, wire)      per bucket, with gather = (TP - 1) / TP * bucket / rate, wire = bucket / rate + latency
+        gather + n * max(gather, wire)      per bucket, with gather = (TP - 1) / TP * bucket / rate,
+                                            wire = bucket / rate + latency
     """
     buckets = math.ceil(weight_bytes / bucket_bytes)
     bucket = weight_bytes / buckets
@@ -136,7 +161,9 @@ def publish_seconds(weight_bytes: int, bucket_bytes: int, tensor_parallel: int, 
 
 
 def gather_seconds(config: Config, spec: ModelSpec, element: int, wire_bytes: float) -> float:
-    """Seconds per microbatch, as if computing hid none: weights gathered forward and backward, gradients scattered in fp32."""
+    """Seconds per microbatch, as if computing hid none: weights gathered forward and backward,
+    gradients scattered in fp32.
+    """
     shards = config.mesh.shards
     if config.trainer.backend != "fsdp" or shards == 1:
         return 0.0
@@ -146,7 +173,8 @@ def gather_seconds(config: Config, spec: ModelSpec, element: int, wire_bytes: fl
 
 
 class Costs:
-    """Costs of any configuration, model and device: here by published and assumed figures, without a run.
+    """Costs of any configuration, model and device: here by published and assumed figures, without
+    a run.
 
     delivery_s: from a group's end until trainers can take it.
     """
@@ -161,9 +189,13 @@ class Costs:
 
 
 class GroupSeconds:
-    """Seconds that a replica of a configuration takes for a group, from its prompt's and its responses' lengths."""
+    """Seconds that a replica of a configuration takes for a group, from its prompt's and its
+    responses' lengths.
+    """
 
-    def __init__(self, config: Config, spec: ModelSpec, cost: TrainerCost, typical: TypicalSpeed) -> None:
+    def __init__(
+        self, config: Config, spec: ModelSpec, cost: TrainerCost, typical: TypicalSpeed
+    ) -> None:
         trainer = config.trainer
         self._work = GroupWork(spec, config)
         self._pieces = config.microbatches_per_group
@@ -172,7 +204,11 @@ class GroupSeconds:
         shards, element = trainer.tensor_parallel, BYTES[config.model.dtype]
         # two reductions of the hidden states forward and two backward in each layer
         reduced = 4 * spec.num_layers * 2.0 * (shards - 1) / shards * spec.hidden_size * element
-        between = typical.node_bytes if config.mesh.expert <= config.devices_per_node else typical.wire_bytes
+        between = (
+            typical.node_bytes
+            if config.mesh.expert <= config.devices_per_node
+            else typical.wire_bytes
+        )
         seconds = reduced / typical.node_bytes + _dispatched_bytes(config, spec, element) / between
         self._token_s = seconds * passes(config) / trainer.pipeline_parallel
         self._shared_prompt = config.attention.shared_prompt
@@ -184,7 +220,8 @@ class GroupSeconds:
 
 
 def _dispatched_bytes(config: Config, spec: ModelSpec, element: int) -> float:
-    """Bytes per token of a microbatch that a rank sends to other ranks' experts and gets back, forward and backward, in all layers.
+    """Bytes per token of a microbatch that a rank sends to other ranks' experts and gets back,
+    forward and backward, in all layers.
 
     Tokens are divided over tensor-parallel ranks, and taken to be spread evenly over experts.
     """
@@ -196,5 +233,7 @@ def _dispatched_bytes(config: Config, spec: ModelSpec, element: int) -> float:
 
 
 def passes(config: Config) -> float:
-    """Forward and backward over that of the policy alone: full recomputation is another forward, and so is each frozen model."""
+    """Forward and backward over that of the policy alone: full recomputation is another forward,
+    and so is each frozen model.
+    """
     return 1.0 + (len(trainer_models(config).computed) + (config.trainer.recompute == "full")) / 3.0

@@ -1,4 +1,5 @@
-"""A training backend on plain torch, written from the conformance suite: trainer.backend=tests.helpers.toy_backend:BACKEND.
+"""A training backend on plain torch, written from the conformance suite:
+trainer.backend=tests.helpers.toy_backend:BACKEND.
 
 One device per replica; replicas sum their gradients over gloo.
 """
@@ -22,10 +23,14 @@ def create(
     return ToyBackend(config, spec, platform, store, rank, local_rank)
 
 
-def export_checkpoint(checkpoint: Path, output: Path, model: str | None = None, merged: bool = False) -> None:
+def export_checkpoint(
+    checkpoint: Path, output: Path, model: str | None = None, merged: bool = False
+) -> None:
     from tests.helpers.toy_backend.backend import export_checkpoint
 
     export_checkpoint(checkpoint, output, model)
 
 
-BACKEND = SimpleNamespace(changes=lambda: [], fit=fit, create=create, export_checkpoint=export_checkpoint)
+BACKEND = SimpleNamespace(
+    changes=lambda: [], fit=fit, create=create, export_checkpoint=export_checkpoint
+)

@@ -40,7 +40,13 @@ class ToyBackend:
     software = f"torch {torch.__version__}"
 
     def __init__(
-        self, config: Config, spec: ModelSpec, platform: Platform, store: dist.Store, rank: int, local_rank: int
+        self,
+        config: Config,
+        spec: ModelSpec,
+        platform: Platform,
+        store: dist.Store,
+        rank: int,
+        local_rank: int,
     ) -> None:
         world = config.trainer.devices
         if not dist.is_initialized():
@@ -54,25 +60,36 @@ class ToyBackend:
         self._weights: dict[str, PolicyState] = {}
         self._parameters = list(self._models["policy"].parameters())
         self._masters = [parameter.detach().float().clone() for parameter in self._parameters]
-        self._gradient = torch.zeros(sum(master.numel() for master in self._masters), device=self.device)
+        self._gradient = torch.zeros(
+            sum(master.numel() for master in self._masters), device=self.device
+        )
         parts = self._gradient.split([master.numel() for master in self._masters])
         for master, part in zip(self._masters, parts, strict=True):
             master.grad = part.view_as(master)
         options = config.optimizer
         groups = [
-            {"params": [m for m in self._masters if m.ndim > 1], "weight_decay": options.weight_decay},
+            {
+                "params": [m for m in self._masters if m.ndim > 1],
+                "weight_decay": options.weight_decay,
+            },
             {"params": [m for m in self._masters if m.ndim <= 1], "weight_decay": 0.0},
         ]
         self._updates = 0
-        self._optimizer = torch.optim.AdamW(groups, lr=options.learning_rate, betas=options.betas, eps=options.epsilon)
+        self._optimizer = torch.optim.AdamW(
+            groups, lr=options.learning_rate, betas=options.betas, eps=options.epsilon
+        )
 
     def _load(self, name: str) -> Any:
         model = AutoModelForCausalLM.from_pretrained(
-            self._config.model.path, dtype=_DTYPES[self._config.model.dtype], attn_implementation="eager"
+            self._config.model.path,
+            dtype=_DTYPES[self._config.model.dtype],
+            attn_implementation="eager",
         ).to(self.device)
         return model.eval().requires_grad_(name == "policy")
 
-    def published_weights(self, bucket_bytes: int, late_from: str | None = None) -> PublishedTensors | None:
+    def published_weights(
+        self, bucket_bytes: int, late_from: str | None = None
+    ) -> PublishedTensors | None:
         if not self.place.publishes:
             return None
         return PublishedTensors(self._models[late_from or "policy"], self._spec, bucket_bytes)
@@ -87,10 +104,14 @@ class ToyBackend:
         if "policy" in self._weights:
             self._weights[name] = self._weights["policy"]
 
-    def accumulate(self, microbatches: MicrobatchSource, objective: Objective) -> ReducedGradient | None:
+    def accumulate(
+        self, microbatches: MicrobatchSource, objective: Objective
+    ) -> ReducedGradient | None:
         self._gradient.zero_()
         for microbatch in microbatches:
-            objective.loss(microbatch, self._outputs(microbatch, objective.entropy_gradient)).backward()
+            objective.loss(
+                microbatch, self._outputs(microbatch, objective.entropy_gradient)
+            ).backward()
             for parameter, master in zip(self._parameters, self._masters, strict=True):
                 if parameter.grad is not None and master.grad is not None:
                     master.grad += parameter.grad
@@ -100,7 +121,9 @@ class ToyBackend:
             return None
         own, squares = self._gradient.sum()[None], self._gradient.square().sum()[None]
         sum_over_replicas(self._gradient)
-        return ReducedGradient(own, squares, self._gradient.chunk(replicas)[self.place.replica].sum()[None])
+        return ReducedGradient(
+            own, squares, self._gradient.chunk(replicas)[self.place.replica].sum()[None]
+        )
 
     def gradient_size(self, first: int = 0, every: int = 1) -> torch.Tensor:
         return self._gradient.norm()
@@ -109,7 +132,11 @@ class ToyBackend:
         self._gradient *= factor
 
     def stepped(self) -> list[SteppedTensor]:
-        settings = {id(master): group for group in self._optimizer.param_groups for master in group["params"]}
+        settings = {
+            id(master): group
+            for group in self._optimizer.param_groups
+            for master in group["params"]
+        }
         names = [name for name, _ in self._models["policy"].named_parameters()]
         tensors = []
         for name, parameter, master in zip(names, self._parameters, self._masters, strict=True):
@@ -143,25 +170,34 @@ class ToyBackend:
         return Step(norm, rate)
 
     @torch.no_grad()
-    def evaluate(self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]) -> None:
+    def evaluate(
+        self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]
+    ) -> None:
         for microbatch in microbatches:
             here = microbatch.to(self.device)
             take(here, self._outputs(here, False))
 
     def rounding(
-        self, microbatches: list[Microbatch], take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None]
+        self,
+        microbatches: list[Microbatch],
+        take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
     ) -> bool:
         return False  # it computes in one type only
 
     def _outputs(self, microbatch: Microbatch, entropy_gradient: bool) -> Outputs:
         logprobs, entropy = self._logprobs("policy", microbatch)
         with torch.no_grad():
-            frozen = {name: self._logprobs(name, microbatch)[0] for name in trainer_models(self._config).computed}
+            frozen = {
+                name: self._logprobs(name, microbatch)[0]
+                for name in trainer_models(self._config).computed
+            }
         return Outputs(logprobs, entropy if entropy_gradient else entropy.detach(), frozen)
 
     def _logprobs(self, name: str, microbatch: Microbatch) -> tuple[Logprobs, torch.Tensor]:
         model, layout = self._models[name], microbatch.layout
-        hidden = torch.full((layout.total, layout.total), torch.finfo(model.dtype).min, dtype=model.dtype)
+        hidden = torch.full(
+            (layout.total, layout.total), torch.finfo(model.dtype).min, dtype=model.dtype
+        )
         mask = hidden.masked_fill(layout.dense_mask().cpu(), 0.0).to(self.device)
         logits = model(
             input_ids=microbatch.tokens[None],
@@ -183,7 +219,9 @@ class ToyBackend:
         state = {"masters": self._masters, "optimizer": self._optimizer.state_dict()}
         if with_reference:
             state["reference"] = list(self._models["reference"].parameters())
-        return PlannedFile(state if self.place.rank == 0 else None, directory / _FILE, {"updates": self._updates})
+        return PlannedFile(
+            state if self.place.rank == 0 else None, directory / _FILE, {"updates": self._updates}
+        )
 
     @torch.no_grad()
     def load(self, directory: Path) -> CheckpointMeta:
@@ -217,7 +255,10 @@ class PublishedTensors:
         for name, tensor in self._tensors.items():
             row = tensor[0].numel()
             run = max(1, bucket_bytes // (row * tensor.element_size())) * row
-            self._runs += [(name, start, min(run, tensor.numel() - start)) for start in range(0, tensor.numel(), run)]
+            self._runs += [
+                (name, start, min(run, tensor.numel() - start))
+                for start in range(0, tensor.numel(), run)
+            ]
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
         buckets = tuple(Bucket(dtype, (Segment(*run),)) for run in self._runs)
@@ -237,7 +278,9 @@ class PublishedTensors:
 class PlannedFile:
     """PlannedSave of one file, by rank 0."""
 
-    def __init__(self, state: dict[str, Any] | None, file: Path, description: dict[str, Any]) -> None:
+    def __init__(
+        self, state: dict[str, Any] | None, file: Path, description: dict[str, Any]
+    ) -> None:
         self.description = description
         self._state, self._file = state, file
 

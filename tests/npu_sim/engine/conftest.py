@@ -18,7 +18,8 @@ if not collect_ignore_glob:
     import torch_npu.op_plugin.atb._atb_ops as atb
 
     atb._register_atb_extensions = lambda: None
-    # a patch of vllm-ascend's for image models imports it; transformers has to find it absent before
+    # a patch of vllm-ascend's for image models imports it; transformers has to find it absent
+    # before
     import transformers.image_utils  # noqa: F401
 
     for name in (

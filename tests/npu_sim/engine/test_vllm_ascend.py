@@ -1,7 +1,8 @@
-"""vllm-ascend's own worker with our extension, over stub libraries: weights loaded and loaded again, log-probs, calls, waking.
+"""vllm-ascend's own worker with our extension, over stub libraries: weights loaded and loaded
+again, log-probs, calls, waking.
 
-Not here, since the stubs have no kernels of CANN's and no ATB: a forward pass, graphs, and the allocator of sleep mode, for which a
-stand-in keeps the memory.
+Not here, since the stubs have no kernels of CANN's and no ATB: a forward pass, graphs, and the
+allocator of sleep mode, for which a stand-in keeps the memory.
 """
 
 from __future__ import annotations
@@ -37,10 +38,14 @@ class Given:
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         self._weights = weights
 
-    def receive(self, version: int, *, begins_within_s: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(
+        self, version: int, *, begins_within_s: float | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, tensor.to("npu")) for name, tensor in self._weights.items())
 
-    def whole(self, received: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def whole(
+        self, received: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         return received
 
     def close(self) -> None:
@@ -74,20 +79,30 @@ def hf_weights() -> dict[str, torch.Tensor]:
 
 def held(worker: Any) -> dict[str, torch.Tensor]:
     """Copies of the engine's parameters on the host."""
-    return {name: parameter.detach().cpu().clone() for name, parameter in worker.model_runner.model.named_parameters()}
+    return {
+        name: parameter.detach().cpu().clone()
+        for name, parameter in worker.model_runner.model.named_parameters()
+    }
 
 
-def publish(executor: UniProcExecutor, worker: Any, weights: dict[str, torch.Tensor], version: int) -> dict[str, Any]:
+def publish(
+    executor: UniProcExecutor, worker: Any, weights: dict[str, torch.Tensor], version: int
+) -> dict[str, Any]:
     worker._pa_receiver = Given(weights)
     (said,) = executor.collective_rpc("pa_receive", args=(version,))
     return said
 
 
 def expected(weights: dict[str, torch.Tensor], layer: int = 0) -> dict[str, torch.Tensor]:
-    """Returns what vllm-ascend holds of these: joined projections, and experts transposed for its grouped matrix product."""
+    """Returns what vllm-ascend holds of these: joined projections, and experts transposed for its
+    grouped matrix product.
+    """
     of_layer = f"model.layers.{layer}"
     joined = torch.cat([weights[f"{of_layer}.self_attn.{part}_proj.weight"] for part in "qkv"])
-    found = {f"{of_layer}.self_attn.qkv_proj.weight": joined, "lm_head.weight": weights["lm_head.weight"]}
+    found = {
+        f"{of_layer}.self_attn.qkv_proj.weight": joined,
+        "lm_head.weight": weights["lm_head.weight"],
+    }
     if FAMILY != "qwen3_moe":
         up = [weights[f"{of_layer}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
         return found | {f"{of_layer}.mlp.gate_up_proj.weight": torch.cat(up)}
@@ -96,9 +111,14 @@ def expected(weights: dict[str, torch.Tensor], layer: int = 0) -> dict[str, torc
     def part(name: str, expert: int) -> torch.Tensor:
         return weights[f"{of_layer}.mlp.experts.{expert}.{name}_proj.weight"]
 
-    gate_up = torch.stack([torch.cat([part("gate", expert), part("up", expert)]).T for expert in experts])
+    gate_up = torch.stack(
+        [torch.cat([part("gate", expert), part("up", expert)]).T for expert in experts]
+    )
     down = torch.stack([part("down", expert).T for expert in experts])
-    return found | {f"{of_layer}.mlp.experts.w13_weight": gate_up, f"{of_layer}.mlp.experts.w2_weight": down}
+    return found | {
+        f"{of_layer}.mlp.experts.w13_weight": gate_up,
+        f"{of_layer}.mlp.experts.w2_weight": down,
+    }
 
 
 def assert_held(worker: Any, weights: dict[str, torch.Tensor]) -> None:
@@ -115,20 +135,28 @@ def assert_held(worker: Any, weights: dict[str, torch.Tensor]) -> None:
 def changed(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in hf_weights().items()
+        name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in hf_weights().items()
     }
 
 
-def test_its_worker_takes_our_extension_and_loads_the_model(executor: UniProcExecutor, worker: Any) -> None:
+def test_its_worker_takes_our_extension_and_loads_the_model(
+    executor: UniProcExecutor, worker: Any
+) -> None:
     assert type(worker).__module__ == "vllm_ascend.worker.worker" and worker.device.type == "npu"
     (said,) = executor.collective_rpc("pa_version")
     assert said["version"] is None and said["sleeps"] is False
     assert_held(worker, hf_weights())
 
 
-def test_a_publish_is_loaded_in_place_as_often_as_one_comes(executor: UniProcExecutor, worker: Any) -> None:
+def test_a_publish_is_loaded_in_place_as_often_as_one_comes(
+    executor: UniProcExecutor, worker: Any
+) -> None:
     before = held(worker)
-    places = {name: parameter.data_ptr() for name, parameter in worker.model_runner.model.named_parameters()}
+    places = {
+        name: parameter.data_ptr()
+        for name, parameter in worker.model_runner.model.named_parameters()
+    }
     for version in (1, 2):
         weights = changed(version)
         assert publish(executor, worker, weights, version)["version"] == version
@@ -136,8 +164,13 @@ def test_a_publish_is_loaded_in_place_as_often_as_one_comes(executor: UniProcExe
         assert executor.collective_rpc("pa_version")[0]["version"] == version
     publish(executor, worker, hf_weights(), 3)
     after = held(worker)
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items()), "the first weights again"
-    assert {name: parameter.data_ptr() for name, parameter in worker.model_runner.model.named_parameters()} == places
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items()), (
+        "the first weights again"
+    )
+    assert {
+        name: parameter.data_ptr()
+        for name, parameter in worker.model_runner.model.named_parameters()
+    } == places
 
 
 def test_a_publish_that_lacks_weights_is_refused(executor: UniProcExecutor, worker: Any) -> None:
@@ -168,7 +201,9 @@ def test_its_sampler_says_log_probs_of_the_distribution_that_it_samples(worker: 
     sampler = worker.model_runner.sampler
     assert type(sampler).__module__ == "vllm_ascend.sample.sampler"
     logits = torch.randn(4, 320, generator=torch.Generator().manual_seed(1))
-    raw, scaled = (torch.log_softmax(logits / temperature, -1) for temperature in (1.0, TEMPERATURE))
+    raw, scaled = (
+        torch.log_softmax(logits / temperature, -1) for temperature in (1.0, TEMPERATURE)
+    )
     metadata = SamplingMetadata(
         temperature=torch.full((4,), TEMPERATURE, device="npu"),
         all_greedy=False,
@@ -193,7 +228,9 @@ def test_its_sampler_says_log_probs_of_the_distribution_that_it_samples(worker: 
         return answer.sampled_token_ids.cpu().long(), answer.logprobs_tensors.logprobs.cpu()[:, :1]
 
     tokens, found = said()
-    assert torch.allclose(found, raw.gather(1, tokens), atol=1e-5), "negative control: without us they are raw"
+    assert torch.allclose(found, raw.gather(1, tokens), atol=1e-5), (
+        "negative control: without us they are raw"
+    )
     take_logprobs_mode(worker)
     tokens, found = said()
     assert torch.allclose(found, scaled.gather(1, tokens), atol=1e-5)

@@ -1,4 +1,6 @@
-"""shared_prompt_attention on npu tensors through torch_npu's schemas and autograd, against dense fp64."""
+"""shared_prompt_attention on npu tensors through torch_npu's schemas and autograd, against dense
+fp64.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 @pytest.fixture(params=["honoured", "ignored", "refused"])
 def sim(request: pytest.FixtureRequest) -> NpuSim:
-    """A simulated NPU whose CANN honours softmax_layout="TND", ignores it or has no operator that takes it."""
+    """A simulated NPU whose CANN honours softmax_layout="TND", ignores it or has no operator that
+    takes it.
+    """
     npu.stats_layout.cache_clear()
     return NpuSim(all_references(request.param))
 
@@ -50,7 +54,9 @@ def random_inputs(layout, heads, kv_heads, head_dim, dtype):
 
 @pytest.mark.parametrize("impl", ["merge", "gather"])
 @pytest.mark.parametrize(
-    ("dtype", "heads", "kv_heads"), [(torch.float32, 4, 2), (torch.bfloat16, 3, 1), (torch.float16, 2, 2)], ids=str
+    ("dtype", "heads", "kv_heads"),
+    [(torch.float32, 4, 2), (torch.bfloat16, 3, 1), (torch.float16, 2, 2)],
+    ids=str,
 )
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_equals_dense_in_every_stats_layout(sim, layout, heads, kv_heads, dtype, impl):
@@ -83,7 +89,9 @@ def test_fp32_keeps_to_the_default_layout(sim):
     assert layout == npu.StatsLayout(None, "NTD")
 
 
-def test_errors_that_have_nothing_to_do_with_the_layout_are_not_taken_for_an_older_cann(monkeypatch):
+def test_errors_that_have_nothing_to_do_with_the_layout_are_not_taken_for_an_older_cann(
+    monkeypatch,
+):
     references = all_references()
 
     def out_of_memory(given):
@@ -91,7 +99,10 @@ def test_errors_that_have_nothing_to_do_with_the_layout_are_not_taken_for_an_old
 
     npu.stats_layout.cache_clear()
     device = torch.device("npu", 0)
-    with NpuSim(references | {"npu::npu_fusion_attention": out_of_memory}), pytest.raises(RuntimeError, match="memory"):
+    with (
+        NpuSim(references | {"npu::npu_fusion_attention": out_of_memory}),
+        pytest.raises(RuntimeError, match="memory"),
+    ):
         npu.stats_layout(device, torch.bfloat16)
 
 
@@ -123,7 +134,9 @@ def test_refuses_what_the_operator_cannot_take(sim):
     layout = PrefixLayout.from_sequences([1] * 1025)
     with sim:
         q = torch.zeros(1025, 1, 16, device="npu")
-        with pytest.raises(ValueError, match="segment 1024: npu_fusion_attention takes 1024 sequences"):
+        with pytest.raises(
+            ValueError, match="segment 1024: npu_fusion_attention takes 1024 sequences"
+        ):
             shared_prompt_attention(q, q, q, layout, impl="merge")
         with pytest.raises(ValueError, match="float64"):
             shared_prompt_attention(*[q.double()] * 3, layout=layout, impl="merge")

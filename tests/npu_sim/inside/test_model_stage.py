@@ -1,4 +1,6 @@
-"""The npu platform prepares Megatron, and a stage on npu tensors equals transformers on the CPU, gradients included."""
+"""The npu platform prepares Megatron, and a stage on npu tensors equals transformers on the CPU,
+gradients included.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def sim() -> NpuSim:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_stage_equals_transformers(recompute: str, sim: NpuSim, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_stage_equals_transformers(
+    recompute: str, sim: NpuSim, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     platform = platforms.get("npu")
     assert platforms.get("auto") is platform
     prepare(platform.name)
@@ -60,7 +64,9 @@ def test_stage_equals_transformers(recompute: str, sim: NpuSim, tmp_path: Path, 
         output.logprobs.sum().backward()
         ours = output.logprobs.detach().cpu()
         reference = output.frozen["reference"].cpu()
-        gradients = {name: parameter.grad.cpu() for name, parameter in stage.policy.named_parameters()}
+        gradients = {
+            name: parameter.grad.cpu() for name, parameter in stage.policy.named_parameters()
+        }
 
     hf_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     expected, start = [], PROMPT
@@ -76,12 +82,21 @@ def test_stage_equals_transformers(recompute: str, sim: NpuSim, tmp_path: Path, 
     by_name = {name: parameter.grad for name, parameter in hf_model.named_parameters()}
     for name, gradient in gradients.items():
         for tensor in sources(name, spec, 0):
-            mine, other = part_view(gradient, tensor, spec).reshape(tensor.shape), by_name[tensor.name]
+            mine, other = (
+                part_view(gradient, tensor, spec).reshape(tensor.shape),
+                by_name[tensor.name],
+            )
             error = (mine - other).abs().max() / other.abs().max()
             assert error < 1e-5, f"{tensor.name}: relative gradient error {error:.1e}"
 
-    fused = ("npu::npu_rms_norm", "npu::npu_rotary_mul", "npu::npu_swiglu", "npu::npu_fusion_attention")
-    assert all(sim.calls[name] and sim.calls[f"{name}_backward"] + sim.calls[f"{name}_grad"] for name in fused), (
-        sim.calls
+    fused = (
+        "npu::npu_rms_norm",
+        "npu::npu_rotary_mul",
+        "npu::npu_swiglu",
+        "npu::npu_fusion_attention",
     )
+    assert all(
+        sim.calls[name] and sim.calls[f"{name}_backward"] + sim.calls[f"{name}_grad"]
+        for name in fused
+    ), sim.calls
     assert not sim.without_kernel

@@ -34,15 +34,25 @@ def test_side_stream_of_a_thread_is_not_the_training_stream() -> None:
     assert after == npu.default_stream()
 
 
-def test_profile_asks_torch_npu_for_host_and_device_activities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stub runtime cannot profile: the recorder is replaced, its arguments and the handler are torch_npu's own."""
+def test_profile_asks_torch_npu_for_host_and_device_activities(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stub runtime cannot profile: the recorder is replaced, its arguments and the handler are
+    torch_npu's own.
+    """
     asked = {}
 
     signature = inspect.signature(torch_npu.profiler.profile)
-    monkeypatch.setattr(torch_npu.profiler, "profile", lambda **given: asked.update(signature.bind(**given).arguments))
+    monkeypatch.setattr(
+        torch_npu.profiler,
+        "profile",
+        lambda **given: asked.update(signature.bind(**given).arguments),
+    )
     platforms.get("npu").profile(tmp_path / "profile", "iteration_000001_rank0")
     activity = torch_npu.profiler.ProfilerActivity
-    assert set(asked["activities"]) == {activity.CPU, activity.NPU} and callable(asked["on_trace_ready"])
+    assert set(asked["activities"]) == {activity.CPU, activity.NPU} and callable(
+        asked["on_trace_ready"]
+    )
 
 
 def test_a_gathers_gradient_is_the_cpus() -> None:
@@ -63,7 +73,9 @@ def test_a_gathers_gradient_is_the_cpus() -> None:
 def test_grouped_products_and_their_gradients_are_those_of_one_group_after_another(
     counts: list[int], dtype: torch.dtype
 ) -> None:
-    """Groups without rows too, also all of them, as on a rank whose experts no token takes: their gradient is zero."""
+    """Groups without rows too, also all of them, as on a rank whose experts no token takes: their
+    gradient is zero.
+    """
     generator = torch.Generator().manual_seed(1)
     shapes = (sum(counts), 6), (len(counts), 4, 6), (sum(counts), 4)
     rows, weight, down = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -71,7 +83,9 @@ def test_grouped_products_and_their_gradients_are_those_of_one_group_after_anoth
     for name in ("cpu", "npu"):
         platform = platforms.get(name)
         with NpuSim(all_references()) as sim:
-            own = [tensor.to(platform.device(0)).detach().requires_grad_() for tensor in (rows, weight)]
+            own = [
+                tensor.to(platform.device(0)).detach().requires_grad_() for tensor in (rows, weight)
+            ]
             out = platform.ops.grouped_linear(own[0], own[1], counts)
             out.backward(down.to(platform.device(0)))
             found.append([out.detach().cpu(), *(tensor.grad.cpu() for tensor in own)])

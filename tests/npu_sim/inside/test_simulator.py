@@ -24,7 +24,8 @@ def test_refuses_operands_on_two_devices(sim):
             x + torch.ones(3)
         with pytest.raises(RuntimeError, match=r"aten::add_.*together with npu"):
             torch.ones(3).add_(x)
-        # what a real NPU takes: a scalar tensor of the host, a copy between devices, operands on one device
+        # what a real NPU takes: a scalar tensor of the host, a copy between devices, operands on
+        # one device
         assert (x + torch.tensor(1.0)).cpu().tolist() == [2.0, 2.0, 2.0]
         assert x.copy_(torch.full((3,), 4.0)).cpu().tolist() == [4.0, 4.0, 4.0]
         assert (x + torch.ones(3).to("npu")).cpu().tolist() == [5.0, 5.0, 5.0]
@@ -82,7 +83,9 @@ def test_fused_norm_and_rotary_agree_with_the_formulas_and_their_gradients(sim):
         out.backward(grad.to(out))
         return [value.detach().double().cpu() for value in (out, leaves[0].grad, leaves[1].grad)]
 
-    expected = gradients(formula, *(value.double() for value in (x, weight, angles.cos(), angles.sin())))
+    expected = gradients(
+        formula, *(value.double() for value in (x, weight, angles.cos(), angles.sin()))
+    )
     with sim:
         ops = NpuOps()
         found = gradients(

@@ -1,4 +1,5 @@
-"""The real trainer on two and four ranks of npu tensors over cpu:gloo,npu:hccl, against one rank on the CPU.
+"""The real trainer on two and four ranks of npu tensors over cpu:gloo,npu:hccl, against one rank on
+the CPU.
 
 The ranks are started once for all tests; this process is the engine worker that they publish to.
 """
@@ -47,7 +48,8 @@ from tests.npu_sim.simulator import NpuSim
 from tests.npu_sim.train_rank import BROKEN_EPOCH, EPOCH, ITERATIONS, LATE_OVER, TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
-TIME_LIMIT_S = 420  # ranks import MindSpeed and Megatron in a minute each where others work on the machine
+# ranks import MindSpeed and Megatron in a minute each where others work on the machine
+TIME_LIMIT_S = 420
 GROUPS = 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2": {"devices": 2, "tensor_parallel": 2, "recompute": "none"},
@@ -80,8 +82,14 @@ def make_config(model: Path, device: str, trainer: dict[str, Any]) -> Config:
         "rollout": {"responses_per_prompt": 4, "max_response_tokens": 16},
         "attention": {"implementation": "merge"},
         "algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01},
-        # an epsilon above the rounding of the gradients, which Adam would otherwise scale to whole steps where they are zero
-        "optimizer": {"learning_rate": 1e-3, "weight_decay": 0.1, "warmup_iterations": 0, "epsilon": 1e-4},
+        # an epsilon above the rounding of the gradients, which Adam would otherwise scale to whole
+        # steps where they are zero
+        "optimizer": {
+            "learning_rate": 1e-3,
+            "weight_decay": 0.1,
+            "warmup_iterations": 0,
+            "epsilon": 1e-4,
+        },
         "schedule": {"prompts_per_iteration": GROUPS, "iterations": ITERATIONS, "order": "prompt"},
         "trainer": trainer,
     }
@@ -91,14 +99,26 @@ def make_config(model: Path, device: str, trainer: dict[str, Any]) -> Config:
 class Run:
     """Several layouts on one set of rank processes; `stores` has each layout's."""
 
-    def __init__(self, directory: Path, device: str, layouts: dict[str, Any], engine_workers: int) -> None:
+    def __init__(
+        self, directory: Path, device: str, layouts: dict[str, Any], engine_workers: int
+    ) -> None:
         self.directory = directory
         directory.mkdir()
         self.stores = {
-            name: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+            name: dist.TCPStore(
+                "127.0.0.1",
+                0,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=60),
+            )
             for name in layouts
         }
-        job: dict[str, Any] = {"layouts": {}, "out": str(directory), "engine_workers": engine_workers}
+        job: dict[str, Any] = {
+            "layouts": {},
+            "out": str(directory),
+            "engine_workers": engine_workers,
+        }
         for name, trainer in layouts.items():
             file = directory / f"{name}.yaml"
             file.write_text(dump_config(make_config(self.model(name), device, trainer)))
@@ -107,10 +127,21 @@ class Run:
         self.processes = []
         for rank in range(max(trainer["devices"] for trainer in layouts.values())):
             with open(directory / f"rank{rank}.log", "w") as log:
-                command = [sys.executable, "-m", "tests.npu_sim.train_rank", str(directory / "job.json"), str(rank)]
-                environment = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore"}
+                command = [
+                    sys.executable,
+                    "-m",
+                    "tests.npu_sim.train_rank",
+                    str(directory / "job.json"),
+                    str(rank),
+                ]
+                environment = os.environ | {
+                    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+                    "PYTHONWARNINGS": "ignore",
+                }
                 self.processes.append(
-                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                    subprocess.Popen(
+                        command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+                    )
                 )
 
     def model(self, layout: str) -> Path:
@@ -128,7 +159,8 @@ class Run:
     def written(self) -> int:
         """Bytes that the ranks have written so far: logs, and what they leave of each layout."""
         total = 0
-        for folder, _, files in os.walk(self.directory):  # which may lose some meanwhile: an export is renamed
+        # which may lose some meanwhile: an export is renamed
+        for folder, _, files in os.walk(self.directory):
             for file in files:
                 with suppress(FileNotFoundError):
                     total += os.stat(os.path.join(folder, file)).st_size
@@ -136,7 +168,10 @@ class Run:
 
     @property
     def logs(self) -> str:
-        return "\n".join(f"--- {file.name}\n{file.read_text()[-14000:]}" for file in self.directory.glob("rank*.log"))
+        return "\n".join(
+            f"--- {file.name}\n{file.read_text()[-14000:]}"
+            for file in self.directory.glob("rank*.log")
+        )
 
     def stop(self) -> None:
         for process in self.processes:
@@ -149,7 +184,10 @@ class Run:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
     def ranks(self, layout: str) -> list[dict[str, Any]]:
-        return [torch.load(file, weights_only=False) for file in sorted((self.directory / layout).glob("rank*.pt"))]
+        return [
+            torch.load(file, weights_only=False)
+            for file in sorted((self.directory / layout).glob("rank*.pt"))
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -187,18 +225,26 @@ class EngineWorker:
             broken = self._join(manifests, BROKEN_EPOCH)
             for manifest in manifests:
                 name = transport.epoch_name(manifest.name, BROKEN_EPOCH)
-                transport.Abandonment("127.0.0.1", self.store.port, name).declare("the engine is gone")
+                transport.Abandonment("127.0.0.1", self.store.port, name).declare(
+                    "the engine is gone"
+                )
             after_failure, _ = self._read(self._join(manifests, EPOCH))
-            broken.close()  # only now: gloo would have told the trainers that it is gone, which HCCL does not
+            # only now: gloo would have told the trainers that it is gone, which HCCL does not
+            broken.close()
 
             late_manifests = self._wait_for(LATE_MANIFEST)
             LATE_REQUEST.put(self.channel, LateRequest(ITERATIONS, 1), number=0)
             senders = self.mesh.senders()
-            answers = [LATE_ANSWER.wait(self.channel, TIMEOUT_S, number=0, rank=rank) for rank in senders]
+            answers = [
+                LATE_ANSWER.wait(self.channel, TIMEOUT_S, number=0, rank=rank) for rank in senders
+            ]
             assert all(answer.held for answer in answers)
             LATE_DECISION.put(self.channel, LateAnswer(True), number=0)
             late, digests = self._read(self._join(late_manifests, 0, "gloo"), "cpu")
-        sent = [LATE_SENT.wait(self.channel, TIMEOUT_S, number=0, stage=stage).digests for stage in self.stages]
+        sent = [
+            LATE_SENT.wait(self.channel, TIMEOUT_S, number=0, stage=stage).digests
+            for stage in self.stages
+        ]
         assert sent == digests, "what arrived late is not what was sent"
         self.channel.put_bytes(LATE_OVER, b"over")
         return {"after failure": after_failure, "late": late}
@@ -208,7 +254,9 @@ class EngineWorker:
         while not all(topic.exists(self.channel, stage=stage) for stage in self.stages):
             if self.run.written != written:  # ranks that get on have as long again
                 written, deadline = self.run.written, time.monotonic() + TIME_LIMIT_S
-            assert time.monotonic() < deadline and self.run.healthy, f"{self.layout}: no manifest\n{self.run.logs}"
+            assert time.monotonic() < deadline and self.run.healthy, (
+                f"{self.layout}: no manifest\n{self.run.logs}"
+            )
             time.sleep(0.02)
         return [topic.get(self.channel, stage=stage) for stage in self.stages]
 
@@ -216,9 +264,13 @@ class EngineWorker:
         stages = [manifest.group(epoch) for manifest in manifests]
         groups = WeightGroups(("127.0.0.1", self.store.port), 1, 2, stages, backend, TIMEOUT_S / 2)
         model = self.run.model(self.layout)
-        return Receiver.join(vars(groups), 0, torch.device("npu", 0), AutoConfig.from_pretrained(model), str(model))
+        return Receiver.join(
+            vars(groups), 0, torch.device("npu", 0), AutoConfig.from_pretrained(model), str(model)
+        )
 
-    def _read(self, receiver: Receiver, memory: str = "npu") -> tuple[dict[str, torch.Tensor], list[str]]:
+    def _read(
+        self, receiver: Receiver, memory: str = "npu"
+    ) -> tuple[dict[str, torch.Tensor], list[str]]:
         tensors = dict(receiver.receive(ITERATIONS))
         assert {tensor.device.type for tensor in tensors.values()} == {memory}
         on_host = {name: tensor.cpu() for name, tensor in tensors.items()}
@@ -227,7 +279,9 @@ class EngineWorker:
         return on_host, digests
 
 
-def largest_difference(ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor]) -> tuple[float, Any]:
+def largest_difference(
+    ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor]
+) -> tuple[float, Any]:
     assert ours.keys() == theirs.keys()
     return max(((ours[name] - theirs[name]).abs().max().item(), name) for name in ours)
 
@@ -239,7 +293,9 @@ def test_log_probs_and_weights_after_the_steps_equal_the_cpu_run(layout: str, ru
     expected = cpu.ranks(one_rank)[0]
     first_version = load_file(cpu.model(layout) / "model.safetensors")
     after = cpu.weights(one_rank)
-    assert largest_difference(after, {name: first_version[name] for name in after})[0] > 1e-3, "nothing was learned"
+    assert largest_difference(after, {name: first_version[name] for name in after})[0] > 1e-3, (
+        "nothing was learned"
+    )
     found: dict[int, torch.Tensor] = {}
     for rank in npu.ranks(layout):
         for report, wanted in zip(rank["reports"], expected["reports"], strict=True):
@@ -255,8 +311,12 @@ def test_log_probs_and_weights_after_the_steps_equal_the_cpu_run(layout: str, ru
 
 @pytest.mark.parametrize("engine", ["after failure", "late"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_engine_on_an_npu_group_gets_the_trained_weights(layout: str, engine: str, runs: Any) -> None:
-    """Also when a publish before was given up in the middle, and from the thread that serves engines which come late."""
+def test_engine_on_an_npu_group_gets_the_trained_weights(
+    layout: str, engine: str, runs: Any
+) -> None:
+    """Also when a publish before was given up in the middle, and from the thread that serves
+    engines which come late.
+    """
     _, npu, received = runs
     weights, found = npu.weights(layout), received[layout][engine]
     assert found.keys() == weights.keys()
@@ -280,11 +340,15 @@ def test_publish_that_is_given_up_ends_on_its_leaders_with_the_reason_and_leaves
 def test_automatic_buckets_go_by_the_devices_free_memory(runs: Any) -> None:
     """60 GiB in the stub, of which a 256th would be more than the largest that gains anything."""
     _, npu, _ = runs
-    assert {rank["automatic_bucket_bytes"] for layout in LAYOUTS for rank in npu.ranks(layout)} == {64 * 2**20}
+    assert {rank["automatic_bucket_bytes"] for layout in LAYOUTS for rank in npu.ranks(layout)} == {
+        64 * 2**20
+    }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_rank_of_a_replica_reads_each_group_and_the_others_get_it_over_the_device(layout: str, runs: Any) -> None:
+def test_one_rank_of_a_replica_reads_each_group_and_the_others_get_it_over_the_device(
+    layout: str, runs: Any
+) -> None:
     _, npu, _ = runs
     ranks, trainer = npu.ranks(layout), LAYOUTS[layout]
     replica = trainer.get("tensor_parallel", 1) * trainer.get("pipeline_parallel", 1)
@@ -292,12 +356,18 @@ def test_one_rank_of_a_replica_reads_each_group_and_the_others_get_it_over_the_d
     readers = range(
         len(ranks) // replica
     )  # tensor parallel varies fastest, and there are no replicas of several ranks here
-    assert [rank["reads"] for rank in ranks] == [groups if number in readers else 0 for number in range(len(ranks))]
+    assert [rank["reads"] for rank in ranks] == [
+        groups if number in readers else 0 for number in range(len(ranks))
+    ]
     collectives = 0 if replica == 1 else 2
     for rank in ranks:
         assert rank["calls"].get("c10d::broadcast_", 0) >= collectives * groups, "sizes and payload"
-        assert sum(report["rollout_reads"] for report in rank["reports"]) == GROUPS * ITERATIONS, "over all replicas"
-        assert bool(sum(report["rollout_collective_bytes"] for report in rank["reports"])) == bool(collectives)
+        assert sum(report["rollout_reads"] for report in rank["reports"]) == GROUPS * ITERATIONS, (
+            "over all replicas"
+        )
+        assert bool(sum(report["rollout_collective_bytes"] for report in rank["reports"])) == bool(
+            collectives
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -309,7 +379,9 @@ def test_fused_operators_run_and_no_operator_lacks_an_npu_kernel(layout: str, ru
     for rank in npu.ranks(layout):
         calls = rank["calls"]
         for name in fused:
-            assert calls[name] and calls.get(f"{name}_backward", 0) + calls.get(f"{name}_grad", 0), name
+            assert calls[name] and calls.get(f"{name}_backward", 0) + calls.get(
+                f"{name}_grad", 0
+            ), name
         assert calls.get("aten::_fused_adamw_") or not is_megatron
         assert bool(calls.get("npu::npu_grouped_matmul")) == is_mixture(layout)
         assert rank["without_kernel"] == []

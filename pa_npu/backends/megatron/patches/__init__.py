@@ -1,1 +1,3 @@
-"""Everything that this backend changes in torch, numpy and Megatron for the whole process: one list, `table.PATCHES`."""
+"""Everything that this backend changes in torch, numpy and Megatron for the whole process: one
+list, `table.PATCHES`.
+"""

@@ -1,6 +1,8 @@
-"""Redirects torch.cuda and device="cuda" to the CPU, so that code written for CUDA only (megatron-core) runs there.
+"""Redirects torch.cuda and device="cuda" to the CPU, so that code written for CUDA only
+(megatron-core) runs there.
 
-The counterpart of torch_npu's `transfer_to_npu`. It changes torch for the whole process: trainer ranks only.
+The counterpart of torch_npu's `transfer_to_npu`. It changes torch for the whole process: trainer
+ranks only.
 """
 
 from __future__ import annotations
@@ -15,7 +17,18 @@ import torch
 _CPU = torch.device("cpu")
 
 _FACTORIES = (
-    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones"),
+    *(
+        "arange",
+        "as_tensor",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "eye",
+        "full",
+        "full_like",
+        "linspace",
+        "ones",
+    ),
     *(
         "ones_like",
         "rand",
@@ -39,7 +52,9 @@ def redirect_cuda_to_cpu() -> None:
 
 
 def redirect_megatron_rng() -> None:
-    """Point Megatron's RNG tracker, which reaches CUDA generators by private calls, at the CPU generator."""
+    """Point Megatron's RNG tracker, which reaches CUDA generators by private calls, at the CPU
+    generator.
+    """
     import megatron.core.tensor_parallel.random as random
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
@@ -55,8 +70,8 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _redirect_factories() -> None:
-    # torch caches the original factories on first use of a device context; fill that cache before they are replaced,
-    # or `with torch.device("meta")` would silently stop working
+    # torch caches the original factories on first use of a device context; fill that cache before
+    # they are replaced, or `with torch.device("meta")` would silently stop working
     import torch.utils._device as torch_device
 
     torch_device._device_constructors()
@@ -137,7 +152,8 @@ class _Stream(contextlib.nullcontext):
 
 
 def _returning(value: Any) -> Callable[..., Any]:
-    # torch._dynamo asserts that torch.cuda's functions are distinct objects, hence a fresh one for each name
+    # torch._dynamo asserts that torch.cuda's functions are distinct objects, hence a fresh one for
+    # each name
     def function(*args: Any, **kwargs: Any) -> Any:
         return value
 

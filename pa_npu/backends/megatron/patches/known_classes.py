@@ -1,8 +1,9 @@
-"""Reading Megatron's checkpoint files without running what they say: out of a pickle come tensors, numbers and known classes only.
+"""Reading Megatron's checkpoint files without running what they say: out of a pickle come tensors,
+numbers and known classes only.
 
-Megatron and torch.distributed.checkpoint unpickle `.metadata`, `common.pt` and every object in a shard, which would call whatever
-the file names. Within `known_classes_only` the index is read by an unpickler that admits the classes of an index, and everything
-else by torch's own (`weights_only`).
+Megatron and torch.distributed.checkpoint unpickle `.metadata`, `common.pt` and every object in a
+shard, which would call whatever the file names. Within `known_classes_only` the index is read by an
+unpickler that admits the classes of an index, and everything else by torch's own (`weights_only`).
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ def known_classes_only(directory: str) -> Iterator[None]:
 
     def load_data(*arguments: Any, **options: Any) -> Any:
         with torch.serialization.safe_globals(_ARRAYS):
-            return refusing(directory, lambda: load(*arguments, **{**options, "weights_only": True}))
+            return refusing(
+                directory, lambda: load(*arguments, **{**options, "weights_only": True})
+            )
 
     def load_index(stream: IO[bytes]) -> Any:
         return refusing(directory, lambda: IndexReader(stream).load())
 
     with open(f"{directory}/.metadata", "rb") as index:
-        load_index(index)  # what torch cannot read itself, it logs with a traceback and goes on without
+        # what torch cannot read itself, it logs with a traceback and goes on without
+        load_index(index)
     unpickles: Any = filesystem
     torch.load, unpickles.pickle = load_data, SimpleNamespace(load=load_index)
     try:

@@ -1,16 +1,21 @@
 """MindSpeed's activation on Ascend, and what stands in for it where it is not installed.
 
-MindSpeed rewrites torch and Megatron when it is imported. It is used for compatibility only (optimizer, type checks,
-pipeline shapes); fused kernels are called by our own layers. The rules that its activation needs:
+MindSpeed rewrites torch and Megatron when it is imported. It is used for compatibility only
+(optimizer, type checks, pipeline shapes); fused kernels are called by our own layers. The rules
+that its activation needs:
 
-1. torch_npu's transfer_to_npu, then MindSpeed, then megatron; in another order it silently patches nothing.
-2. sys.argv is cut to its first element meanwhile, because unknown arguments of ours would become MindSpeed's.
-3. Variable sequence lengths are switched on in its arguments before its adaptor is imported; nothing is patched twice.
-4. Two of its global patches are undone: `torch.distributed.all_reduce` would turn float64 into a silent no-op and refuse
-   keyword calls, `torch.Tensor.view` would copy where torch raises.
+1. torch_npu's transfer_to_npu, then MindSpeed, then megatron; in another order it silently patches
+   nothing.
+2. sys.argv is cut to its first element meanwhile, because unknown arguments of ours would become
+   MindSpeed's.
+3. Variable sequence lengths are switched on in its arguments before its adaptor is imported;
+   nothing is patched twice.
+4. Two of its global patches are undone: `torch.distributed.all_reduce` would turn float64 into a
+   silent no-op and refuse keyword calls, `torch.Tensor.view` would copy where torch raises.
 5. It replaces the root logger's handlers; ours are put back.
-6. It asks every imported module for the names it patches. The aliases that transformers 5 keeps of its image processors
-   (transfer_to_npu imports transformers) raise when asked without torchvision, so such modules are set aside meanwhile.
+6. It asks every imported module for the names it patches. The aliases that transformers 5 keeps of
+   its image processors (transfer_to_npu imports transformers) raise when asked without torchvision,
+   so such modules are set aside meanwhile.
 """
 
 from __future__ import annotations
@@ -38,13 +43,15 @@ def is_installed() -> bool:
     """Raises UserError where MindSpeed is installed without the Megatron-LM checkout that it needs."""
     if importlib.util.find_spec("mindspeed") is None:
         LOG.info(
-            "MindSpeed is not installed: megatron-core runs with the replacements of pa_npu.backends.megatron.patches"
+            "MindSpeed is not installed: megatron-core runs with the replacements of "
+            "pa_npu.backends.megatron.patches"
         )
         return False
     if not _has_megatron_training():
         raise UserError(
-            "run.device: npu: MindSpeed is installed but needs megatron.training, which megatron-core's package lacks; put a "
-            "Megatron-LM checkout of its core version on PYTHONPATH, or uninstall mindspeed to run without it"
+            "run.device: npu: MindSpeed is installed but needs megatron.training, which "
+            "megatron-core's package lacks; put a Megatron-LM checkout of its core version on "
+            "PYTHONPATH, or uninstall mindspeed to run without it"
         )
     return True
 
@@ -57,7 +64,10 @@ def transfer_to_npu() -> None:
 
 
 def activate() -> None:
-    """Import MindSpeed's adaptor under the rules above. Raises PaNpuError when a patch to undo stays in place."""
+    """Import MindSpeed's adaptor under the rules above.
+
+    Raises PaNpuError when a patch to undo stays in place.
+    """
     originals = {path: _resolve(path) for path in UNDONE}
     with _short_argv(), _kept_root_logger(), _silent_modules_set_aside():
         from mindspeed.args_utils import get_mindspeed_args
@@ -74,8 +84,8 @@ def activate() -> None:
     for path, original in originals.items():
         if _resolve(path) is not original:
             raise PaNpuError(
-                f"MindSpeed: its patch of {path} could not be undone, and it changes results; use its 26.1.0_core_r0.12.1 or "
-                "core_r0.16.0"
+                f"MindSpeed: its patch of {path} could not be undone, and it changes results; use "
+                "its 26.1.0_core_r0.12.1 or core_r0.16.0"
             )
 
 

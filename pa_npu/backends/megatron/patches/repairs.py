@@ -1,4 +1,6 @@
-"""Changes to megatron-core that its own pins, new torch or numpy, or a device without CUDA make necessary; see `table`."""
+"""Changes to megatron-core that its own pins, new torch or numpy, or a device without CUDA make
+necessary; see `table`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def restore_numpy_product() -> None:
 
 
 def replace_megatron_jit() -> None:
-    """Keep Megatron from compiling about 20 helpers at its import, which gains nothing outside CUDA. Before its import."""
+    """Keep Megatron from compiling about 20 helpers at its import, which gains nothing outside
+    CUDA. Before its import.
+    """
     name = "megatron.core.jit"
     module: Any = types.ModuleType(name)
     module.jit_fuser = module.noop_decorator = lambda function: function
@@ -32,31 +36,41 @@ def replace_megatron_jit() -> None:
 
 
 def answer_cuda_types(kind: str) -> None:
-    """Megatron's optimizers compare param.type() with CUDA's type names: give them, and only them, the renamed one."""
+    """Megatron's optimizers compare param.type() with CUDA's type names: give them, and only them,
+    the renamed one.
+    """
     original = torch.Tensor.type
 
     def rename(name: str) -> str:
-        return name.replace("npu", "cuda") if kind == "npu" else name.replace("torch.", "torch.cuda.", 1)
+        return (
+            name.replace("npu", "cuda")
+            if kind == "npu"
+            else name.replace("torch.", "torch.cuda.", 1)
+        )
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        return rename(result) if isinstance(result, str) and caller.startswith("megatron.") else result
+        return (
+            rename(result) if isinstance(result, str) and caller.startswith("megatron.") else result
+        )
 
     setattr(torch.Tensor, "type", type_)  # noqa: B010 - mypy refuses a plain assignment to a method
 
 
 def install_adam(kind: str) -> None:
-    """Make Megatron's optimizers use our apex-shaped Adam and treat it as apex's, unless the device has one of its own.
+    """Make Megatron's optimizers use our apex-shaped Adam and treat it as apex's, unless the device
+    has one of its own.
 
-    On cuda that is apex's or TransformerEngine's, on npu MindSpeed's. Raises PaNpuError where MindSpeed came too late.
+    On cuda that is apex's or TransformerEngine's, on npu MindSpeed's. Raises PaNpuError where
+    MindSpeed came too late.
     """
     if kind != "cpu" and has_fused_adam():
         return
     if "mindspeed.megatron_adaptor" in sys.modules:
         raise PaNpuError(
-            "MindSpeed was imported but Megatron still uses torch's AdamW: its patches came too late; "
-            "import nothing of megatron before patches.table.prepare()"
+            "MindSpeed was imported but Megatron still uses torch's AdamW: its patches came too "
+            "late; import nothing of megatron before patches.table.prepare()"
         )
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed
@@ -69,7 +83,9 @@ def install_adam(kind: str) -> None:
 
 
 def has_fused_adam() -> bool:
-    """True when Megatron found the Adam of TransformerEngine or apex (or MindSpeed's, which takes apex's place)."""
+    """True when Megatron found the Adam of TransformerEngine or apex (or MindSpeed's, which takes
+    apex's place).
+    """
     import megatron.core.optimizer as optimizer
 
     return not issubclass(optimizer.Adam, torch.optim.AdamW)
@@ -81,11 +97,14 @@ def _set_if_present(module: Any, name: str, value: Any) -> None:
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """Decoupled-weight-decay Adam through torch's fused kernel, in the shape that Megatron's optimizers expect, that of apex.
+    """Decoupled-weight-decay Adam through torch's fused kernel, in the shape that Megatron's
+    optimizers expect, that of apex.
 
-    torch.optim.AdamW keeps a `step` tensor per parameter, which Megatron's distributed optimizer cannot reshard when a
-    checkpoint is loaded; here the state of a parameter is `exp_avg` and `exp_avg_sq` alone.
-    Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2, with a constant schedule.
+    torch.optim.AdamW keeps a `step` tensor per parameter, which Megatron's distributed optimizer
+    cannot reshard when a checkpoint is loaded; here the state of a parameter is `exp_avg` and
+    `exp_avg_sq` alone.
+    Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2, with a
+    constant schedule.
     """
 
     step_dtype = torch.float32
@@ -100,7 +119,9 @@ class FusedAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
         **_: Any,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -117,7 +138,9 @@ class FusedAdamW(torch.optim.Optimizer):
             step = torch.full((), group["step"], dtype=self.step_dtype, device=params[0].device)
             self.fused_update(group, params, step)
 
-    def fused_update(self, group: dict[str, Any], params: list[torch.Tensor], step: torch.Tensor) -> None:
+    def fused_update(
+        self, group: dict[str, Any], params: list[torch.Tensor], step: torch.Tensor
+    ) -> None:
         """Update `params` of one group in place; `step` counts from 1."""
         beta1, beta2 = group["betas"]
         torch._fused_adamw_(
@@ -142,19 +165,25 @@ class NpuAdamW(FusedAdamW):
 
     step_dtype = torch.int64
 
-    def fused_update(self, group: dict[str, Any], params: list[torch.Tensor], step: torch.Tensor) -> None:
+    def fused_update(
+        self, group: dict[str, Any], params: list[torch.Tensor], step: torch.Tensor
+    ) -> None:
         for parameter in params:
             super().fused_update(group, [parameter], step)
 
 
 def fix_write_item() -> None:
-    """torch >= 2.7 added a required argument to the private function that Megatron calls to write a shard."""
+    """torch >= 2.7 added a required argument to the private function that Megatron calls to write a
+    shard.
+    """
     import torch.distributed.checkpoint.filesystem as torch_filesystem
 
     try:
         import megatron.core.dist_checkpointing.strategies.filesystem_async as megatron_filesystem
     except ImportError as error:
-        raise PaNpuError(f"megatron-core's checkpointing cannot be imported ({error}); install psutil") from error
+        raise PaNpuError(
+            f"megatron-core's checkpointing cannot be imported ({error}); install psutil"
+        ) from error
     original = torch_filesystem._write_item
     parameters = inspect.signature(original).parameters
     if "serialization_format" not in parameters or not hasattr(megatron_filesystem, "_write_item"):
@@ -164,14 +193,18 @@ def fix_write_item() -> None:
     @functools.wraps(original)
     def write_item(*args: Any, **kwargs: Any) -> Any:
         if len(args) <= position:
-            kwargs.setdefault("serialization_format", torch_filesystem.SerializationFormat.TORCH_SAVE)
+            kwargs.setdefault(
+                "serialization_format", torch_filesystem.SerializationFormat.TORCH_SAVE
+            )
         return original(*args, **kwargs)
 
     megatron_filesystem._write_item = write_item
 
 
 def fix_empty_fp8_shards() -> None:
-    """Without TransformerEngine the distributed optimizer's fp8 copy raises even when no parameter is fp8."""
+    """Without TransformerEngine the distributed optimizer's fp8 copy raises even when no parameter
+    is fp8.
+    """
     import megatron.core.fp8_utils as fp8
 
     if getattr(fp8, "HAVE_TE", False) or not hasattr(fp8, "_quantize_param_shard_impl"):
@@ -185,7 +218,9 @@ def fix_empty_fp8_shards() -> None:
 
 
 def replace_results_queue() -> None:
-    """A queue that nobody uses, in whose place Megatron would start a server process when it plans a checkpoint."""
+    """A queue that nobody uses, in whose place Megatron would start a server process when it plans
+    a checkpoint.
+    """
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 
     _set_if_present(filesystem_async, "_results_queue", queue.SimpleQueue())

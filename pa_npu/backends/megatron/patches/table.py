@@ -1,4 +1,5 @@
-"""The list of process-wide changes to torch, numpy and Megatron, and `prepare`, which applies a device kind's in order.
+"""The list of process-wide changes to torch, numpy and Megatron, and `prepare`, which applies a
+device kind's in order.
 
 prepare("cpu")      before anything imports megatron.core; further calls do nothing
 PATCHES             each with what, why, where, and when it can go; `doctor` prints it
@@ -24,7 +25,8 @@ class Patch:
     """One change to the process.
 
     target: what is replaced. devices: the device kinds that need it. versions: of what it repairs.
-    mindspeed: False where MindSpeed makes it unnecessary, True where it belongs to MindSpeed, None where that does not matter.
+    mindspeed: False where MindSpeed makes it unnecessary, True where it belongs to MindSpeed, None
+    where that does not matter.
     apply: makes the change, given the device kind; leaves alone what does not need it.
     """
 
@@ -39,10 +41,12 @@ class Patch:
 
     def line(self) -> str:
         """For people: `doctor` prints it."""
-        with_or_without = {None: "", True: ", with MindSpeed", False: ", without MindSpeed"}[self.mindspeed]
+        with_or_without = {None: "", True: ", with MindSpeed", False: ", without MindSpeed"}[
+            self.mindspeed
+        ]
         return (
-            f"{self.target} ({', '.join(self.devices)}{with_or_without}; {self.versions}): {self.reason}; "
-            f"remove when {self.remove_when}"
+            f"{self.target} ({', '.join(self.devices)}{with_or_without}; {self.versions}): "
+            f"{self.reason}; remove when {self.remove_when}"
         )
 
 
@@ -69,7 +73,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core and torch, by mindspeed.megatron_adaptor",
-        "MindSpeed adapts optimizer, type checks and pipeline shapes to Ascend; its patches that change results are undone",
+        "MindSpeed adapts optimizer, type checks and pipeline shapes to Ascend; its patches that "
+        "change results are undone",
         ("npu",),
         "MindSpeed core_r0.12.1",
         "megatron-core runs on Ascend by itself",
@@ -99,7 +104,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.jit",
-        "megatron-core compiles about 20 helpers at its import, which costs seconds and gains nothing outside CUDA",
+        "megatron-core compiles about 20 helpers at its import, which costs seconds and gains "
+        "nothing outside CUDA",
         ("npu", "cpu"),
         _CORE,
         "megatron-core compiles on first use",
@@ -141,7 +147,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.fp8_utils._quantize_param_shard_impl",
-        "without TransformerEngine the distributed optimizer's fp8 copy raises even when no parameter is fp8",
+        "without TransformerEngine the distributed optimizer's fp8 copy raises even when no "
+        "parameter is fp8",
         _ALL,
         "megatron-core 0.12",
         "core 0.12 is supported no more",
@@ -149,7 +156,8 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "megatron.core.optimizer.Adam and its flags",
-        "without apex and TransformerEngine megatron falls back to torch's AdamW, whose step tensors cannot be resharded",
+        "without apex and TransformerEngine megatron falls back to torch's AdamW, whose step "
+        "tensors cannot be resharded",
         _ALL,
         _CORE,
         "megatron-core reshards torch's AdamW",
@@ -160,13 +168,19 @@ PATCHES: tuple[Patch, ...] = (
 
 def patches_of(kind: str, with_mindspeed: bool) -> list[Patch]:
     """Returns the patches that `prepare(kind)` applies, in order."""
-    return [patch for patch in PATCHES if kind in patch.devices and patch.mindspeed in (None, with_mindspeed)]
+    return [
+        patch
+        for patch in PATCHES
+        if kind in patch.devices and patch.mindspeed in (None, with_mindspeed)
+    ]
 
 
 def prepare(kind: str) -> None:
-    """Make `import megatron.core` work in this process on devices of `kind`, and import it. Further calls do nothing.
+    """Make `import megatron.core` work in this process on devices of `kind`, and import it. Further
+    calls do nothing.
 
-    Raises PaNpuError where megatron.core is imported already, UserError where MindSpeed is installed without what it needs.
+    Raises PaNpuError where megatron.core is imported already, UserError where MindSpeed is
+    installed without what it needs.
     """
     if kind in _prepared:
         return
@@ -185,15 +199,20 @@ def prepare(kind: str) -> None:
 
 
 def require_no_megatron(what: str) -> None:
-    """Raise when megatron.core is already imported: what was bound at its import can no longer be redirected."""
+    """Raise when megatron.core is already imported: what was bound at its import can no longer be
+    redirected.
+    """
     if "megatron.core" in sys.modules:
         raise PaNpuError(
-            f"{what}: megatron.core is already imported; call patches.table.prepare() before any import of it"
+            f"{what}: megatron.core is already imported; call patches.table.prepare() before any "
+            "import of it"
         )
 
 
 def import_megatron() -> None:
-    """Import what the trainer uses of megatron-core, without its advice to install apex and TransformerEngine."""
+    """Import what the trainer uses of megatron-core, without its advice to install apex and
+    TransformerEngine.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*")
         import megatron.core.models.gpt

@@ -1,4 +1,6 @@
-"""One stage's HF tensors from the shards of tensor and expert parallelism, for a publish and an export as an HF directory."""
+"""One stage's HF tensors from the shards of tensor and expert parallelism, for a publish and an
+export as an HF directory.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from pa_npu.families.spec import ModelSpec
 
 
 class StageTensors(GatheredWeights):
-    """All ranks of place.shard_group build the same plan from the same parameters. shard_group: theirs, None where that is one."""
+    """All ranks of place.shard_group build the same plan from the same parameters. shard_group:
+    theirs, None where that is one.
+    """
 
     def __init__(
         self,
@@ -43,20 +47,27 @@ class StageTensors(GatheredWeights):
         self._parameters = standard_parameters(module)
         self._tensors = stage_tensors(self._parameters, spec, first_layer(module))
         sent = {
-            tensor.name: Outgoing(tensor.shape, self._parameters[tensor.parameter].dtype) for tensor in self._tensors
+            tensor.name: Outgoing(tensor.shape, self._parameters[tensor.parameter].dtype)
+            for tensor in self._tensors
         }
         device = next(iter(self._parameters.values())).device
         super().__init__(sent, spec, place, bucket_bytes, shard_group, device, on_host=on_host)
 
     def parts(self, leads: bool) -> Mapping[str, _Shard]:
-        return {tensor.name: self._part(tensor, self._parameters, leads) for tensor in self._tensors}
+        return {
+            tensor.name: self._part(tensor, self._parameters, leads) for tensor in self._tensors
+        }
 
     def live_parts(self, leads: bool) -> Mapping[str, _Shard]:
         parameters = standard_parameters(self._module)
         return {tensor.name: self._part(tensor, parameters, leads) for tensor in self._tensors}
 
-    def _part(self, tensor: HfTensor, parameters: Mapping[str, torch.Tensor], leads: bool) -> _Shard:
-        """Experts are the part of the rank that holds them, what TP cuts that of the first replica's ranks."""
+    def _part(
+        self, tensor: HfTensor, parameters: Mapping[str, torch.Tensor], leads: bool
+    ) -> _Shard:
+        """Experts are the part of the rank that holds them, what TP cuts that of the first
+        replica's ranks.
+        """
         size, owner = self._place.mesh.tensor, holder(tensor, self._spec, self._place)
         is_cut = tensor.shard_dim is not None
         has_part = leads if not is_cut else self._rank < size
@@ -71,8 +82,8 @@ class StageTensors(GatheredWeights):
 
 @dataclass(frozen=True)
 class _Shard(Part):
-    """[first, last) of an HF tensor along the dimension that TP cuts, or of its rows; view: its rows in order, with those that pad
-    the vocabulary behind; None of a rank that has no part."""
+    """[first, last) of an HF tensor along the dimension that TP cuts, or of its rows; view: its
+    rows in order, with those that pad the vocabulary behind; None of a rank that has no part."""
 
     view: torch.Tensor | None
     tensor: HfTensor
@@ -118,6 +129,8 @@ def export_hf(
     shard_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> None:
-    """Write the stage in `module` (one GPT stage, wrappers are fine) as its share of `directory`; collective, see write_hf."""
+    """Write the stage in `module` (one GPT stage, wrappers are fine) as its share of `directory`;
+    collective, see write_hf.
+    """
     source = StageTensors(module, spec, place, BUCKET_BYTES, shard_group) if place.sends else None
     write_hf(source, spec, directory, place, next(module.parameters()).device, **options)
